@@ -141,7 +141,7 @@ def drill(options: argparse.Namespace) -> int:
 class _Signals:
     """Handles the signals that end a drill: they are noted, and never end its launch or clean-up.
 
-    Within `until_one`, the first one raises KeyboardInterrupt.
+    The first one raises KeyboardInterrupt inside `until_one`.
     """
 
     noted = raises = False

@@ -38,12 +38,12 @@ class Suspect:
     """Uses a core in code of its own."""
     difference: Difference
     loader: tuple[str, bool]
-    """What the thread that reads its data does, as `loader_thread` returns it."""
+    """The result of `loader_thread` for the thread that reads its data."""
     gpus: Sequence[Gpu] = ()
     uses_a_core: bool = False
     """Runs, in code of its own or not."""
     python: bool | None = None
-    """Of one that runs: whether it is in Python code, None where that is not known."""
+    """Whether its running main thread is in Python code, or None if that is not known."""
 
     @property
     def state(self) -> str:

@@ -74,7 +74,7 @@ class Evidence:
     _known: dict[object, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )  # fmt: skip
-    """What was computed from this evidence."""
+    """Values that were computed from this evidence, by name."""
 
     def is_abnormal(self, rank: int) -> bool:
         """Returns whether the kernel shows in both samples that a rank's process cannot run."""

@@ -35,7 +35,7 @@ MIN_PAST = MAX_SKIPPED = 8
 """The fewest calls that show what is usual, and the calls after the usual one among which a rank
 that skipped calls one."""
 RARE = 2
-"""What came this many times less often is unusual, but not certainly wrong."""
+"""A call that is this many times rarer than another is unusual, but not certainly wrong."""
 DEFAULT_GROUP = "default_pg"
 """What torch calls the group of all ranks."""
 _SAME_SIZE = re.compile(
@@ -98,7 +98,7 @@ class Difference:
     number: int | None
     text: str
     confirmed: bool = False
-    """Of a mismatch: a second sign in the records names `ranks` too, see `_unusual`."""
+    """True for a mismatch in which a second sign in the records names `ranks` too (`_unusual`)."""
     inside: bool = False
     """Each rank that is behind still waits in its last call, which all others have made too."""
 

@@ -1,4 +1,4 @@
-"""What is passed around: `Services` for a whole launch, `RunContext` for all attempts of a run."""
+"""The shared objects of a launch, `Services`, and of all attempts of a run, `RunContext`."""
 
 from __future__ import annotations
 

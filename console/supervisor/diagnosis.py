@@ -32,7 +32,7 @@ from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.plan import Watch
 
 Outlook = Literal["stalled", "slow", "no stall", "unknown", "ending", "ended"]
-"""Of a "slow" run, ranks have not moved for some seconds and are within their stall limits."""
+"""Ranks of a "slow" run have not moved for some seconds and are within their stall limits."""
 SLOW_S = 5.0
 POLL_S = 0.1
 EXPLAINED_S = 8.0

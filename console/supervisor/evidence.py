@@ -20,7 +20,7 @@ APART_S = 2.0
 """Time between the two samples of each process."""
 DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 6.0
 """Stacks and flight records are read again until every rank has one, at most so long.
-Where the directory does not answer, the evidence has only the processes after the second time.
+After the second time, evidence without a readable directory has only the processes.
 """
 READ_EVERY_S = 0.5
 CLOCKS_APART_S = 0.1

@@ -57,7 +57,7 @@ class Monitor:
         self._sampled_ts = 0.0
         """Time of the newest evidence that agrees with the verdict, 0 without evidence."""
         self._changed: tuple[tuple[object, ...], float] | None = None
-        """What newer evidence says instead, and its time."""
+        """The different verdict of newer evidence, and the time of that evidence."""
         self._doubtful_polls = 0
         self._late = late
         self._first_positions: dict[int, tuple[int, int, int]] = {}

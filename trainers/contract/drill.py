@@ -25,7 +25,7 @@ _WORD = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """How a fault shows in a run of two ranks, and which reactions of an operator are right.
+    """The right verdict on a fault in a run of two ranks, and the right reactions of an operator.
 
     The fault shows as a verdict with this `cause` in this `phase`, as the state in which the run
     `ends`, or as an `alert`. A fault with none of these shows only in figures, or only after

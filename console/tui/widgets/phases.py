@@ -95,7 +95,7 @@ def gate_rows(
 ) -> list[Row]:
     """Returns the gates with value and bound, failed gates first, in as many columns as fit.
 
-    Before the end of the phase, the gates have only their bounds.
+    The gates have only their bounds until the phase ends.
     """
     if not gates and bounds:
         pending = [("", _pending(name, bound)) for name, bound in bounds.items()]
