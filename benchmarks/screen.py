@@ -39,9 +39,9 @@ KEYS = (
     ("3", b"VERDICT"),
     ("1", b"tok/s"),
     ("?", b"Keys in"),
-    ("?", b"log "),
+    ("?", b"tok/s"),
     ("D", b"y yes"),
-    ("n", b"log "),
+    ("n", b"tok/s"),
 )
 """A key, and a part of the bytes that it causes."""
 BUDGETS = {
