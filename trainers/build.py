@@ -30,6 +30,7 @@ from trainers.report import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
 from trainers.settings import AUTO, flatten
+from trainers.snapshots import Snapshots
 from trainers.step_reduction import StepReduction
 
 PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
@@ -94,7 +95,11 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
         StepReduction(parallel.reduce, parallel.device), guard,
         Spikes(settings.optim.skip_spikes_sigma, parallel.device),
         Saver(member.run, parts, settings.checkpoint, member.home.is_there),
-        Profiler(member, report, settings.report, on_cuda), report.steps_done + 1,
+        Profiler(
+            member, report, settings.report, on_cuda,
+            Snapshots(member, parallel, plain, optimizer, settings.report.memory_every),
+        ),
+        report.steps_done + 1,
     )  # fmt: skip
 
 
