@@ -244,6 +244,7 @@ class Reducer:
     def _take_sample(self, name: str, line: Line) -> None:
         if jsonl.number(line.record, "ts") is not None:
             self.newest_samples[name] = line
+            self.summary.gpus.add(line.record)
             self._chart(name, line, self.series.add)
 
     def _chart(self, name: str, line: Line, add: Callable[..., object]) -> None:

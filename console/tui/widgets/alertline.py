@@ -115,7 +115,7 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
                 "warn", f"waiting for confirmation before phase {name}", "L start  E flags  H halt"
             )
         ]
-    missed = [gate for gate in state.gates if gate.result != "pass"]
+    missed = [gate for gate in state.gates if gate.blocks]
     why = f"{launch.current} {state.state}"
     if state.state == "completed" and not missed:
         why = launch.why or why
@@ -128,7 +128,7 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
 
 
 def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
-    failed = [gate for gate in gates if gate.result == "fail"]
+    failed = [gate for gate in gates if gate.result == "fail" and gate.blocks]
     if failed:
         first = failed[0]
         why = first.why or f"{gate_value(first)}, must be {first.bound}"

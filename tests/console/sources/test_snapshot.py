@@ -21,10 +21,11 @@ from console import status_text
 from console.cli import main
 from console.plans import gates
 from console.sources import run_records, snapshot
-from console.sources.rank_totals import Peak, RankTotals
+from console.sources.rank_totals import RankTotals
 from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
 from console.sources.series import RAW_RECORDS, SPANS_S, Series
+from console.sources.windows import Peak
 from tests.console.plans.histories import EVERY_BOUND, Written
 from tests.console.sources import directory
 from tests.console.sources.snapshots import DRAWN, Observer, same_state
