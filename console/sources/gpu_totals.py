@@ -73,11 +73,12 @@ class GpuTotals:
         found = cls()
         numbers = [jsonl.number(saved, key) for key in ("seconds", "missing_s", "mono")]
         busy_s = {int(i): jsonl.number({"": x}, "") for i, x in saved["busy_s"].items()}
-        if None in (*numbers, *busy_s.values()):
+        covered = {int(i): jsonl.integer({"": x}, "") for i, x in saved["covered"].items()}
+        if None in (*numbers, *busy_s.values(), *covered.values()):
             raise ValueError("these are no totals of GPUs")
         found.seconds, found.missing_s, found._mono = (value or 0.0 for value in numbers)
         found.busy_s = {index: value or 0.0 for index, value in busy_s.items()}
-        found.covered = {int(i): int(x) for i, x in saved["covered"].items()}
+        found.covered = {attempt: steps or 0 for attempt, steps in covered.items()}
         found.trouble = jsonl.text(saved, "trouble")
         if saved["newest"] is not None:
             attempt, mono, step = saved["newest"]

@@ -347,8 +347,10 @@ class RankTotals:
         if not known or not all(0 < x < math.inf for x in (*times, *tokens)):
             return None, None, None, None
         rates = [each / took_s for each, took_s in zip(tokens, times, strict=True)]
+        mean = sum(rates) / len(rates)
+        deviation = math.sqrt(sum((x - mean) * (x - mean) for x in rates) / len(rates))
         ratio = max(times) / statistics.median(times)
-        return len(rows), sum(tokens) / sum(times), statistics.pstdev(rates), ratio
+        return len(rows), sum(tokens) / sum(times), deviation, ratio
 
 
 def _worst(
