@@ -152,7 +152,7 @@ QUERIES: tuple[Command, ...] = (
             ("diagnose latest", "diagnose latest --dump", "diagnose runs/by_hand --json"), (
         _run(),
         option("--dump", action="store_true",
-               help="dump the stacks first, of the ranks that handle the signal"),
+               help="dump the stacks first; needs a supervisor"),
     ), "The verdict is that of the supervisor. Without a supervisor, the evidence is\n"
        "collected now, which takes about 4 s. + supports the verdict, - names another\n"
        "rank, ? is not available. Exit code 0: no stall; 1: stalled, or not known; for\n"
