@@ -64,7 +64,7 @@ def _row(folder: str, pattern: str, **more: int) -> Row:
 
 LAUNCH: tuple[Row, ...] = (
     _row("", r"plan\.json|plan_state\.json", limit_bytes=rundir.MAX_DOCUMENT_BYTES),
-    _row("", r"events\.jsonl|supervisor\.log|hooks\.log"),
+    _row("", r"events\.jsonl|supervisor\.log"),
 )
 TABLE: tuple[Row, ...] = (
     _row("", r"(run|env|supervisor|gates|metrics|metrics_fsdp)\.json", all_bytes=8 << 20,

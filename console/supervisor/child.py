@@ -72,10 +72,7 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
         poller.register(fd, select.POLLIN)
     directory, nvml = Directory(lambda: _wake(wake_write), launch_lock.lost), Nvml()
     nvml.start()
-    hooks = Hooks(
-        spec.operator, path, lambda *told: directory.event(path, 1, *told),
-        lambda work: directory.job(work, lambda *_: None),
-    )  # fmt: skip
+    hooks = Hooks(spec.operator, path, lambda *told: directory.event(path, 1, *told))
     services = Services(directory, nvml, poller, hooks, launch_lock.token, link)
     try:
         link.receive()
