@@ -138,21 +138,6 @@ def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin):
         actions.adopt(started.path)
 
 
-def test_a_stop_is_continued_by_the_supervisor_that_adopts(begin):
-    """The supervisor dies in the grace of a stop: the next one kills the ranks that ignore TERM."""
-    started = begin(
-        phase("one", "member.py", 100_000, "deaf"), shell=STUB, restart="crash",
-        watch={"grace_s": 4, "stall_floor_s": 60},
-    )  # fmt: skip
-    started.wait_steps(3)
-    assert started.ask("stop")["ok"]
-    started.wait(lambda: started.state()["asked"] == "stop")
-    started.kill_supervisor()
-    actions.adopt(started.path)
-    assert started.wait_end(30)["phases"][0]["state"] == "stopped"
-    assert not process.with_token(started.token())
-
-
 @pytest.fixture(scope="module")
 def lost(begin):
     """A run whose supervisor has died and whose ranks live."""
