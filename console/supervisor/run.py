@@ -359,8 +359,7 @@ class Run:
         document = self.observers.run(rundir.SUPERVISOR, self._document, self._published)
         self._published = document | now
         self._services.publish(
-            self.path / rundir.SUPERVISOR, self._published, alerts=self.alerts.open(),
-            oom=asdict(self.attempt.oom_before),
+            self.path / rundir.SUPERVISOR, self._published, alerts=self.alerts.open()
         )  # fmt: skip
 
     def _document(self) -> dict[str, Any]:
