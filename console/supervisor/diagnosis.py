@@ -16,7 +16,7 @@ from console.diagnose.causes import explain
 from console.diagnose.evidence import Evidence
 from console.diagnose.readings import Readings
 from console.diagnose.stall import RankEvidence, names, unusable_pulses
-from console.diagnose.verdict import LOOK_AT_STACKS, NAMED_AFTER_S, case_of, diagnose
+from console.diagnose.verdict import NAMED_AFTER_S, case_of, diagnose
 from console.model import RunState, Verdict
 from console.sources import liveness, process, verdicts
 from console.sources.nvml import Nvml
@@ -30,10 +30,6 @@ Outlook = Literal["stalled", "slow", "no stall", "unknown", "ending", "ended"]
 """Ranks of a "slow" run have not moved for some seconds and are within their stall limits."""
 SLOW_S = 5.0
 POLL_S = 0.1
-EXPLAINED_S = 8.0
-"""A supervisor has explained its verdict after this time, or has no more evidence."""
-SLACK_S = 5.0
-"""A verdict may be older than the state "stalled" by this time."""
 SILENT_ALERTS = frozenset(
     (liveness.SUPERVISOR_STOPPED, liveness.WORK_STOPPED, "supervisor-silent")
 )  # fmt: skip
@@ -88,7 +84,10 @@ class Diagnoser:
         if state.state in ENDING:
             return Diagnosis("ending", state, f"the ranks are being ended: {state.why}", run=run)
         if is_supervised(state) and state.state == "stalled":
-            return self._of_supervisor(state, run)
+            why = "" if state.verdict else "the supervisor has not written a verdict yet"
+            return Diagnosis(
+                "stalled", state, why, state.verdict, "supervisor", exit_code=1, run=run
+            )
         return self._own(state, run, self._ranks(state, run, now))
 
     def _of_ended(self, state: RunState, run: Path | None) -> Diagnosis:
@@ -98,24 +97,6 @@ class Diagnoser:
             "ended", state, f"{self._source.over}{'; ' if why else ''}{why}", last,
             "last verdict of the run", exit_code=self._source.exit_code, run=run,
         )  # fmt: skip
-
-    def _of_supervisor(self, state: RunState, run: Path) -> Diagnosis:
-        """Returns the newest verdict of this stall; waits up to `EXPLAINED_S` for its cause."""
-        until = time.monotonic() + EXPLAINED_S
-        while True:
-            found = state.verdict or verdicts.newest(run, is_open=True)
-            if found is not None and found.ts < (state.since_ts or 0.0) - SLACK_S:
-                found = state.verdict
-            is_new = found is not None and time.time() - found.ts < EXPLAINED_S
-            waits = found is None or (is_new and LOOK_AT_STACKS in found.sentence)
-            if not waits or state.state != "stalled" or time.monotonic() >= until:
-                break
-            time.sleep(POLL_S)
-            state, _, _ = self._poll()
-        if state.state != "stalled":
-            return Diagnosis("no stall", state, "the ranks step again", run=run)
-        why = "" if found else "the supervisor has not written a verdict yet"
-        return Diagnosis("stalled", state, why, found, "supervisor", exit_code=1, run=run)
 
     def _own(self, state: RunState, run: Path, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
         """Returns the verdict, from evidence that this process collects now."""
