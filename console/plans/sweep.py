@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from console.plans import gates
+from console import status_text
 from console.plans.gate_check import poll_confirmed
 from console.sources import launch_documents
 from console.sources.run import RunSource
@@ -267,8 +267,9 @@ def _measure(path: Path) -> Run | str:
     source = RunSource(path, reads="all")
     source.read_all()
     state = poll_confirmed(source)
-    if state.state != "completed" or gates.overall(state.gates) != "pass":
-        return f"it is {state.state}, and only a completed run with passed gates counts"
+    if state.state != "completed" or status_text.exit_code(state):
+        why = status_text.no_go(state) or status_text.not_passed(state.gates)
+        return f"it is {state.state}{f', {why}' if why else ''}; only a run that is go counts"
     steps_s = [s for s in source.series.newest_steps_s(WARM_UP_STEPS) if s > 0]
     run = rundir.read_json(path / rundir.RUN, below=path) or {}
     facts = rundir.read_json(path / rundir.ENV, below=path) or {}
