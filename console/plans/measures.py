@@ -76,7 +76,8 @@ def loss_finite(s: Summary) -> Measured:
         known = known or (has_losses and rank == 0)
         if part.first_bad is not None and not first:
             first = f"first non-finite loss on record: step {part.first_bad} of attempt {attempt}"
-        counts = part.exit is not None and part.counts_at_last
+        has_newest = part.exit is not None or (s.is_live and attempt == s.attempts)
+        counts = has_newest and part.counts_at_last
         counts = counts or by_pulse >= 0 or not part.has_stepped(end)
         if (has_losses or rank == 0) and not counts and not part.every_loss_is_recorded(end):
             doubt = doubt or f"rank {rank}, attempt {attempt}: {UNCOUNTED}"

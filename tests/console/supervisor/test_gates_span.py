@@ -100,6 +100,9 @@ def test_the_next_phase_starts_when_exits_and_whole_records_say_so(begin, tmp_pa
     started, ended = ended_with(begin, tmp_path, "whole")
     assert [p["state"] for p in ended["phases"]] == ["completed", "completed"], ended["why"]
     assert main(["check", str(started.path)]) == 0
+    report = started.path / "report.md"
+    started.wait(report.exists, 20)
+    assert "**go**" in report.read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,398 @@
+"""Writes the report of a launch or run as Markdown, with charts as SVG.
+
+Each figure has its file and its window. Text from the run directory is cleaned, escaped and
+bounded. What was not measured has a section of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from console import status_text
+from console.model import LIVE_STATES, RESULTS, RunState
+from console.plans import gates, report_chart, sweep
+from console.plans.gate_check import poll_confirmed, so_far
+from console.sources import launch_documents
+from console.sources.rank_totals import FIGURES
+from console.sources.record_files import read_end
+from console.sources.run import RunSource
+from console.sources.sanitize import clean
+from console.status_text import counted, number, size
+from trainers.contract import jsonl, rundir
+from trainers.contract.errors import ContractError
+
+NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 240, 64, 64
+HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
+LATEST_S = 1 << 36
+CHARTS = (("loss", "loss", "nats/token"), ("toks_per_s", "speed", "tok/s"))
+"""Series, word in the file name and unit of each chart."""
+FILES = (
+    "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "val.csv",
+    "heartbeat_rank0.jsonl", "k_stats.csv", "fallback_counters.csv", "dtypes_report.txt",
+    "opt_state_mb.txt", "git_sha.txt", "collect_env.txt", "nvidia_smi.xml",
+    "mem_boot_rank0.txt", "checkpoints/latest",
+)  # fmt: skip
+"""The files that the runbooks ask for; those of FSDP have `_fsdp` in their name."""
+FIGURE_ROWS: Mapping[str, tuple[str, str, str]] = {
+    "toks_per_s": ("tok/s", "last {steps} steps, their tokens by their time", gates.RANK0),
+    "toks_per_s_stdev": ("tok/s", "last {steps} steps, standard deviation", gates.RANK0),
+    "step_ratio": ("", "last {steps} steps, longest by median", gates.RANK0),
+    "memory_mib": ("MiB", "largest gpu_mem_reserved, surviving steps", gates.RANK0),
+    "memory_growth_mib": ("MiB", "its growth in the second half of the steps", gates.RANK0),
+    "entropy_min": ("nats", "lowest gate_entropy_mean, all attempts", gates.RANK0),
+    "collapse_max": ("share", "largest gate_collapse_frac, all attempts", gates.RANK0),
+    "fetch_max_s": ("s", "largest dt_fetch_s, all attempts", gates.RANK0),
+}
+"""Unit, window and file of each of the `FIGURES` of rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The Markdown, and the text of each chart by the end of its file name."""
+
+    text: str
+    charts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """All that the report shows of one run."""
+
+    name: str
+    path: Path
+    source: RunSource
+    state: RunState
+    run: Mapping[str, Any]
+    env: Mapping[str, Any]
+    planned: Mapping[str, Any]
+    """The phase in plan.json."""
+
+    def setting(self, key: str) -> Any:
+        return jsonl.mapping(jsonl.mapping(self.run, "settings"), key).get("value")
+
+    @property
+    def figures(self) -> Mapping[str, float | None]:
+        """The `FIGURES` of rank 0; all are None where not all records can be read."""
+        summary = self.source.summary
+        if summary is None or not self.source.has_all_records:
+            return dict.fromkeys(FIGURES)
+        return summary.of_rank(0).figures()
+
+
+def build(path: Path, stem: str = "") -> Report:
+    """Returns the report of a launch or run; with `stem` it shows the charts STEM-WORD.svg."""
+    source = RunSource(path)
+    state = poll_confirmed(source)
+    phases = list(_phases(path, source))
+    charts = _charts(phases)
+    sections = (
+        _head(state, source.is_launch, phases), _gates(phases), _speed(phases), _figures(phases),
+        _sweeps(path) if source.is_launch else (), _expected(phases), _environment(phases),
+        _files(phases), _notes(source, phases), _not_measured(phases),
+        _charts_shown(charts, stem),
+    )  # fmt: skip
+    lines = [line for section in sections for line in section]
+    return Report("\n".join(lines) + "\n", charts)
+
+
+def write(path: Path, output: Path) -> list[Path]:
+    """Writes the report and its charts beside it; returns the paths. Raises OSError."""
+    found = build(path, output.stem)
+    files = {output: found.text} | {
+        output.with_name(f"{output.stem}-{word}.svg"): text for word, text in found.charts.items()
+    }
+    for each, text in files.items():
+        rundir.write_atomic(each, text)
+    return list(files)
+
+
+def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
+    """Yields the runs of a launch, or the one run."""
+    plan: Mapping[str, Any] = {}
+    paths = [path]
+    launch = source.launch_path
+    if launch is not None:
+        plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {}
+    if source.is_launch and launch is not None:
+        names = jsonl.entries(rundir.read_json(launch / rundir.PLAN_STATE, below=launch) or {},
+                              "phases")[:MAX_PHASES]  # fmt: skip
+        folders = [launch_documents.run_directory(each) for each in names]
+        paths = [launch / each for each in folders if each and (launch / each).is_dir()]
+    for each in paths:
+        run = RunSource(each, reads="charts")
+        state = run.read_all()
+        if state.state in LIVE_STATES and not state.gates:
+            state = replace(state, gates=so_far(run, state))
+        documents = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
+        index = each.name.partition("-")[0]
+        entries = jsonl.entries(plan, "phases")
+        is_planned = index.isdecimal() and int(index[:4]) < len(entries)
+        planned = entries[int(index[:4])] if is_planned else {}
+        yield Phase(each.name, each, run, state, *documents, planned)
+
+
+# --- Markdown ------------------------------------------------------------------------------------
+
+
+def cell(value: object) -> str:
+    """Returns a value as safe text of one line in a table: no markup, link or HTML."""
+    text = value if isinstance(value, str) else number(value) if isinstance(value, float) else value
+    text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
+    for mark in "|`*[]!#":
+        text = text.replace(mark, f"\\{mark}")
+    return text.replace("<", "&lt;")
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Yields a section with a table, nothing without rows."""
+    found = list(rows)
+    if not found:
+        return
+    yield from ("", f"## {title}", "", f"| {' | '.join(head)} |", "| --- " * len(head) + "|")
+    yield from (f"| {' | '.join(map(cell, row))} |" for row in found[:MAX_ROWS])
+    if len(found) > MAX_ROWS:
+        yield f"\n{len(found) - MAX_ROWS} more rows are left out."
+
+
+def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator[str]:
+    launch = state.launch if is_launch else None
+    word, why = status_text.outcome(state)
+    code = status_text.exit_code(state, is_launch)
+    over = status_text.is_over(state)
+    result = ("go" if code == 0 else "no go") if over else "no go yet: it has not ended"
+    yield f"# Report of {cell(launch.id if launch else state.id)}"
+    yield ""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    yield f"**{result}**: {cell(word)}. {cell(why)}"
+    yield ""
+    yield f"Written {stamp}. A figure without a value was not measured."
+    yield from _table(
+        "Phases", ("phase", "state", "steps", "attempts", "stalls", "gates", "why"),
+        (_phase_row(each, launch) for each in phases),
+    )  # fmt: skip
+
+
+def _phase_row(phase: Phase, launch: Any) -> tuple[object, ...]:
+    state, summary = phase.state, phase.source.summary
+    result = next((p.result for p in launch.phases if p.dir == phase.name), "") if launch else ""
+    counts = ", ".join(
+        f"{sum(g.result == r for g in state.gates)} {status_text.RESULT_WORDS[r]}"
+        for r in reversed(RESULTS)
+    )
+    steps = f"{state.step or 0:,} of {state.steps_planned or 0:,}"
+    stalls = "–" if summary is None or summary.stalls is None else str(summary.stalls)
+    words = status_text.RESULT_WORDS.get(result, result)
+    gates_text = (
+        f"{words}: {counts}" if words and state.gates else counts if state.gates else "none"
+    )
+    return phase.name, state.state, steps, str(state.attempt), stalls, gates_text, state.why
+
+
+def _gates(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields the checklist: expected against actual."""
+    yield from _table(
+        "Gates", ("phase", "", "gate", "actual", "expected", "window", "file", "why"),
+        ((each.name, gate.result.upper() if gate.blocks else gate.result, gate.name,
+          status_text.gate_value(gate), gate.bound, gate.window, gate.source, gate.why)
+         for each in phases for gate in each.state.gates),
+    )  # fmt: skip
+    yield from _table(
+        "Overrides", ("phase", "gate", "result", "reason"),
+        ((each.name, gate.name, gate.result, gate.override)
+         for each in phases for gate in each.state.gates if gate.override),
+    )  # fmt: skip
+
+
+def _speed(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields the table of the runbooks: flags, and mean and deviation of the last steps."""
+    rows = []
+    for each in phases:
+        found = each.figures
+        if found["toks_per_s"] is not None:
+            own = jsonl.mapping(each.planned, "flags") | jsonl.mapping(each.planned, "set")
+            text = " ".join(f"{name}={value}" for name, value in own.items())
+            rows.append((
+                each.name, text or "none", found["toks_per_s"], found["toks_per_s_stdev"],
+                f"last {found['steps'] or 0:.0f} steps", f"{each.name}/{gates.RANK0}",
+            ))  # fmt: skip
+    head = ("phase", "its flags and settings", "mean tok/s", "± stdev", "window", "file")
+    yield from _table("Speed", head, rows)
+
+
+def _figures(phases: Sequence[Phase]) -> Iterator[str]:
+    rows: list[Sequence[object]] = []
+    for each in phases:
+        found = each.figures
+        for name, (unit, window, file) in FIGURE_ROWS.items():
+            if (value := found[name]) is not None:
+                text = window.format(steps=f"{found['steps'] or 0:.0f}")
+                rows.append((each.name, name, value, unit, text, f"{each.name}/{file}"))
+        for name, figure in each.state.figures.items():
+            rows.append((each.name, name, figure.value, figure.unit, figure.window,
+                         f"{each.name}, newest record or sample"))  # fmt: skip
+    head = ("phase", "figure", "value", "unit", "window", "file")
+    yield from _table("Figures", head, rows)
+
+
+def _sweeps(path: Path) -> Iterator[str]:
+    """Yields the comparison of each sweep, nothing for a plan without one."""
+    try:
+        found = sweep.sweeps(path)
+    except ContractError:
+        return
+    yield from ("", "## Sweeps", "")
+    yield from (f"    {clean(line, MAX_CELL)}" for each in found for line in each.lines())
+
+
+def _expected(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields what the plan expects against what was measured, and what it implies."""
+    rows = [row for each in phases for row in _expectations(each)]
+    yield from _table("Expected and actual", ("phase", "figure", "expected", "actual", ""), rows)
+
+
+def _expectations(phase: Phase) -> Iterator[Sequence[object]]:
+    wanted, env = jsonl.mapping(phase.planned, "expects"), phase.env
+    actual = {
+        "parameters": jsonl.integer(env, "parameters"), "seq_len": phase.setting("data.seq_len"),
+        "tokens_per_step": jsonl.integer(env, "tokens_per_step"),
+    }  # fmt: skip
+    for name, value in actual.items():
+        expected = jsonl.integer(wanted, name)
+        if expected is not None:
+            same = "" if expected == value else "DIFFERS"
+            shown = "not measured" if value is None else f"{value:,}"
+            yield phase.name, name, f"{expected:,}", shown, same
+    yield from _durations(phase, actual["tokens_per_step"])
+
+
+def _durations(phase: Phase, tokens: int | None) -> Iterator[Sequence[object]]:
+    """Yields the hours of all planned steps, at the speed of the gates and at the measured one."""
+    steps, speed = phase.state.steps_planned, phase.figures["toks_per_s"]
+    if not steps or not tokens:
+        return
+    measured = _hours(steps * tokens, speed)
+    for name, value in jsonl.mapping(phase.run, "gates").items():
+        bound = gates.demand(value).bound
+        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+        if name in ("toks_per_s_above", "toks_per_s_50_above") and is_number and bound > 0:
+            implied = _hours(steps * tokens, bound)
+            note = f"the bound of {name} implies {implied} for {steps:,} steps of {tokens:,} tokens"
+            yield phase.name, "time of all steps", implied, measured, note
+
+
+def _hours(tokens: float, toks_per_s: float | None) -> str:
+    return f"{number(tokens / toks_per_s / HOUR_S, 3)} h" if toks_per_s else "not measured"
+
+
+def _environment(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields versions, device, routes and commit, once for phases with the same values."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in phases:
+        machine, git = jsonl.mapping(each.run, "machine"), jsonl.mapping(each.run, "git")
+        facts = {key: each.env.get(key) for key in (
+            "config", "parameters", "tokens_per_step", "python", "versions", "cuda", "device",
+            "device_count", "world", "strategy", "comm_backend", "comm_hook", "backend",
+        )} | {"host": each.run.get("host"), "machine": machine, "commit": git.get("sha"),
+              "local changes": git.get("dirty")}  # fmt: skip
+        for name, value in facts.items():
+            if value not in (None, {}, ""):
+                found.setdefault((name, _words(value)), []).append(each.name)
+    rows = [(name, text, "all" if len(names) == len(phases) else ", ".join(names))
+            for (name, text), names in found.items()]  # fmt: skip
+    yield from _table("Environment", ("fact", "value", "phases"), rows)
+
+
+def _words(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{clean(str(key), 40)} {clean(str(x), 80)}" for key, x in value.items())
+    return str(value)
+
+
+def _files(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields the checklist of the files that the runbooks ask for."""
+    rows = [(each.name, *_present(each)) for each in phases]
+    yield from _table("Artefacts", ("phase", "present", "missing"), rows)
+
+
+def _present(phase: Phase) -> tuple[str, str]:
+    there, missing = [], []
+    for name in _wanted(phase):
+        try:
+            there.append(f"{name} ({size(os.lstat(phase.path / name).st_size)})")
+        except OSError:
+            missing.append(name)
+    return ", ".join(there), ", ".join(missing) or "none"
+
+
+def _wanted(phase: Phase) -> Iterator[str]:
+    """Yields the names of the files that this run should have."""
+    device = jsonl.text(jsonl.mapping(phase.env, "device"), "type")
+    is_fsdp = phase.env.get("strategy") == "fsdp"
+    for name in FILES:
+        on_cuda_only = name.startswith(("mem_", "nvidia"))
+        if (on_cuda_only and device == "cpu") or (
+            name == "val.csv" and not phase.setting("eval.every")
+        ):
+            continue
+        if is_fsdp and name.startswith(("k_stats", "fallback", "dtypes")):
+            name = name.replace(".", "_fsdp.")
+        elif is_fsdp:
+            name = name.replace("opt_state", "opt_state_fsdp").replace("mem_", "mem_fsdp_")
+        yield name
+
+
+def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields the notes and requests of operators, the newest `MAX_ROWS`."""
+    launch = source.launch_path if source.is_launch else None
+    rows: list[Sequence[object]] = []
+    for folder in (*([launch] if launch else []), *(each.path for each in phases)):
+        for line in read_end(folder / rundir.EVENTS, EVENT_BYTES, folder).split(b"\n"):
+            event = jsonl.decode(line) or {}
+            kind, by = jsonl.text(event, "kind"), jsonl.text(event, "by")
+            if kind in ("note", "request", "ack") and by not in ("", "supervisor"):
+                at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
+                stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
+                rows.append((folder.name, stamp, by, kind, jsonl.text(event, "text")))
+    head = ("in", "time (UTC)", "by", "kind", "text")
+    yield from _table("Notes and requests", head, rows[-MAX_ROWS:])
+
+
+def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields what has no value: unknown gates, figures, and records that were not read."""
+    rows: list[Sequence[object]] = []
+    for each in phases:
+        rows += [(each.name, f"gate {gate.name}", gate.why) for gate in each.state.gates
+                 if gate.result == "unknown"]  # fmt: skip
+        lacking = [name for name in FIGURE_ROWS if each.figures[name] is None]
+        if lacking:
+            rows.append(
+                (each.name, ", ".join(lacking), "no record has the value, or some are missing")
+            )
+        if not each.state.gpus:
+            rows.append((each.name, "use, power and memory of GPUs", "no sample has a GPU"))
+        if each.state.skipped_records:
+            rows.append((each.name, counted(each.state.skipped_records, "record"), "not readable"))
+    yield from _table("Not measured", ("phase", "what", "why"), rows)
+
+
+def _charts(phases: Sequence[Phase]) -> dict[str, str]:
+    """Returns the charts of the phase with the most steps."""
+    longest = max(phases, key=lambda each: each.state.step or 0, default=None)
+    found = {}
+    for name, word, unit in CHARTS if longest else ():
+        points = longest.source.series.points(name) if longest else ()
+        if text := report_chart.svg(f"{name} of {clean(longest.name, 60)}", unit, points):
+            found[word] = text
+    return found
+
+
+def _charts_shown(charts: Mapping[str, str], stem: str) -> Iterator[str]:
+    if charts:
+        yield from ("", "## Charts", "")
+    for word in charts:
+        yield f"![{word} over time]({stem}-{word}.svg)" if stem else f"{word}: add --output FILE"
