@@ -131,7 +131,7 @@ def _complete(
     """Adds what the gates need beside the records: the last pulses, and files if a gate has any."""
     summary.limit(world)
     summary.take_document(document)
-    if any(gates.RULES[name].source.endswith("/") for name in bounds):
+    if not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds):
         summary.files = gate_files.read(run, summary.attempts or 1, world)
 
 

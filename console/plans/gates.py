@@ -29,7 +29,7 @@ LEAST_FALL_NATS = 0.1
 LARGEST_BOUND = 1e300
 DEMAND_KEYS, MAX_REASON = ("bound", "at", "override"), 200
 RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
-EVENTS, SAMPLES = "events.jsonl", "samples_*.jsonl"
+EVENTS, SAMPLES, SINGLE = "events.jsonl", "samples_*.jsonl", "gates.json of that phase"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,7 @@ TABLE: tuple[Rule, ...] = (
          "surviving steps", RANK0),
     Rule("checkpoint_mib_above", "MiB", "above", measures.checkpoint_size, "surviving steps",
          "checkpoints/"),
+    Rule("scaling_above", "", "above", measures.scaling, "surviving steps", SINGLE),
     Rule("no_log_errors", "lines", "yes", measures.log_errors, "all attempts", "logs/",
          certain=True),
     Rule("comm_hook_active", "starts", "yes", measures.without_hook, "all attempts", RANKS,

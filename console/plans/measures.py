@@ -195,6 +195,18 @@ def checkpoint_size(s: Summary) -> Measured:
     return Measured(files.checkpoint_mib, files.checkpoint, doubt=doubt)
 
 
+def scaling(s: Summary) -> Measured:
+    """Returns the speed of this run by that of as many single-rank runs."""
+    rate, files = s.of_rank(0).figures()["toks_per_s"], s.files
+    if files is None or not files.single_toks_per_s or rate is None:
+        name = files.single if files and files.single else "the launch"
+        why = f"{name} has no single-rank phase before, with a passed gate toks_per_s_50_above"
+        return Measured(None, why=why if rate else "the last steps are not complete")
+    single = files.single_toks_per_s
+    text = f"{number(rate)} tok/s on {counted(s.world, 'rank')}, {number(single)} tok/s on one"
+    return Measured(rate / s.world / single, f"last steps, against {files.single}", text)
+
+
 def log_errors(s: Summary) -> Measured:
     """Counts the lines of the logs that report an error of CUDA or of the collectives."""
     if s.files is None:

@@ -26,7 +26,7 @@ from console.status_text import counted, number, size
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
-NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 240, 64, 64
+NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 64, 64
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
 LATEST_S = 1 << 36
 CHARTS = (("loss", "loss", "nats/token"), ("toks_per_s", "speed", "tok/s"))
@@ -125,15 +125,16 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
         paths = [launch / each for each in folders if each and (launch / each).is_dir()]
     for each in paths:
         run = RunSource(each, reads="charts")
-        state = run.read_all()
+        run.read_all()
+        state = run.poll()  # with a snapshot, the series follow after the present state
         if state.state in LIVE_STATES and not state.gates:
             state = replace(state, gates=so_far(run, state))
-        documents = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
+        born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
         index = each.name.partition("-")[0]
         entries = jsonl.entries(plan, "phases")
         is_planned = index.isdecimal() and int(index[:4]) < len(entries)
         planned = entries[int(index[:4])] if is_planned else {}
-        yield Phase(each.name, each, run, state, *documents, planned)
+        yield Phase(each.name, each, run, state, born, env, planned)
 
 
 # --- Markdown ------------------------------------------------------------------------------------
@@ -168,7 +169,9 @@ def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator
     yield f"# Report of {cell(launch.id if launch else state.id)}"
     yield ""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    yield f"**{result}**: {cell(word)}. {cell(why)}"
+    count = sum(gate.result != "pass" and not gate.blocks for p in phases for gate in p.state.gates)
+    overridden = f" with {counted(count, 'override')}" if count else ""
+    yield f"**{result}**{overridden}: {cell(word)}. {cell(why)}"
     yield ""
     yield f"Written {stamp}. A figure without a value was not measured."
     yield from _table(
@@ -382,10 +385,11 @@ def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
 
 def _charts(phases: Sequence[Phase]) -> dict[str, str]:
     """Returns the charts of the phase with the most steps."""
-    longest = max(phases, key=lambda each: each.state.step or 0, default=None)
-    found = {}
-    for name, word, unit in CHARTS if longest else ():
-        points = longest.source.series.points(name) if longest else ()
+    if not phases:
+        return {}
+    longest, found = max(phases, key=lambda each: each.state.step or 0), {}
+    for name, word, unit in CHARTS:
+        points = longest.source.series.points(name)
         if text := report_chart.svg(f"{name} of {clean(longest.name, 60)}", unit, points):
             found[word] = text
     return found

@@ -20,7 +20,7 @@ from console.sources.sanitize import clean
 from trainers.contract import jsonl, rundir
 
 LOG_BYTES, ALL_BYTES = 2 << 20, 64 << 20
-MAX_FILES = 4096
+MAX_FILES, SPEED = 4096, "toks_per_s_50_above"
 ERROR = re.compile(
     r"CUDA error|CUDA driver error|cudaError|CUBLAS_STATUS_|CUDNN_STATUS_|device-side assert|"
     r"NCCL error|NCCL WARN|nccl\w*Error|DistBackendError|illegal memory access|\bXid\b"
@@ -37,6 +37,9 @@ class GateFiles:
     checkpoint: str = ""
     checkpoint_mib: float | None = None
     checkpoint_doubt: str = ""
+    single: str = ""
+    """The newest earlier run of the launch with one rank."""
+    single_toks_per_s: float | None = None
 
 
 def read(run: Path, attempts: int, world: int) -> GateFiles:
@@ -46,7 +49,28 @@ def read(run: Path, attempts: int, world: int) -> GateFiles:
     if name:
         size_bytes, left = _size(run / rundir.CHECKPOINTS / name, run)
     mib = size_bytes / (1 << 20) if name and not left else None
-    return GateFiles(*_read_logs(run, attempts, world), name, mib, left)
+    return GateFiles(*_read_logs(run, attempts, world), name, mib, left, *_single(run))
+
+
+def _single(run: Path) -> tuple[str, float | None]:
+    """Returns the newest earlier run with one rank, and its speed if that gate passed there."""
+    try:
+        names = [name for name in os.listdir(run.parent) if rundir.RUN_NAME.fullmatch(name)]
+    except OSError:
+        return "", None
+    own = _index(run.name) if run.name in names else 0
+    for name in sorted((each for each in names if _index(each) < own), key=_index, reverse=True):
+        folder = run.parent / name
+        if (rundir.read_json(folder / rundir.RUN, below=folder) or {}).get("world") == 1:
+            record = rundir.read_json(folder / rundir.GATES, below=folder) or {}
+            passed = (each for each in jsonl.entries(record, "gates")
+                      if (each.get("name"), each.get("result")) == (SPEED, "pass"))  # fmt: skip
+            return name, next((jsonl.number(each, "value") for each in passed), None)
+    return "", None
+
+
+def _index(name: str) -> int:
+    return int(name.partition("-")[0])
 
 
 def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:

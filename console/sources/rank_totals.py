@@ -337,13 +337,16 @@ class RankTotals:
         """Returns count, tokens per second, its deviation and the longest step by the median.
 
         The values are those of the last steps; all are None if some of these steps are missing.
+        Only the very last one may be: a foreign program cannot record the speed of its last step.
         """
         rows = list(self.steps.rows)[-LAST_STEPS:]
         few = self.steps.dropped and len(rows) < LAST_STEPS
-        wanted = range(self.step - len(rows) + 1, self.step + 1)
+        last = int(rows[-1][0] or 0) if rows else 0
+        wanted = range(last - len(rows) + 1, last + 1)
         times = [row[1] or 0.0 for row in rows]
         tokens = [row[2] or 0.0 for row in rows]
-        known = len(rows) > 1 and not few and [row[0] for row in rows] == list(wanted)
+        known = len(rows) > 1 and not few and self.step - last <= 1
+        known = known and [row[0] for row in rows] == list(wanted)
         if not known or not all(0 < x < math.inf for x in (*times, *tokens)):
             return None, None, None, None
         rates = [each / took_s for each, took_s in zip(tokens, times, strict=True)]

@@ -70,7 +70,7 @@ def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_
     code, out, _ = said(capsys, "report", launch, "--output", output)
     text = output.read_text()
     assert (code, "out-loss.svg" in out) == (0, True)
-    assert text.startswith("# Report of toy-20261121-030000\n\n**go**: ")
+    assert text.startswith("# Report of toy-20261121-030000\n\n**go** with 1 override: ")
     for row in (
         "| 0-first | pass | loss_finite | 0 | = 0 |",
         "| 0-first | fail | toks_per_s_50_above | 400 tok/s | > 900 | surviving steps, last 20 "

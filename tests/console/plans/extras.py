@@ -87,7 +87,10 @@ class Extras:
 
     def files(self) -> GateFiles:
         name = f"step_{max(self.saved):08d}" if self.saved else ""
-        return GateFiles(self.errors, checkpoint=name, checkpoint_mib=self.mib if name else None)
+        mib = self.mib if name else None
+        return GateFiles(
+            self.errors, checkpoint=name, checkpoint_mib=mib, single="0-one", single_toks_per_s=60.0
+        )
 
     def growth(self) -> float | None:
         """Returns by how much the largest memory of a rank grew in the second half."""
@@ -102,9 +105,9 @@ class Extras:
     def values(self) -> dict[str, Any]:
         """Returns the true value of each gate, None where there is none."""
         rows = self.rows[-50:]
-        whole = len(rows) > 1 and [row[0] for row in rows] == list(
-            range(self.reached - len(rows) + 1, self.reached + 1)
-        )
+        last = rows[-1][0] if rows else 0
+        whole = len(rows) > 1 and self.reached - last <= 1
+        whole &= [row[0] for row in rows] == list(range(last - len(rows) + 1, last + 1))
         times, tokens = [row[1] for row in rows], [row[2] for row in rows]
         all_known = self.unhooked or (self.hooked and not self.unknown_hooks)
         means = [statistics.fmean(each) for each in self.uses.values() if each]
@@ -121,6 +124,7 @@ class Extras:
             "checkpoints_at_least": len(self.saved),
             "checkpoint_mib_above": self.mib if self.saved else None,
             "no_log_errors": self.errors,
+            "scaling_above": sum(tokens) / sum(times) / self.world / 60.0 if whole else None,
             "comm_hook_active": self.unhooked if all_known else None,
             "gpu_util_above_pct": min(means, default=None),
             "gpu_balance_below_pct": max(means) - min(means) if means else None,

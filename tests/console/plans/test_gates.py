@@ -197,7 +197,9 @@ def saved() -> Written:
 def with_files(*written: Written, use_pct: float = 95.0, **counted: int) -> Summary:
     """The sums of records, with logs without error, a checkpoint, and a sample for each step."""
     found = summed(*written, **counted)
-    found.files = GateFiles(checkpoint="step_00000030", checkpoint_mib=940.0)
+    found.files = GateFiles(
+        checkpoint="step_00000030", checkpoint_mib=940.0, single="0-one", single_toks_per_s=9.0
+    )
     for step in range(1, 31):
         gpus = [{"index": i, "state": "ok", "util_pct": use_pct} for i in range(found.world)]
         pulses = [{"pulse": {"phase": "forward", "step": step}}] * found.world
@@ -245,6 +247,10 @@ def test_gates_over_files_and_samples_find_their_planted_fault():
     found.files = GateFiles(0, "", "rank0.log is missing", "", None, "")
     assert result(found, no_log_errors=True).result == "unknown"
     assert result(found, checkpoint_mib_above=1).result == "unknown"
+    assert result(found, scaling_above=0.9).result == "unknown"
+    found.files = GateFiles(single="0-one", single_toks_per_s=11.0)
+    gate = result(found, scaling_above=0.9)
+    assert (gate.result, gate.value) == ("fail", pytest.approx(9 / 11))
     found.files = None
     assert result(found, no_log_errors=True).why == "the logs were not read"
 
