@@ -111,14 +111,6 @@ def run(tmp_path):
     return directory.run(tmp_path / "0-first")
 
 
-@pytest.fixture(scope="module")
-def never_short():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_records, "SHORT_BYTES", 0)
-        yield
-
-
-@pytest.mark.usefixtures("never_short")
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=60)
 def test_a_snapshot_with_later_records_gives_the_state_of_all_records(tmp_path_factory, seed):
@@ -133,7 +125,9 @@ def test_a_snapshot_with_later_records_gives_the_state_of_all_records(tmp_path_f
             observer.write()
         if rng.random() < 0.03:
             observer = Observer(run)  # the supervisor's process was replaced
-    same_state(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_records, "SHORT_BYTES", 0)
+        same_state(run)
 
 
 def test_the_series_of_a_long_run_are_the_thinned_ones_of_all_records(run, monkeypatch):
