@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
+from trainers.initial_weights import InitialWeights
 from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.manifest import Manifest
 from trainers.parallel import Single, make_strategy
@@ -67,10 +69,13 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     precision.allow_tf32(train.tf32)
     if parallel.device.type == "cpu":
         keep_freed_memory()
-    plain = make_model(settings, parallel.device)
+    weights = InitialWeights() if parallel.sharded else None
+    plain = make_model(settings, parallel.device, weights)
     if parallel.name == "ddp" and settings.ddp.disable_gc:
         plain.recompute = range(0)
     model = parallel.wrap(plain)
+    if weights:
+        weights.fill(plain, parallel.device)
     optimizer = optim.build(plain, settings.optim)
     loss_scale = LossScale(settings.scaler, train.precision == "fp16", parallel.device)
     random_bytes = settings.data.source == "synthetic"
@@ -114,12 +119,18 @@ def refuse_other_settings(settings: Settings, parallel: Single) -> None:
             raise UsageError(f"rank {rank} has other settings than rank 0: {text}")
 
 
-def make_model(settings: Settings, device: torch.device) -> Transformer:
-    """Returns the model with its initial weights, the same on every rank."""
+def make_model(
+    settings: Settings, device: torch.device, weights: InitialWeights | None = None
+) -> Transformer:
+    """Returns the model with its initial weights, the same on every rank.
+
+    With `weights` it is on the meta device, and `weights` can fill it.
+    """
     train = settings.train
     torch.manual_seed(train.seed)
-    model = Transformer(settings.model, settings.attention)
-    model = model.to(device, precision.weights_dtype(train.precision))
+    make = functools.partial(Transformer, settings.model, settings.attention)
+    model = weights.build(make) if weights else make().to(device)
+    model = model.to(precision.weights_dtype(train.precision))
     model.recompute = recomputed(train.recompute, settings.model.n_layers) or range(0)
     for layer in model.attention_layers():
         layer.nvtx = settings.report.nvtx and device.type == "cuda"

@@ -15,6 +15,7 @@ from trainers import checkpoint, optim, settings
 from trainers.checkpoint import Parts
 from trainers.failures import CheckpointError
 from trainers.generate import main
+from trainers.guard import Spikes
 from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale
@@ -33,7 +34,8 @@ def run(tmp_path_factory):
     optimizer = optim.build(model, resolved.settings.optim)
     values = {key: entry["value"] for key, entry in resolved.as_dict().items()}
     cpu = torch.device("cpu")
-    parts = Parts(Single(cpu), model, optimizer, LossScale(resolved.settings.scaler, False, cpu))
+    scale = LossScale(resolved.settings.scaler, False, cpu)
+    parts = Parts(Single(cpu), model, optimizer, scale, Spikes(0.0, cpu))
     saver = Saver(path, parts, resolved.settings.checkpoint)
     saver.save(Manifest(3, 384, {"position": 12}, settings=values))
     return path, model
