@@ -13,13 +13,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Model = TypeVar("Model", bound=nn.Module)
-INITIALISERS = (Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_)
+ATEN = torch.ops.aten
+INITIALISERS = (
+    ATEN.normal_.default, ATEN.uniform_.default, ATEN.fill_.Scalar, ATEN.zero_.default,
+)  # fmt: skip
+FACTORIES = {ATEN.zeros.default: 0.0, ATEN.ones.default: 1.0}
 
 
-class InitialWeights(TorchFunctionMode):
+class InitialWeights(TorchDispatchMode):
     """Records the calls of `INITIALISERS`; a call for a part of a weight belongs to the weight."""
 
     def __init__(self) -> None:
@@ -27,27 +31,34 @@ class InitialWeights(TorchFunctionMode):
         self._calls: dict[int, list[Callable[[Tensor], object]]] = {}
         self._named: dict[str, list[Callable[[Tensor], object]]] = {}
         self._recorded: list[Tensor] = []
-        """Keeps the weights, so that no other tensor gets the id of one."""
+        """Keeps the weights, so that no other tensor gets the id of their memory."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func not in INITIALISERS or not args[0].is_meta:
-            return func(*args, **given)
-        part, rest, state = args[0], args[1:], torch.get_rng_state()
-        weight = part if part._base is None else part._base
-        place = part.size(), part.stride(), part.storage_offset()
+        result = func(*args, **given)
+        if func in FACTORIES:
+            self._record(result, lambda whole: whole.fill_(FACTORIES[func]))
+        if func not in INITIALISERS or not result.is_meta:
+            return result
+        rest, state = args[1:], torch.get_rng_state()
+        place = result.size(), result.stride(), result.storage_offset()
 
         def repeat(whole: Tensor) -> None:
             torch.set_rng_state(state)
             func(whole.as_strided(*place), *rest, **given)
 
-        if weight is part or id(weight) not in self._calls:
-            self._calls[id(weight)] = []
-        self._calls[id(weight)].append(repeat)
-        self._recorded.append(weight)
+        self._record(result, repeat)
         # The next weight continues after these numbers, as in a model that is built as a whole.
-        func(torch.empty(part.shape, dtype=part.dtype, device="cpu"), *rest, **given)
-        return part
+        func(torch.empty(result.shape, dtype=result.dtype, device="cpu"), *rest, **given)
+        return result
+
+    def _record(self, part: Tensor, repeat: Callable[[Tensor], object]) -> None:
+        memory = part.untyped_storage()
+        calls = self._calls.setdefault(memory._cdata, [])
+        if part.nbytes == memory.nbytes():
+            calls.clear()
+        calls.append(repeat)
+        self._recorded.append(part)
 
     def build(self, make: Callable[[], Model]) -> Model:
         """Returns the module that `make` builds, on the meta device."""
@@ -55,7 +66,9 @@ class InitialWeights(TorchFunctionMode):
             model = make()
         if next(model.buffers(), None) is not None:
             raise TypeError("a buffer would lose its values on the meta device")
-        self._named = {name: self._calls[id(p)] for name, p in model.named_parameters()}
+        self._named = {
+            name: self._calls[p.untyped_storage()._cdata] for name, p in model.named_parameters()
+        }
         return model
 
     @torch.no_grad()
