@@ -171,6 +171,10 @@ class Fsdp(Group):
 
     def __init__(self, device: torch.device, member: Member, settings: Settings):
         super().__init__(device, member, settings.ddp.timeout_min)
+        self.prepare(settings)
+
+    def prepare(self, settings: Settings) -> None:
+        """Divides the ranks into groups. Raises UsageError."""
         self._settings, self._precision = settings.fsdp, settings.train.precision
         groups, inside = settings.fsdp.replicas, self.world // settings.fsdp.replicas
         if groups * inside != self.world:
@@ -181,7 +185,7 @@ class Fsdp(Group):
             names, shape = ("replicate", "shard"), (groups, inside)
         else:
             names, shape = ("shard",), (inside,)
-        self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         blocks = cast("list[FSDPModule]", list(cast(Transformer, model).blocks))

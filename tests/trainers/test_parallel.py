@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.trainers.files import write
-from tests.trainers.runs import Run, small
-from trainers import manifest
+from tests.trainers.ranks import together
+from tests.trainers.runs import CONFIG, Run, small
+from trainers import build, manifest, settings
+from trainers.initial_weights import InitialWeights
+from trainers.parallel import Fsdp
+from trainers.precision import autocast
 
 STEPS = 20
 WHOLE = small(
@@ -75,6 +80,46 @@ def test_every_way_to_share_the_work_gives_the_same_losses_and_norms(
             assert theirs[2] == mine[2]
     env = json.loads((run.path / "env.json").read_text())
     assert env["strategy"] == (changes.get("train.strategy", "ddp") if nproc > 1 else "single")
+
+
+def test_shards_start_from_the_weights_of_a_whole_model_and_gather_in_the_forwards_type(tmp_path):
+    """No rank has the whole model, shared weights stay shared, and both draw the same numbers."""
+
+    def compare(rank, parallel, precision, tied):
+        changes = small(
+            train__precision=precision, model__n_layers=2, model__tie_embeddings=tied,
+            train__strategy="fsdp",
+        )  # fmt: skip
+        resolved = settings.resolve(CONFIG, {}, changes).settings
+        shards = Fsdp.__new__(Fsdp)
+        shards.__dict__.update(parallel.__dict__)
+        shards.prepare(resolved)
+        whole, drawn = build.make_model(resolved, parallel.device), torch.rand(3)
+        weights = InitialWeights()
+        plain = build.make_model(resolved, parallel.device, weights)
+        assert all(p.is_meta for p in plain.parameters())
+        model = shards.wrap(plain)
+        weights.fill(plain, parallel.device)
+        assert torch.equal(drawn, torch.rand(3))
+        mine, theirs = (dict(each.named_parameters()) for each in (plain, whole))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name].full_tensor(), theirs[name]) for name in mine)
+        assert mine["head.weight" if not tied else "embed.weight"].to_local().shape[0] == 128
+        tokens = torch.arange(64).reshape(2, 32)
+        with autocast(precision, parallel.device):
+            got, right = model(tokens), whole(tokens)
+        got.float().sum().backward()
+        assert mine["embed.weight"].grad.dtype == torch.promote_types(torch.float32, got.dtype)
+        return (got - right).abs().max().item()
+
+    def work(rank, parallel, member):
+        del member
+        cases = [("fp64", True), ("fp32", False), ("bf16", True), ("bf16", False)]
+        return [compare(rank, parallel, *case) for case in cases]
+
+    for far in together([tmp_path / "a", tmp_path / "b"], work):
+        assert far[:2] == [0.0, 0.0]
+        assert 0 < max(far[2:]) < 0.02
 
 
 RESUMED = small(
