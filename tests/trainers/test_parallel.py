@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +126,8 @@ def test_shards_start_from_the_weights_of_a_whole_model_and_gather_in_the_forwar
 
 RESUMED = small(
     train__steps=40, report__log_every=1, model__n_layers=2, data__source="text",
-    checkpoint__every=20, train__min_lr_ratio=0.1,
+    checkpoint__every=20, train__min_lr_ratio=0.1, checkpoint__background="on",
+    optim__skip_spikes_sigma=6, eval__every=10, eval__batches=1,
 )  # fmt: skip
 
 
@@ -197,11 +200,50 @@ def test_another_number_of_ranks_goes_on_in_the_same_stream(killed, ranks):
         assert_step_equal(back, whole, 25, close=1e-4)
 
 
+ALL = RESUMED | {
+    "train.steps": 400, "train.precision": "fp16", "scaler.init_scale": 2**32,
+    "scaler.growth_interval": 30, "optim.skip_spikes_sigma": 1.5, "checkpoint.every": 10,
+    "train.lr": 0.01,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "nproc"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
+def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy, nproc):
+    """With spikes, overflows, evaluation and background saves in play."""
+    changes = ALL | {"train.strategy": strategy}
+    whole = Run(tmp_path, changes, nproc=nproc, name="whole").done()
+    draw = random.Random(f"{strategy}{nproc}")
+    for attempt in range(1, 5):
+        run = Run(tmp_path, changes | {"checkpoint.resume": "auto"}, nproc=nproc, name="killed")
+        begun = {"attempt": attempt}.items()
+        run.until(lambda run=run, begun=begun: [
+            record for record in run.records(nproc - 1, "progress") if begun <= record.items()
+        ])  # fmt: skip
+        time.sleep(draw.uniform(0, 2))
+        for rank in range(nproc):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(run.records(rank, "boot")[-1]["pid"], signal.SIGKILL)
+        run.wait()
+    last = Run(tmp_path, changes | {"checkpoint.resume": "auto"}, nproc=nproc, name="killed").done()
+    names = ("loss", "grad_norm", "lr", "tokens_total", "skipped_steps", "batch_crc32")
+    for message, fields in (("progress", names), ("eval", ("loss",))):
+        right = {record["step"]: record for record in whole.records(0, message)}
+        for record in last.records(0, message):
+            assert {name: record[name] for name in fields} == {
+                name: right[record["step"]][name] for name in fields
+            }
+    end = whole.records(0, "progress")[-1]
+    assert 0 < end["spike_steps"] < 100
+    assert end["overflow_steps"] > 0
+    assert len({record["step"] for record in last.records(0, "resume")}) > 1
+
+
 def resumed_on(ranks: int, batch: int, folder: Path, changes: dict, path: Path, step: int) -> Run:
     """Goes on from a step to the end on so many ranks."""
     more = {
         "checkpoint.resume": str(path), "checkpoint.from_step": step, "train.batch_size": batch,
-        "checkpoint.every": 4, "checkpoint.keep_every": 4,
+        "checkpoint.every": 4, "checkpoint.keep_every": 4, "checkpoint.allow_change": "batch",
     }  # fmt: skip
     return Run(folder, changes | more, nproc=ranks, name=f"step{step}on{ranks}").done()
 
