@@ -21,11 +21,11 @@ from console import status_text
 from console.cli import main
 from console.plans import gates
 from console.sources import run_records, snapshot
-from console.sources.rank_totals import Peak, RankTotals
+from console.sources.rank_totals import RankTotals
 from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
 from console.sources.series import RAW_RECORDS, SPANS_S, Series
-from tests.console.plans.histories import EVERY_BOUND, Written
+from tests.console.plans.histories import EVERY_BOUND
 from tests.console.sources import directory
 from tests.console.sources.snapshots import DRAWN, Observer, same_state
 from trainers.contract import heartbeat, jsonl, rundir
@@ -454,28 +454,6 @@ HOSTILE = (
     None, -1, 2**70, 10**400, 1.5, math.inf, "x", "nan", True, [], {}, [1], {"a": 1}, [[1, 2, 3]],
     [[1, 1], [2, 10**400]],
 )  # fmt: skip
-
-
-class MoreTotals(RankTotals):
-    """The totals with sums that a new gate may need."""
-
-    def __init__(self, rank: int):
-        super().__init__(rank)
-        self.norm_max: float | None = None
-        self.speed = Peak()
-
-
-def test_a_new_sum_is_in_the_snapshot_and_a_resume_cuts_it():
-    totals = MoreTotals(0)
-    totals.norm_max = 9.0
-    for step in (3, 5):
-        totals.speed.add(step, float(step))
-    found = MoreTotals.load(0, json.loads(json.dumps(totals.as_dict())))
-    assert (found.norm_max, found.speed.value) == (9.0, 5.0)
-    found.add(Written().add("resume", 4))
-    assert found.speed.value == 3.0
-    with pytest.raises(ValueError, match="no totals"):
-        MoreTotals.load(0, RankTotals(0).as_dict())
 
 
 def test_a_window_without_its_records_makes_loss_falls_unknown(run):

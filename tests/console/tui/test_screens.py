@@ -514,23 +514,6 @@ def test_a_tree_in_few_rows_has_one_for_each_group_that_waits():
     assert "an older dump only" in text_of(tree_rows(old, range(2), None, 80, 5, NOW)[1])
 
 
-def test_every_view_lives_through_every_size():
-    app = app_on(recorded.stalled())
-
-    async def body(pilot):
-        for size in ((20, 5), (1, 1), (82, 30), (3, 40), (200, 2), (61, 22), (80, 24)):
-            await pilot.resize_terminal(*size)
-            for key in "1234":
-                await pilot.press(key)
-                await pilot.pause()
-                assert len(lines(app)) == size[1]
-        await pilot.press("1")
-        await settled(pilot)
-        assert "STALLED" in lines(app)[0]
-
-    drive(app, body, (120, 40))
-
-
 def test_a_second_snapshot_waits_until_the_first_is_shown(tmp_path):
     """A slow screen skips samples: nothing piles up behind it."""
     delivered = []
