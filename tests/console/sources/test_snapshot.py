@@ -264,17 +264,6 @@ def test_a_snapshot_of_other_files_is_not_used(run, harm):
     same_state(run)
 
 
-def test_a_copy_of_a_run_keeps_its_snapshot(run, tmp_path):
-    prepared(run)
-    copy = tmp_path / "1-copy"
-    copy.mkdir()
-    for path in run.iterdir():
-        if path.is_file():
-            (copy / path.name).write_bytes(path.read_bytes())
-    assert RunRecords(copy, "recent").has_snapshot
-    same_state(copy)
-
-
 def test_an_old_snapshot_is_used_for_charts_only(run, monkeypatch):
     monkeypatch.setattr(run_records, "MAX_TAIL_BYTES", 10_000)
     prepared(run)
@@ -360,29 +349,6 @@ def test_replaced_events_leave_a_valid_snapshot(run):
     observer.write()
     assert RunRecords(run, "recent").has_snapshot
     assert observer.reducer.events.open() == {}
-
-
-@pytest.mark.parametrize("how", ["copied over", "cut and written again"])
-def test_a_stall_is_counted_once_where_events_are_replaced(run, how):
-    prepared(run)
-    observer, path = Observer(run), run / rundir.EVENTS
-    for kind in ("alert", "clear", "alert", "clear"):
-        directory.event(run, kind, alert="stall", level="crit", text="rank 1", attempt=1)
-    observer.read()
-    data = path.read_bytes()
-    if how == "copied over":
-        (run / "copy").write_bytes(data)
-        (run / "copy").rename(path)
-    else:
-        path.write_bytes(b"")
-        observer.read()
-        path.write_bytes(data)
-    observer.read()
-    directory.event(run, "alert", alert="stall", level="crit", text="rank 0", attempt=1)
-    observer.read()
-    observer.write()
-    assert observer.reducer.events.stalls == RunRecords(run, "recent").summary.stalls == 3
-    same_state(run)
 
 
 def test_skipped_lines_are_counted_once(run):
