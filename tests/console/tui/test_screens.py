@@ -213,7 +213,7 @@ def test_the_newest_launch_is_opened_when_none_lives(tmp_path):
 def test_a_failed_gate_is_on_the_alert_line_and_on_the_launch_view():
     state = recorded.gates_failed()
     running = dataclasses.replace(state, launch=recorded.launch("running"))
-    assert "gate bytes_right failed: 0.41 share, must be ≥ 0.9" in seen(running)
+    assert "gate bytes_right failed (0.41 share, bound ≥ 0.9)" in seen(running)
     text = seen(state, keys=("2",))
     assert "✗ bytes_right: 0.41 share (≥ 0.9)" in text
     assert "1 of 2 pass" in text
@@ -225,11 +225,15 @@ def test_a_launch_that_is_over_says_why_and_what_does_not_run():
     state = dataclasses.replace(held, gates=(gate,), launch=recorded.launch("ended"))
     said = notices(ScreenData(0.0, NOW, state))
     line = text_of(alert_rows(said, 80)[0])
-    assert "plan ended: gate no_stall failed; not started: recall" in line, line
+    assert "plan ended: gate no_stall failed (0, bound yes)" in line, line
     assert line.rstrip().endswith("2 gates  a 1 of 2")
     unknown = dataclasses.replace(gate, result="unknown")
     for gates, launch, words in (
-        ((unknown,), recorded.launch("ended"), "plan ended: gate no_stall is unknown; not started"),
+        (
+            (unknown,),
+            recorded.launch("ended"),
+            "plan ended: gate no_stall unknown (0, bound yes)",
+        ),
         ((), recorded.launch("ended"), "plan ended: plumbing completed; not started: recall"),
         (
             (),
