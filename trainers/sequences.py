@@ -59,12 +59,7 @@ class Source:
 
     def _check(self, fingerprint: str) -> None:
         """Raises DataError with the differences, if a checkpoint has another fingerprint."""
-        saved, now = changes.words(fingerprint), changes.words(self.fingerprint)
-        different = [
-            f"{key} was {saved.get(key, 'absent')} and is {now.get(key, 'absent')}"
-            for key in now | saved
-            if saved.get(key) != now.get(key)
-        ]
+        different = changes.stream_differences(fingerprint, self.fingerprint)
         if different:
             raise DataError(
                 f"the checkpoint belongs to other data than {self.about}: "
