@@ -25,7 +25,6 @@ LATEST_S = 1 << 40
 """Later times have no calendar date."""
 Points = tuple[tuple[float, float], ...]
 """Points of one quantity, oldest first: (unix s, value)."""
-Values = Mapping[str, float]
 Band = tuple[float, float]
 """The smallest and the largest value."""
 
@@ -160,38 +159,27 @@ class Series:
         self._thinners: dict[str, Thinner] = {}
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
+        self._steps = 0
+        """The number of durations that were added since the start of this reader."""
         self._ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
 
-    def add(self, file: str, at: float, values: Mapping[str, float | None]) -> Values | None:
+    def add(self, file: str, at: float, values: Mapping[str, float | None]) -> None:
         """Adds the values of one record of a file, except those that are not finite.
 
-        Returns the added values, or None if the time is not valid. If a clock was set back, times
-        may be out of order.
+        A record without a valid time is ignored. If a clock was set back, times may be out of
+        order.
         """
-        known = self.add_point(file, at, values)
-        if known is not None:
-            thinner = self._thinners.setdefault(file, Thinner(file))
-            for span in thinner.add(at, {name: float(f"{v:.6g}") for name, v in known.items()}):
-                self._add_spans(file, span.level, [span])
-        return known
-
-    def add_point(
-        self, file: str, at: float, values: Mapping[str, float | None]
-    ) -> Values | None:  # fmt: skip
-        """Adds the values only as a point, because their spans exist already."""
         if not 0 <= at < LATEST_S:
-            return None
+            return
         known = {
             name: value for name, value in values.items()
             if value is not None and math.isfinite(value) and self._is_in(name, file)
         }  # fmt: skip
         if self.keeps:
             self._newest.setdefault(file, deque(maxlen=RAW_RECORDS)).append((at, known))
-        return known
-
-    def drop_points(self, file: str) -> None:
-        """Drops the points of a file; its spans remain."""
-        self._newest.pop(file, None)
+        thinner = self._thinners.setdefault(file, Thinner(file))
+        for span in thinner.add(at, {name: float(f"{v:.6g}") for name, v in known.items()}):
+            self._add_spans(file, span.level, [span])
 
     def _add_spans(self, file: str, level: int, spans: Sequence[Span]) -> None:
         """Adds ended spans of one file and resolution."""
@@ -215,7 +203,9 @@ class Series:
 
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
         """Adds the durations of the steps that ended with `step`."""
-        self._durations_s.extend(_valid_durations(durations))
+        valid = _valid_durations(durations)
+        self._durations_s.extend(valid)
+        self._steps += len(valid)
         if durations:
             self._ends.append((at, step))
 
@@ -245,6 +235,11 @@ class Series:
             if spans is not None and spans.has_all:
                 break
         return tuple(found)
+
+    def newest_steps_s(self, warm_up: int) -> list[float]:
+        """Returns the durations of the newest steps, without the first `warm_up` of the run."""
+        left_out = max(0, warm_up - (self._steps - len(self._durations_s)))
+        return list(self._durations_s)[left_out:]
 
     def step_percentiles_s(self) -> tuple[float, float, int] | None:
         """Returns p50 and p99 of the durations of the last steps, and the number of these steps."""
