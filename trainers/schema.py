@@ -155,7 +155,6 @@ class FsdpSettings:
     replicas: int = key(
         1, "Number of groups of ranks, each with one sharded copy; above 1: HSDP.", 1, 1 << 20
     )
-    prefetch: int = key(0, "Blocks gathered ahead of the current one; 0: torch decides.", 0, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +198,7 @@ class CheckpointSettings:
     )
     from_step: int = key(0, "Resume from the checkpoint of this step; 0: the newest.")
     allow_change: str = key(
-        "",
-        "Changes that a resumed run may make: precision, batch, schedule, data, comma-separated; "
-        "or all.",
+        "", "Changes that a resumed run may make: all, or some of precision,batch,schedule,data."
     )
     export: str = key("", "Write the final weights to this safetensors file.")
 
