@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import reduce
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from operator import or_
 from typing import Literal
 
@@ -24,7 +24,8 @@ LEAST_SPAN = 0.02
 """An axis spans at least this share of its values, so that noise does not fill the chart."""
 TINY, HUGE = 1e-200, 1e200
 """Smaller differences count as none, larger values are limited: a record may hold any float."""
-_LEFT, _RIGHT = (0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)
+_LEFT, _RIGHT = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
+"""Bits of the four dots of a braille cell in its two columns, the lowest dot first."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -47,14 +48,15 @@ def window_start(first: float, now: float, span: float) -> float:
 def bins(points: Sequence[Point], start: float, span: float, count: int) -> list[Bin]:
     """Returns smallest and largest value in each of `count` columns; points are sorted by time."""
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
-    ats, values = ([point[index] for point in points[first:end]] for index in (0, 1))
-    found: list[Bin] = []
-    begin = 0
-    for column in range(1, count + 1):
+    ats, values = zip(*points[first:end], strict=True) if first < end else ((), ())
+    found: list[Bin] = [None] * count
+    begin, column = 0, 0
+    while begin < len(ats):
+        column += 1
         after = start + column * span / count
         stop = bisect_left(ats, after, begin) if column < count else len(ats)
-        part = values[begin:stop]
-        found.append((min(part), max(part)) if part else None)
+        if part := values[begin:stop]:
+            found[column - 1] = min(part), max(part)
         begin = stop
     return found
 
@@ -163,16 +165,9 @@ def _overlaid(*cells: str) -> str:
 
 
 def _braille(dots: list[tuple[int, int] | None], height: int) -> list[str]:
-    lines = []
-    for base in range(4 * (height - 1), -1, -4):
-        left = [_bits(dot, base, _LEFT) for dot in dots[::2]]
-        right = [_bits(dot, base, _RIGHT) for dot in dots[1::2]]
-        cells = [a | b for a, b in zip_longest(left, right, fillvalue=0)]
-        lines.append("".join(chr(0x2800 + bits) if bits else " " for bits in cells))
-    return lines
-
-
-def _bits(dot: tuple[int, int] | None, base: int, column: tuple[int, ...]) -> int:
-    """Returns the dots of one column in the cell whose lowest dot is at `base`."""
-    low, high = dot or (0, -1)
-    return sum(column[3 - level + base] for level in range(max(low, base), min(high, base + 3) + 1))
+    cells = [[0] * (-(-len(dots) // 2)) for _ in range(height)]
+    for index, held in enumerate(dots):
+        column = _RIGHT if index % 2 else _LEFT
+        for dot in range(held[0], held[1] + 1) if held else ():
+            cells[dot // 4][index // 2] |= column[dot % 4]
+    return ["".join(chr(0x2800 + bits) if bits else " " for bits in line) for line in cells[::-1]]

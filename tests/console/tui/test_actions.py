@@ -72,6 +72,29 @@ def test_halt_by_key_by_tab_and_enter_and_by_click(way, size):
     drive(app, body, size)
 
 
+@pytest.mark.parametrize(("key", "within"), [("D", "#confirm"), ("?", "#reader"), ("3", "#stall")])
+def test_what_a_key_opens_is_never_laid_out_before_it_is_complete(key, within):
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await settled(pilot)
+        found = []
+        app.screen.screen_layout_refresh_signal.subscribe(
+            app.screen,
+            lambda _: found.extend(
+                all(part.size.width for part in app.query(f"{within} Lines"))
+                and bool(app.query(f"{within} Lines"))
+                for _ in app.query(within)
+            ),
+            immediate=True,
+        )
+        await pilot.press(key)
+        await until(pilot, lambda: bool(found) and found[-1])
+        assert all(found), found
+
+    drive(app, body)
+
+
 @pytest.mark.parametrize("key", ["D", "H", "L"])
 @pytest.mark.parametrize("answer", ["enter", "escape", "n", "q"])
 def test_no_is_the_default_and_sends_nothing(key, answer):
