@@ -88,6 +88,8 @@ class Terminal:
             os.chdir(ROOT)
             os.execve(argv[0], list(argv), variables)
         self.process = psutil.Process(self.pid)
+        self.read_at, self.read_cpu_s = self.started, 0.0
+        """Moment of the newest read, and the processor time that the program had used by then."""
 
     def pump(self, wait_s: float) -> bool:
         if not select.select([self.fd], [], [], wait_s)[0]:
@@ -96,6 +98,7 @@ class Terminal:
             data = os.read(self.fd, 1 << 16)
         except OSError:
             return False
+        self.read_at, self.read_cpu_s = time.perf_counter(), self.cpu_s()
         self._draw(data)
         return True
 
@@ -161,12 +164,11 @@ class Terminal:
 def start_once(program: Program, size: tuple[int, int]) -> tuple[Terminal, dict[str, float]]:
     """Starts a program; returns it with its times to paint."""
     terminal = Terminal(program.argv, *size)
-    terminal.wait(program.frame)
-    found = {"frame_ms": (time.perf_counter() - terminal.started) * 1000,
-             "cpu_to_frame_ms": terminal.cpu_s() * 1000}  # fmt: skip
-    terminal.wait(program.data)
-    found["data_ms"] = (time.perf_counter() - terminal.started) * 1000
-    found["cpu_to_data_ms"] = terminal.cpu_s() * 1000
+    found = {}
+    for name, text in (("frame", program.frame), ("data", program.data)):
+        terminal.wait(text)
+        found[f"{name}_ms"] = (terminal.read_at - terminal.started) * 1000
+        found[f"cpu_to_{name}_ms"] = terminal.read_cpu_s * 1000
     return terminal, found
 
 
