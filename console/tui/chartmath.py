@@ -63,6 +63,8 @@ def bins(points: Sequence[Point], start: float, span: float, count: int) -> list
 
 def merge(several: Sequence[list[Bin]]) -> list[Bin]:
     """Returns the band from the smallest to the largest value of several series."""
+    if len(several) == 1:
+        return several[0]
     merged: list[Bin] = []
     for column in zip(*several, strict=True):
         held = [b for b in column if b is not None]
