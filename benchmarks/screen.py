@@ -262,10 +262,12 @@ def main() -> None:
             ("what", *(f"{size} {each}" for size in results for each in COLUMNS), "budget"),
             rows(results),
         ),
-        f"Medians of {options.runs} cold starts; idle over {options.idle:g} s; 60 key presses. "
-        f"Load before: {load:.1f}. `frame` is the first picture, `data` the first figures of the "
-        "run in it. Processor time, bytes and memory hold on a busy machine too, wall times and "
-        "keys only on a quiet one.",
+        f"Medians of {options.runs} cold starts; idle over {options.idle:g} s; {6 * PRESSES} key "
+        f"presses each. Load before: {load:.1f}. `bare` is benchmarks/bare.py, a Textual program "
+        "with header, text and footer that reads nothing, measured by turns with the console; four "
+        "of its six keys change the text, two the screen. Budgets with `×` are ratios to it, the "
+        "others are absolute. `frame` is the first picture, `data` the first figures of the run in "
+        "it. Bytes and memory hold on a busy machine too, times only on a quiet one.",
     )
 
 

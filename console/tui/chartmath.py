@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import reduce
 from itertools import pairwise
-from operator import or_
 from typing import Literal
 
 Mode = Literal["braille", "block"]
@@ -24,7 +22,7 @@ LEAST_SPAN = 0.02
 """An axis spans at least this share of its values, so that noise does not fill the chart."""
 TINY, HUGE = 1e-200, 1e200
 """Smaller differences count as none, larger values are limited: a record may hold any float."""
-_LEFT, _RIGHT = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
+_DOTS = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
 """Bits of the four dots of a braille cell in its two columns, the lowest dot first."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -142,34 +140,18 @@ def columns_of(mode: Mode, width: int) -> int:
     return width * 2 if mode == "braille" else width
 
 
-def draw(held: Sequence[Bin], low: float, high: float, height: int, mode: Mode) -> list[str]:
-    """Returns `height` lines of cells for the columns, top line first."""
-    if mode == "braille":
-        return _braille(levels(held, low, high, 4 * height), height)
-    tops = [-1 if dots is None else dots[1] for dots in levels(held, low, high, 8 * height)]
-    bases = range(8 * (height - 1), -1, -8)
-    return ["".join(_BLOCKS[min(8, max(0, top + 1 - base))] for top in tops) for base in bases]
-
-
-def draw_curves(
+def draw(
     curves: Sequence[list[Bin]], low: float, high: float, height: int, mode: Mode
 ) -> list[str]:  # fmt: skip
     """Returns `height` lines of cells with all curves; in block mode, the band that they span."""
-    if mode == "block" or len(curves) == 1:
-        return draw(merge(curves), low, high, height, mode)
-    pictures = [draw(curve, low, high, height, mode) for curve in curves]
-    return ["".join(map(_overlaid, *lines)) for lines in zip(*pictures, strict=True)]
-
-
-def _overlaid(*cells: str) -> str:
-    bits = reduce(or_, (ord(cell) for cell in cells if cell != " "), 0)
-    return chr(bits) if bits else " "
-
-
-def _braille(dots: list[tuple[int, int] | None], height: int) -> list[str]:
-    cells = [[0] * (-(-len(dots) // 2)) for _ in range(height)]
-    for index, held in enumerate(dots):
-        column = _RIGHT if index % 2 else _LEFT
-        for dot in range(held[0], held[1] + 1) if held else ():
-            cells[dot // 4][index // 2] |= column[dot % 4]
+    if mode == "block":
+        held = levels(merge(curves), low, high, 8 * height)
+        tops = [-1 if dots is None else dots[1] for dots in held]
+        bases = range(8 * (height - 1), -1, -8)
+        return ["".join(_BLOCKS[min(8, max(0, top + 1 - base))] for top in tops) for base in bases]
+    cells = [[0] * ((len(curves[0]) + 1) // 2) for _ in range(height)]
+    for curve in curves:
+        for index, dots in enumerate(levels(curve, low, high, 4 * height)):
+            for dot in range(dots[0], dots[1] + 1) if dots else ():
+                cells[dot // 4][index // 2] |= _DOTS[index % 2][dot % 4]
     return ["".join(chr(0x2800 + bits) if bits else " " for bits in line) for line in cells[::-1]]

@@ -49,8 +49,8 @@ class Lines(Widget):
             if span is not None:
                 self._strips.pop(y, None)
                 regions.append(Region(span[0], y, span[1] - span[0], 1))
-        self.repaints += len(regions)
         if regions:
+            self.repaints += len(regions)
             self.refresh(*regions)
 
     def on_resize(self) -> None:
