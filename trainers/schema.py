@@ -198,6 +198,11 @@ class CheckpointSettings:
         "", "Run or checkpoint directory to resume from; auto: the run directory of this training."
     )
     from_step: int = key(0, "Resume from the checkpoint of this step; 0: the newest.")
+    allow_change: str = key(
+        "",
+        "Changes that a resumed run may make: precision, batch, schedule, data, comma-separated; "
+        "or all.",
+    )
     export: str = key("", "Write the final weights to this safetensors file.")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainers import changes
 from trainers.failures import DataError
 
 RankRows = tuple[Tensor, Tensor | None]
@@ -58,16 +59,16 @@ class Source:
 
     def _check(self, fingerprint: str) -> None:
         """Raises DataError with the differences, if a checkpoint has another fingerprint."""
-        saved, now = _words(fingerprint), _words(self.fingerprint)
-        changed = [
+        saved, now = changes.words(fingerprint), changes.words(self.fingerprint)
+        different = [
             f"{key} was {saved.get(key, 'absent')} and is {now.get(key, 'absent')}"
             for key in now | saved
             if saved.get(key) != now.get(key)
         ]
-        if changed:
+        if different:
             raise DataError(
                 f"the checkpoint belongs to other data than {self.about}: "
-                f"{', '.join(changed)}; restore these, or start a new run"
+                f"{', '.join(different)}; restore these, or start a new run"
             )
 
 
@@ -77,7 +78,3 @@ def stack(sequences: Sequence[bytes | bytearray], length: int, kind: torch.dtype
         return torch.empty(0, length, dtype=kind)
     flat = torch.frombuffer(bytearray().join(sequences), dtype=kind)
     return flat.view(len(sequences), length)
-
-
-def _words(fingerprint: str) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in fingerprint.split())  # pyright: ignore[reportReturnType]

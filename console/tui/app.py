@@ -25,7 +25,6 @@ from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
 from console.tui.feed import Feed, ScreenData, open_source
 from console.tui.operator import Operator, Request, preload
-from console.tui.paste import LEAVE
 from console.tui.screens.dashboard import Dashboard
 from console.tui.screens.view import Body, Main, View
 from console.tui.terminal import Terminal
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from console.tui.widgets.chooser import Entry
 
 TICK_S = 1.0
+LEAVE = "ctrl+c"
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
 """Class of each view but the Dashboard, by module name; imported when first shown."""
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from nsa import attention
 from nsa.attention import NSAttention, merge_heads, split_heads
-from nsa.model import Transformer
+from nsa.model import Block, Transformer
 from trainers import loop, manifest
 from trainers.entry import exit_now, main
 from trainers.loader import Batch
 
 plain_sum = attention.gated_sum
 plain_forward, plain_score, plain_complete = Transformer.forward, loop.score, manifest.complete
+plain_compile = Block.compile
 calls: list[int] = []
 
 
@@ -67,6 +68,11 @@ def nan_at_step_3(model: Transformer, tokens: Tensor) -> Tensor:
     return plain_forward(model, tokens) * (float("nan") if len(calls) == 3 else 1.0)
 
 
+def compile_without_code(block: Block, **choices: Any) -> None:
+    """Dynamo traces as ever, and no compiler spends minutes on what it found."""
+    plain_compile(block, backend="eager", **choices)
+
+
 def bug(model: Transformer, tokens: Tensor) -> Tensor:
     """A mistake that nobody foresaw."""
     raise ZeroDivisionError("a real bug")
@@ -105,6 +111,7 @@ MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "slow_after_20": (Transformer, "forward", slow_after_20),
     "first_seal_fails": (manifest, "complete", first_seal_fails),
     "bug_while_saving": (manifest, "complete", bug_while_saving),
+    "compile_without_code": (Block, "compile", compile_without_code),
     "bug": (Transformer, "forward", bug),
 }
 

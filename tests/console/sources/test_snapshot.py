@@ -125,14 +125,15 @@ def test_a_snapshot_with_later_records_gives_the_state_of_all_records(tmp_path_f
             observer.write()
         if rng.random() < 0.03:
             observer = Observer(run)  # the supervisor's process was replaced
-    same_state(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_records, "SHORT_BYTES", 0)
+        same_state(run)
 
 
 def test_the_series_of_a_long_run_are_the_thinned_ones_of_all_records(run, monkeypatch):
     """Here with few points of each kind, so that every resolution is in use and runs over."""
     monkeypatch.setattr("console.sources.series.RAW_RECORDS", 20)
-    monkeypatch.setattr("console.sources.reducer.RAW_RECORDS", 20)
-    monkeypatch.setattr("console.sources.snapshot.RAW_RECORDS", 20)
+    monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
     monkeypatch.setattr("console.sources.series.KEPT_SPANS", (15, 12, 9, 9))
     rng = random.Random(7)
     writer, observer = Writer(run, rng), Observer(run)
@@ -159,6 +160,7 @@ def test_the_series_of_a_long_run_are_the_thinned_ones_of_all_records(run, monke
 def test_the_history_of_a_long_run_stays_small_and_covers_all_of_it(run, monkeypatch):
     most = 64 << 10
     monkeypatch.setattr("console.sources.snapshot.HISTORY_BYTES", most)
+    monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
     writer, observer = Writer(run, random.Random(7)), Observer(run)
     begin = writer.ts
     for count in range(3000):
@@ -279,6 +281,8 @@ def test_an_old_snapshot_is_used_for_charts_only(run, monkeypatch):
     for number in range(61, 200):
         directory.beat(run, 0, number, n=number, mono=1e6 + number)
     assert not RunRecords(run, "recent").has_snapshot
+    assert not RunRecords(run, "charts").has_snapshot, "a short run needs none"
+    monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
     assert RunRecords(run, "charts").has_snapshot
 
 
