@@ -15,7 +15,7 @@ def report(options: argparse.Namespace) -> int:
     path = launches.find(options.run, options.root)
     output = options.output
     if output is None:
-        text = reports.build(path).text
+        text = reports.build(path)[0]
         show(options.json, {"path": str(path), "report": text}, [text.rstrip("\n")])
         return 0
     if output.suffix != ".md" or not output.parent.is_dir():

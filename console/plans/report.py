@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from console import status_text
-from console.model import LIVE_STATES, RESULTS, RunState
+from console.model import LIVE_STATES, RESULTS, LaunchState, RunState
 from console.plans import gates, report_chart, sweep
 from console.plans.gate_check import poll_confirmed, so_far
-from console.sources import launch_documents
+from console.sources import launches
 from console.sources.rank_totals import FIGURES
 from console.sources.record_files import read_end
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from console.status_text import counted, number, size
+from console.status_text import counted, number
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
@@ -32,31 +33,30 @@ LATEST_S = 1 << 36
 CHARTS = (("loss", "loss", "nats/token"), ("toks_per_s", "speed", "tok/s"))
 """Series, word in the file name and unit of each chart."""
 FILES = (
-    "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "val.csv",
-    "heartbeat_rank0.jsonl", "k_stats.csv", "fallback_counters.csv", "dtypes_report.txt",
-    "opt_state_mb.txt", "git_sha.txt", "collect_env.txt", "nvidia_smi.xml",
-    "mem_boot_rank0.txt", "checkpoints/latest",
+    "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "heartbeat_rank0.jsonl",
+    "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
+    "nvidia_smi.xml", "mem_", "checkpoints",
 )  # fmt: skip
-"""The files that the runbooks ask for; those of FSDP have `_fsdp` in their name."""
-FIGURE_ROWS: Mapping[str, tuple[str, str, str]] = {
-    "toks_per_s": ("tok/s", "last {steps} steps, their tokens by their time", gates.RANK0),
-    "toks_per_s_stdev": ("tok/s", "last {steps} steps, standard deviation", gates.RANK0),
-    "step_ratio": ("", "last {steps} steps, longest by median", gates.RANK0),
-    "memory_mib": ("MiB", "largest gpu_mem_reserved, surviving steps", gates.RANK0),
-    "memory_growth_mib": ("MiB", "its growth in the second half of the steps", gates.RANK0),
-    "entropy_min": ("nats", "lowest gate_entropy_mean, all attempts", gates.RANK0),
-    "collapse_max": ("share", "largest gate_collapse_frac, all attempts", gates.RANK0),
-    "fetch_max_s": ("s", "largest dt_fetch_s, all attempts", gates.RANK0),
+"""The files that the runbooks ask for, or how their names begin."""
+ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
+LAST = "last {steps} steps"
+FIGURE_ROWS: Mapping[str, tuple[str, str]] = {
+    "toks_per_s": ("tok/s", f"{LAST}, their tokens by their time"),
+    "toks_per_s_stdev": ("tok/s", f"{LAST}, standard deviation"),
+    "step_ratio": ("", f"{LAST}, longest by median"),
+    "memory_mib": ("MiB", "largest gpu_mem_reserved, surviving steps"),
+    "memory_growth_mib": ("MiB", "its growth in the second half of the steps"),
+    "entropy_min": ("nats", "lowest gate_entropy_mean, all attempts"),
+    "collapse_max": ("share", "largest gate_collapse_frac, all attempts"),
+    "fetch_max_s": ("s", "largest dt_fetch_s, all attempts"),
 }
-"""Unit, window and file of each of the `FIGURES` of rank 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The Markdown, and the text of each chart by the end of its file name."""
-
-    text: str
-    charts: Mapping[str, str]
+"""Unit and window of each of the `FIGURES` of rank 0."""
+ENVIRONMENT = (
+    "config", "parameters", "tokens_per_step", "python", "versions", "cuda", "device",
+    "device_count", "world", "strategy", "comm_backend", "comm_hook", "backend", "host", "machine",
+    "git",
+)  # fmt: skip
+"""Keys of env.json, or else of run.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,6 @@ class Phase:
     planned: Mapping[str, Any]
     """The phase in plan.json."""
 
-    def setting(self, key: str) -> Any:
-        return jsonl.mapping(jsonl.mapping(self.run, "settings"), key).get("value")
-
     @property
     def figures(self) -> Mapping[str, float | None]:
         """The `FIGURES` of rank 0; all are None where not all records can be read."""
@@ -84,46 +81,40 @@ class Phase:
         return summary.of_rank(0).figures()
 
 
-def build(path: Path, stem: str = "") -> Report:
-    """Returns the report of a launch or run; with `stem` it shows the charts STEM-WORD.svg."""
+def build(path: Path, stem: str = "") -> tuple[str, dict[str, str]]:
+    """Returns the Markdown of a launch or run, and each chart by the name of its file.
+
+    Without a `stem` of the file names there are no charts.
+    """
     source = RunSource(path)
     state = poll_confirmed(source)
     phases = list(_phases(path, source))
-    charts = _charts(phases)
+    charts = _charts(phases, stem) if stem and phases else {}
     sections = (
         _head(state, source.is_launch, phases), _gates(phases), _speed(phases), _figures(phases),
         _sweeps(path) if source.is_launch else (), _expected(phases), _environment(phases),
         _files(phases), _notes(source, phases), _not_measured(phases),
-        _charts_shown(charts, stem),
+        ("", *(f"![{name}]({name})" for name in charts)),
     )  # fmt: skip
-    lines = [line for section in sections for line in section]
-    return Report("\n".join(lines) + "\n", charts)
+    return "\n".join(line for section in sections for line in section) + "\n", charts
 
 
 def write(path: Path, output: Path) -> list[Path]:
     """Writes the report and its charts beside it; returns the paths. Raises OSError."""
-    found = build(path, output.stem)
-    files = {output: found.text} | {
-        output.with_name(f"{output.stem}-{word}.svg"): text for word, text in found.charts.items()
-    }
-    for each, text in files.items():
-        rundir.write_atomic(each, text)
+    text, charts = build(path, output.stem)
+    files = {output: text} | {output.with_name(name): chart for name, chart in charts.items()}
+    for each, content in files.items():
+        rundir.write_atomic(each, content)
     return list(files)
 
 
 def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
     """Yields the runs of a launch, or the one run."""
-    plan: Mapping[str, Any] = {}
-    paths = [path]
     launch = source.launch_path
-    if launch is not None:
-        plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {}
-    if source.is_launch and launch is not None:
-        names = jsonl.entries(rundir.read_json(launch / rundir.PLAN_STATE, below=launch) or {},
-                              "phases")[:MAX_PHASES]  # fmt: skip
-        folders = [launch_documents.run_directory(each) for each in names]
-        paths = [launch / each for each in folders if each and (launch / each).is_dir()]
-    for each in paths:
+    plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {} if launch else {}
+    entries = jsonl.entries(plan, "phases")
+    runs = launches.run_directories(path)[:MAX_PHASES] if source.is_launch else [path]
+    for each in runs:
         run = RunSource(each, reads="charts")
         run.read_all()
         state = run.poll()  # with a snapshot, the series follow after the present state
@@ -131,10 +122,8 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
             state = replace(state, gates=so_far(run, state))
         born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
         index = each.name.partition("-")[0]
-        entries = jsonl.entries(plan, "phases")
-        is_planned = index.isdecimal() and int(index[:4]) < len(entries)
-        planned = entries[int(index[:4])] if is_planned else {}
-        yield Phase(each.name, each, run, state, born, env, planned)
+        planned = entries[int(index[:4]) :] if index.isdecimal() else []
+        yield Phase(each.name, each, run, state, born, env, planned[0] if planned else {})
 
 
 # --- Markdown ------------------------------------------------------------------------------------
@@ -142,7 +131,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
 
 def cell(value: object) -> str:
     """Returns a value as safe text of one line in a table: no markup, link or HTML."""
-    text = value if isinstance(value, str) else number(value) if isinstance(value, float) else value
+    text = number(value) if isinstance(value, float) else "–" if value is None else value
     text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
     for mark in "|`*[]!#":
         text = text.replace(mark, f"\\{mark}")
@@ -163,37 +152,28 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) ->
 def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator[str]:
     launch = state.launch if is_launch else None
     word, why = status_text.outcome(state)
-    code = status_text.exit_code(state, is_launch)
-    over = status_text.is_over(state)
-    result = ("go" if code == 0 else "no go") if over else "no go yet: it has not ended"
-    yield f"# Report of {cell(launch.id if launch else state.id)}"
-    yield ""
+    result = "no go" if status_text.exit_code(state, is_launch) else "go"
+    result = result if status_text.is_over(state) else "no go yet: it has not ended"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     count = sum(gate.result != "pass" and not gate.blocks for p in phases for gate in p.state.gates)
     overridden = f" with {counted(count, 'override')}" if count else ""
-    yield f"**{result}**{overridden}: {cell(word)}. {cell(why)}"
-    yield ""
-    yield f"Written {stamp}. A figure without a value was not measured."
+    yield from (f"# Report of {cell(launch.id if launch else state.id)}", "")
+    yield from (f"**{result}**{overridden}: {cell(word)}. {cell(why)}", "", f"Written {stamp}.")
     yield from _table(
         "Phases", ("phase", "state", "steps", "attempts", "stalls", "gates", "why"),
         (_phase_row(each, launch) for each in phases),
     )  # fmt: skip
 
 
-def _phase_row(phase: Phase, launch: Any) -> tuple[object, ...]:
+def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
     state, summary = phase.state, phase.source.summary
     result = next((p.result for p in launch.phases if p.dir == phase.name), "") if launch else ""
-    counts = ", ".join(
-        f"{sum(g.result == r for g in state.gates)} {status_text.RESULT_WORDS[r]}"
-        for r in reversed(RESULTS)
-    )
+    counts = Counter(gate.result for gate in state.gates)
+    words = [f"{counts[r]} {status_text.RESULT_WORDS[r]}" for r in reversed(RESULTS)]
     steps = f"{state.step or 0:,} of {state.steps_planned or 0:,}"
-    stalls = "–" if summary is None or summary.stalls is None else str(summary.stalls)
-    words = status_text.RESULT_WORDS.get(result, result)
-    gates_text = (
-        f"{words}: {counts}" if words and state.gates else counts if state.gates else "none"
-    )
-    return phase.name, state.state, steps, str(state.attempt), stalls, gates_text, state.why
+    stalls = None if summary is None else summary.stalls
+    gates_text = f"{result}: {', '.join(words)}" if state.gates else "none"
+    return phase.name, state.state, steps, state.attempt, stalls, gates_text, state.why
 
 
 def _gates(phases: Sequence[Phase]) -> Iterator[str]:
@@ -231,10 +211,10 @@ def _figures(phases: Sequence[Phase]) -> Iterator[str]:
     rows: list[Sequence[object]] = []
     for each in phases:
         found = each.figures
-        for name, (unit, window, file) in FIGURE_ROWS.items():
+        for name, (unit, window) in FIGURE_ROWS.items():
             if (value := found[name]) is not None:
                 text = window.format(steps=f"{found['steps'] or 0:.0f}")
-                rows.append((each.name, name, value, unit, text, f"{each.name}/{file}"))
+                rows.append((each.name, name, value, unit, text, f"{each.name}/{gates.RANK0}"))
         for name, figure in each.state.figures.items():
             rows.append((each.name, name, figure.value, figure.unit, figure.window,
                          f"{each.name}, newest record or sample"))  # fmt: skip
@@ -259,17 +239,14 @@ def _expected(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _expectations(phase: Phase) -> Iterator[Sequence[object]]:
-    wanted, env = jsonl.mapping(phase.planned, "expects"), phase.env
-    actual = {
-        "parameters": jsonl.integer(env, "parameters"), "seq_len": phase.setting("data.seq_len"),
-        "tokens_per_step": jsonl.integer(env, "tokens_per_step"),
-    }  # fmt: skip
+    settings = jsonl.mapping(phase.run, "settings")
+    actual = {name: jsonl.integer(phase.env, name) for name in ("parameters", "tokens_per_step")}
+    actual["seq_len"] = jsonl.integer(jsonl.mapping(settings, "data.seq_len"), "value")
     for name, value in actual.items():
-        expected = jsonl.integer(wanted, name)
+        expected = jsonl.integer(jsonl.mapping(phase.planned, "expects"), name)
         if expected is not None:
             same = "" if expected == value else "DIFFERS"
-            shown = "not measured" if value is None else f"{value:,}"
-            yield phase.name, name, f"{expected:,}", shown, same
+            yield phase.name, name, f"{expected:,}", value and f"{value:,}", same
     yield from _durations(phase, actual["tokens_per_step"])
 
 
@@ -296,57 +273,33 @@ def _environment(phases: Sequence[Phase]) -> Iterator[str]:
     """Yields versions, device, routes and commit, once for phases with the same values."""
     found: dict[tuple[str, str], list[str]] = {}
     for each in phases:
-        machine, git = jsonl.mapping(each.run, "machine"), jsonl.mapping(each.run, "git")
-        facts = {key: each.env.get(key) for key in (
-            "config", "parameters", "tokens_per_step", "python", "versions", "cuda", "device",
-            "device_count", "world", "strategy", "comm_backend", "comm_hook", "backend",
-        )} | {"host": each.run.get("host"), "machine": machine, "commit": git.get("sha"),
-              "local changes": git.get("dirty")}  # fmt: skip
-        for name, value in facts.items():
-            if value not in (None, {}, ""):
-                found.setdefault((name, _words(value)), []).append(each.name)
-    rows = [(name, text, "all" if len(names) == len(phases) else ", ".join(names))
-            for (name, text), names in found.items()]  # fmt: skip
+        for name in ENVIRONMENT:
+            value = each.env.get(name, each.run.get(name))
+            if isinstance(value, Mapping):
+                value = ", ".join(
+                    f"{clean(str(k), 40)} {clean(str(x), 80)}" for k, x in value.items()
+                )
+            if value not in (None, ""):
+                found.setdefault((name, str(value)), []).append(each.name)
+    rows = ((*fact, "all" if len(names) == len(phases) else ", ".join(names))
+            for fact, names in found.items())  # fmt: skip
     yield from _table("Environment", ("fact", "value", "phases"), rows)
-
-
-def _words(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{clean(str(key), 40)} {clean(str(x), 80)}" for key, x in value.items())
-    return str(value)
 
 
 def _files(phases: Sequence[Phase]) -> Iterator[str]:
     """Yields the checklist of the files that the runbooks ask for."""
-    rows = [(each.name, *_present(each)) for each in phases]
-    yield from _table("Artefacts", ("phase", "present", "missing"), rows)
-
-
-def _present(phase: Phase) -> tuple[str, str]:
-    there, missing = [], []
-    for name in _wanted(phase):
+    rows = []
+    for each in phases:
+        on_cpu = jsonl.mapping(each.env, "device").get("type") == "cpu"
         try:
-            there.append(f"{name} ({size(os.lstat(phase.path / name).st_size)})")
+            there = sorted(os.listdir(each.path))
         except OSError:
-            missing.append(name)
-    return ", ".join(there), ", ".join(missing) or "none"
-
-
-def _wanted(phase: Phase) -> Iterator[str]:
-    """Yields the names of the files that this run should have."""
-    device = jsonl.text(jsonl.mapping(phase.env, "device"), "type")
-    is_fsdp = phase.env.get("strategy") == "fsdp"
-    for name in FILES:
-        on_cuda_only = name.startswith(("mem_", "nvidia"))
-        if (on_cuda_only and device == "cpu") or (
-            name == "val.csv" and not phase.setting("eval.every")
-        ):
-            continue
-        if is_fsdp and name.startswith(("k_stats", "fallback", "dtypes")):
-            name = name.replace(".", "_fsdp.")
-        elif is_fsdp:
-            name = name.replace("opt_state", "opt_state_fsdp").replace("mem_", "mem_fsdp_")
-        yield name
+            there = []
+        wanted = [name for name in FILES if not (on_cpu and name in ON_CUDA_ONLY)]
+        missing = [x for x in wanted if not any(name.startswith(x) for name in there)]
+        found = [name for name in there if name.startswith(FILES)]
+        rows.append((each.name, ", ".join(found), ", ".join(missing) or "none"))
+    yield from _table("Artefacts", ("phase", "present", "missing"), rows)
 
 
 def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
@@ -371,11 +324,8 @@ def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
     for each in phases:
         rows += [(each.name, f"gate {gate.name}", gate.why) for gate in each.state.gates
                  if gate.result == "unknown"]  # fmt: skip
-        lacking = [name for name in FIGURE_ROWS if each.figures[name] is None]
-        if lacking:
-            rows.append(
-                (each.name, ", ".join(lacking), "no record has the value, or some are missing")
-            )
+        if lacking := [name for name in FIGURE_ROWS if each.figures[name] is None]:
+            rows.append((each.name, ", ".join(lacking), "no record, or records are missing"))
         if not each.state.gpus:
             rows.append((each.name, "use, power and memory of GPUs", "no sample has a GPU"))
         if each.state.skipped_records:
@@ -383,20 +333,13 @@ def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
     yield from _table("Not measured", ("phase", "what", "why"), rows)
 
 
-def _charts(phases: Sequence[Phase]) -> dict[str, str]:
-    """Returns the charts of the phase with the most steps."""
-    if not phases:
-        return {}
-    longest, found = max(phases, key=lambda each: each.state.step or 0), {}
-    for name, word, unit in CHARTS:
-        points = longest.source.series.points(name)
-        if text := report_chart.svg(f"{name} of {clean(longest.name, 60)}", unit, points):
-            found[word] = text
-    return found
-
-
-def _charts_shown(charts: Mapping[str, str], stem: str) -> Iterator[str]:
-    if charts:
-        yield from ("", "## Charts", "")
-    for word in charts:
-        yield f"![{word} over time]({stem}-{word}.svg)" if stem else f"{word}: add --output FILE"
+def _charts(phases: Sequence[Phase], stem: str) -> dict[str, str]:
+    """Returns the charts of the phase with the most steps, by file name."""
+    longest = max(phases, key=lambda each: each.state.step or 0)
+    drawn = {
+        f"{stem}-{word}.svg": report_chart.svg(
+            f"{name} of {clean(longest.name, 60)}", unit, longest.source.series.points(name)
+        )
+        for name, word, unit in CHARTS
+    }
+    return {name: text for name, text in drawn.items() if text}

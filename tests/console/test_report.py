@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from console.cli import main
 from console.plans import report, report_chart
 from tests.console.sources import directory
+from tests.console.sources.test_snapshot import HOSTILE as DOCUMENTS
+from tests.console.sources.test_snapshot import places, put
 from tests.console.test_go import BOUNDS, PASSED, plan_gates
 from trainers.contract import rundir
 
@@ -84,9 +87,10 @@ def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_
         "| 0-first | time of all steps | 12.3 h | 27.8 h | the bound of toks_per_s_50_above "
         "implies 12.3 h for 50,000 steps of 800 tokens |",
         "| comm_hook | none | all |",
+        "| git | sha abc123 | all |",
         "| 0-first | 2001-09-09 01:46:40 | ann@host | note | moved the rack |",
         "| 0-first | use, power and memory of GPUs | no sample has a GPU |",
-        "![loss over time](out-loss.svg)",
+        "![out-loss.svg](out-loss.svg)",
     ):
         assert row in text, row
     assert "nvidia_smi.xml" not in text, "not a file of a run on a CPU"
@@ -118,6 +122,21 @@ def test_a_report_that_cannot_be_written_is_one_sentence(launch, capsys, tmp_pat
         code, _, err = said(capsys, "report", launch, "--output", tmp_path / output)
         assert (code, len(err.splitlines())) == (expected, 1), err
     assert said(capsys, "report", tmp_path / "nothing")[0] == 3
+
+
+def test_no_document_makes_a_report_raise(launch):
+    run, rng = recorded(launch), random.Random(1)
+    names = (run / rundir.RUN, run / rundir.ENV, run / rundir.GATES, launch / rundir.PLAN,
+             launch / rundir.PLAN_STATE)  # fmt: skip
+    for _ in range(60):
+        path = rng.choice(names)
+        held = rundir.read_json(path) or {}
+        changed = json.loads(json.dumps(held))
+        put(changed, rng.choice(list(places(changed))[1:]), rng.choice(DOCUMENTS))
+        path.write_text(json.dumps(changed))
+        text, _ = report.build(launch, "r")
+        assert text.startswith("# Report of ")
+        directory.document(path, held)
 
 
 def live(launch, **bounds):
