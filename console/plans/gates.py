@@ -14,7 +14,7 @@ from typing import Any, Literal
 from console.model import RESULTS, Gate, Result
 from console.plans import measures
 from console.plans.measures import Measured
-from console.sources.rank_totals import LIVE_STEPS
+from console.sources.rank_totals import LAST_STEPS, LIVE_STEPS
 from console.sources.summary import Summary
 from trainers.contract.errors import UsageError, did_you_mean
 
@@ -28,6 +28,7 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
 LEAST_FALL_NATS = 0.1
 LARGEST_BOUND = 1e300
 DEMAND_KEYS, MAX_REASON = ("bound", "at", "override"), 200
+NO_STEPS = f"the durations of the last {LAST_STEPS} steps are not complete"
 RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
 EVENTS, SAMPLES, SINGLE = "events.jsonl", "samples_*.jsonl", "gates.json of that phase"
 
@@ -91,13 +92,13 @@ TABLE: tuple[Rule, ...] = (
     Rule("gpu_mem_growth_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
          "no gpu_mem_reserved of the first half, or too many different values",
          figure="memory_growth_mib"),
-    Rule("toks_per_s_50_above", "tok/s", "above", measures.speed, "surviving steps", RANK0,
-         figure="toks_per_s"),
-    Rule("step_ratio_below", "", "at most", measures.speed, "surviving steps", RANK0,
-         figure="step_ratio"),
-    Rule("entropy_above", "nats", "above", measures.gate_statistics, "all attempts", RANK0,
+    Rule("toks_per_s_50_above", "tok/s", "above", measures.figure, "surviving steps", RANK0,
+         NO_STEPS, figure="toks_per_s"),
+    Rule("step_ratio_below", "", "at most", measures.figure, "surviving steps", RANK0,
+         NO_STEPS, figure="step_ratio"),
+    Rule("entropy_above", "nats", "above", measures.figure, "all attempts", RANK0,
          "no gate_entropy_mean was recorded", certain=True, figure="entropy_min"),
-    Rule("collapse_below", "share", "at most", measures.gate_statistics, "all attempts", RANK0,
+    Rule("collapse_below", "share", "at most", measures.figure, "all attempts", RANK0,
          "no gate_collapse_frac was recorded", certain=True, figure="collapse_max"),
     Rule("fetch_below_s", "s", "at most", measures.figure, "all attempts", RANKS,
          "no dt_fetch_s was recorded", certain=True, figure="fetch_max_s"),

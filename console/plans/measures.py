@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from console.sources.rank_totals import LAST_STEPS, RankTotals
+from console.sources.rank_totals import RankTotals
 from console.sources.summary import Summary
 from console.sources.windows import FIRST_LOSSES
 from console.status_text import counted, number
 
 MEDIAN_RECORDS = 50
+OF_LAST_STEPS, OF_ATTENTION = ("toks_per_s", "step_ratio"), ("entropy_min", "collapse_max")
 UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
 
 
@@ -135,41 +136,27 @@ def restarts(s: Summary) -> Measured:
 
 
 def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
-    """Returns the worst value of one of the `FIGURES` of the ranks; `at` 0 means now."""
+    """Returns the worst value of one of the `FIGURES` of the ranks; `at` 0 means now.
+
+    Figures of the attention gate need a value in each progress record.
+    """
     found = {r: s.of_rank(r).figures_at(at) if at else s.of_rank(r).figures() for r in ranks}
-    early = [rank for rank, figures in found.items() if figures is None]
-    if early:
+    if early := [rank for rank, figures in found.items() if figures is None]:
         return Measured(None, why=f"rank {early[0]} has no record at or after step {at}")
     values = {r: x for r, figures in found.items() if figures and (x := figures[name]) is not None}
-    lacking = [rank for rank in ranks if rank not in values]
+    lacking, totals, first = [r for r in ranks if r not in values], s.of_rank(0), found[0] or {}
+    doubt = f"rank {lacking[0]} recorded no value" if lacking else ""
+    if name in OF_ATTENTION and totals.gated != totals.progress:
+        missing = counted(totals.progress - totals.gated, "record")
+        doubt = f"{missing} of {totals.progress} without {name}"
+    when, why = f"at step {at}" if at else "", ""
+    if name in OF_LAST_STEPS:
+        when = f"last {first['steps'] or 0:.0f} steps {when}".rstrip()
+        why = f"standard deviation {number(first['toks_per_s_stdev'])} tok/s"
     if not values:
         return Measured(None)
-    doubt = f"rank {lacking[0]} recorded no value" if lacking else ""
-    value = worst(values.values()) if not any(map(math.isnan, values.values())) else math.nan
-    return Measured(value, f"at step {at}" if at else "", "", doubt)
-
-
-def speed(s: Summary, name: str, _ranks: range, _worst: Callable[..., float], at: int) -> Measured:
-    """Returns a figure of the last steps of rank 0, with the deviation of their speed."""
-    found = s.of_rank(0).figures_at(at) if at else s.of_rank(0).figures()
-    if found is None:
-        return Measured(None, why=f"no record at or after step {at}")
-    if found[name] is None:
-        return Measured(None, why=f"the durations of the last {LAST_STEPS} steps are not complete")
-    window = f"last {found['steps'] or 0:.0f} steps" + (f" at step {at}" if at else "")
-    deviation = number(found["toks_per_s_stdev"])
-    return Measured(found[name], window, f"standard deviation {deviation} tok/s")
-
-
-def gate_statistics(
-    s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int
-) -> Measured:
-    """Returns a figure of the attention gate; each progress record must have it."""
-    found, totals = figure(s, name, ranks, worst, at), s.of_rank(0)
-    if found.value is None or totals.gated == totals.progress:
-        return found
-    text = f"{totals.progress - totals.gated} of {counted(totals.progress, 'record')} have none"
-    return Measured(found.value, found.window, found.why, text)
+    is_known = not any(map(math.isnan, values.values()))
+    return Measured(worst(values.values()) if is_known else math.nan, when, why, doubt)
 
 
 def heartbeats(s: Summary) -> Measured:
@@ -199,8 +186,8 @@ def scaling(s: Summary) -> Measured:
     """Returns the speed of this run by that of as many single-rank runs."""
     rate, files = s.of_rank(0).figures()["toks_per_s"], s.files
     if files is None or not files.single_toks_per_s or rate is None:
-        name = files.single if files and files.single else "the launch"
-        why = f"{name} has no single-rank phase before, with a passed gate toks_per_s_50_above"
+        why = f"{files.single if files else ''} has no passed gate toks_per_s_50_above"
+        why = why if files and files.single else "no earlier phase of the launch has one rank"
         return Measured(None, why=why if rate else "the last steps are not complete")
     single = files.single_toks_per_s
     text = f"{number(rate)} tok/s on {counted(s.world, 'rank')}, {number(single)} tok/s on one"

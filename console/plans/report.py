@@ -177,18 +177,15 @@ def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
 
 
 def _gates(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the checklist: expected against actual."""
-    yield from _table(
-        "Gates", ("phase", "", "gate", "actual", "expected", "window", "file", "why"),
-        ((each.name, gate.result.upper() if gate.blocks else gate.result, gate.name,
-          status_text.gate_value(gate), gate.bound, gate.window, gate.source, gate.why)
-         for each in phases for gate in each.state.gates),
+    """Yields the checklist: expected against actual, and the reason of each override."""
+    rows = (
+        (each.name, gate.result.upper() if gate.blocks else gate.result, gate.name,
+         status_text.gate_value(gate), gate.bound, gate.window, gate.source, gate.why,
+         gate.override)
+        for each in phases for gate in each.state.gates
     )  # fmt: skip
-    yield from _table(
-        "Overrides", ("phase", "gate", "result", "reason"),
-        ((each.name, gate.name, gate.result, gate.override)
-         for each in phases for gate in each.state.gates if gate.override),
-    )  # fmt: skip
+    head = ("phase", "", "gate", "actual", "expected", "window", "file", "why", "override")
+    yield from _table("Gates", head, rows)
 
 
 def _speed(phases: Sequence[Phase]) -> Iterator[str]:

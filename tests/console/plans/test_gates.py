@@ -276,7 +276,7 @@ def test_a_gate_at_a_step_keeps_its_value_of_that_step():
     written.add("exit", 140, exit_code=0)
     at_end = {gate.name: gate for gate in evaluate(summed(written), bounds)}
     assert [gate.result for gate in at_end.values()] == ["fail", "pass", "unknown"]
-    assert at_end["toks_per_s_50_above@500"].why == "no record at or after step 500"
+    assert at_end["toks_per_s_50_above@500"].why == "rank 0 has no record at or after step 500"
     absurd = long(1.0, 99)
     absurd.records[50]["step"] = 5000
     assert gates.reached(summed(absurd), bounds) == (), "the next record corrects it"
