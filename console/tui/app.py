@@ -337,7 +337,8 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.open_overlay(Commands(self.view_name))
 
     def do_help(self) -> None:
-        from console.tui.screens.help import Reader, help_rows
+        from console.tui.screens.help import help_rows
+        from console.tui.widgets.reader import Reader
 
         self.open_overlay(
             Reader(f"Keys in {self.view_name}", help_rows(self.view_name, self.size.width - 2))
