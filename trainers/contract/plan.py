@@ -128,7 +128,7 @@ class Plan:
 
 
 FALSE_DIFFERENCE = 0.01
-"""The share of sweeps without a true difference in which one is found by chance, at most."""
+"""The highest probability that a sweep without a true difference finds one by chance."""
 
 
 def highest_p(variants: int) -> float:
