@@ -185,8 +185,6 @@ def resume(
         )
     report.resume(found.step, found.tokens_total, found.report)
     text = f"resumed from {path}"
-    if changed:
-        text += f"; changed: {', '.join(sorted(changed))}"
     if unknown:
         text += f"; not compared, because the checkpoint does not record it: {', '.join(unknown)}"
     report.record_event("resume", found.step, text, path=str(path), not_compared=unknown)

@@ -14,7 +14,7 @@ from typing import Any
 from trainers.contract import jsonl
 from trainers.contract.errors import UsageError
 
-FUNCTION, ALL = "function", "all"
+FUNCTION, ALL, STREAM = "function", "all", "data stream"
 GROUPS: Mapping[str, tuple[str, ...]] = {
     FUNCTION: ("model.", "attention.force_branch", "attention.uniform_gate"),
     "precision": ("train.precision", "train.tf32", "ddp.compress"),
@@ -22,11 +22,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "schedule": (
         "train.lr", "train.warmup_steps", "train.min_lr_ratio", "end of the schedule", "optim.",
     ),
-    "data": ("data stream",),
+    "data": (STREAM,),
 }  # fmt: skip
 """Beginnings of the names of the values of each group; `FUNCTION` must not change."""
 FREE = ("model.init_std", "optim.fused")
-MOST_UNKNOWN = 20
+MOST_NAMED = 20
 BATCH = ("train.batch_size", "train.accumulate")
 
 
@@ -50,13 +50,18 @@ def compared(settings: Any, world: int, stream: str) -> dict[str, Any]:
     if "train.min_lr_ratio" in values and "train.steps" in values:
         end = values.get("train.schedule_steps") or values["train.steps"]
         found["end of the schedule"] = end if values["train.min_lr_ratio"] != 1 else "none"
-    return found | {f"data stream: {word}": value for word, value in words(stream).items()}
+    return found | ({STREAM: stream} if stream else {})
 
 
-def words(fingerprint: str) -> dict[str, str]:
-    """Returns the values of a fingerprint, which has the form `key=value key=value`."""
-    parts = (word.partition("=") for word in fingerprint.split())
-    return {key: value for key, _, value in parts}
+def stream_differences(before: str, now: str) -> list[str]:
+    """Returns the differences of two fingerprints of data, of the form `key=value key=value`."""
+    parts = ([ascii(word)[1:-1].partition("=") for word in each.split()] for each in (before, now))
+    old, new = ({key: value for key, _, value in each} for each in parts)
+    return [
+        f"{key:.80} was {old.get(key, 'absent'):.80} and is {new.get(key, 'absent'):.80}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ][:MOST_NAMED]
 
 
 def refuse(
@@ -70,8 +75,10 @@ def refuse(
     changed: dict[str, list[str]] = {}
     for name in sorted(before.keys() & now.keys()):
         if before[name] != now[name]:
-            what = f"{name} was {before[name]!r:.80} and is {now[name]!r:.80}"
-            changed.setdefault(_group(name), []).append(what)
+            found = [f"{name} was {before[name]!r:.80} and is {now[name]!r:.80}"]
+            if name == STREAM:
+                found = stream_differences(before[name], now[name])
+            changed.setdefault(_group(name), []).extend(found)
     refused = changed.keys() - (allowed(allow) or frozenset())
     if refused:
         what = "; ".join(each for group in sorted(refused) for each in changed[group])
@@ -79,7 +86,7 @@ def refuse(
         if FUNCTION not in refused:
             advice += f"; or allow this with --allow-change {','.join(sorted(refused))}"
         raise UsageError(f"{path} cannot be resumed with other settings: {what}{advice}")
-    unknown = [f"{name!r:.80}" for name in sorted(before.keys() - now.keys())[:MOST_UNKNOWN]]
+    unknown = [f"{name!r:.80}" for name in sorted(before.keys() - now.keys())[:MOST_NAMED]]
     return sorted(now.keys() - before.keys()) + unknown, frozenset(changed)
 
 

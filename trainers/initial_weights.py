@@ -20,7 +20,6 @@ ATEN = torch.ops.aten
 INITIALISERS = (
     ATEN.normal_.default, ATEN.uniform_.default, ATEN.fill_.Scalar, ATEN.zero_.default,
 )  # fmt: skip
-FACTORIES = {ATEN.zeros.default: 0.0, ATEN.ones.default: 1.0}
 
 
 class InitialWeights(TorchDispatchMode):
@@ -36,8 +35,6 @@ class InitialWeights(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         result = func(*args, **given)
-        if func in FACTORIES:
-            self._record(result, lambda whole: whole.fill_(FACTORIES[func]))
         if func not in INITIALISERS or not result.is_meta:
             return result
         rest, state = args[1:], torch.get_rng_state()
@@ -47,24 +44,21 @@ class InitialWeights(TorchDispatchMode):
             torch.set_rng_state(state)
             func(whole.as_strided(*place), *rest, **given)
 
-        self._record(result, repeat)
+        memory = result.untyped_storage()
+        calls = self._calls.setdefault(memory._cdata, [])
+        if result.nbytes == memory.nbytes():
+            calls.clear()
+        calls.append(repeat)
+        self._recorded.append(result)
         # The next weight continues after these numbers, as in a model that is built as a whole.
         func(torch.empty(result.shape, dtype=result.dtype, device="cpu"), *rest, **given)
         return result
-
-    def _record(self, part: Tensor, repeat: Callable[[Tensor], object]) -> None:
-        memory = part.untyped_storage()
-        calls = self._calls.setdefault(memory._cdata, [])
-        if part.nbytes == memory.nbytes():
-            calls.clear()
-        calls.append(repeat)
-        self._recorded.append(part)
 
     def build(self, make: Callable[[], Model]) -> Model:
         """Returns the module that `make` builds, on the meta device."""
         with self, torch.device("meta"):
             model = make()
-        if next(model.buffers(), None) is not None:
+        if any(True for _ in model.buffers()):
             raise TypeError("a buffer would lose its values on the meta device")
         self._named = {
             name: self._calls[p.untyped_storage()._cdata] for name, p in model.named_parameters()

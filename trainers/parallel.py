@@ -188,23 +188,17 @@ class Fsdp(Group):
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        blocks = cast("list[FSDPModule]", list(cast(Transformer, model).blocks))
         mixed, whole = MixedPrecisionPolicy(), MixedPrecisionPolicy()
         if self._precision in AUTOCAST:
             mixed = MixedPrecisionPolicy(
                 AUTOCAST[self._precision], torch.float32, cast_forward_inputs=False
             )
             warnings.filterwarnings("ignore", NORM_DTYPES, UserWarning)
-        for unit in (*blocks, model):
+        for unit in (*cast(Transformer, model).blocks, model):
             fully_shard(
-                cast(nn.Module, unit), mesh=self._mesh, mp_policy=whole if unit is model else mixed,
+                unit, mesh=self._mesh, mp_policy=whole if unit is model else mixed,
                 reshard_after_forward=self._settings.sharding == "full",
             )  # fmt: skip
-        if ahead := self._settings.prefetch:
-            for number, block in enumerate(blocks):
-                block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
-                before = blocks[max(0, number - ahead) : number]
-                block.set_modules_to_backward_prefetch(before[::-1])
         return model
 
     @contextlib.contextmanager

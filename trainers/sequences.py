@@ -29,6 +29,8 @@ class Source:
     """Predicted tokens per sequence that count in the loss."""
     position = 0
     """Sequences read so far, over all ranks."""
+    end_token: int | None = None
+    """The token after each document, if attention must not cross it."""
 
     def read(self, count: int, rank: int, world: int) -> RankRows:
         """Returns this rank's part of the next `count` sequences.
@@ -45,7 +47,12 @@ class Source:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a position. Raises DataError if the position belongs to another stream."""
         try:
-            self._check(state["fingerprint"])
+            different = changes.stream_differences(state["fingerprint"], self.fingerprint)
+            if different:
+                raise DataError(
+                    f"the checkpoint belongs to other data than {self.about}: "
+                    f"{', '.join(different)}; restore these, or start a new run"
+                )
             self.seek(state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
@@ -56,20 +63,6 @@ class Source:
     def seek(self, state: Mapping[str, Any]) -> None:
         """Moves to a position in this stream. Raises KeyError, TypeError or ValueError."""
         self.position = int(state["position"])
-
-    def _check(self, fingerprint: str) -> None:
-        """Raises DataError with the differences, if a checkpoint has another fingerprint."""
-        saved, now = changes.words(fingerprint), changes.words(self.fingerprint)
-        different = [
-            f"{key} was {saved.get(key, 'absent')} and is {now.get(key, 'absent')}"
-            for key in now | saved
-            if saved.get(key) != now.get(key)
-        ]
-        if different:
-            raise DataError(
-                f"the checkpoint belongs to other data than {self.about}: "
-                f"{', '.join(different)}; restore these, or start a new run"
-            )
 
 
 def stack(sequences: Sequence[bytes | bytearray], length: int, kind: torch.dtype) -> Tensor:

@@ -89,15 +89,6 @@ def _resume(state: RunState) -> Iterator[str]:
     yield f"  to resume, run this with the options of that launch: nsa-console launch {command}"
 
 
-def watch(options: argparse.Namespace) -> int:
-    """Follows one run until it ends: on the screen, or as one line of text per change."""
-    if not (options.plain or options.json or options.until_waiting):
-        from console.commands.screen import screen
-
-        return screen(options)
-    return follow(source(options), options.json, options.interval, options.until_waiting)
-
-
 def follow(
     run: RunSource, as_json: bool, interval_s: float = 1.0, until_waiting: bool = False
 ) -> int:

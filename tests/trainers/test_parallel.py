@@ -37,7 +37,7 @@ WAYS = {
     "fsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp"}),
     "fsdp, recompute, accumulate": (
         2, {"train.batch_size": 2, "train.accumulate": 2, "train.recompute": "all",
-            "train.strategy": "fsdp", "fsdp.sharding": "grad_op", "fsdp.prefetch": 1},
+            "train.strategy": "fsdp", "fsdp.sharding": "grad_op"},
     ),
     "hsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp", "fsdp.replicas": 2}),
 }  # fmt: skip

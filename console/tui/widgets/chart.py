@@ -50,7 +50,7 @@ def chart_rows(
     rows = [rule(chart.title, width, _note(chart, series, width), selected, detail=detail)]
     cell = None if at is None else min(room - 1, max(0, int((at - start) * room / span)))
     labels = _labels(low, high, chart.unit, body_height)
-    lines = chartmath.draw_curves(curves, low, high, body_height, mode)
+    lines = chartmath.draw(curves, low, high, body_height, mode)
     for label, line in zip(labels, lines, strict=True):
         rows.append(((fill(label, LABEL, right=True), "dim"), (" ", ""), *_crossed(line, cell)))
     if has_axis:
