@@ -27,10 +27,12 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import DTensor
 
 from nsa.backends import Switches
 from nsa.config import ModelConfig
 from nsa.model import Transformer
+from nsa.projection import Projection
 from trainers import manifest, optim, settings
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
@@ -133,6 +135,7 @@ def load(path: Path, parts: Parts) -> None:
     """
     state = parts.state()
     with _readable(path) as (reader, index):
+        state = _with_saved_names(state, parts.parallel.plain(parts.model), index)
         _compare(path, state, index)
         if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
             del state[SPIKES]
@@ -140,6 +143,29 @@ def load(path: Path, parts: Parts) -> None:
         # Each rank reads on its own: a group could hang where one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
+
+
+def _with_saved_names(state: State, plain: nn.Module, index: Metadata) -> State:
+    """Returns the state with the names of a checkpoint whose projections are separate parameters.
+
+    Such a checkpoint is older than `nsa.projection`. The separate tensors are views, so loading
+    them fills the joined ones. A sharded parameter has no such views and stays as it is.
+    """
+    for name, module in plain.named_modules():
+        new = f"{name}.weight"
+        weight = state["model"].get(new)
+        saved = f"model.{new}" in index.state_dict_metadata
+        if not isinstance(module, Projection) or saved or isinstance(weight, DTensor):
+            continue
+        averages = state["optimizer"].pop(new)
+        rows = {"": module.rows(state["model"].pop(new))}
+        rows |= {key: module.rows(x) for key, x in averages.items() if x.dim()}
+        for part in module.widths:
+            old = f"{name.rpartition('.')[0]}.{part}.weight"
+            state["model"][old] = rows[""][part]
+            own = {key: rows[key][part] if key in rows else x for key, x in averages.items()}
+            state["optimizer"][old] = own
+    return state
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

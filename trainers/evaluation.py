@@ -28,7 +28,7 @@ def evaluate(t: Training, step: int) -> None:
     figures = torch.zeros(3, dtype=torch.float64, device=t.parallel.device)
     for batch in t.held_out:
         with eager, precision.autocast(t.settings.train.precision, t.parallel.device):
-            logits = t.model(batch.inputs)
+            logits = t.model(*batch.arguments)
         figures += torch.stack([part.double() for part in score(logits, batch, recall)])
     t.parallel.reduce(figures)()
     loss_sum, tokens, right = figures.tolist()

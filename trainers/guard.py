@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nsa.projection import Projection
 from trainers.failures import LeakError, NonFiniteError
 from trainers.step_reduction import Row
 
@@ -49,15 +50,22 @@ def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
 def dead_parameters(model: nn.Module) -> list[str]:
     """Returns the parameters whose gradient is missing or zero; waits for the device.
 
-    All ranks must call this function, because each rank has a part of a sharded gradient.
+    Each projection of a `Projection` counts as one. All ranks must call this function, because each
+    rank has a part of a sharded gradient.
     """
     dead = []
+    joined = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Projection)}
     for name, p in model.named_parameters():
-        largest = None if p.grad is None else p.grad.detach().abs().amax()
-        if isinstance(largest, DTensor):
-            largest = largest.full_tensor()
-        if p.requires_grad and (largest is None or largest.item() == 0):
-            dead.append(name)
+        parts = {"": p.grad}
+        if name in joined and p.grad is not None:
+            whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            parts = {f" ({part})": rows for part, rows in joined[name].rows(whole).items()}
+        for part, grad in parts.items():
+            largest = None if grad is None else grad.detach().abs().amax()
+            if isinstance(largest, DTensor):
+                largest = largest.full_tensor()
+            if p.requires_grad and (largest is None or largest.item() == 0):
+                dead.append(name + part)
     return dead
 
 

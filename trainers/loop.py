@@ -114,7 +114,7 @@ def forward_backward(
         with t.parallel.micro_batch(t.model, last=number == len(batches)):
             t.phases.enter(step, "forward")
             with watched(), precision.autocast(t.settings.train.precision, t.parallel.device):
-                logits = t.model(batch.inputs)
+                logits = t.model(*batch.arguments)
             loss, scored, right = score(logits, batch, t.settings.data.source == "recall")
             t.phases.enter(step, "backward")
             loss.backward(guard.seed_gradient(loss, t.loss_scale.scale * scale))

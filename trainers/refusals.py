@@ -88,6 +88,16 @@ TABLE: tuple[Refusal, ...] = (
         "random bytes need no tokenizer; use data.tokenizer=byte",
     ),
     Refusal(
+        ("data.documents", "data.source"),
+        lambda s: s.data.documents == "separate" and s.data.source in DRAWN,
+        "random bytes have no documents; use data.documents=joined",
+    ),
+    Refusal(
+        ("data.documents", "train.compile"),
+        lambda s: s.data.documents == "separate" and s.train.compile,
+        "torch.compile would compile anew for the lengths of each batch; turn one of them off",
+    ),
+    Refusal(
         ("data.source", "data.path"),
         lambda s: s.data.source in ("jsonl", "parquet") and not s.data.path,
         "there is no default folder of such files; set data.path",

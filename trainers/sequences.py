@@ -29,6 +29,8 @@ class Source:
     """Predicted tokens per sequence that count in the loss."""
     position = 0
     """Sequences read so far, over all ranks."""
+    end_token: int | None = None
+    """The token after each document, if attention must not cross it."""
 
     def read(self, count: int, rank: int, world: int) -> RankRows:
         """Returns this rank's part of the next `count` sequences.

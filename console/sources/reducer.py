@@ -111,17 +111,13 @@ class Events:
     attempts: int | None = None
     stalls: int | None = None
     """Both None before the first event."""
-    counted_until_ts: float = -math.inf
-    """Stalls up to this time are counted: a file that was copied over has them again."""
 
     def add(self, line: Line) -> None:
         kind = jsonl.text(line.record, "kind")
         attempt = jsonl.integer(line.record, "attempt")
         if attempt is not None:
             self.attempts = max(attempt, self.attempts or 0)
-        at = jsonl.number(line.record, "ts") or 0.0
         stalled = kind == "alert" and line.record.get("alert") == STALL
-        stalled = stalled and not at <= self.counted_until_ts
         self.stalls = (self.stalls or 0) + stalled
         if kind == "state":
             self.state = line
@@ -132,7 +128,7 @@ class Events:
             oldest = next(iter(self.alert_ts))
             del self.alert_ts[oldest]
             self.alerts.pop(oldest, None)
-        self.alert_ts[name] = at
+        self.alert_ts[name] = jsonl.number(line.record, "ts") or 0.0
         if kind == "ack":
             self.acknowledged |= {name} & self.alerts.keys()
             return
@@ -143,7 +139,6 @@ class Events:
 
     def forget_lines(self) -> None:
         """Drops the events of a file that was replaced; their counts remain."""
-        self.counted_until_ts = max(self.counted_until_ts, self.alert_ts.get(STALL, -math.inf))
         self.state = None
         self.alerts.clear()
         self.acknowledged.clear()

@@ -290,7 +290,10 @@ class Series:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Sets the state from the result of `as_dict`. Raises TypeError or ValueError."""
         for of, spans in jsonl.mapping(saved, "thinned").items():
-            self._thinners.setdefault(of, Thinner(of)).load(spans)
+            thinner = self._thinners.setdefault(of, Thinner(of))
+            thinner.load(spans)
+            for name in {name for span in filter(None, thinner.now) for name in span.bands}:
+                self._is_in(name, of)
         self._durations_s.extend(jsonl.numbers(saved, "durations_s"))
         ends = ((float(at), jsonl.integer({"": step}, "")) for at, step in saved["ends"])
         self._ends.extend((at, step) for at, step in ends if step is not None)

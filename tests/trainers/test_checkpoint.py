@@ -86,6 +86,43 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+class Separate(Parts):
+    """The state as it was saved before the projections of a layer were one parameter."""
+
+    def state(self):
+        state = super().state()
+        for name in [name for name in state["model"] if name.endswith("qkv.weight")]:
+            layer = self.model.get_submodule(name.removesuffix(".weight"))
+            weight, averages = (state[section].pop(name) for section in ("model", "optimizer"))
+            for old in ("q", "k_cmp", "k_slc", "k_win", "v_cmp", "v_slc", "v_win"):
+                own = {k: layer.rows(x)[old] if x.dim() else x for k, x in averages.items()}
+                state["model"][name.replace("qkv", old)] = layer.rows(weight)[old]
+                state["optimizer"][name.replace("qkv", old)] = own
+        return state
+
+
+def test_a_checkpoint_with_separate_projections_goes_on_bitwise(tmp_path):
+    parts, other = made(1), made(2)
+    train(parts, 0, 3)
+    old = Separate(parts.parallel, parts.model, parts.optimizer, parts.loss_scale)
+    (path,) = saved(tmp_path, old, 3)
+    assert "blocks.0.attn.k_slc.weight" in checkpoint.load_weights(path)
+    train(parts, 3, 6)
+    checkpoint.load(path, other)
+    train(other, 3, 6)
+    mine, theirs = parts.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    third = Transformer(RESOLVED.model)
+    third.load_state_dict(checkpoint.load_weights(path))
+    checkpoint.load(path, other)
+    weights = third.state_dict()
+    assert all(torch.equal(x, weights[name]) for name, x in other.model.state_dict().items())
+    with pytest.raises(RuntimeError, match="k_slc"):  # one of them is missing
+        third.load_state_dict(
+            {name: x for name, x in checkpoint.load_weights(path).items() if "k_win" not in name}
+        )
+
+
 def test_saving_the_same_step_again_replaces_it_and_leaves_nothing_else(tmp_path):
     saved(tmp_path, made(1), 7)
     (path,) = saved(tmp_path, made(2), 7)

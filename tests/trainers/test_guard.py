@@ -117,7 +117,7 @@ def test_a_dead_parameter_is_said_after_the_first_step(tmp_path):
     changes = small(train__steps=2, checkpoint__at_end=False)
     run = Run(tmp_path, changes, nproc=1, broken="no_attention").done()
     dead = run.records(0, "dead_parameters")[-1]["parameters"]
-    assert "blocks.0.attn.q.weight" in dead
+    assert "blocks.0.attn.qkv.weight (k_slc)" in dead
     assert "blocks.0.mlp.up.weight" not in dead
 
 

@@ -21,11 +21,11 @@ from console import status_text
 from console.cli import main
 from console.plans import gates
 from console.sources import run_records, snapshot
-from console.sources.rank_totals import Peak, RankTotals
+from console.sources.rank_totals import RankTotals
 from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
 from console.sources.series import RAW_RECORDS, SPANS_S, Series
-from tests.console.plans.histories import EVERY_BOUND, Written
+from tests.console.plans.histories import EVERY_BOUND
 from tests.console.sources import directory
 from tests.console.sources.snapshots import DRAWN, Observer, same_state
 from trainers.contract import heartbeat, jsonl, rundir
@@ -264,17 +264,6 @@ def test_a_snapshot_of_other_files_is_not_used(run, harm):
     same_state(run)
 
 
-def test_a_copy_of_a_run_keeps_its_snapshot(run, tmp_path):
-    prepared(run)
-    copy = tmp_path / "1-copy"
-    copy.mkdir()
-    for path in run.iterdir():
-        if path.is_file():
-            (copy / path.name).write_bytes(path.read_bytes())
-    assert RunRecords(copy, "recent").has_snapshot
-    same_state(copy)
-
-
 def test_an_old_snapshot_is_used_for_charts_only(run, monkeypatch):
     monkeypatch.setattr(run_records, "MAX_TAIL_BYTES", 10_000)
     prepared(run)
@@ -362,29 +351,6 @@ def test_replaced_events_leave_a_valid_snapshot(run):
     assert observer.reducer.events.open() == {}
 
 
-@pytest.mark.parametrize("how", ["copied over", "cut and written again"])
-def test_a_stall_is_counted_once_where_events_are_replaced(run, how):
-    prepared(run)
-    observer, path = Observer(run), run / rundir.EVENTS
-    for kind in ("alert", "clear", "alert", "clear"):
-        directory.event(run, kind, alert="stall", level="crit", text="rank 1", attempt=1)
-    observer.read()
-    data = path.read_bytes()
-    if how == "copied over":
-        (run / "copy").write_bytes(data)
-        (run / "copy").rename(path)
-    else:
-        path.write_bytes(b"")
-        observer.read()
-        path.write_bytes(data)
-    observer.read()
-    directory.event(run, "alert", alert="stall", level="crit", text="rank 0", attempt=1)
-    observer.read()
-    observer.write()
-    assert observer.reducer.events.stalls == RunRecords(run, "recent").summary.stalls == 3
-    same_state(run)
-
-
 def test_skipped_lines_are_counted_once(run):
     prepared(run)
     with rundir.heartbeat(run, 0).open("ab") as stream:
@@ -454,28 +420,6 @@ HOSTILE = (
     None, -1, 2**70, 10**400, 1.5, math.inf, "x", "nan", True, [], {}, [1], {"a": 1}, [[1, 2, 3]],
     [[1, 1], [2, 10**400]],
 )  # fmt: skip
-
-
-class MoreTotals(RankTotals):
-    """The totals with sums that a new gate may need."""
-
-    def __init__(self, rank: int):
-        super().__init__(rank)
-        self.norm_max: float | None = None
-        self.speed = Peak()
-
-
-def test_a_new_sum_is_in_the_snapshot_and_a_resume_cuts_it():
-    totals = MoreTotals(0)
-    totals.norm_max = 9.0
-    for step in (3, 5):
-        totals.speed.add(step, float(step))
-    found = MoreTotals.load(0, json.loads(json.dumps(totals.as_dict())))
-    assert (found.norm_max, found.speed.value) == (9.0, 5.0)
-    found.add(Written().add("resume", 4))
-    assert found.speed.value == 3.0
-    with pytest.raises(ValueError, match="no totals"):
-        MoreTotals.load(0, RankTotals(0).as_dict())
 
 
 def test_a_window_without_its_records_makes_loss_falls_unknown(run):
