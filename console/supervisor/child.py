@@ -21,7 +21,7 @@ from console.sources.nvml import Nvml
 from console.supervisor import launch_spec, lock
 from console.supervisor.child_state import ChildState
 from console.supervisor.context import Services
-from console.supervisor.hooks import Hooks
+from console.supervisor.hooks import Alive, Hooks
 from console.supervisor.launch import Launch
 from console.supervisor.link import Channel, Link
 from console.supervisor.rundir_io import Directory
@@ -72,11 +72,13 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
         poller.register(fd, select.POLLIN)
     directory, nvml = Directory(lambda: _wake(wake_write), launch_lock.lost), Nvml()
     nvml.start()
-    hooks = Hooks(
-        spec.operator, path, lambda *told: directory.event(path, 1, *told),
-        lambda work: directory.job(work, lambda *_: None),
+    hooks, alive = (
+        kind(
+            spec.operator, path, lambda *told: directory.event(path, 1, *told),
+            lambda work: directory.job(work, lambda *_: None),
+        ) for kind in (Hooks, Alive)
     )  # fmt: skip
-    services = Services(directory, nvml, poller, hooks, launch_lock.token, link)
+    services = Services(directory, nvml, poller, hooks, alive, launch_lock.token, link)
     try:
         link.receive()
         launch = Launch(path, spec, services, former)
@@ -98,6 +100,7 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
     link.closing()
     nvml.stop()
     hooks.close()
+    alive.end(spec.launch)
     directory.close(FLUSH_S)
 
 

@@ -1,4 +1,4 @@
-"""Runs the operator's alert hook: one process at a time, with a time limit and a minimum interval.
+"""Runs the operator's hooks: one process of each at a time, with a time limit and an interval.
 
 `timeout` of coreutils ends a hook that hangs, even if the supervisor has died.
 """
@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +40,8 @@ class Hooks:
     `event(kind, text, level)` writes an event of the launch. `log(work)` calls a function that
     writes into the launch directory, on a thread that may hang.
     """
+
+    name = "alert hook"
 
     def __init__(
         self, settings: Settings, folder: Path, event: Callable[[str, str, str], object],
@@ -94,17 +97,43 @@ class Hooks:
         self._log(lambda: write_log(self._folder, f"{name}: {how}", output))
         if how == OK:
             if self._failures >= REPORTED_FAILURES:
-                self._event("hook", f"the alert hook {name} works again", "info")
+                self._event("hook", f"the {self.name} {name} works again", "info")
             self._failures = 0
             return
         self._failures += 1
-        text = f"the alert hook {name} {how}; see {LOG}"
+        text = f"the {self.name} {name} {how}; see {LOG}"
         if self._failures == REPORTED_FAILURES:
             text += (
                 f"; it failed {REPORTED_FAILURES} times in a row, further failures are not reported"
             )
         if self._failures <= REPORTED_FAILURES:
             self._event("hook", text, "warn")
+
+
+class Alive(Hooks):
+    """Owns the alive hook, which runs again and again while the supervisor works."""
+
+    name = "alive hook"
+
+    def __init__(self, settings: Settings, *more: Any, **options: Any):
+        """Accepts the arguments of `Hooks`."""
+        own = {"hook": settings.alive, "hook_every_s": settings.alive_every_s}
+        super().__init__(replace(settings, **own, hook_levels=("info",)), *more, **options)
+
+    def beat(self, run: str, state: str) -> None:
+        """Starts the hook if it is due; `run` is the name of the run or launch. Never waits."""
+        if not self.busy and time.monotonic() >= self._next_at:
+            self._queue(run, state)
+        self.poll()
+
+    def end(self, launch: str) -> None:
+        """Runs the hook for the last time, with the state "ended", and waits for it."""
+        self._queue(launch, "ended")
+        self.close()
+
+    def _queue(self, run: str, state: str) -> None:
+        words = {"text": f"the supervisor works; {run} is {state}", "run": run, "state": state}
+        self.alert({"kind": "alive", "level": "info", "ts": time.time(), **words})
 
 
 def run(
