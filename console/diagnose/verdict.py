@@ -152,13 +152,13 @@ def _slowest_rank(case: Case) -> Verdict | None:
 
 
 def _all_ranks(case: Case) -> Verdict | None:
-    """Names all ranks: they stall at the same place, or there is only one."""
+    """Names all ranks: they stall at the same place, or there is only one, which may be slow."""
     if not case.stalled:
         return None
     alone = len(case.running) == 1
     certain = alone and not why_unconfirmed(case.running, case.watch)
     return case.verdict(
-        case.running[0] if alone else None, "all-ranks", "high" if certain else "low",
+        case.running[0] if alone else None, "all-ranks", "medium" if certain else "low",
         stalled(case, case.running), exits(case.exited),
         "" if alone else "the pulses show no rank behind another", LOOK_AT_STACKS,
     )  # fmt: skip
