@@ -86,8 +86,10 @@ def _stopped(case: Case) -> Verdict | None:
     traced = first.state == TRACED
     found = [each for each in found if (each.state == TRACED) == traced]
     how = "traced by a debugger" if traced else "stopped (SIGSTOP)"
+    everyone = len(found) == len(case.running) > 1
     return case.verdict(
-        first, "traced" if traced else "stopped", "medium" if slower else "high",
+        None if everyone else first,
+        "traced" if traced else "stopped", "medium" if slower else "high",
         f"{_verb(found, 'is', 'are')} {how} in {first.place}, last progress at {case.since(first)}",
         "detach the debugger; kill -CONT has no effect" if traced else resume(found),
         others(case, found),
