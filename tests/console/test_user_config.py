@@ -123,7 +123,7 @@ def test_a_launch_stores_the_hook_and_shows_it_before(file, tmp_path):
     assert (
         launch_spec.load(tmp_path).operator
         == prepared.spec.operator
-        == Settings(("sh", "; x"), 60.0)
+        == Settings(("sh", "; x"), 60.0, alive=("touch", "x"))
     )
 
 
