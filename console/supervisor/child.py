@@ -61,10 +61,11 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
         poller.register(fd, select.POLLIN)
     directory, nvml = Directory(lambda: _wake(wake_write), launch_lock.lost), Nvml()
     nvml.start()
-    hooks, alive = (
-        kind(spec.operator, path, lambda *told: directory.event(path, 1, *told))
-        for kind in (Hooks, Alive)
-    )
+
+    def event(*words: str) -> None:
+        directory.event(path, 1, *words)
+
+    hooks, alive = Hooks(spec.operator, path, event), Alive(spec.operator, path, event)
     services = Services(directory, nvml, poller, hooks, alive, launch_lock.token, link)
     try:
         link.receive()
