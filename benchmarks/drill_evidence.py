@@ -10,7 +10,7 @@ import json
 import time
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -35,19 +35,27 @@ class Inputs:
 
 
 def collected(path: Path) -> Inputs | None:
-    """Returns the inputs about a stalled launch; None where it has ended or no rank is known."""
+    """Returns the inputs about a stalled launch; None where it has ended or no rank runs."""
     reader = Diagnoser(path)
     ranks = _ranks(reader)
     if not ranks or reader._source.of is None:
         return None
     evidence = collect(reader._source.of[0], ranks)
-    ranks = _ranks(reader)
-    return Inputs(ranks, reader._source.watch, time.time(), evidence) if ranks else None
+    found = Inputs(_ranks(reader), reader._source.watch, time.time(), evidence)
+    return found if case_of(found.ranks, found.watch, found.ts) else None
 
 
 def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
+    """Returns the ranks; one without a pulse has not moved since the run began, as its supervisor
+    knows."""
     state, run, now = reader._poll()
-    return reader._ranks(state, run, now) if run and now and not reader._source.over else ()
+    if run is None or now is None or reader._source.over:
+        return ()
+    since_s = time.time() - (run / rundir.RUN).stat().st_mtime
+    return tuple(
+        each if each.phase else replace(each, unchanged_s=since_s, doubt="")
+        for each in reader._ranks(state, run, now)
+    )
 
 
 def explained(inputs: Inputs) -> Verdict | None:
