@@ -229,7 +229,7 @@ def main() -> int:
     if options.publish:
         text = f"{len(cases)} cases.\n\n{text}"
         title = "Verdicts without one kind of evidence (CPU, gloo)"
-        publish("diagnosis_without", title, text, NOTES)
+        publish("diagnosis_without", title, text, NOTES, "drill_without")
     else:
         print(text)
     return 1 if wrong else 0
