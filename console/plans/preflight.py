@@ -304,14 +304,17 @@ def _environment(_case: Case) -> Found:
 
 
 def _hook(case: Case) -> Found:
-    argv = case.operator.hook
-    if not argv:
-        return "pass", "no hook is set"
-    levels = "/".join(case.operator.hook_levels)
-    text = f"on {levels} alerts, at most every {case.operator.hook_every_s:g} s: {shlex.join(argv)}"
-    if shutil.which(argv[0], path=environ.inherited().get("PATH")) is None:
-        return "unknown", f"cannot run {argv[0]}: no such program in PATH; {text}"
-    return "pass", text
+    result: Result = "pass"
+    of, texts = case.operator, list[str]()
+    for argv, every_s, when in (
+        (of.hook, of.hook_every_s, f"on {'/'.join(of.hook_levels)} alerts, at most every"),
+        (of.alive, of.alive_every_s, "alive, every"),
+    ):
+        if argv and shutil.which(argv[0], path=environ.inherited().get("PATH")) is None:
+            result = "unknown"
+            texts.append(f"cannot run {argv[0]}: no such program in PATH")
+        texts += [f"{when} {every_s:g} s: {shlex.join(argv)}"] if argv else []
+    return result, "; ".join(texts) or "no hook is set"
 
 
 CHECKS: Mapping[str, Callable[[Case], Found]] = {

@@ -113,6 +113,7 @@ class Launch:
             return
         self._observers.run("stack dumps", lambda: self._dumps.poll(self._inbox.answer), None)
         self._observers.run("alert hook", self._services.hooks.poll, None)
+        self._observers.run("alive hook", self._beat, None)
         while self._directory.unexpected_errors:
             self._observers.failed(FILES_NAME, self._directory.unexpected_errors.popleft())
         if self.run is not None:
@@ -130,6 +131,10 @@ class Launch:
     def _observers(self) -> Observers:
         """The observers of the run; between two phases, the observers of the launch."""
         return self._own_observers if self.run is None else self.run.observers
+
+    def _beat(self) -> None:
+        name, state = (self.run.id, self.run.state) if self.run else (self.spec.launch, self.state)
+        self._services.alive.beat(name, state)
 
     def end(self, action: str, by: str) -> str:
         """Ends the running phase, and with it the plan; returns the answer to the request."""
