@@ -13,7 +13,7 @@ from typing import Any
 
 from console import targets, user_config
 from console.plans import catalog, launch_facts, preflight
-from console.plans.preflight import Check
+from console.plans.case import Case, Check
 from console.request_schema import ACTIONS, check
 from console.sources import launches, process
 from console.status_text import shell_line
@@ -54,6 +54,8 @@ class LaunchOptions:
     run_dir: Path | None = None
     between: str = ""
     root: Path = launches.ROOT
+    assume_gpus: str = ""
+    """GPUs to check the plan for, as 2xA100, in place of those of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Prepared:
     spec: LaunchSpec
     training: tuple[tuple[str, str], ...] = ()
     """Facts about the training: a label and a text each."""
+    assumed: str = ""
+    """The GPUs that the checks assumed; such a launch cannot begin."""
 
     @property
     def ok(self) -> bool:
@@ -123,10 +127,11 @@ def prepare(options: LaunchOptions) -> Prepared:
     if options.config is not None:
         plan = replace(plan, gpus=_gpus(phases[0]))
         spec = replace(spec, plan=plan)
-    case = preflight.Case(plan, directory, options.devices, spec.operator)
-    checks = preflight.run(case, [phase["settings"] for phase in phases])
+    settings = tuple(phase["settings"] for phase in phases)
+    case = Case(plan, directory, options.devices, spec.operator, settings, options.assume_gpus)
+    checks = preflight.run(case)
     facts = launch_facts.facts(options.root, phases)
-    return Prepared(plan, directory, phases, checks, spec, facts)
+    return Prepared(plan, directory, phases, checks, spec, facts, options.assume_gpus)
 
 
 def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
@@ -147,6 +152,8 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 
 def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch and returns its directory; raises the errors of `launch`."""
+    if prepared.assumed:
+        raise UsageError("--assume-gpus is for check and --dry-run: nothing was launched; omit it")
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))
@@ -181,7 +188,7 @@ def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str]]:
         raise UsageError(
             f"{plan.name} has no phase {options.phase!r}{did_you_mean(options.phase, known)}"
         )
-    foreign = [phase.name for phase in phases if not launch_spec.is_ours(phase)]
+    foreign = [phase.name for phase in phases if not phase.is_ours]
     if options.sets and foreign:
         raise UsageError(
             f"--set {next(iter(options.sets))}: the phase {foreign[0]!r} starts a foreign program, "

@@ -141,9 +141,13 @@ def check(options: argparse.Namespace) -> int:
 def _check_plan(options: argparse.Namespace) -> int:
     from console import actions
 
-    prepared = actions.prepare(actions.LaunchOptions(plan=options.run, root=options.root))
+    chosen = actions.LaunchOptions(
+        plan=options.run, root=options.root, assume_gpus=options.assume_gpus or ""
+    )
+    prepared = actions.prepare(chosen)
     lines = prepared.lines()[: len(prepared.checks)]
-    show(options.json, prepared.as_dict(), [*lines, "go" if prepared.ok else "no go"])
+    go = f"go if this machine had {prepared.assumed}" if prepared.assumed else "go"
+    show(options.json, prepared.as_dict(), [*lines, go if prepared.ok else "no go"])
     return 0 if prepared.ok else 1
 
 

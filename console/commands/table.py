@@ -94,6 +94,11 @@ INTERVAL = option(
     help="time between two polls, in seconds (default: %(default)s)",
 )  # fmt: skip
 
+ASSUME = option(
+    "--assume-gpus", type=word, metavar="NxNAME",
+    help="check for these GPUs instead of those of this machine, e.g. 2xA100; starts nothing",
+)  # fmt: skip
+
 
 def _run(metavar: str = "RUN", also: str = "") -> Option:
     where = "directory, id (PLAN-TIME or PLAN-TIME/PHASE), unique beginning of an id, or latest"
@@ -176,8 +181,9 @@ QUERIES: tuple[Command, ...] = (
         INTERVAL,
     ), _rules, "watchdog.watchdog"),
     Command("check", "Print go or no go: for a plan, or for a run so far.",
-            ("check cpu_smoke", "check latest"),
+            ("check cpu_smoke", "check m7c_2xa100 --assume-gpus 2xA100", "check latest"),
             (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),
+             ASSUME,
              option("--full", action="store_true",
                     help="read all records of the run instead of its snapshot; may take minutes")),
             "For a plan, this is the result of its preflight on this machine; for a run, the\n"
@@ -222,6 +228,7 @@ LAUNCH = Command(
                help="after a passed phase: go continues, ask waits for `do RUN proceed` "
                "(default: as planned)"),
         option("--wait", action="store_true", help="wait for the end"),
+        ASSUME,
         option("--dry-run", action="store_true",
                help="print checks, commands and environment; start nothing"),
     ), "Exactly one of PLAN and --config is needed.\n"

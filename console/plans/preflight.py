@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -11,21 +10,17 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from console.model import Result
-from console.plans import catalog
-from console.sources import nvml, process
+from console.plans import catalog, gpu_checks
+from console.plans.case import Case, Check, Found
+from console.sources import process
 from console.sources.sanitize import clean
-from console.user_config import Settings
 from trainers.contract import environ, flags, rundir
-from trainers.contract.errors import ContractError, RefusedError
-from trainers.contract.plan import Plan
+from trainers.contract.errors import RefusedError
 
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Prefixes of the variables that configure the libraries of a training."""
-BY_UUID = ("GPU-", "MIG-")
 LEAST_DISK_GIB = 1.0
 LEAST_MEMORY_GIB_PER_RANK = 0.5
 GIB = 1 << 30
@@ -41,44 +36,10 @@ LEAST_UID = 1000
 """logind leaves the shared memory of system users alone."""
 SESSION = re.compile(r"/session-[^/]+\.scope")
 USER_MANAGER = re.compile(r"/user@\d+\.service")
-Found = tuple[Result, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The result of one check. "fail" rejects the launch; "unknown" is a warning."""
-
-    name: str
-    result: Result
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """The plan to launch, and the directory that the launch will write to."""
-
-    plan: Plan
-    directory: Path
-    devices: str = ""
-    operator: Settings = field(default_factory=Settings)
-    root: Path = Path("/")
-    """The root of the file system that is inspected."""
-    driver_s: float = nvml.COUNT_TIMEOUT_S
-    """Longest time to wait for the NVIDIA driver."""
-
-    @property
-    def nproc(self) -> int:
-        return max(phase.nproc for phase in self.plan.phases)
 
 
 def _python(_case: Case) -> Found:
     return "pass", f"Python {platform.python_version()}"
-
-
-def _torch(_case: Case) -> Found:
-    if importlib.util.find_spec("torch") is None:
-        return "fail", "torch is not installed; run make console, or pip install -e ."
-    return "pass", f"torch {importlib.metadata.version('torch')}"
 
 
 def _programs(case: Case) -> Found:
@@ -96,66 +57,6 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def check_gpus(case: Case) -> Found:
-    """Checks the GPUs of a plan by two sources: NVML counts them, the kernel's driver lists them.
-
-    A plan that uses no GPU needs neither source.
-    """
-    plan, devices, listing = case.plan, case.devices, case.root / nvml.KERNEL_GPUS
-    needed, listed = plan.gpus, nvml.kernel_count(case.root)
-    try:
-        counted = nvml.count(case.driver_s)
-    except (TimeoutError, ContractError) as error:
-        return "fail" if needed else "unknown", f"{error}; check nvidia-smi and dmesg"
-    if devices and counted == 0:
-        text = f"--devices {devices} names GPUs and this machine has none; omit --devices"
-        return "fail", text
-    if needed == 0:
-        return "pass", f"none needed, NVML counts {counted}"
-    if listed is not None and counted > listed:
-        return "fail", (
-            f"NVML counts {counted} GPUs and the kernel's driver lists {listed}; compare "
-            f"nvidia-smi -L with {listing}"
-        )
-    chosen = [devices or _chosen(plan, index) for index in range(len(plan.phases))]
-    usable, words = min((usable_of(words, counted), words) for words in chosen)
-    if usable < needed:
-        return "fail", _too_few(plan, usable, counted, words)
-    if listed is None:
-        return "unknown", (
-            f"{needed} needed, NVML counts {counted}; {listing} cannot be read, so no second "
-            "source confirms it"
-        )
-    return "pass", f"{needed} needed, NVML counts {counted}, the kernel's driver lists {listed}"
-
-
-def _chosen(plan: Plan, index: int) -> str:
-    """Returns the CUDA_VISIBLE_DEVICES of a phase, or "" if the variable is not set."""
-    return plan.phases[index].flags.get(flags.DEVICES) or plan.env.get(flags.DEVICES, "")
-
-
-def usable_of(devices: str, counted: int) -> int:
-    """Returns how many of `counted` GPUs CUDA sees with this value of CUDA_VISIBLE_DEVICES.
-
-    CUDA stops at the first entry that is not a GPU.
-    """
-    if not devices:
-        return counted
-    words = [word.strip() for word in devices.split(",")]
-    for place, word in enumerate(words):
-        named = word.isdecimal() and int(word) < counted
-        if not (named or word.startswith(BY_UUID)) or word in words[:place]:
-            return place
-    return len(words)
-
-
-def _too_few(plan: Plan, usable: int, counted: int, devices: str) -> str:
-    needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''}, but"
-    if usable < counted:
-        return f"{needs} {flags.DEVICES}={devices} leaves {usable} of {counted} GPUs"
-    return f"{needs} this machine has {usable}; use the plan cpu_smoke, or a machine with more GPUs"
 
 
 def _cores(case: Case) -> Found:
@@ -315,16 +216,17 @@ def _hook(case: Case) -> Found:
 
 
 CHECKS: Mapping[str, Callable[[Case], Found]] = {
-    "python": _python, "torch": _torch, "program": _programs, "gpus": check_gpus, "cores": _cores,
+    "python": _python, "torch": gpu_checks.torch, "device": gpu_checks.device,
+    "program": _programs, "gpus": gpu_checks.gpus, "driver": gpu_checks.driver, "cores": _cores,
     "memory": _memory, "disk": _disk, "directory": _directory, "shell": _shell,
     "environment": _environment, "logout": _logout, "hook": _hook,
 }  # fmt: skip
 
 
-def run(case: Case, settings: Sequence[Mapping[str, object]]) -> tuple[Check, ...]:
-    """Returns all checks. `settings` has the resolved and validated settings of the phases."""
+def run(case: Case) -> tuple[Check, ...]:
+    """Returns all checks."""
     checks = [Check(name, *check(case)) for name, check in CHECKS.items()]
-    for phase, resolved in zip(case.plan.phases, settings, strict=True):
+    for phase, resolved in zip(case.plan.phases, case.settings, strict=True):
         count = len(resolved)
         text = f"{count} settings are valid" if count else "a foreign program, not checked"
         checks.append(Check(f"config {phase.name}", "pass", text))

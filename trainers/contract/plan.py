@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -24,6 +24,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 }  # fmt: skip
 """Smallest and largest allowed value by key; `ANY_SPAN` limits every other number."""
 ANY_SPAN = (1e-3, 1e7)
+DEVICE = "train.device"
 Between = Literal["go", "ask"]
 BETWEEN: tuple[Between, ...] = get_args(Between)
 RestartWhen = Literal["never", "crash", "stall"]
@@ -86,10 +87,18 @@ class Phase:
     flags: Mapping[str, str] = field(default_factory=dict)
     gates: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_ours(self) -> bool:
+        """True if the phase starts a trainer of this project, whose settings are known."""
+        return not self.script and self.module.startswith("trainers.")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The phases of a launch, and the settings of the whole launch."""
+    """The phases of a launch, and the settings of the whole launch.
+
+    With `gpus` above 0 the trainers of this project train on CUDA, unless a phase sets a device.
+    """
 
     name: str
     phases: tuple[Phase, ...]
@@ -132,7 +141,13 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
     _check_name(own.get("name"), where)
     if isinstance(own.get("restart"), str):
         own["restart"] = {"when": own["restart"]}
-    return section(Plan, own, where, phases=phases)
+    plan = section(Plan, own, where, phases=phases)
+    return replace(plan, phases=tuple(map(_on_gpus, phases))) if plan.gpus else plan
+
+
+def _on_gpus(phase: Phase) -> Phase:
+    """Returns a phase that trains on CUDA; a device that the phase sets is kept."""
+    return replace(phase, set={DEVICE: "cuda", **phase.set}) if phase.is_ours else phase
 
 
 def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
