@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from console.plans import catalog, gpu_checks
+from console.plans import catalog, config_checks, gpu_checks
 from console.plans.case import Case, Check, Found
 from console.sources import process
 from console.sources.sanitize import clean
@@ -226,8 +226,6 @@ CHECKS: Mapping[str, Callable[[Case], Found]] = {
 def run(case: Case) -> tuple[Check, ...]:
     """Returns all checks."""
     checks = [Check(name, *check(case)) for name, check in CHECKS.items()]
-    for phase, resolved in zip(case.plan.phases, case.settings, strict=True):
-        count = len(resolved)
-        text = f"{count} settings are valid" if count else "a foreign program, not checked"
-        checks.append(Check(f"config {phase.name}", "pass", text))
+    for index, phase in enumerate(case.plan.phases):
+        checks.append(Check(f"config {phase.name}", *config_checks.config(case, index)))
     return tuple(checks)

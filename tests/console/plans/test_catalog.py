@@ -210,3 +210,33 @@ def test_assumed_gpus_are_checked_for_and_never_launched(tmp_path):
     for wrong in ("2xA99", "A100", "0xA100", "-1xA100"):
         with pytest.raises(UsageError, match="is not NxNAME"):
             actions.prepare(LaunchOptions(plan=path, root=tmp_path, assume_gpus=wrong))
+
+
+EXPECTS = {"parameters": 450_712, "seq_len": 128, "tokens_per_step": 1024}
+
+
+def expected(folder, sets=None, **document):
+    phase = {"name": "one", "config": "configs/tiny_cpu.yaml"}
+    path = written(folder, **{"phases": [phase], "expects": EXPECTS} | document)
+    prepared = actions.prepare(LaunchOptions(plan=path, root=folder, sets=sets or {}))
+    return next(check for check in prepared.checks if check.name == "config one")
+
+
+def test_a_config_that_the_plan_does_not_mean_is_refused(tmp_path):
+    found = expected(tmp_path)
+    assert (found.result, found.text.endswith("of 5.2 MiB, as the plan expects")) == ("pass", True)
+    production = [{"name": "one"}]
+    toy = expected(tmp_path, phases=production, expects={"parameters": 81_894_576})
+    assert toy.result == "fail"
+    assert "parameters is 450,712, and the plan expects 81,894,576" in toy.text
+    assert "no config, which trains the built-in toy" in toy.text
+    halved = expected(tmp_path, phases=[{"name": "one", "set": {"data.seq_len": 64}}])
+    assert (halved.result, "seq_len is 64" in halved.text) == ("fail", True)
+    assert "tokens_per_step is 512, and the plan expects 1,024" in halved.text
+
+
+def test_a_difference_that_set_makes_is_a_warning(tmp_path):
+    found = expected(tmp_path, {"data.seq_len": "112"})
+    assert (found.result, "changed by --set data.seq_len" in found.text) == ("unknown", True)
+    both = expected(tmp_path, {"train.batch_size": "4"}, expects={**EXPECTS, "parameters": 9})
+    assert both.result == "fail"
