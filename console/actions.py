@@ -6,7 +6,7 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,8 @@ class Prepared:
         return found
 
 
-def prepare(options: LaunchOptions) -> Prepared:
-    """Returns a launch with all its checks; writes nothing.
+def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -> Prepared:
+    """Returns a launch with all its checks; writes nothing. `said` hears of checks that hang.
 
     Raises UsageError for an unknown plan, phase, flag, setting or gate, and for a wrong value.
     Raises RefusedError if the working directory no longer exists.
@@ -128,8 +128,11 @@ def prepare(options: LaunchOptions) -> Prepared:
         plan = replace(plan, gpus=_gpus(phases[0]))
         spec = replace(spec, plan=plan)
     settings = tuple(phase["settings"] for phase in phases)
-    case = Case(plan, directory, options.devices, spec.operator, settings, options.assume_gpus)
-    checks = preflight.run(case)
+    case = Case(
+        plan, directory, options.devices, spec.operator, settings, options.assume_gpus,
+        options.root, spec.git,
+    )  # fmt: skip
+    checks = preflight.run(case, said)
     facts = launch_facts.facts(options.root, phases)
     return Prepared(plan, directory, phases, checks, spec, facts, options.assume_gpus)
 

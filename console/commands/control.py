@@ -48,7 +48,7 @@ def _chosen(options: argparse.Namespace) -> LaunchOptions:
 
 def launch(options: argparse.Namespace) -> int:
     """Starts a plan; with --wait also waits for its end; with --dry-run only prints the checks."""
-    prepared = actions.prepare(_chosen(options))
+    prepared = actions.prepare(_chosen(options), print_error)
     if options.dry_run:
         show(options.json, prepared.as_dict(), prepared.lines())
         return 0 if prepared.ok else 1

@@ -144,7 +144,7 @@ def _check_plan(options: argparse.Namespace) -> int:
     chosen = actions.LaunchOptions(
         plan=options.run, root=options.root, assume_gpus=options.assume_gpus or ""
     )
-    prepared = actions.prepare(chosen)
+    prepared = actions.prepare(chosen, print_error)
     lines = prepared.lines()[: len(prepared.checks)]
     go = f"go if this machine had {prepared.assumed}" if prepared.assumed else "go"
     show(options.json, prepared.as_dict(), [*lines, go if prepared.ok else "no go"])

@@ -43,6 +43,10 @@ class Case:
     operator: Settings = field(default_factory=Settings)
     settings: tuple[Mapping[str, Any], ...] = ()
     assumed: str = ""
+    artifacts: Path = Path("artifacts")
+    """The directory of earlier launches."""
+    git: Mapping[str, Any] = field(default_factory=dict)
+    """The commit of the code, as in plan.json."""
     root: Path = Path("/")
     """The root of the file system that is inspected."""
     driver_s: float = gpu_survey.LIMIT_S
@@ -70,9 +74,10 @@ class Case:
 def assume(text: str) -> Survey:
     """Returns idle, healthy GPUs, as many as "2xA100" says. Raises UsageError."""
     number, _, name = text.partition("x")
-    if not number.isdecimal() or not 0 < int(number) <= 64 or name not in CARDS_MIB:
+    is_number = number.isdecimal() and len(number) <= 2 and int(number) > 0
+    if not is_number or name not in CARDS_MIB:
         known = ", ".join(CARDS_MIB)
-        raise UsageError(f"--assume-gpus {text!r} is not NxNAME, as in 2xA100; names: {known}")
+        raise UsageError(f"--assume-gpus {text[:40]!r} is not NxNAME, as in 2xA100; names: {known}")
     gpus = (
         Gpu(i, name, "ok", util_pct=0.0, mem_used_mib=0.0, mem_total_mib=CARDS_MIB[name])
         for i in range(int(number))

@@ -11,12 +11,18 @@ from pathlib import Path
 from console.plans.case import Case, Found
 from console.sources import nvml
 from console.sources.gpu_survey import Card
-from trainers.contract import flags
+from trainers.contract import environ, flags
 from trainers.contract.plan import Plan
 
 BUSY_PCT, BUSY_MIB = 20.0, 2048.0
 """A GPU with more utilization or more used memory is busy, also if NVML names no process."""
 BY_UUID = ("GPU-", "MIG-")
+FUNCTIONS = {"broadcast", "reduce", "allgather", "reducescatter", "allreduce"}
+NCCL_WORDS = {
+    "NCCL_ALGO": {"ring", "tree", "collnetdirect", "collnetchain", "nvls", "nvlstree", "pat",
+                  *FUNCTIONS},
+    "NCCL_PROTO": {"ll", "ll128", "simple", *FUNCTIONS},
+}  # fmt: skip
 CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
 
 
@@ -39,10 +45,10 @@ def torch(case: Case) -> Found:
         return "pass", text
     built = torch_cuda()
     if built is None:
-        why = f"{text} is built without CUDA, and the plan {case.plan.name} needs GPUs"
-        if case.assumed:
-            return "unknown", f"{why}; {case.assumed} assumed"
-        return "fail", f"{why}; install a CUDA build of torch, or use a plan for CPUs"
+        return "fail", (
+            f"{text} is built without CUDA, and the plan {case.plan.name} needs GPUs; install a "
+            "CUDA build of torch, or use a plan for CPUs"
+        )
     return "pass", f"{text}, CUDA {built[0]}.{built[1]}"
 
 
@@ -179,3 +185,26 @@ def driver(case: Case) -> Found:
             f"{survey.cuda[0]}"
         )
     return "pass", f"{newest}, torch needs {built[0]}.{built[1]}"
+
+
+def nccl(case: Case) -> Found:
+    """Reports settings of NCCL that slow a run down, and files that configure NCCL."""
+    found = []
+    for name, value in _nccl_flags(case.plan).items():
+        if name == "NCCL_DEBUG" and value in ("INFO", "TRACE"):
+            found.append(f"NCCL_DEBUG={value} slows the run down; use WARN to measure")
+        if name == "NCCL_P2P_DISABLE" and value == "1":
+            found.append("NCCL_P2P_DISABLE=1 copies between GPUs through the host")
+        words = set(re.split(r"[\s,:;^]+", value.lower())) - {""}
+        if name in NCCL_WORDS and (unknown := words - NCCL_WORDS[name]):
+            found.append(f"{name} has unknown words: {', '.join(sorted(unknown))}")
+    files = [case.root / "etc/nccl.conf", Path(environ.get("HOME") or "/") / ".nccl.conf"]
+    found += [f"{each} configures NCCL too" for each in files if each.is_file()]
+    if not found or not case.plan.gpus:
+        return "pass", "NCCL chooses by the topology, except for the flags of the plan"
+    return "unknown", "; ".join(found)
+
+
+def _nccl_flags(plan: Plan) -> dict[str, str]:
+    flags_of = (plan.env, *(phase.flags for phase in plan.phases))
+    return {k: v for each in flags_of for k, v in each.items() if k.startswith("NCCL_")}

@@ -1,7 +1,8 @@
-"""The checks before a launch: a new check is one entry in `CHECKS`. No check writes a file."""
+"""The checks before a launch: a new check is one row in `TABLE`. No check writes a file."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import platform
@@ -9,21 +10,23 @@ import re
 import shlex
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 
-from console.plans import catalog, config_checks, gpu_checks
+from console.plans import catalog, config_checks, gpu_checks, host_checks
 from console.plans.case import Case, Check, Found
-from console.sources import process
+from console.sources import gpu_survey, process
 from console.sources.sanitize import clean
 from trainers.contract import environ, flags, rundir
 from trainers.contract.errors import RefusedError
 
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Prefixes of the variables that configure the libraries of a training."""
-LEAST_DISK_GIB = 1.0
 LEAST_MEMORY_GIB_PER_RANK = 0.5
-GIB = 1 << 30
 RUNS, LINGER = "run/systemd/system", "var/lib/systemd/linger"
 PROPERTIES = ("KillUserProcesses", "RemoveIPC", "KillOnlyUsers", "KillExcludeUsers")
 ASK = (
@@ -78,31 +81,12 @@ def _memory(case: Case) -> Found:
     return "pass", f"{free:.1f} GiB free"
 
 
-def nearest_folder(path: Path) -> Path:
-    """Returns the deepest existing folder of a path."""
-    path = path.absolute()
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def _disk(case: Case) -> Found:
-    folder = nearest_folder(case.directory)
-    try:
-        free = shutil.disk_usage(folder).free / GIB
-    except OSError as error:
-        return "unknown", f"{folder}: {error.strerror}"
-    if free < LEAST_DISK_GIB:
-        return "fail", f"{folder} has {free:.2f} GiB free; a launch needs {LEAST_DISK_GIB:g} GiB"
-    return "pass", f"{free:.0f} GiB free at {folder}"
-
-
 def _directory(case: Case) -> Found:
     try:
         rundir.check_parents(case.directory)
     except RefusedError as error:
         return "fail", str(error)
-    folder = nearest_folder(case.directory)
+    folder = config_checks.nearest_folder(case.directory)
     read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     if read_only or not os.access(folder, os.W_OK | os.X_OK):
         why = "is on a read-only file system" if read_only else "is not writable"
@@ -215,17 +199,69 @@ def _hook(case: Case) -> Found:
     return "pass", text
 
 
-CHECKS: Mapping[str, Callable[[Case], Found]] = {
-    "python": _python, "torch": gpu_checks.torch, "device": gpu_checks.device,
-    "program": _programs, "gpus": gpu_checks.gpus, "driver": gpu_checks.driver, "cores": _cores,
-    "memory": _memory, "disk": _disk, "directory": _directory, "shell": _shell,
-    "environment": _environment, "logout": _logout, "hook": _hook,
-}  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One check, and what it needs to answer; rows with the same need share a thread."""
+
+    name: str
+    check: Callable[[Case], Found]
+    needs: str = "this machine"
 
 
-def run(case: Case) -> tuple[Check, ...]:
-    """Returns all checks."""
-    checks = [Check(name, *check(case)) for name, check in CHECKS.items()]
-    for index, phase in enumerate(case.plan.phases):
-        checks.append(Check(f"config {phase.name}", *config_checks.config(case, index)))
-    return tuple(checks)
+PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
+DRIVER = "the NVIDIA driver"
+LIMIT_S: Mapping[str, float] = {NETWORK: 2.5, DRIVER: gpu_survey.LIMIT_S + 2}
+"""Time within which all rows that need this must answer; `USUAL_S` for any other need."""
+USUAL_S, SAID_S = 20.0, 2.5
+"""After `SAID_S` the needs that are still waited for are reported."""
+TABLE: tuple[Row, ...] = (
+    Row("python", _python), Row("torch", gpu_checks.torch), Row("device", gpu_checks.device, PLAN),
+    Row("program", _programs, PLAN), Row("gpus", gpu_checks.gpus, DRIVER),
+    Row("driver", gpu_checks.driver, DRIVER), Row("gpu memory", config_checks.gpu_memory, DRIVER),
+    Row("nccl", gpu_checks.nccl, PLAN), Row("leftovers", host_checks.leftovers),
+    Row("cores", _cores), Row("memory", _memory), Row("shm", host_checks.shm),
+    Row("limits", host_checks.limits), Row("ports", host_checks.ports),
+    Row("clock", host_checks.clock, DISK), Row("disk", config_checks.disk, DISK),
+    Row("directory", _directory, DISK), Row("data", config_checks.data, NETWORK),
+    Row("code", host_checks.code), Row("shell", _shell), Row("environment", _environment),
+    Row("logout", _logout), Row("hook", _hook),
+)  # fmt: skip
+ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
+
+
+def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
+    """Returns all checks. A row that hangs fails after its time, and `said` hears of it before."""
+    rows = [*TABLE, *(
+        Row(f"config {phase.name}", functools.partial(config_checks.config, index=index), PLAN)
+        for index, phase in enumerate(case.plan.phases)
+    )]  # fmt: skip
+    answers: dict[str, Future[Found]] = {row.name: Future() for row in rows}
+    for need in {row.needs for row in rows}:
+        work = [(row.check, answers[row.name]) for row in rows if row.needs == need]
+        threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True).start()
+    begun = time.monotonic()
+    late = wait(answers.values(), SAID_S).not_done
+    if late and said:
+        needs = sorted({row.needs for row in rows if answers[row.name] in late})
+        said(f"the preflight is still waiting for {' and '.join(needs)}")
+    return tuple(_in_time(case, row, answers[row.name], begun) for row in rows)
+
+
+def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Found]]]) -> None:
+    for check, answer in work:
+        try:
+            answer.set_result(check(case))
+        except BaseException as error:  # it is raised where the answer is read
+            answer.set_exception(error)
+
+
+def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check:
+    """Returns a check; with assumed GPUs, a fault of this machine is only a warning."""
+    limit_s = LIMIT_S.get(row.needs, USUAL_S)
+    try:
+        result, text = answer.result(max(0.0, begun + limit_s - time.monotonic()))
+    except TimeoutError:
+        result, text = "fail", f"no answer from {row.needs} within {limit_s:g} s"
+    if case.assumed and result == "fail" and row.needs not in (PLAN, DRIVER):
+        result, text = "unknown", f"on this machine: {text}"
+    return Check(row.name, result, text)

@@ -31,7 +31,7 @@ class Machine:
         case = Case(
             given, self.root / "launch", devices, settings=({},), root=self.root, driver_s=limit_s
         )
-        return preflight.CHECKS[row](case)
+        return preflight.ROWS[row].check(case)
 
 
 @pytest.fixture(scope="module")
