@@ -7,7 +7,6 @@ sizes are bounded. `TABLE` says which files are taken; secrets are replaced by `
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import importlib.metadata
 import io
@@ -64,7 +63,7 @@ def _row(folder: str, pattern: str, **more: int) -> Row:
 
 LAUNCH: tuple[Row, ...] = (
     _row("", r"plan\.json|plan_state\.json", limit_bytes=rundir.MAX_DOCUMENT_BYTES),
-    _row("", r"events\.jsonl|supervisor\.log|hooks\.log"),
+    _row("", r"events\.jsonl|supervisor\.log"),
 )
 TABLE: tuple[Row, ...] = (
     _row("", r"(run|env|supervisor|gates|metrics|metrics_fsdp)\.json", all_bytes=8 << 20,
@@ -294,22 +293,6 @@ def check(output: Path) -> None:
         raise RefusedError(f"{output} exists; nothing was written")
 
 
-def _publish(temporary: Path, output: Path) -> None:
-    """Gives a finished file its name. Raises OSError, FileExistsError where the name is taken."""
-    try:
-        os.link(temporary, output)
-        return
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-            raise
-    os.close(os.open(output, NEW_FILE, 0o600))  # a file system without hard links
-    try:
-        temporary.replace(output)
-    except OSError:
-        output.unlink(missing_ok=True)
-        raise
-
-
 def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes]) -> dict[str, Any]:
     """Writes the bundle of a launch or run, with the documents in `made`; returns its manifest.
 
@@ -324,9 +307,14 @@ def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes])
         "removed": "values of secret-looking names, secret variables of this shell, passwords in "
         "URLs, keys and tokens of known forms",
     }  # fmt: skip
-    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
     try:
-        with os.fdopen(os.open(temporary, NEW_FILE, 0o600), "wb") as file:
+        fd = os.open(output, NEW_FILE, 0o600)
+    except FileExistsError:
+        raise RefusedError(f"{output} exists; nothing was written") from None
+    except OSError as error:
+        raise ContractError(f"cannot write {output}: {error.strerror}") from error
+    try:
+        with os.fdopen(fd, "wb") as file:
             with tarfile.open(fileobj=file, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
                 archive = _Archive(tar, Redactor(variables), output.name.removesuffix(ENDING))
                 for name, data in made.items():
@@ -338,12 +326,9 @@ def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes])
                 manifest = archive.finish(about)
             file.flush()
             os.fsync(file.fileno())
-        _publish(temporary, output)
-    except FileExistsError:
-        raise RefusedError(f"{output} exists; nothing was written") from None
-    except OSError as error:
-        raise ContractError(f"cannot write {output}: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):  # the error that is raised says why
-            temporary.unlink()
+    except BaseException as error:
+        output.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ContractError(f"cannot write {output}: {error.strerror}") from error
+        raise
     return manifest

@@ -37,11 +37,9 @@ TABLE: tuple[Decision, ...] = (
              "no action; the stall rule still watches the other ranks",
              "a log line that no exit confirms is ignored"),
     Decision("stop", "act", "TERM, then KILL after the grace time, on an operator's request",
-             ("identity of each process: pidfd, start time and the run's token, nothing else",
-              "for a stop that a former supervisor began: `asked` in its document, and the event "
-              "of the request or rule, `ended_by` or `.HALT`"),
-             "a process that cannot be identified gets no signal; a stop that one document alone "
-             "requests is not continued",
+             ("identity of each process: pidfd, start time and the run's token, nothing else",),
+             "a process that cannot be identified gets no signal; a stop that only a document of a "
+             "former supervisor requests is not continued",
              "a process with another start time or token gets no signal"),
     Decision("own-directory", "act", "act on the contents of the launch directory",
              ("device and inode of the lock's descriptor, compared with the path",

@@ -16,10 +16,8 @@ from console.model import RunState
 from console.sources import launches, verdicts
 from console.sources.sanitize import clean
 from console.sources.verdicts import Seen
-from console.supervisor.diagnosis import Diagnoser, Diagnosis, is_supervised
+from console.supervisor.diagnosis import Diagnoser, Diagnosis
 from console.supervisor.inbox import Outcome
-from console.supervisor.watchdog_readings import OfflineRun
-from trainers.contract.errors import RefusedError
 
 DUMPED_S = 15.0
 ENDS_RUN = frozenset(("exited", "exited-early", "mismatch"))
@@ -30,24 +28,15 @@ MAX_RANK_LINES = 64
 def diagnose(options: argparse.Namespace) -> int:
     """Prints the verdict on a run; returns 1 if the run is stalled, or if that is unknown."""
     path = launches.find(options.run, options.root, act=options.dump)
-    diagnoser, dumped = Diagnoser(path), None
-    if options.dump:
-        dumped = _requested_dump(path)
-    found = diagnoser.diagnose(dump=options.dump and dumped is None)
-    record = as_json(found, options.root, dumped or diagnoser.dumped)
+    dumped = _dump(path) if options.dump else None
+    found = Diagnoser(path).diagnose()
+    record = as_json(found, options.root, dumped)
     show(options.json, record, map(clean, lines(found, record)))
     return found.exit_code
 
 
-def _requested_dump(path: Path) -> Outcome | None:
-    """Requests a dump from the supervisor; None if there is no supervisor. Raises RefusedError."""
-    launches.check_in_place(path)
-    source = OfflineRun(path)
-    source.poll()
-    if source.over:
-        raise RefusedError(f"{source.over}; there is no stack to dump")
-    if source.state is None or not is_supervised(source.state):
-        return None
+def _dump(path: Path) -> Outcome:
+    """Requests a dump from the supervisor; returns its answer. Raises RefusedError without one."""
     event = actions.answer(path, actions.send(path, "dump", {}, actions.who()), DUMPED_S)
     if event is None:
         return False, f"no answer from the supervisor within {DUMPED_S:g} s", []

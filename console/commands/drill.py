@@ -16,12 +16,12 @@ from typing import Any
 
 from console import actions, status_text
 from console.actions import LaunchOptions
-from console.commands.output import is_terminal, print_line, program, show
+from console.commands.output import is_terminal, print_error, print_line, program, show
 from console.plans import catalog
-from console.sources import launches, liveness, process, verdicts
+from console.sources import launches, verdicts
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from trainers.contract import environ, jsonl, rundir
+from trainers.contract import jsonl, rundir
 from trainers.contract.drill import KINDS, Drill, Truth
 from trainers.contract.errors import ContractError, UsageError, did_you_mean
 
@@ -39,7 +39,6 @@ STARTUP_S, ENDED_S, ANSWER_S = 300.0, 30.0, 15.0
 BY = "drill"
 """Begin of the sender of the drill's own requests."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SCREEN_ENDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +118,16 @@ def drill(options: argparse.Namespace) -> int:
         root=options.root / FOLDER,
     )  # fmt: skip
     prepared = actions.prepare(launch_options)
-    signals = _Signals()
-    for number in SIGNALS:
-        signal.signal(number, signals)
-    path = actions.begin(prepared, f"{BY} {actions.who()}")
-    owner = _owner(path)
+    _on_signals(_ignore)
+    path, score = actions.begin(prepared, f"{BY} {actions.who()}"), None
     try:
-        score = signals.until_one(lambda: _practise(path, fault, options))
+        _on_signals(_interrupt)
+        score = _practise(path, fault, options)
+    except KeyboardInterrupt:
+        pass
     finally:
-        _clean(path, owner)
+        _on_signals(_ignore)
+        _end(path)
     score = score or read_score(path, fault)
     record = asdict(score) | {
         "drill": str(fault), "id": launches.launch_id(path), "path": str(path),
@@ -138,28 +138,17 @@ def drill(options: argparse.Namespace) -> int:
     return int(not score.passed)
 
 
-class _Signals:
-    """Handles the signals that end a drill: they are noted, and never end its launch or clean-up.
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
-    The first one raises KeyboardInterrupt inside `until_one`.
-    """
 
-    noted = raises = False
+def _ignore(*_: object) -> None:
+    """Handles a signal by doing nothing; unlike SIG_IGN, no started process inherits this."""
 
-    def __call__(self, *_: object) -> None:
-        self.noted, self.raises, raises = True, False, self.raises
-        if raises:
-            raise KeyboardInterrupt
 
-    def until_one(self, work: Callable[[], Score]) -> Score | None:
-        """Returns the result of `work`, None where a signal ended it."""
-        try:
-            self.raises = True
-            return None if self.noted else work()
-        except KeyboardInterrupt:
-            return None
-        finally:
-            self.raises = False
+def _on_signals(handler: Callable[..., None]) -> None:
+    for number in SIGNALS:
+        signal.signal(number, handler)
 
 
 def _unscored(truth: Truth) -> str:
@@ -197,11 +186,8 @@ def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
     with subprocess.Popen(command) as screen:
         try:
             screen.wait()
-        except BaseException:
+        except KeyboardInterrupt:
             screen.terminate()  # it restores the terminal
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                screen.wait(SCREEN_ENDS_S)
-            screen.kill()
             raise
     return read_score(path, fault)
 
@@ -299,42 +285,15 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
 # --- the end -------------------------------------------------------------------------------------
 
 
-def _owner(path: Path) -> dict[str, Any]:
-    state = rundir.read_json(path / rundir.PLAN_STATE, below=path) or {}
-    return jsonl.mapping(state, "supervisor")
-
-
-def _clean(path: Path, owner: dict[str, Any]) -> None:
-    """Stops the run; then ends every process of the launch that is still there.
-
-    `owner` is the supervisor at the start: it ends its run on TERM where the directory is gone.
-    """
+def _end(path: Path) -> None:
+    """Stops the run of a drill, and waits until it has ended."""
     source, until = RunSource(path), time.monotonic() + ENDED_S
-    if not path.is_dir():
-        _kill(process.open_named(owner, path, None), signal.SIGTERM)
-    elif not status_text.is_over(source.poll()):
+    if path.is_dir() and not status_text.is_over(source.poll()):
         with contextlib.suppress(ContractError, OSError):
             actions.answer(path, actions.send(path, "stop", {}, f"{BY} {actions.who()}"), ANSWER_S)
-    while path.is_dir() and not status_text.is_over(source.poll()) and time.monotonic() < until:
+    while path.is_dir() and not status_text.is_over(source.poll()):
+        if time.monotonic() >= until:
+            command = f"nsa-console stop {shlex.quote(str(path))} --kill --yes"
+            print_error(f"the run of the drill has not ended within {ENDED_S:g} s; {command}")
+            return
         time.sleep(POLL_S)
-    named = _owner(path)
-    owner, log = named or owner, path if named else None
-    # What a file names now has to write into the log of the supervisor too.
-    while rundir.is_alive(owner) and time.monotonic() < until:
-        time.sleep(POLL_S)
-    for identity in (owner, jsonl.mapping(owner, "child")):
-        _kill(process.open_named(identity, path.parent, log))
-    for run in launches.run_directories(path):
-        born = rundir.read_json(run / rundir.RUN, below=run) or {}
-        token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN)
-        for pid in process.with_token(token, str(run.absolute())) if token else ():
-            _kill(process.open_process(pid, token))
-        named = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
-        if live := liveness.live_directory(named):
-            rundir.remove_tree(live)
-
-
-def _kill(handle: process.Handle | None, number: int = signal.SIGKILL) -> None:
-    if handle is not None:
-        handle.send(number)
-        handle.close()

@@ -1,4 +1,4 @@
-"""The commands that only read: runs, status, watch, check, logs, flags and plans."""
+"""The commands that only read: runs, status, watch, check, compare, logs, flags and plans."""
 
 from __future__ import annotations
 
@@ -222,6 +222,17 @@ def _go(state: RunState, whole: bool) -> str:
         return f"go so far; not started: {', '.join(rest)}"
     has_gates = any(phase.has_gates for phase in launch.phases) if launch else state.gates
     return "go" if has_gates else "go; no gates"
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Prints the comparison of each sweep of a launch."""
+    from console.plans import sweep
+
+    path = launches.find(options.run, options.root)
+    found = sweep.sweeps(launches.launch_of(path) or path)
+    lines = [clean(line, MAX_SENTENCE_CHARS) for each in found for line in each.lines()]
+    show(options.json, [each.as_dict() for each in found], lines)
+    return 1 if any(each.refusal for each in found) else 0
 
 
 def logs(options: argparse.Namespace) -> int:

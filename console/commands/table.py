@@ -157,7 +157,7 @@ QUERIES: tuple[Command, ...] = (
             ("diagnose latest", "diagnose latest --dump", "diagnose runs/by_hand --json"), (
         _run(),
         option("--dump", action="store_true",
-               help="dump the stacks first, of the ranks that handle the signal"),
+               help="dump the stacks first; needs a supervisor"),
     ), "The verdict is that of the supervisor. Without a supervisor, the evidence is\n"
        "collected now, which takes about 4 s. + supports the verdict, - names another\n"
        "rank, ? is not available. Exit code 0: no stall; 1: stalled, or not known; for\n"
@@ -188,6 +188,12 @@ QUERIES: tuple[Command, ...] = (
                     help="read all records of the run instead of its snapshot; may take minutes")),
             "For a plan, this is the result of its preflight on this machine; for a run, the\n"
             "result of its gates.\n", "query.check"),
+    Command("compare", "Compare the variants of the sweeps in a launch.",
+            ("compare latest", "compare latest --json"), (_run("LAUNCH"),),
+            "A sweep is a phase of the plan with variants and rounds, see the guide. Variants\n"
+            "differ only if the difference is significant; runs that differ in more than the\n"
+            "variables of the sweep are not compared. Exit code 0: compared; 1: not compared.\n",
+            "query.compare"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
         _run(),

@@ -160,6 +160,8 @@ class Series:
         self._thinners: dict[str, Thinner] = {}
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
+        self._steps = 0
+        """The number of durations that were added since the start of this reader."""
         self._ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
 
     def add(self, file: str, at: float, values: Mapping[str, float | None]) -> Values | None:
@@ -215,7 +217,9 @@ class Series:
 
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
         """Adds the durations of the steps that ended with `step`."""
-        self._durations_s.extend(_valid_durations(durations))
+        valid = _valid_durations(durations)
+        self._durations_s.extend(valid)
+        self._steps += len(valid)
         if durations:
             self._ends.append((at, step))
 
@@ -245,6 +249,11 @@ class Series:
             if spans is not None and spans.has_all:
                 break
         return tuple(found)
+
+    def newest_steps_s(self, warm_up: int) -> list[float]:
+        """Returns the durations of the newest steps, without the first `warm_up` of the run."""
+        left_out = max(0, warm_up - (self._steps - len(self._durations_s)))
+        return list(self._durations_s)[left_out:]
 
     def step_percentiles_s(self) -> tuple[float, float, int] | None:
         """Returns p50 and p99 of the durations of the last steps, and the number of these steps."""

@@ -63,14 +63,11 @@ def _documents(
         yield jsonl.decode(data) if len(data) <= MAX_VERDICT_BYTES else None, len(data)
 
 
-def newest(run: Path, is_open: bool = False) -> Verdict | None:
-    """Returns the newest verdict of a run, with `is_open` one that has not ended; None without one.
-
-    A verdict from the future does not count.
-    """
+def newest(run: Path) -> Verdict | None:
+    """Returns the newest verdict of a run, not one from the future, or None without one."""
     until_ts = time.time() + json_documents.CLOCK_S
     for record, _ in _documents(run, until_ts=until_ts):
-        if record is None or (is_open and "end" in record):
+        if record is None:
             continue
         verdict = json_documents.read(Verdict, record)
         if verdict.ts <= until_ts:

@@ -70,7 +70,7 @@ class Attempt:
         self._begun = time.monotonic()
         self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
         self._ends = Ends(self.tree, self._heads, self._pulses)
-        self.oom_before = (former and former.oom_counts()) or oom_counts.snapshot()
+        self._oom_before = oom_counts.snapshot()
         """The kernel's counts of processes killed for memory, before the attempt."""
         self._checkpoint_step: int | None = 0
         self._caught_up, self._cut_short = former is None, False
@@ -315,7 +315,7 @@ class Attempt:
         self.tree.take_log(rest.log)
         self._checkpoint_step = rest.checkpoint
         self._ends.conclude(rest.last)
-        self._learn(oom=oom_counts.since(self.oom_before), torchrun_signal=rest.torchrun_signal)
+        self._learn(oom=oom_counts.since(self._oom_before), torchrun_signal=rest.torchrun_signal)
         if self.tree.agent_status and not self.tree.workers:
             self._learn(failure=self.known.failure or no_rank_words(rest.log))
         self.stage = "over"

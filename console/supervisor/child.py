@@ -26,26 +26,15 @@ from console.supervisor.launch import Launch
 from console.supervisor.link import Channel, Link
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
-from trainers.contract.errors import ContractError, RefusedError
+from trainers.contract.errors import ContractError
 
 FLUSH_S, CRASH_FLUSH_S = 3600.0, 3.0
-OPEN_FILES = 64
-"""Open files that a supervisor needs, besides two for each rank: pidfd and pulse."""
 
 
-def raise_file_limit(ranks: int) -> None:
-    """Raises the soft limit of open files to the hard limit, not for the owner and torchrun.
-
-    Raises RefusedError if the hard limit is too low for that many ranks.
-    """
+def raise_file_limit() -> None:
+    """Raises the soft limit of open files to the hard limit, not for the owner and torchrun."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = OPEN_FILES + 2 * ranks
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise RefusedError(
-            f"the hard limit of open files is {hard}, and the supervisor of {ranks} ranks needs "
-            f"{needed}: as root, raise it with ulimit -Hn {needed} or in limits.conf"
-        )
 
 
 def _wake(fd: int) -> None:
@@ -65,17 +54,14 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
     if adopt is not None:
         spec = replace(spec, operator=user_config.parse(json.loads(adopt), "--adopt"))
         former = former or rundir.read_json(path / rundir.PLAN_STATE) or {}
-    raise_file_limit(max(phase.nproc for phase in spec.plan.phases))
+    raise_file_limit()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     poller = select.poll()
     for fd in (wake_read, link.fd):
         poller.register(fd, select.POLLIN)
     directory, nvml = Directory(lambda: _wake(wake_write), launch_lock.lost), Nvml()
     nvml.start()
-    hooks = Hooks(
-        spec.operator, path, lambda *told: directory.event(path, 1, *told),
-        lambda work: directory.job(work, lambda *_: None),
-    )  # fmt: skip
+    hooks = Hooks(spec.operator, path, lambda *told: directory.event(path, 1, *told))
     services = Services(directory, nvml, poller, hooks, launch_lock.token, link)
     try:
         link.receive()

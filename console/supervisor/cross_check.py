@@ -1,13 +1,11 @@
 """Checks the documents of a former supervisor against each other before an adoption.
 
-If a document demands an action, a second record must confirm it: an event, a file, or another
-document. An unconfirmed entry is ignored, with a warning. If two documents that must be equal
-differ, the launch is not adopted.
+If a document demands an action, an event must confirm it; otherwise the action is not taken, and a
+sentence says so. If two documents that must be equal differ, the launch is not adopted.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ GROWING = ("watch", "restart")
 
 
 class Evidence:
-    """The newest events of a launch and its runs, and their `.HALT` and gates.json files."""
+    """The newest events of a launch and its runs."""
 
     def __init__(self, launch: Path, runs: Sequence[Path]):
         self._launch = launch
@@ -41,79 +39,42 @@ class Evidence:
             for record in records if record.get("kind") == "answer"
         }  # fmt: skip
 
-    def confirms_end(self, action: str, run: Path) -> bool:
-        """Returns whether a request, a watch rule or a `.HALT` demanded the end of a run."""
-        folders = (self._launch, run)
-        if action == "halt" and any(os.path.lexists(each / rundir.HALT) for each in folders):
-            return True
-        records = [each for folder in folders for each in self._events.get(folder, ())]
-        rejected = {each.get("request") for each in records if each.get("ok") is False}
-        newest = max((jsonl.integer(each, "attempt") or 0 for each in records), default=0)
-        demands = (each for each in records if each.get("action") == action)
-        return any(
-            (each.get("kind") == "request" and each.get("request") not in rejected)
-            or (each.get("kind") == "watch" and each.get("attempt") == newest)
-            for each in demands
-        )
-
     def confirms_flag(self, name: str, value: str, phase: str) -> bool:
-        """Returns whether the last done request for a flag of a phase set this value."""
-        records = self._events[self._launch]
-        requests = {each.get("request") for each in records if each.get("kind") == "request"}
-        answer = ("answer", "set-flag", True)
-        answers = [
-            jsonl.text(each, "text") for each in records if each.get("request") in requests
-            and (each.get("kind"), each.get("action"), each.get("ok")) == answer
-        ]  # fmt: skip
-        starts, ends = (f"{name}=", f"{name} "), (f" for {phase}", f" for {phase} only")
-        last = [text for text in answers if text.startswith(starts) and text.endswith(ends)][-1:]
-        return last == [set_words(name, value, phase)]
+        """Returns whether a request set this value for a phase."""
+        done = ("answer", True, set_words(name, value, phase))
+        keys = ("kind", "ok", "text")
+        return any(tuple(map(each.get, keys)) == done for each in self._events[self._launch])
 
-    def confirms_state(self, state: str, run: Path) -> bool:
-        """Returns whether the last event on the state of a run, or its gates.json, agrees."""
-        states = [jsonl.text(each, "state") for each in self._events[run]
+    def confirms_restart(self, run: Path) -> bool:
+        """Returns whether the last event on the state of a run says that it waits for a restart."""
+        states = [each.get("state") for each in self._events[run]
                   if each.get("kind") == "state" and each.get("state")]  # fmt: skip
-        ended = state in former_documents.FINAL and (run / rundir.GATES).exists()
-        return ended or states[-1:] == [state]
+        return states[-1:] == ["restarting"]
 
 
 def check_launch(
-    plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
-    evidence: Evidence,
-) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Returns the confirmed entries of plan_state.json, and a warning for each unconfirmed entry.
+    plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path]
+) -> list[str]:
+    """Returns a sentence on each entry of plan_state.json that a take-over does not continue.
 
     Raises RefusedError if plan.json or the runs contradict plan_state.json.
     """
-    run = runs[index]
     check_plan(plan_state, spec)
     for former in range(index):
         check_copies(former_documents.document(runs[former], rundir.RUN), spec, former)
     check_phase(index, runs, plan_state.get("state") == "waiting")
-    warnings, ended_by = [], jsonl.text(plan_state, "ended_by")
-    action = ended_by.partition(" ")[0]
-    state = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
-    if ended_by and not (evidence.confirms_end(action, run) or state.get("asked") == action):
-        warnings.append(_unconfirmed(rundir.PLAN_STATE, ended_by[:200]))
-        ended_by = ""
-    has_begun = (run / rundir.RUN).exists()
-    following = spec.plan.phases[index + has_begun :]
-    flags = {}
-    for name, entry in former_documents.next_flags(plan_state).items():
-        if following and evidence.confirms_flag(name, entry["value"], following[0].name):
-            flags[name] = entry
-        else:
-            claim = f"{name}={entry['value']} for the next phase"
-            warnings.append(_unconfirmed(rundir.PLAN_STATE, claim))
-    return {**plan_state, "ended_by": ended_by, "next_flags": flags}, warnings
+    flags = ", ".join(jsonl.mapping(plan_state, "next_flags"))
+    return [f"the flags for the next phase are dropped: {flags[:400]}"] if flags else []
 
 
 def check_run(
     run: Path, spec: LaunchSpec, index: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Returns run.json, the confirmed entries of supervisor.json, and warnings for the others.
+    """Returns run.json, supervisor.json, and a sentence on what a take-over does not continue.
 
-    Raises RefusedError if plan.json or the living processes contradict these documents.
+    An end that supervisor.json alone reports as requested is not continued: it only prevents
+    further attempts. Raises RefusedError if plan.json or the living processes contradict these
+    documents.
     """
     document, record = (
         former_documents.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN)
@@ -122,22 +83,16 @@ def check_run(
     evidence = Evidence(run.parent, [run])
     check_copies(record, spec, index)
     check_flags(record, spec, index, evidence)
-    warnings, asked = [], jsonl.text(document, "asked")
-    plan_state = rundir.read_json(run.parent / rundir.PLAN_STATE) or {}
-    by_plan = jsonl.text(plan_state, "ended_by").startswith(f"{asked} ")
-    if asked in former_documents.ENDINGS and not (by_plan or evidence.confirms_end(asked, run)):
-        warnings.append(_unconfirmed(rundir.SUPERVISOR, f"{asked} was requested"))
-        document |= {"asked": "", "asked_by": ""}
-    state = jsonl.text(document, "state")
-    final = state in former_documents.FINAL or state == "restarting"
-    if final and not evidence.confirms_state(state, run):
-        warnings.append(_unconfirmed(rundir.SUPERVISOR, f"the run is {state}"))
-        document |= {"state": ""}
+    warnings = []
+    if (asked := jsonl.text(document, "asked")) in former_documents.STOPS:
+        warnings.append(
+            f"{asked} was requested from the former supervisor and is not continued: request it "
+            "again; no further attempt starts"
+        )
+    if document.get("state") == "restarting" and not evidence.confirms_restart(run):
+        warnings.append(f"only {rundir.SUPERVISOR} says that a restart is due: it is not started")
+        document |= {"state": "crashed"}
     return record, document, warnings
-
-
-def _unconfirmed(name: str, claim: str) -> str:
-    return f"{name} says: {claim}; no second record confirms it, so it is ignored"
 
 
 def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
@@ -189,14 +144,10 @@ def _same(name: str, mine: Any, theirs: Any) -> bool:
 def program(words: Any) -> list[str]:
     """Returns the program and its arguments from a torchrun command, or [] for any other command.
 
-    The options of torchrun are left out, because another version may have other options. A config
-    is named without its folder, which depends on the working directory.
+    The options of torchrun are left out, because another version may have other options.
     """
-    if not isinstance(words, list) or LOG_DIR not in words:
-        return []
-    found = [str(word) for word in words[words.index(LOG_DIR) + 2 :]]
-    before = ["", *found]
-    return [Path(word).name if before[i] == "--config" else word for i, word in enumerate(found)]
+    is_torchrun = isinstance(words, list) and LOG_DIR in words
+    return words[words.index(LOG_DIR) + 2 :] if is_torchrun else []
 
 
 def _check_none(differ: Sequence[str], name: str) -> None:

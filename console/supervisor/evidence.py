@@ -27,9 +27,9 @@ CLOCKS_APART_S = 0.1
 """A file from a later time was written before the clock was set back."""
 AGAIN_S = 10.0
 """Shortest time between two collections: ranks that still move are only slow."""
-OFTEN_S, SELDOM_S, MAX_OFTEN_CPU_S = 120.0, 60.0, 0.2
-"""Processes are sampled every `AGAIN_S` in the first seconds of a stall, at most for that much CPU
-time, later less often: a debugger detaches, the holder of a lock exits."""
+OFTEN_S, SELDOM_S = 120.0, 60.0
+"""Processes are sampled every `AGAIN_S` in the first seconds of a stall, later less often: a
+debugger detaches, the holder of a lock exits."""
 MAX_RANKS = 64
 """Most ranks whose processes are sampled, the slowest first."""
 
@@ -61,7 +61,7 @@ class Collector:
         self._began_at = -AGAIN_S
         self._since_ts = 0.0
         self._read_at, self._reading = 0.0, False
-        self._sampled_at = self._cpu_s = 0.0
+        self._sampled_at = 0.0
         self._found = Evidence()
         self._is_sampled = False
         """The processes were sampled for the second time."""
@@ -100,19 +100,17 @@ class Collector:
             self._read(waited_s >= DUMPED_AFTER_S)
 
     def _sample_again(self, known: Evidence, now: float) -> None:
-        often = now - self._began_at < OFTEN_S and self._cpu_s < MAX_OFTEN_CPU_S
+        often = now - self._began_at < OFTEN_S
         if now - self._sampled_at >= (AGAIN_S if often else SELDOM_S):
-            begun, self._sampled_at = time.thread_time(), now
+            self._sampled_at = now
             self.complete = replace(
                 known, before=known.after, after=_processes(self._ranks), ts=time.time(),
                 gpus=self._own_gpus(),
             )  # fmt: skip
-            self._cpu_s += time.thread_time() - begun
 
     def _begin(self, ranks: Sequence[RankEvidence], places: Places, now: float) -> None:
         self._places, self._began_at = places, now
         self._since_ts = int((self._dumps_since_ts or time.time()) * 1000) / 1000
-        self._cpu_s = 0.0
         running = [each for each in ranks if each.phase != "exit"]
         self._ranks = tuple(sorted(running, key=lambda each: each.position)[:MAX_RANKS])
         self._found, self._is_sampled = Evidence(_processes(self._ranks)), False

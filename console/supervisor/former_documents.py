@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ FINAL = liveness.ENDED - {"lost"}
 """States after which no further attempt begins."""
 ENDINGS = ("halt", "restart", "stop", "kill")
 """The actions that end an attempt, each stronger than the one before."""
+STOPS = ("halt", "stop", "kill")
+"""The actions after which no further attempt begins."""
 TOKEN = re.compile(r"[0-9a-f]{16}")
 PHASE_KEYS = ("state", "why", "result", "steps", "started_ts", "ended_ts")
 EVENTS_BYTES = 1 << 20
@@ -69,14 +70,6 @@ def flags(entries: Mapping[str, Any], origin: str) -> dict[str, FlagValue]:
             value = registry.format_value(registry.parse(name, jsonl.text(entry, "value")))
             found[name] = FlagValue(value, jsonl.text(entry, origin, "?")[:200])
     return found
-
-
-def next_flags(plan_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the flags set for the next phase. Raises UsageError like `flags`."""
-    return {
-        name: {"value": flag.value, "by": flag.origin, "ts": time.time()}
-        for name, flag in flags(jsonl.mapping(plan_state, "next_flags"), "by").items()
-    }
 
 
 def phases(plan_state: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -40,23 +40,18 @@ class FormerProcesses:
     def find(self, token: str, home: str) -> list[int]:
         """Returns the living processes of the attempt by their token, the most certain first.
 
-        Processes named in the document, or writing into a log of the attempt, come first. Any other
-        process may have a copied token: it is left out if its rank has ended.
+        Processes named in the document come first, then older ones. Any other process may have a
+        copied token: it is left out if its rank has ended.
         """
         found = []
         for pid in process.with_token(token, home):
             ticks = rundir.start_ticks(pid)
             if ticks is None:
                 continue
-            is_doubtful = not self._is_certain(pid, ticks)
+            is_doubtful = (pid, ticks) not in self._named
             if not (is_doubtful and process.environment(pid).get("RANK") in self._ended):
                 found.append((is_doubtful, ticks, pid))
         return [pid for _, _, pid in sorted(found)]
-
-    def _is_certain(self, pid: int, ticks: int) -> bool:
-        if (pid, ticks) in self._named:
-            return True
-        return not self._is_stored and process.writes_into(pid, self._run, self._logs)
 
     def hold(self, entry: Mapping[str, Any]) -> process.Handle | None:
         """Returns a handle of the process that an entry names, or None if it has ended."""

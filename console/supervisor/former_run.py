@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from console.error_patterns import OomCounts
 from console.model import STALL
 from console.sources import json_documents, process
 from console.sources.summary import Summary
@@ -43,12 +42,6 @@ class FormerRun:
     @property
     def home(self) -> str:
         return former_documents.home(self.record)
-
-    def oom_counts(self) -> OomCounts | None:
-        """Returns the OOM counts from before the newest attempt, if a former child stored them."""
-        counts = jsonl.mapping(self.state, "oom")
-        is_newest = self.state.get("attempt") == self.number
-        return OomCounts(**counts) if counts and is_newest and self.is_stored else None
 
     @property
     def token(self) -> str:

@@ -9,48 +9,41 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from console.sources.sanitize import clean
 from console.supervisor.launch_spec import inherited
 from console.user_config import Settings
-from trainers.contract import VERSION, environ, jsonl, rundir
+from trainers.contract import VERSION, environ, jsonl
 
 LIMIT_S, GRACE_S = 10.0, 2.0
 """A hook gets TERM after the limit, and KILL after the grace."""
-SPARE_S, LAST_OUTPUT_S = 5.0, 0.5
-POLL_S = 0.02
-OK = "ok"
-REPORTED_FAILURES = 3
+SPARE_S, POLL_S = 5.0, 0.02
 MAX_TEXT, MAX_EARLIER = 1000, 16
-LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES = "hooks.log", 1 << 20, 32 << 10
-CHUNK_BYTES = 1 << 16
 
 
 class Hooks:
     """Owns the alerts that wait for the hook, and the running hook.
 
-    `event(kind, text, level)` writes an event of the launch. `log(work)` calls a function that
-    writes into the launch directory, on a thread that may hang.
+    `event(kind, text, level)` writes an event of the launch.
     """
 
     def __init__(
         self, settings: Settings, folder: Path, event: Callable[[str, str, str], object],
-        log: Callable[[Callable[[], None]], object], limit_s: float = LIMIT_S,
+        limit_s: float = LIMIT_S,
     ):  # fmt: skip
-        self._folder, self._event, self._log = folder, event, log
+        self._folder, self._event = folder, event
         self._settings, self._argv = settings, settings.hook
         self._limit_s = limit_s
         self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_EARLIER + 1)
-        self._count = self._failures = 0
+        self._count, self._failure = 0, ""
         self._runs = ThreadPoolExecutor(1, "hook")
-        self._run: Future[tuple[str, bytes]] | None = None
+        self._run: Future[str] | None = None
         self._next_at = 0.0
 
     def alert(self, record: Mapping[str, Any]) -> None:
@@ -70,7 +63,7 @@ class Hooks:
             if not self._run.done():
                 return
             ended, self._run = self._run, None
-            self._report(*ended.result())
+            self._report(ended.result())
         if self._count and time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + self._settings.hook_every_s
             alert = document(list(self._waiting), self._count)
@@ -89,28 +82,17 @@ class Hooks:
             self.poll()
             time.sleep(POLL_S)
 
-    def _report(self, how: str, output: bytes) -> None:
-        name = self._argv[0]
-        self._log(lambda: write_log(self._folder, f"{name}: {how}", output))
-        if how == OK:
-            if self._failures >= REPORTED_FAILURES:
-                self._event("hook", f"the alert hook {name} works again", "info")
-            self._failures = 0
+    def _report(self, failure: str) -> None:
+        """Writes an event where the result of the hook differs from that of its last run."""
+        before, self._failure = self._failure, failure
+        if failure == before:
             return
-        self._failures += 1
-        text = f"the alert hook {name} {how}; see {LOG}"
-        if self._failures == REPORTED_FAILURES:
-            text += (
-                f"; it failed {REPORTED_FAILURES} times in a row, further failures are not reported"
-            )
-        if self._failures <= REPORTED_FAILURES:
-            self._event("hook", text, "warn")
+        text = f"the alert hook {self._argv[0]} {failure or 'works again'}"
+        self._event("hook", text, "warn" if failure else "info")
 
 
-def run(
-    argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float
-) -> tuple[str, bytes]:
-    """Runs the hook once; returns how it ended, and the first bytes of its output.
+def run(argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float) -> str:
+    """Runs the hook once; returns how it failed, or "". Its output is not kept.
 
     The process group of the hook gets KILL before its leader is reaped, so that the number of the
     group cannot be reused before.
@@ -121,37 +103,18 @@ def run(
         try:
             process = subprocess.Popen(
                 ["timeout", f"--kill-after={GRACE_S:g}", f"{limit_s:g}", *argv], cwd=folder,
-                env=inherited() | variables(alert), bufsize=0, stdin=stdin,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                env=inherited() | variables(alert), stdin=stdin, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            return f"cannot be started: {error.strerror}", b""
-    output = bytearray()
-    reader = threading.Thread(target=_drain, args=(process.stdout, output), daemon=True)
-    reader.start()
+            return f"cannot be started: {error.strerror}"
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
-    reader.join(LAST_OUTPUT_S)  # a process that left the group may keep the pipe open
     if time.monotonic() - begun >= limit_s:
-        return f"ran longer than {limit_s:g} s and was ended", bytes(output)
-    return f"exited (code {code})" if code else OK, bytes(output)
-
-
-def _drain(out: IO[bytes], output: bytearray) -> None:
-    """Reads the whole output and stores only its first bytes."""
-    while data := out.read(CHUNK_BYTES):
-        output += data[: MAX_OUTPUT_BYTES - len(output)]
-
-
-def write_log(folder: Path, text: str, output: bytes) -> None:
-    """Appends the result of one hook to the log; truncates a long log first. Raises OSError."""
-    with os.fdopen(rundir.open_append(folder / LOG), "wb") as log:
-        if os.fstat(log.fileno()).st_size > MAX_LOG_BYTES:
-            log.truncate(0)
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        log.write(f"{stamp} UTC {text}\n".encode("utf-8", "replace") + output)
+        return f"ran longer than {limit_s:g} s and was ended"
+    return f"exited (code {code})" if code else ""
 
 
 def document(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:

@@ -171,13 +171,11 @@ class Launch:
         self._index = min(max(0, jsonl.integer(former, "phase") or 0), len(self._phases) - 1)
         warnings: list[str] = []
         if link.stored(self.path / rundir.PLAN_STATE) is None:
-            evidence = cross_check.Evidence(self.path, runs)
-            former, warnings = cross_check.check_launch(
-                former, self.spec, self._index, runs, evidence
-            )  # fmt: skip
+            warnings = cross_check.check_launch(former, self.spec, self._index, runs)
+        else:
+            self._next_flags.pending = jsonl.mapping(former, "next_flags")
         for entry, progress in zip(self._phases, former_documents.phases(former), strict=False):
             entry |= progress
-        self._next_flags.pending = former_documents.next_flags(former)
         self._ended_by = jsonl.text(former, "ended_by")[:400]
         # Queued before the first poll of the mailboxes.
         self._directory.job(

@@ -130,14 +130,6 @@ class Claim:
     def _in_use(self) -> RefusedError:
         """Returns the error that names the process with the lock."""
         owner = rundir.read_json(self.directory / rundir.LOCK) or {}
-        has_died = owner.get("host") == rundir.host_name() and not rundir.is_alive(owner)
-        if self._adopt and has_died:
-            path = self.directory / rundir.LOCK
-            return RefusedError(
-                f"the supervisor of {self.directory} (pid {owner.get('pid')}) has died, but "
-                f"another process holds the lock: find that process with fuser -v {path}, end it, "
-                "and adopt again"
-            )
         if self._adopt:
             return RefusedError(
                 f"{self.directory} has a supervisor ({_owner_words(owner)}); adopt is for launches "

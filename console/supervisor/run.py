@@ -56,8 +56,9 @@ class Run:
         self.since_ts = time.time()
         self.number = former.number if former else 1
         self.over = False
-        self._is_final = (
-            bool(former) and jsonl.text(former.state, "state") in former_documents.FINAL
+        self._is_final = bool(former) and (
+            jsonl.text(former.state, "state") in former_documents.FINAL
+            or jsonl.text(former.state, "asked") in former_documents.STOPS
         )
         self._services, self._directory, self._link = services, services.directory, services.link
         self._ended = former.ended if former else []
@@ -131,7 +132,8 @@ class Run:
         for warning in former.warnings:
             self.event("note", warning, "warn")
         if not self._continue_waiting(former.state):
-            if (asked := jsonl.text(former.state, "asked")) in former_documents.ENDINGS:
+            asked = jsonl.text(former.state, "asked")
+            if former.is_stored and asked in former_documents.ENDINGS:
                 self.attempt.end(asked, jsonl.text(former.state, "asked_by", "?"))
             self._decide()
         if end := self._link.state.former_end:
@@ -357,8 +359,7 @@ class Run:
         document = self.observers.run(rundir.SUPERVISOR, self._document, self._published)
         self._published = document | now
         self._services.publish(
-            self.path / rundir.SUPERVISOR, self._published, alerts=self.alerts.open(),
-            oom=asdict(self.attempt.oom_before),
+            self.path / rundir.SUPERVISOR, self._published, alerts=self.alerts.open()
         )  # fmt: skip
 
     def _document(self) -> dict[str, Any]:

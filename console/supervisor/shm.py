@@ -33,8 +33,9 @@ class Live:
     """
 
     def __init__(self, token: str, nproc: int, attempt: int, run: Path, adopt: bool = False):
-        self._name, self._nproc, self._lock = f"{_prefix()}{token}", nproc, -1
-        self._run = run
+        self._name, self._nproc, self._run = f"{_prefix()}{token}", nproc, run
+        self._home: rundir.OpenDirectory | None = None
+        """The locked directory."""
         self._pulses: dict[int, int] = {}
         """The descriptor of each rank's pulse."""
         self.path: Path | None = None
@@ -50,14 +51,13 @@ class Live:
                 rundir.check_ours(path)
             else:
                 unready.mkdir(mode=0o700)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._lock = os.open(unready, flags)
+            self._home = rundir.OpenDirectory(unready)
             # Only a sweep locks the directory of a supervisor that died, and only briefly.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | (0 if adopt else fcntl.LOCK_NB))
+            fcntl.flock(self._home.fd, fcntl.LOCK_EX | (0 if adopt else fcntl.LOCK_NB))
             if not adopt:
                 self._create_files(unready, attempt)
             self._open_pulses(unready)
-            self.path = unready.rename(path)
+            self.path = self._home.path = unready.rename(path)
         except (OSError, RefusedError) as error:
             self.why = getattr(error, "strerror", None) or str(error)
             self._unlock()
@@ -95,26 +95,15 @@ class Live:
 
     def is_removed(self) -> bool:
         """Returns whether the directory was removed or replaced while it is in use."""
-        return self._is_there() is False
-
-    def _is_there(self) -> bool | None:
-        """Returns whether the directory is at its path, or None if the path cannot be read."""
-        if self.path is None:
-            return None
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._lock))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            return None
+        return self._home is not None and not self._home.is_there()
 
     def _unlock(self) -> None:
         for fd in self._pulses.values():
             os.close(fd)
         self._pulses.clear()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._home is not None:
+            self._home.close()
+            self._home = None
 
     def renew(self, attempt: int) -> None:
         """Replaces the directory by a new one, for the next attempt."""
@@ -124,7 +113,7 @@ class Live:
     def remove(self) -> None:
         """Removes the directory, unless another directory is at its path."""
         if self.path is not None:
-            if self._is_there():
+            if not self.is_removed():
                 rundir.remove_tree(self.path)
             self.path = None
         self._unlock()

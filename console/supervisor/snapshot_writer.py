@@ -19,7 +19,7 @@ from console.supervisor.context import Services
 from trainers.contract import jsonl, rundir
 
 EVERY_S = 30.0
-TOO_LONG, NO_HISTORY = "snapshot", "history"
+NO_HISTORY = "history"
 
 
 class Snapshots:
@@ -56,7 +56,8 @@ class Snapshots:
     def write(self) -> None:
         """Replaces the snapshot, after writing the history lines to which the snapshot refers.
 
-        A snapshot that would be too long is not written; the former snapshot stays valid.
+        A snapshot that would be too long, because of absurd records, is not written; the former
+        snapshot stays valid.
         """
         self._written = time.monotonic()
         found = snapshot.document(self._reducer, self._name, time.time())
@@ -64,12 +65,6 @@ class Snapshots:
         self._run_job(self._add_history, found if size <= most else None)
         if size <= most:
             self._services.directory.document(self._run / rundir.SNAPSHOT, found)
-        else:
-            text = (
-                f"{rundir.SNAPSHOT} is not written: it would have {size:,} bytes, more than "
-                f"{most:,}; readers parse all records since the last snapshot"
-            )
-            self._alerts.raise_(TOO_LONG, text, "warn")
 
     def _run_job(self, work: Callable[[], object], found: Mapping[str, Any] | None) -> None:
         self._is_waiting = True

@@ -81,11 +81,6 @@ class OfflineRun:
         """The state at the last poll."""
         self._settled = False
 
-    @property
-    def heads(self) -> Mapping[int, LatestRecords]:
-        """The newest records of each rank in the attempt of the last readings."""
-        return self._source.reducer.heads(self.of[1]) if self.of else {}
-
     def _open(self, run: Path, attempt: int) -> None:
         """Starts with another run or attempt."""
         self.of, self._settled = (run, attempt), False

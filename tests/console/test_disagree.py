@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -248,13 +247,3 @@ def test_an_answer_after_a_hole_is_found(passed):
 
 
 # --- sentences ----------------------------------------------------------------------------------
-
-
-def test_a_lock_of_another_process_is_not_named_the_supervisors(alone, capsys):
-    owner = rundir.identity() | directory.DEAD
-    directory.document(alone / rundir.LOCK, owner | {"launch": "toy", "token": "x"})
-    with (alone / rundir.LOCK).open("r+b") as stranger:
-        fcntl.flock(stranger, fcntl.LOCK_SH)
-        code, err = said(capsys, "adopt", alone)
-    assert code == 4
-    assert f"(pid {owner['pid']}) has died, but another process holds the lock" in err

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -22,8 +20,8 @@ from console.model import EXIT_CODES
 from console.sources import process
 from tests.console.sources import directory
 from tests.console.test_cli import cli as command
-from tests.launches import STUB, Begin, phase, write_plan
-from trainers.contract import environ, rundir
+from tests.launches import STUB, phase, write_plan
+from trainers.contract import rundir
 from trainers.contract.drill import KINDS, Drill
 
 FAULT_TS = 1_800_000_000.0
@@ -130,41 +128,6 @@ def test_a_verdict_after_the_reaction_or_before_the_fault_does_not_count(launche
     assert score(launched).said == ""
 
 
-def test_a_drill_that_is_cleaned_up_leaves_no_process_even_if_its_supervisor_is_stopped(
-    begin: Begin, monkeypatch
-):
-    monkeypatch.setattr(drill, "ENDED_S", 1.0)
-    monkeypatch.setattr(drill, "ANSWER_S", 0.5)
-    started = begin(phase("one", "member.py", 100_000, "hang"), shell=STUB)
-    started.wait_steps(5)
-    for pid in (started.owner["pid"], started.child()):
-        os.kill(pid, signal.SIGSTOP)
-    drill._clean(started.path, {})
-    started.wait_gone(10)
-    started.wait(lambda: not rundir.is_alive(started.owner), 10)
-    assert not Path(started.state()["live_dir"]).exists()
-
-
-def test_a_process_that_only_a_file_of_the_launch_names_is_not_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(drill, "ENDED_S", 0.2)
-    monkeypatch.setattr(drill, "ANSWER_S", 0.1)
-    token = "0123456789abcdef"
-    other = subprocess.Popen(["sleep", "60"], env={environ.TOKEN: token, environ.RUN_DIR: "/x"})
-    try:
-        named = rundir.identity(other.pid)
-        launch = directory.launch(tmp_path)
-        state = {"v": 1, "state": "ended", "supervisor": named | {"child": named}}
-        directory.document(launch / rundir.PLAN_STATE, state)
-        run = directory.run(launch / "0-first", state="completed")
-        directory.document(run / "run.json", {"v": 1, "environment": {environ.TOKEN: token}})
-        drill._clean(launch, {})
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(0.2)
-    finally:
-        other.kill()
-        other.wait()
-
-
 def practised(
     capsys, *words: str, sender: threading.Thread | None = None
 ) -> tuple[int, dict]:  # fmt: skip
@@ -194,19 +157,16 @@ def test_a_run_whose_fault_does_not_happen_fails_the_drill_and_is_ended(
     assert (rundir.read_json(Path(found["path"]) / rundir.PLAN_STATE) or {})["state"] == "ended"
 
 
-@pytest.mark.parametrize("seen", ["plan.json", "plan_state.json", "0-drill/supervisor.json"])
-def test_signals_during_the_start_and_the_clean_up_leave_no_process(
-    tmp_path, capsys, monkeypatch, seen
-):
-    """The first one comes when a file appears, the others while the drill ends its run."""
+def test_signals_end_a_drill_and_its_run(tmp_path, capsys, monkeypatch):
+    """The first one comes after the start, the others while the drill ends its run."""
     plan = write_plan(tmp_path, phases=[phase("drill", "member.py", 100_000)])
     monkeypatch.setattr(drill, "PLAN", plan)
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
 
     def interrupt() -> None:
-        while not list(tmp_path.glob(f"artifacts/drills/*/*/{seen}")):
+        while not list(tmp_path.glob("artifacts/drills/*/*/0-drill/heartbeat_rank0.jsonl")):
             time.sleep(0.002)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(os.getpid(), number)
             time.sleep(0.05)
 
@@ -217,16 +177,6 @@ def test_signals_during_the_start_and_the_clean_up_leave_no_process(
     assert (code, found["passed"]) == (1, False)
     state = rundir.read_json(Path(found["path"]) / rundir.PLAN_STATE) or {}
     assert (state["state"], rundir.is_alive(state["supervisor"])) == ("ended", False)
-
-
-def test_a_drill_whose_directory_is_removed_ends_its_run(begin: Begin):
-    started = begin(phase("one", "member.py", 100_000), shell=STUB)
-    started.wait_steps(2)
-    owner, pids = started.owner, started.pids()
-    shutil.rmtree(started.path)
-    drill._clean(started.path, owner)
-    assert not rundir.is_alive(owner)
-    assert [rundir.start_ticks(pid) for pid in pids.values()] == [None] * len(pids)
 
 
 @pytest.mark.slow

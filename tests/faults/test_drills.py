@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import os
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -29,12 +23,9 @@ from benchmarks.drill_score import (
     report,
     said_by,
     score,
-    share,
-    wilson,
 )
-from benchmarks.drills import drill, drill_all, ended_by, newest
+from benchmarks.drills import drill, ended_by
 from tests.launches import PROGRAMS
-from trainers.contract import rundir
 
 ROOT = Path(__file__).parents[2]
 SLEEP = Case("sleep-forward", 2, 1, True)
@@ -65,12 +56,6 @@ def test_every_fault_has_a_mechanism_in_the_program_and_every_mechanism_a_fault(
     assert len(BY_NAME) == len(FAULTS)
 
 
-def test_the_program_is_told_the_fault_its_step_and_its_rank():
-    assert SLEEP.words == "sleep-forward@6:1"
-    assert Case("filter-backward", 4, None, False).words == "filter-backward@6:all"
-    assert Case("sleep-early", 2, 0, True).words == "sleep-early@0:0"
-
-
 def test_a_verdict_is_right_in_each_part_that_agrees_with_the_truth():
     right = truth(SLEEP)
     assert score(right, said("sleep", 1)) == Score(True, True, True)
@@ -88,28 +73,12 @@ def test_no_verdict_and_an_unknown_cause_are_wrong_in_everything(nothing):
     assert marks.wrong_high
 
 
-def test_the_phase_of_a_program_that_reports_none_is_not_scored():
-    case = Case("sleep-forward", 2, 0, False)
-    marks = score(truth(case), said("sleep", 0, "forward"))
-    assert marks.phase is None
-    assert not marks.wrong_high
-
-
 def test_the_truth_is_the_rank_of_the_fault_and_a_connection_may_have_none():
     assert truth(Case("swap-log", 2, 1, True)).ranks == {1}
     assert truth(Case("swap-log", 4, 3, True)).ranks == {3}
     assert truth(Case("filter-log", 2, 1, True)).ranks == {1, None}
     assert truth(Case("filter-backward", 2, None, True)).ranks == {None}
     assert "" in truth(Case("sleep-early", 2, 1, True)).phases
-
-
-def test_two_ranks_that_do_not_agree_may_both_be_named_and_four_show_who_is_odd():
-    assert truth(Case("check-log", 2, 1, True)).ranks == {0, 1, None}
-    assert truth(Case("check-log", 4, 0, True)).ranks == {0}
-
-
-def test_a_rank_that_exited_early_counts_as_exited():
-    assert said_by({"cause": "exited-early", "rank": 0}, 1.0, 2.0).cause == "exited"
 
 
 @pytest.mark.parametrize(
@@ -138,24 +107,6 @@ def test_a_document_of_any_shape_gives_a_verdict_that_can_be_scored(document):
     found = said_by(document, 1.0, 2.0)
     assert found.rank is None
     assert score(Truth(frozenset({0}), frozenset(), "sleep"), found).rank is False
-
-
-def test_the_interval_is_that_of_wilson():
-    low, high = wilson(31, 44)
-    assert (round(low, 3), round(high, 3)) == (0.558, 0.818)
-    assert wilson(0, 0) == (0.0, 1.0)
-    assert share([True, True, False, True]) == ("3/4", "75 %", "30–95 %")
-
-
-@given(st.integers(1, 500).flatmap(lambda of: st.tuples(st.integers(0, of), st.just(of))))
-def test_an_interval_contains_the_share_and_is_symmetrical(pair):
-    right, of = pair
-    low, high = wilson(right, of)
-    assert 0 <= low <= right / of + 1e-12
-    assert right / of - 1e-12 <= high <= 1
-    other_low, other_high = wilson(of - right, of)
-    assert math.isclose(low, 1 - other_high, abs_tol=1e-9)
-    assert math.isclose(high, 1 - other_low, abs_tol=1e-9)
 
 
 def test_the_report_counts_wrong_sure_verdicts_and_names_what_did_not_run():
@@ -188,18 +139,6 @@ def test_a_seed_draws_the_same_sample_and_every_cause_before_a_second_of_one():
     ]  # fmt: skip
 
 
-def test_the_newest_verdict_since_the_fault_counts(tmp_path):
-    assert newest(tmp_path, 0.0) is None
-    (tmp_path / rundir.VERDICTS).mkdir()
-    for ts, cause in ((9_000.0, "all-ranks"), (10_000.0, "slowest-rank"), (99_000.0, "sleep")):
-        document = {"ts": ts / 1000, "cause": cause}
-        rundir.write_json(tmp_path / rundir.VERDICTS / f"{int(ts)}.json", document)
-    found = newest(tmp_path, 10.0)
-    assert found is not None
-    assert found["cause"] == "sleep"
-    assert newest(tmp_path, 100.0) is None
-
-
 def test_one_case_runs_from_its_launch_to_its_marks_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = drill(SLEEP, threading.Event())
@@ -219,32 +158,6 @@ def test_a_fault_that_this_machine_does_not_permit_is_named_and_has_no_verdict(m
     assert "- inspect-optimizer 1/4 phases: needs gdb" in report([result])
 
 
-def test_an_interrupt_ends_the_processes_of_a_case(tmp_path):
-    words = [sys.executable, "-m", "benchmarks.drills", "--only", "^sleep-early 1/2"]
-    shell = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(words, cwd=ROOT, env=shell, stderr=subprocess.DEVNULL) as running:
-        until = time.monotonic() + 60
-        while len(processes(tmp_path)) < 2:
-            assert time.monotonic() < until, "no rank has started"
-            time.sleep(0.1)
-        running.send_signal(signal.SIGINT)
-        assert running.wait(40) == 130
-    assert not processes(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_results_keep_the_order_of_their_cases_and_are_heard_as_they_come(monkeypatch):
-    def instant(case: Case, stop: threading.Event) -> Result:
-        stop.wait(0.05 if case is CASES[0] else 0.0)
-        return Result(case, not_run="in a test")
-
-    monkeypatch.setattr("benchmarks.drills.drill", instant)
-    heard: list[Result] = []
-    results = drill_all(list(CASES[:4]), 2, heard.append)
-    assert [each.case for each in results] == list(CASES[:4])
-    assert sorted(map(repr, heard)) == sorted(map(repr, results))
-
-
 def processes(folder: Path) -> list[str]:
     """Returns the processes of ranks and of torchrun whose program shares a folder in this one."""
     found = []
@@ -256,10 +169,3 @@ def processes(folder: Path) -> list[str]:
         if any(word.startswith(f"{folder}/drill-") for word in words):
             found.append(" ".join(words))
     return found
-
-
-def test_the_list_of_cases_is_printed_with_their_causes():
-    words = [sys.executable, "-m", "benchmarks.drills", "--list", "--only", "^segv"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "segv-optimizer 1/2 phases: exited\nsegv-optimizer 0/4 phases: exited\n"
-    assert done.stderr == ""

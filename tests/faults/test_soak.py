@@ -6,8 +6,6 @@ import random
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from benchmarks import steps
 from benchmarks.chaos import DISRUPTIVE, FULL, schedule
 
@@ -23,26 +21,11 @@ def listed(*records: dict[str, Any]) -> list[steps.Step]:
     return steps.from_records(records)
 
 
-def test_a_record_tells_when_each_of_its_steps_ended():
-    found = listed(progress(1, 3, 10.0, 1.0, 2.0, 0.5))
-    assert [(step.number, step.ts, step.dt_s) for step in found] == [
-        (1, 7.5, 1.0), (2, 9.5, 2.0), (3, 10.0, 0.5),
-    ]  # fmt: skip
-    assert steps.total_s(found) == pytest.approx(3.5)
-
-
 def test_a_repeated_step_counts_once_and_what_lies_between_does_not():
     found = listed(progress(1, 4, 4.0, 1, 1, 1, 1), progress(2, 5, 20.0, 2, 2, 2))
     assert steps.effective_s(found) == 1 + 1 + 2 + 2 + 2
     assert steps.total_s(found) == 20
     assert steps.firsts(found)[2].number == 3
-
-
-def test_a_step_that_was_held_up_is_no_work_and_one_without_a_record_is():
-    held_up = listed(progress(1, 3, 30.0, 1, 28, 1))
-    assert steps.effective_s(held_up) == 1 + steps.LONGEST + 1
-    unrecorded = listed(progress(1, 2, 2.0, 1, 1), progress(1, 8, 8.0, 1, 1))
-    assert steps.effective_s(unrecorded) == 8
 
 
 def test_a_seed_gives_the_same_faults_each_kind_nearly_as_often():

@@ -28,7 +28,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -82,15 +81,6 @@ def _flight_record() -> str:
     return record
 
 
-def _scratch() -> int:
-    """Returns a file in memory, or a temporary file if Python or the kernel has no memfd."""
-    try:
-        return os.memfd_create("nsa-dump", os.MFD_CLOEXEC)
-    except (AttributeError, OSError):
-        with tempfile.TemporaryFile() as file:
-            return os.dup(file.fileno())
-
-
 class StackDumper:
     """Owns SIGUSR1 and `LAST_RESORT` of this process; install it in the main thread.
 
@@ -112,8 +102,8 @@ class StackDumper:
         self._copied = os.fstat(self._fd).st_size
         self.count = 0
         self._main = threading.main_thread().ident or 0
-        self._scratch = _scratch()
-        self._flight, self._last_error, self._copy_is_queued = (0, ""), "", False
+        self._scratch = os.memfd_create("nsa-dump", os.MFD_CLOEXEC)
+        self._flight, self._copy_is_queued = (0, ""), False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._wake_read, True)
         self._thread = threading.Thread(target=self._run_dumps, name="nsa-dumper", daemon=True)
@@ -159,8 +149,8 @@ class StackDumper:
                 if not self._copy_is_queued:
                     self._copy_is_queued = True
                     self._later(self._save)
-            except Exception as error:  # one failed dump must not prevent the next
-                self._last_error = f"{type(error).__name__}: {error}"
+            except Exception:  # one failed dump must not prevent the next
+                continue
 
     def _save(self) -> None:
         """Copies all new dumps and the newest flight record to the run directory."""
@@ -184,10 +174,8 @@ class StackDumper:
         stacks.pop(threading.get_ident(), None)
         parts = [
             f"=== rank {self._rank} pid {os.getpid()} unix {time.time():.3f}\n",
-            f"=== the previous dump failed: {self._last_error}\n" if self._last_error else "",
             f"Stack (most recent call first):\n{main}",
         ]
-        self._last_error = ""
         for ident, frames in stacks.items():
             name = " ".join(names.get(ident, f"{ident:#x}").split())
             parts.append(f"Thread {name} (most recent call first):\n{frames}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -21,7 +22,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "nproc": (1, 1024), "gpus": (0, 1 << 20), "attempts": (1, 1000),
     "backoff_s": (0, LONGEST_BACKOFF_S), "threshold": (1e-9, 1e7), "for_s": (0, 1e7),
     "hook_every_s": (1, 86_400), "parameters": (1, 1e15), "seq_len": (1, 1e9),
-    "tokens_per_step": (1, 1e12),
+    "tokens_per_step": (1, 1e12), "rounds": (8, 14),
 }  # fmt: skip
 """Smallest and largest allowed value by key; `ANY_SPAN` limits every other number."""
 ANY_SPAN = (1e-3, 1e7)
@@ -85,7 +86,10 @@ class Expects:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of a plan. torchrun starts `module` or `script` with `args`."""
+    """One phase of a plan. torchrun starts `module` or `script` with `args`.
+
+    A phase of a sweep has the name of the sweep and that of its variant.
+    """
 
     name: str
     proves: str = ""
@@ -98,11 +102,29 @@ class Phase:
     flags: Mapping[str, str] = field(default_factory=dict)
     gates: Mapping[str, Any] = field(default_factory=dict)
     expects: Expects = Expects()
+    sweep: str = ""
+    variant: str = ""
 
     @property
     def is_ours(self) -> bool:
         """True if the phase starts a trainer of this project, whose settings are known."""
         return not self.script and self.module.startswith("trainers.")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What one variant of a sweep changes."""
+
+    set: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The keys of a phase that is a sweep: each variant runs once in each round."""
+
+    variants: Mapping[str, Variant]
+    rounds: int = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +146,15 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data, for plan.json."""
         return asdict(self)
+
+
+FALSE_DIFFERENCE = 0.01
+"""The share of sweeps without a true difference in which one is found by chance, at most."""
+
+
+def highest_p(variants: int) -> float:
+    """Returns the p-value below which two variants differ; each pair can differ by chance."""
+    return FALSE_DIFFERENCE / math.comb(variants, 2)
 
 
 MERGED_KEYS = ("flags", "set", "gates", "expects")
@@ -191,7 +222,9 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
     if not isinstance(raw_phases, list) or not raw_phases:
         raise UsageError(f"{where}: 'phases' must be a list of at least one phase")
     phases = tuple(
-        _phase(raw, shared, f"{where}: phase {i + 1}") for i, raw in enumerate(raw_phases)
+        phase
+        for i, raw in enumerate(raw_phases)
+        for phase in _phases(raw, shared, f"{where}: phase {i + 1}")
     )
     names = [phase.name for phase in phases]
     if len(set(names)) != len(names):
@@ -206,6 +239,35 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
 def _on_gpus(phase: Phase) -> Phase:
     """Returns a phase that trains on CUDA; a device that the phase sets is kept."""
     return replace(phase, set={DEVICE: "cuda", **phase.set}) if phase.is_ours else phase
+
+
+def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
+    """Yields the phases of one entry; a sweep has one for each variant in each round.
+
+    Every second round has the reverse order, so a steady drift of the machine cancels out.
+    """
+    if not isinstance(raw, dict) or "variants" not in raw:
+        yield _phase(raw, shared, where)
+        return
+    own = {key: value for key, value in raw.items() if key not in get_type_hints(Sweep)}
+    sweep = section(Sweep, {k: v for k, v in raw.items() if k not in own}, where)
+    base = _phase(own, shared, where)
+    names = list(sweep.variants)
+    if len(names) < 2:
+        raise UsageError(f"{where}: 'variants' must name at least two variants to compare")
+    if 2 ** (1 - sweep.rounds) > highest_p(len(names)):
+        raise UsageError(
+            f"{where}: {sweep.rounds} 'rounds' of {len(names)} variants cannot show a difference; "
+            "set more rounds or compare fewer variants"
+        )
+    for number in range(1, sweep.rounds + 1):
+        for name in names if number % 2 else names[::-1]:
+            of = sweep.variants[name]
+            _check_name(f"{base.name}-{number}-{name}", where)
+            yield replace(
+                base, name=f"{base.name}-{number}-{name}", sweep=base.name, variant=name,
+                set={**base.set, **of.set}, flags={**base.flags, **of.flags},
+            )  # fmt: skip
 
 
 def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:

@@ -158,13 +158,13 @@ class OpenDirectory:
 
     def __init__(self, path: Path):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.path, self._fd = path, os.open(path, flags)
+        self.path, self.fd = path, os.open(path, flags)
         self._is_there = True
 
     def is_there(self) -> bool:
         """Returns whether the directory is still at its path; the last result on an I/O error."""
         try:
-            self._is_there = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+            self._is_there = os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
             self._is_there = False
         except OSError:
@@ -176,7 +176,7 @@ class OpenDirectory:
         return not self.is_there() and os.path.lexists(self.path)
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:

@@ -31,9 +31,6 @@ def test_a_verdict_from_the_future_is_not_the_newest_one_and_hides_none(tmp_path
     last = verdicts.newest(tmp_path)
     assert last is not None
     assert last.cause == "sleep"
-    still = verdicts.newest(tmp_path, is_open=True)
-    assert still is not None
-    assert still.cause == "stopped"
 
 
 def test_the_verdict_in_the_document_of_the_supervisor_counts_before_files(tmp_path):

@@ -8,12 +8,10 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from console.diagnose.stall import RankEvidence
-from console.sources import kernel_evidence
 from console.supervisor import evidence
 from console.supervisor.evidence import Collector
 from console.supervisor.rundir_io import Directory
@@ -106,29 +104,4 @@ def test_processes_are_sampled_again_while_a_stall_lasts_and_nobody_is_dumped_ag
     finally:
         child.kill()
         child.wait()
-    assert directory.close(20)
-
-
-@pytest.mark.parametrize(("cpu_s", "samples"), [(0.001, 2 + 11 + 58), (0.05, 2 + 4 + 59)])
-def test_an_hour_of_samples_costs_little(tmp_path, quick, monkeypatch, cpu_s, samples):
-    """11 samples in the first two minutes, fewer where they are expensive, then one a minute."""
-    now, taken, directory = 0.0, 0, Directory()
-
-    def collect(*_):
-        nonlocal taken
-        taken += 1
-        return kernel_evidence.collect(os.getpid())
-
-    collector = Collector(directory, tmp_path)
-    monkeypatch.setattr(evidence, "kernel_evidence", SimpleNamespace(collect=collect))
-    collected(collector, directory, RANK)
-    clock = SimpleNamespace(
-        monotonic=lambda: now, time=time.time, thread_time=lambda: taken * cpu_s
-    )
-    monkeypatch.setattr(evidence, "time", clock)
-    collector._began_at = collector._sampled_at = 0.0
-    for second in range(5, 3601, 5):
-        now = float(second)
-        collector.poll((RANK,))
-    assert taken == samples
     assert directory.close(20)

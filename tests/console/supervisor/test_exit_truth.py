@@ -80,15 +80,6 @@ def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(ending
     assert liveness.exit_words(rank(), {}) == "killed (SIGKILL)"
 
 
-def test_a_rank_whose_parent_has_exited_has_an_exit_code(ending):
-    started = ending("wait")
-    started.wait_steps(2)
-    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
-    started.wait(lambda: started.alerts("torchrun-gone"))
-    os.kill(started.pids()[1], signal.SIGKILL)
-    assert last_end(started)[1].startswith("rank 1 was killed by SIGKILL at step ")
-
-
 def test_the_nearest_cgroup_that_counts_tells_a_kill_for_memory(tmp_path, monkeypatch):
     own = Path("/proc/self/cgroup").read_text().split("0::", 1)[1].split()[0]
     inner, mounts, host = tmp_path / own.strip("/"), tmp_path / "mounts", tmp_path / "vmstat"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -56,23 +55,6 @@ def test_a_dump_holds_the_stacks_of_both_ranks(running):
         text = next(running.run().glob(f"stackdump_rank{rank}_*.txt")).read_text()
         assert "foreign_ddp.py" in text
         assert END_MARK in text
-
-
-def test_sigusr1_to_the_whole_process_group_harms_nothing(running):
-    def step() -> int:
-        return running.samples()[-1]["ranks"][0]["pulse"]["step"]
-
-    before = running.wait(step)
-    agent, owner = running.state()["torchrun"]["pid"], running.owner["pid"]
-    for _ in range(20):
-        os.killpg(agent, signal.SIGUSR1)
-        for pid in running.pids().values():
-            os.killpg(pid, signal.SIGUSR1)
-        time.sleep(0.01)
-    for number in (signal.SIGUSR1, signal.SIGHUP):
-        os.kill(owner, number)
-    running.wait(lambda: step() > before + 10)
-    assert running.state()["state"] == "running"
 
 
 def test_a_stopped_rank_is_named_with_its_phase_and_cleared_when_it_continues(running):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -14,14 +13,7 @@ from pathlib import Path
 import pytest
 
 from console.sources import process
-from console.supervisor.hooks import (
-    LOG,
-    MAX_LOG_BYTES,
-    MAX_OUTPUT_BYTES,
-    Hooks,
-    document,
-    variables,
-)
+from console.supervisor.hooks import Hooks, document, variables
 from console.user_config import Settings
 from tests.launches import phase, set_hook
 from trainers.contract import rundir
@@ -41,13 +33,7 @@ class Trial:
         limit_s = more.pop("limit_s", 10.0)
         settings = Settings(argv, **{"hook_every_s": 0.05, **more})
         self.events: list[tuple[str, str, str]] = []
-        self.hooks = Hooks(
-            settings, self.launch, lambda *e: self.events.append(e), self._log, limit_s
-        )
-
-    def _log(self, work) -> None:
-        with contextlib.suppress(OSError):
-            work()
+        self.hooks = Hooks(settings, self.launch, lambda *e: self.events.append(e), limit_s)
 
     def run(self, **more) -> None:
         """Runs the hook on one alert, and waits for its end."""
@@ -95,9 +81,6 @@ def test_an_alert_is_told_in_the_environment_and_on_stdin(tmp_path, monkeypatch)
     assert kept["cwd"] == str(t.launch)
     assert kept["sid"] != os.getsid(0), "the program has a session of its own"
     assert t.events == []
-    log = (t.launch / LOG).read_text()
-    assert f"UTC {sys.executable}: ok\nthe hook was here" in log
-    assert (t.launch / LOG).stat().st_mode & 0o777 == 0o600
 
 
 def test_what_a_run_says_cannot_break_out_of_its_variable():
@@ -111,7 +94,7 @@ def test_what_a_run_says_cannot_break_out_of_its_variable():
 def test_levels_that_were_not_asked_for_and_no_hook_start_nothing(tmp_path):
     t = Trial(tmp_path)
     t.run(level="warn")
-    t.hooks = Hooks(Settings(), tmp_path, lambda *e: t.events.append(e), t._log)
+    t.hooks = Hooks(Settings(), tmp_path, lambda *e: t.events.append(e))
     t.run()
     assert (t.records(), t.events) == ([], [])
 
@@ -178,56 +161,28 @@ def test_a_hook_lives_no_longer_when_the_supervisor_is_gone(tmp_path):
     t.until(lambda: is_gone(kept["pid"]) and is_gone(kept["child"]))
 
 
-def test_failures_are_told_three_times_and_then_only_that_it_works_again(tmp_path):
+def test_a_failure_that_repeats_is_told_once_and_then_that_it_works_again(tmp_path):
     works = tmp_path / "works"
     t = Trial(tmp_path, "fail-until", str(works))
 
     def again() -> None:
         t.hooks.alert(alert())
 
-    t.until(lambda: len(t.records()) >= 5, again)
-    assert [level for _, _, level in t.events] == ["warn"] * 3
-    assert "exited (code 7)" in t.events[0][1]
-    assert "3 times in a row" in t.events[2][1]
+    t.until(lambda: len(t.records()) >= 4, again)
+    assert t.events == [("hook", f"the alert hook {sys.executable} exited (code 7)", "warn")]
     works.touch()
-    t.until(lambda: len(t.events) == 4, again)
+    t.until(lambda: len(t.events) == 2, again)
     t.hooks.close()
-    assert t.events[3][1:] == (f"the alert hook {sys.executable} works again", "info")
+    assert t.events[1][1:] == (f"the alert hook {sys.executable} works again", "info")
 
 
-@pytest.mark.parametrize(
-    ("program", "says"),
-    [
-        ("/no/such/program", "No such file or directory"),
-        (str(PROGRAM), "Permission denied"),
-    ],
-)
-def test_a_hook_that_cannot_be_started_says_why(tmp_path, program, says):
+@pytest.mark.parametrize("program", ["/no/such/program", str(PROGRAM)])
+def test_a_hook_that_cannot_be_started_is_a_failure(tmp_path, program):
     t = Trial(tmp_path, program=program)
     t.run()
     ((kind, text, level),) = t.events
     assert (kind, level) == ("hook", "warn")
     assert f"the alert hook {program} exited (code 12" in text
-    assert says in (t.launch / LOG).read_text()
-
-
-def test_the_log_of_hooks_stays_small(tmp_path):
-    t = Trial(tmp_path, "flood")
-    t.run()
-    log = t.launch / LOG
-    assert MAX_OUTPUT_BYTES < log.stat().st_size < MAX_OUTPUT_BYTES + 1000
-    os.truncate(log, MAX_LOG_BYTES + 1)
-    t.run()
-    assert log.stat().st_size < MAX_OUTPUT_BYTES + 1000
-    assert t.events == []
-
-
-def test_the_log_is_not_written_through_a_link(tmp_path):
-    t = Trial(tmp_path)
-    (tmp_path / "mine").write_text("precious")
-    (t.launch / LOG).symlink_to(tmp_path / "mine")
-    t.run()
-    assert (tmp_path / "mine").read_text() == "precious"
 
 
 def test_a_launch_directory_that_is_gone_is_only_a_failure(tmp_path):

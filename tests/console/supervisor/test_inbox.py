@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from console import actions, request_schema
+from console import actions
 from console.sources import process
 from console.supervisor import inbox
 from console.supervisor.inbox import Inbox, Poller, Request
@@ -143,16 +143,6 @@ def test_an_id_is_executed_once_under_any_name_and_each_file_goes(launched, box)
     assert [e["text"] for e in launched.events(0) if e["kind"] == "note"].count("f1 once") == 1
 
 
-def test_many_files_that_come_twice_under_the_same_names_go_twice(launched, box):
-    names = [f"0000{n:02}.json" for n in range(inbox.MAX_REQUESTS_A_POLL)]
-    for _ in range(2):
-        for name in names:
-            (box / name).write_bytes(b"garbage")
-        launched.wait(lambda: not any((box / name).exists() for name in names), 10)
-    assert launched.ask("note", launched.run(), text="behind them")["ok"]
-    assert [a["text"] for a in answers(launched, "000000")] == [inbox.UNREADABLE] * 2
-
-
 def test_events_that_somebody_removed_go_on_with_every_answer(launched):
     for folder in (launched.path, launched.run()):
         (folder / rundir.EVENTS).unlink()
@@ -180,23 +170,6 @@ def test_kill_ends_ranks_that_are_deaf_at_once_and_says_who_asked(launched):
     assert not process.with_token(launched.token())
     with pytest.raises(RefusedError, match="has ended"):
         actions.send(launched.path, "halt", {}, "tester")
-
-
-@pytest.mark.parametrize(
-    ("action", "args", "says"),
-    [
-        ("dumb", {}, "did you mean 'dump'"),
-        ("dump", {"rnak": 1}, "did you mean 'rank'"),
-        ("halt", {"now": True}, "takes none"),
-        ("set-flag", {}, "needs name"),
-        ("set-flag", {"name": "NSA_LRR"}, "^there is no flag 'NSA_LRR'; did you mean 'NSA_LR'"),
-        ("note", {"text": "x" * 1001}, "at most 1000"),
-        ("dump", {"rank": True}, "number of a rank"),
-    ],
-)
-def test_wrong_words_are_refused_before_anything_is_sent(action, args, says):
-    with pytest.raises(UsageError, match=says):
-        request_schema.check(action, args)
 
 
 # --- without a supervisor --------------------------------------------------------------------
@@ -304,13 +277,6 @@ def test_a_request_wakes_and_is_found_where_polls_are_due_by_a_change_alone(poll
         assert set(polls.found) == {name}
         polls.found.clear()
         (box / f"{name}.json").unlink()
-
-
-def test_one_poll_runs_at_a_time(polls):
-    assert polls.poller.start([], None, 0.0)
-    assert not polls.poller.start([], None, 0.0)
-    polls.finish()
-    assert polls.poller.start([], None, 0.0)
 
 
 def test_a_request_is_found_also_where_the_run_directory_cannot_be_read(polls, tmp_path):

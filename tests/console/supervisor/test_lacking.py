@@ -51,15 +51,6 @@ def test_the_supervisor_may_open_all_that_is_allowed_and_the_ranks_what_was_give
         assert files_of(pid) == (200, 3000)
 
 
-def test_too_few_open_files_refuse_the_launch_and_leave_nothing(begin, plan, tmp_path):
-    begin.adopt(tmp_path / "x")
-    done = limited("ulimit -n 20", "launch", plan, "--run-dir", tmp_path / "x")
-    assert done.returncode == 4, done.stdout + done.stderr
-    assert "limit of open files is 20" in done.stderr
-    assert "ulimit -Hn" in done.stderr
-    assert not (tmp_path / "x").exists()
-
-
 def test_a_working_directory_that_is_gone_is_named(plan, tmp_path):
     removed = f"mkdir {tmp_path}/gone; cd {tmp_path}/gone; rmdir {tmp_path}/gone"
     for where in ((), ("--run-dir", tmp_path / "x")):

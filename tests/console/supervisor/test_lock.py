@@ -22,21 +22,6 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
 
 
-def test_the_lock_and_the_supervisors_documents_have_one_token(begin):
-    started = begin(phase("one", "member.py", 100000), shell=STUB, nproc=1)
-    started.wait_state("running")
-    held = rundir.read_json(started.path / rundir.LOCK)
-    owner = started.plan_state["supervisor"]
-    assert {key: held[key] for key in rundir.identity()} == {
-        key: owner[key] for key in rundir.identity()
-    }
-    token = rundir.lock_token(started.path)
-    assert len(token) == 16
-    assert token == owner["token"] == started.state()["lock_token"]
-    started.ask("stop")
-    started.wait_end()
-
-
 def test_a_new_owner_has_a_new_token_and_its_supervisor_keeps_it(tmp_path):
     fd = rundir.open_append(tmp_path / rundir.LOCK)
     os.close(fd)

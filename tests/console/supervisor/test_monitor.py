@@ -185,23 +185,6 @@ def test_a_stall_has_a_bounded_number_of_verdicts_of_which_the_last_is_current(t
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "is_new"),
-    [
-        (
-            "since 10:00:01: it runs at 98% of a core",
-            "since 10:00:02: it runs at 99% of a core",
-            False,
-        ),
-        ("child 7 (sh, sleeping)", "child 7 (sh, running)", False),
-        ("the lock of /x, held by pid 5 (py)", "the lock of /x, held by pid 6 (py)", True),
-    ],
-)
-def test_only_a_change_that_lasts_makes_a_new_verdict(before, after, is_new):
-    first, second = (Verdict(1.0, text, "lock", 1, "log", 5, "high") for text in (before, after))
-    assert (monitor._says(first) != monitor._says(second)) == is_new
-
-
-@pytest.mark.parametrize(
     ("step", "saved", "reports", "words"),
     [
         (

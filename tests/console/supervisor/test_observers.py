@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,27 +102,6 @@ def trial():
     directory = Directory()
     yield Trial(directory)
     directory.close()
-
-
-def test_an_open_alert_that_is_told_anew_is_not_raised_twice(trial):
-    assert trial.alerts.raise_("stall", "rank 0 is stopped", "crit", "3")
-    trial.alerts.update("stall", "rank 1 is behind")
-    assert not trial.alerts.raise_("stall", "rank 2 is behind", "crit", "3")
-    assert (trial.text(), trial.kinds) == ("rank 1 is behind", ["alert"])
-
-
-def test_what_is_never_skipped_writes_its_traceback_once_in_a_while(trial, capfd):
-    observers = trial.observers()
-    for _ in range(50):
-        assert observers.call("the state", lambda: 1 // 0, -1) == -1
-    assert capfd.readouterr().err.count("Traceback") == 1
-    assert trial.text().startswith("the observer of the state failed (ZeroDivisionError: ")
-    observers = trial.observers(settled_s=0.1)
-    for mistake in ("first", "second"):
-        observers.call("the state", partial(int, mistake), None)
-        time.sleep(0.2)
-    written = capfd.readouterr().err
-    assert written.count("'first'") == written.count("'second'") == 1
 
 
 def test_every_request_has_its_method_and_without_one_it_is_answered(trial):

@@ -230,20 +230,6 @@ def test_open_alerts_go_on_in_the_next_process_and_are_cleared_there(begin):
     started.wait(lambda: stall() == ["alert", "clear"])
 
 
-def test_memory_that_the_kernel_freed_before_a_replacement_explains_the_end(begin, tmp_path):
-    counters = tmp_path / "vmstat"
-    counters.write_text("oom_kill 5\n")
-    setup = "from console.sources import oom_counts; oom_counts.MOUNTS = os.devnull; "
-    setup += f"oom_counts.VMSTAT = pathlib.Path({str(counters)!r})"
-    shell = broken.shell(tmp_path, "launch.Launch.tick", "pass", setup)
-    started = begin(phase("one", "member.py", 100_000), shell=shell, nproc=2)
-    started.wait_steps(3)
-    counters.write_text("oom_kill 6\n")
-    kill_child(started)
-    os.kill(started.pids()[1], signal.SIGKILL)
-    assert "the host ran out of memory (host-wide oom_kill 5 → 6)" in started.wait_end()["why"]
-
-
 def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
     begin, tmp_path, monkeypatch
 ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -19,7 +18,7 @@ from console.supervisor.restart import AttemptEnd, NextAttempt
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract import plan as plans
-from trainers.contract.errors import ContractError, RefusedError
+from trainers.contract.errors import RefusedError
 from trainers.contract.plan import Restart
 
 CRASH = Restart("crash", attempts=3, backoff_s=10)
@@ -138,21 +137,6 @@ def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin):
         actions.adopt(started.path)
 
 
-def test_a_stop_is_continued_by_the_supervisor_that_adopts(begin):
-    """The supervisor dies in the grace of a stop: the next one kills the ranks that ignore TERM."""
-    started = begin(
-        phase("one", "member.py", 100_000, "deaf"), shell=STUB, restart="crash",
-        watch={"grace_s": 4, "stall_floor_s": 60},
-    )  # fmt: skip
-    started.wait_steps(3)
-    assert started.ask("stop")["ok"]
-    started.wait(lambda: started.state()["asked"] == "stop")
-    started.kill_supervisor()
-    actions.adopt(started.path)
-    assert started.wait_end(30)["phases"][0]["state"] == "stopped"
-    assert not process.with_token(started.token())
-
-
 @pytest.fixture(scope="module")
 def lost(begin):
     """A run whose supervisor has died and whose ranks live."""
@@ -212,14 +196,6 @@ def test_stalls_of_a_former_supervisor_are_the_most_that_document_and_events_say
         state = {"attempt": 1, "stalls": written}
         assert former_run.summary(state, tmp_path, 1, 1).stalls == counted
     assert former_run.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
-
-
-def test_a_copy_is_not_adopted_and_the_processes_of_the_original_live_on(lost):
-    copy = lost.path.with_name("copy")
-    shutil.copytree(lost.path, copy)
-    with pytest.raises(ContractError, match="is a copy or was moved"):
-        actions.adopt(copy)
-    assert set(lost.pids().values()) <= set(process.with_token(lost.token()))
 
 
 def test_living_processes_count_and_not_a_document_that_lags_behind_or_holds_garbage(lost):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from console.sources.reducer import NO_RECORDS
 from console.sources.summary import Summary
 from console.supervisor.monitor import readings
 from tests.console.sources.recorded import Recorded
-from trainers.contract import heartbeat, jsonl, pulse
+from trainers.contract import heartbeat, jsonl
 from trainers.contract.plan import Watch
 
 
@@ -117,22 +116,6 @@ def test_no_record_raises_in_what_watches(drawn):
             readings(told.heads, seen, {}, (), {}, stall_doubt=why_unconfirmed(seen, Watch()))
         )
     gates.evaluate(summed, {rule.name: 1 for rule in gates.TABLE if rule.bound != "yes"})
-
-
-STEP_AT, SINCE_AT = 24, 40
-
-
-@given(st.binary(min_size=pulse.SIZE_BYTES, max_size=pulse.SIZE_BYTES),
-       st.floats(), st.floats(), st.integers(-(2**63), 2**63 - 1))  # fmt: skip
-def test_a_pulse_of_no_time_is_none(noise, since, beat, step):
-    sane = bytearray(pulse.PulseWriter(None, 0).memory)
-    struct.pack_into("<q", sane, STEP_AT, step)
-    struct.pack_into("<dd", sane, SINCE_AT, since, beat)
-    for data in (noise, bytes(sane)):
-        found = pulse.unpack(data)
-        if found is not None:
-            assert 0 <= found.since < pulse.LATEST_S
-            assert found.step >= 0
 
 
 def test_one_absurd_step_does_not_stick():

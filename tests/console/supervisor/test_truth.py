@@ -107,19 +107,3 @@ def test_on_a_full_disk_a_halt_ends_the_plan_and_the_last_word_is_kept(begin, sm
     assert [p["state"] for p in ended["phases"]] == ["halted", "later"]
     assert started.wait(lambda: rundir.read_json(started.run() / rundir.GATES), 20)
     started.wait(lambda: not rundir.is_alive(supervisor), 5)
-
-
-def test_a_renamed_run_directory_is_noticed(begin):
-    started = begin(phase("one", "member.py", 100_000))
-    started.wait_steps(3)
-    here, away = started.run(), started.path / "elsewhere"
-    here.rename(away)
-    try:
-        found = started.wait(
-            lambda: [a for a in RunSource(away).poll().alerts if a.id == "dropped"], 15
-        )
-        assert "No such file or directory" in found[0].text
-    finally:
-        away.rename(here)
-    assert started.ask("halt")["ok"]
-    started.wait_end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from trainers.contract.recorder import Recorder
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import ctypes, os, resource, sys, threading, time
+import ctypes, os, sys, threading, time
 from pathlib import Path
 from trainers.contract.member import join
 run, here, mode = join(), Path(os.environ["NSA_CONSOLE_RUN_DIR"]), sys.argv[1]
@@ -44,17 +43,6 @@ for step in range(1, 100000):
         while not records.exists() or "progress" not in records.read_text():
             time.sleep(0.01)
         held()
-    if step == 3 and mode == "crowd":
-        for _ in range(110):
-            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-        (here / "there").touch()
-    if step == 3 and mode == "full":
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
-        (here / "there").mkdir()
-        while not (here / "room").exists():
-            time.sleep(0.02)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     if step == 3 and mode == "leave":
         run.close(step)
         (here / "there").touch()
@@ -161,29 +149,6 @@ def test_the_last_resort_needs_no_gil_and_never_ends_a_rank(tmp_path, live, star
     time.sleep(0.2)
     assert process.poll() is None
     assert dumps.END_MARK not in stack.read_text()
-
-
-@pytest.mark.parametrize(
-    ("mode", "says"),
-    [
-        ("crowd", "shows the 100 newest threads only"),
-        ("full", "the previous dump failed: OSError"),
-    ],
-)
-def test_a_dump_says_what_it_lacks_and_the_next_one_comes(tmp_path, live, start, mode, says):
-    process, stack = start(mode, live), rundir.live_stack(live, 0)
-    wait_for((tmp_path / "there").exists)
-    process.send_signal(signal.SIGUSR1)
-    time.sleep(0.3)
-    (tmp_path / "room").touch()
-    if mode == "full":
-        assert not stack.read_text()
-    for _ in range(2):
-        time.sleep(0.2)
-        process.send_signal(signal.SIGUSR1)
-    wait_for(lambda: stack.read_text().count(dumps.END_MARK) >= 2)
-    assert says in stack.read_text()
-    assert process.poll() is None
 
 
 def test_sigusr1_before_the_handler_is_there_is_harmless_when_it_was_ignored(tmp_path, start):
@@ -293,34 +258,6 @@ def test_the_last_step_counts_unless_it_failed_and_values_that_json_lacks_are_co
     assert records[0]["loss"] == 0.5
     assert "Odd object" in records[0]["odd"]
     assert beats(tmp_path)[-1]["msg"] == "exit"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
-def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
-    """Records are dropped and counted, the caller never sees an error, later ones are whole."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(mount)], check=True)
-    try:
-        recorder = Recorder()
-        path = mount / "f.jsonl"
-        for index in range(3000):
-            recorder.put(path, b'{"n":%d,"pad":"%s"}\n' % (index, b"x" * 60))
-        wait_for(lambda: recorder.dropped > 0)
-        wait_for(lambda: recorder._queue.empty())
-        os.truncate(path, 16 << 10)
-        recorder.put(path, b'{"n":"last"}\n')
-        assert recorder.close(10)
-        lines = path.read_bytes().split(b"\n")
-        assert json.loads(lines[-2]) == {"n": "last"}
-        assert recorder.dropped > 1000
-        with (mount / "rest").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
-            while stream.write(b"x" * 4096):
-                pass
-        rundir.write_request(mount, rundir.HALT, "tester")
-        assert (mount / rundir.HALT).exists()
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatch):

@@ -1,0 +1,290 @@
+"""Compares the variants of a sweep from the records of its runs.
+
+The runs of a sweep are interleaved, because other load on the machine changes the times of all
+runs. Load only makes steps longer. So the figure of a run is the time of its fast steps, and the
+figure of a variant is that of the faster half of its runs. Whether two variants differ is decided
+by an exact permutation test over the rounds: if they do not differ, their two runs in a round could
+be exchanged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from console import status_text
+from console.plans.gate_check import poll_confirmed
+from console.sources import launch_documents
+from console.sources.run import RunSource
+from trainers.contract import flags, jsonl, rundir
+from trainers.contract.errors import NotFoundError, UsageError
+from trainers.contract.plan import LIMITS, NAME, highest_p
+
+LAST_STEPS, WARM_UP_STEPS = 50, 5
+"""The window of the runbooks' mean, and the first steps of a run, which never count."""
+FAST_QUANTILE = 0.1
+MAX_ROUNDS = int(LIMITS["rounds"][1])
+FACTS: Mapping[str, tuple[str, ...]] = {
+    "parameters": ("model.",), "tokens_per_step": ("data.seq_len", "train."), "versions": (),
+    "cuda": (), "device": ("train.device",), "threads_per_rank": ("OMP_NUM_THREADS",),
+    "strategy": (), "comm_backend": ("train.device",), "comm_hook": ("ddp.",),
+    "backend": ("attention.", "model.", "data.seq_len", "train.precision", "train.device"),
+}  # fmt: skip
+"""The keys of env.json that must agree, and the settings that may change each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The measurements of one run, and what it ran with."""
+
+    name: str
+    toks_per_s: float
+    """At the time of its fast steps."""
+    mean_toks_per_s: float
+    """Mean of its last steps, as the runbooks compute it."""
+    settings: Mapping[str, Any]
+    """The settings, the flags of libraries, and the commit."""
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One variant: the settings and flags that it may change, and its runs, one in each round."""
+
+    name: str
+    changes: Mapping[str, str]
+    runs: tuple[Run, ...]
+
+    @property
+    def toks_per_s(self) -> float:
+        """Mean of the faster half of the runs."""
+        return math.exp(_half([math.log(run.toks_per_s) for run in self.runs]))
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Mean and standard deviation over the runs, each the mean of its last steps."""
+        means = [run.mean_toks_per_s for run in self.runs]
+        return fmean(means), stdev(means)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of one sweep. `refusal` says why its variants cannot be compared, or is ""."""
+
+    sweep: str
+    variants: tuple[Variant, ...] = ()
+    """The fastest first."""
+    p_values: Mapping[tuple[str, str], float] | None = None
+    refusal: str = ""
+
+    @property
+    def best(self) -> tuple[str, ...]:
+        """The names of the fastest variant and of those that do not differ from it."""
+        first, limit = self.variants[0].name, highest_p(len(self.variants))
+        pairs = self.p_values or {}
+        return tuple(v.name for v in self.variants if pairs.get((first, v.name), 1.0) > limit)
+
+    @property
+    def answer(self) -> str:
+        """One sentence: the winner, or "no difference", or why there is no comparison."""
+        if self.refusal:
+            return f"not compared: {self.refusal}"
+        best, rest = self.best, self.variants[len(self.best) :]
+        if not rest:
+            return "no difference"
+        slower = self.variants[0].toks_per_s / rest[0].toks_per_s - 1
+        than = f"at least {slower:.1%} faster than {', '.join(v.name for v in rest)}"
+        if len(best) == 1:
+            return f"{best[0]} is {than}"
+        return f"no difference between {' and '.join(best)}; {best[0]} is {than}"
+
+    def lines(self) -> Iterator[str]:
+        """Yields the table of the variants and the answer."""
+        yield f"{self.sweep}: {self.answer}"
+        for variant in () if self.refusal else self.variants:
+            mean, deviation = variant.spread
+            facts = variant.runs[0].facts
+            routes = " ".join(f"{k}:{v}" for k, v in jsonl.mapping(facts, "backend").items())
+            yield (
+                f"  {variant.name:<12} {variant.toks_per_s:>10,.0f} tok/s undisturbed; last "
+                f"{LAST_STEPS} steps {mean:,.0f} ± {deviation:,.0f} tok/s, "
+                f"{len(variant.runs)} runs; {routes}, hook {facts.get('comm_hook')}"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the comparison as plain data."""
+        return {
+            "sweep": self.sweep, "answer": self.answer, "refusal": self.refusal,
+            "best": [] if self.refusal else list(self.best),
+            "variants": [
+                {"name": v.name, "changes": dict(v.changes), "toks_per_s": v.toks_per_s,
+                 "mean_toks_per_s": v.spread[0], "stdev_toks_per_s": v.spread[1],
+                 "runs": [[r.name, r.toks_per_s, r.mean_toks_per_s] for r in v.runs],
+                 "facts": dict(v.runs[0].facts)}
+                for v in self.variants
+            ],
+            "p_values": [[*pair, p] for pair, p in (self.p_values or {}).items()],
+        }  # fmt: skip
+
+
+def fast_s(steps_s: Sequence[float]) -> float:
+    """Returns the time of the fast steps of a run, which other load made the least longer."""
+    return sorted(steps_s)[int(FAST_QUANTILE * (len(steps_s) - 1))]
+
+
+def p_value(first: Sequence[float], second: Sequence[float]) -> float:
+    """Returns the probability of such a difference if the two runs of each round are exchangeable.
+
+    `first` and `second` are the figures of two variants by round, at most `MAX_ROUNDS` of them. The
+    test is exact: it compares the difference of the faster halves with that of every exchange.
+    """
+    pairs = [(math.log(a), math.log(b)) for a, b in zip(first, second, strict=True)]
+
+    def difference(exchanged: Sequence[bool]) -> float:
+        rows = [(b, a) if swap else (a, b) for (a, b), swap in zip(pairs, exchanged, strict=True)]
+        return abs(_half([a for a, _ in rows]) - _half([b for _, b in rows]))
+
+    observed = difference([False] * len(pairs)) - 1e-12
+    # Exchanging all rounds changes nothing, so the first is never exchanged.
+    exchanges = itertools.product((False, True), repeat=len(pairs) - 1)
+    reached = sum(difference((False, *each)) >= observed for each in exchanges)
+    return reached / 2 ** (len(pairs) - 1)
+
+
+def _half(values: Sequence[float]) -> float:
+    """Returns the mean of the larger half."""
+    return fmean(sorted(values)[len(values) // 2 :])
+
+
+def compare(sweep: str, variants: Sequence[Variant]) -> Comparison:
+    """Returns the comparison of variants with equally many runs, or the refusal."""
+    if refusal := _refusal(variants):
+        return Comparison(sweep, refusal=refusal)
+    ranked = sorted(variants, key=lambda variant: -variant.toks_per_s)
+    figures = {v.name: [run.toks_per_s for run in v.runs] for v in ranked}
+    p_values = {
+        (a, b): p_value(figures[a], figures[b]) for a, b in itertools.combinations(figures, 2)
+    }
+    return Comparison(sweep, tuple(ranked), p_values)
+
+
+def _refusal(variants: Sequence[Variant]) -> str:
+    """Returns what differs between the runs besides the variables of the sweep, or ""."""
+    first = variants[0].runs[0]
+    variables = {key for variant in variants for key in variant.changes}
+    for variant in variants:
+        own = variant.runs[0]
+        for run in variant.runs:
+            for key in sorted({*first.settings, *run.settings}):
+                a = own if key in variables else first
+                if a.settings.get(key) != run.settings.get(key):
+                    return _differ(key, a, run, a.settings, run.settings)
+            for key, causes in FACTS.items():
+                may = any(variable.startswith(cause) for variable in variables for cause in causes)
+                a = own if may else first
+                if a.facts.get(key) != run.facts.get(key) or key not in run.facts:
+                    return _differ(key, a, run, a.facts, run.facts)
+    return ""
+
+
+def _differ(
+    key: str, a: Run, b: Run, values_a: Mapping[str, Any], values_b: Mapping[str, Any]
+) -> str:
+    if values_a.get(key) == values_b.get(key):
+        return f"{b.name} has no {key} in {rundir.ENV}"
+    return f"{key} is {values_a.get(key)!r} in {a.name} and {values_b.get(key)!r} in {b.name}"
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def sweeps(launch: Path) -> list[Comparison]:
+    """Returns the comparison of each sweep of a launch, in the order of the plan.
+
+    Raises NotFoundError if plan.json cannot be read, and UsageError if the plan has no sweep.
+    """
+    plan = rundir.read_json(launch / rundir.PLAN, below=launch)
+    if plan is None:
+        raise NotFoundError(f"{launch} holds no readable {rundir.PLAN}")
+    found: dict[str, dict[str, list[tuple[int, Mapping[str, Any]]]]] = {}
+    for index, phase in enumerate(jsonl.entries(plan, "phases")):
+        names = [jsonl.text(phase, key) for key in ("sweep", "variant", "name")]
+        if names[0] and all(NAME.fullmatch(name) for name in names):
+            found.setdefault(names[0], {}).setdefault(names[1], []).append((index, phase))
+    if not found:
+        raise UsageError(f"the plan of {launch.name} has no sweep: no phase with 'variants'")
+    return [_read(launch, sweep, variants) for sweep, variants in found.items()]
+
+
+def _read(
+    launch: Path, sweep: str, planned: Mapping[str, list[tuple[int, Mapping[str, Any]]]]
+) -> Comparison:
+    counts = {len(phases) for phases in planned.values()}
+    if len(counts) != 1 or not 2 <= min(counts) <= MAX_ROUNDS or len(planned) < 2:
+        return Comparison(sweep, refusal=f"{rundir.PLAN} does not have equal rounds of variants")
+    variants = []
+    for name, phases in planned.items():
+        runs = []
+        for index, phase in phases:
+            path = launch / launch_documents.run_directory(
+                {"dir": f"{index}-{jsonl.text(phase, 'name')}"}
+            )
+            run = _measure(path)
+            if isinstance(run, str):
+                return Comparison(sweep, refusal=f"{path.name}: {run}")
+            runs.append(run)
+        variants.append(Variant(name, _changes(phases[0][1], planned), tuple(runs)))
+    return compare(sweep, variants)
+
+
+def _changes(
+    phase: Mapping[str, Any], planned: Mapping[str, list[tuple[int, Mapping[str, Any]]]]
+) -> dict[str, str]:
+    """Returns the settings and library flags of a variant that another variant does not have."""
+    others = [_given(phases[0][1]) for phases in planned.values()]
+    return {
+        key: value for key, value in _given(phase).items()
+        if any(other.get(key) != value for other in others)
+    }  # fmt: skip
+
+
+def _given(phase: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a phase sets; a flag of ours has the key of its setting."""
+    given = {key: str(value) for key, value in jsonl.mapping(phase, "set").items()}
+    return given | {
+        flags.OWN.get(name, name): str(value)
+        for name, value in jsonl.mapping(phase, "flags").items()
+    }
+
+
+def _measure(path: Path) -> Run | str:
+    """Returns the measurements of a run, or why it does not count."""
+    source = RunSource(path, reads="all")
+    source.read_all()
+    state = poll_confirmed(source)
+    if state.state != "completed" or status_text.exit_code(state):
+        why = status_text.no_go(state) or status_text.not_passed(state.gates)
+        return f"it is {state.state}{f', {why}' if why else ''}; only a run that is go counts"
+    steps_s = [s for s in source.series.newest_steps_s(WARM_UP_STEPS) if s > 0]
+    run = rundir.read_json(path / rundir.RUN, below=path) or {}
+    facts = rundir.read_json(path / rundir.ENV, below=path) or {}
+    tokens = jsonl.number(facts, "tokens_per_step")
+    if not tokens or len(steps_s) < LAST_STEPS // 2:
+        return f"it has {len(steps_s)} step times after the first {WARM_UP_STEPS} steps, too few"
+    settings = jsonl.mapping(run, "settings")
+    values = {key: jsonl.mapping(settings, key).get("value") for key in settings}
+    library = {
+        name: jsonl.text(jsonl.mapping(jsonl.mapping(run, "flags"), name), "value")
+        for name in jsonl.mapping(run, "flags") if name in flags.LIBRARY
+    }  # fmt: skip
+    return Run(
+        path.name, tokens / fast_s(steps_s), tokens / fmean(steps_s[-LAST_STEPS:]),
+        values | library | {"git": run.get("git"), "host": run.get("host"),
+                            "world": run.get("world")},
+        {key: facts[key] for key in FACTS if key in facts},
+    )  # fmt: skip

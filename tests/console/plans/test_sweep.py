@@ -1,0 +1,128 @@
+"""Sweeps: their phases, the decision whether variants differ, and what cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from console.plans.sweep import Run, Variant, compare, p_value
+from trainers.contract import plan
+from trainers.contract.errors import UsageError
+
+PLAN: dict[str, Any] = {
+    "name": "buckets",
+    "phases": [{
+        "name": "bucket", "set": {"train.steps": 60}, "rounds": 8,
+        "variants": {"mb25": {"flags": {"NSA_DDP_BUCKET_MB": 25}},
+                     "mb50": {"flags": {"NSA_DDP_BUCKET_MB": 50}}},
+    }],
+}  # fmt: skip
+FACTS: dict[str, Any] = {
+    "parameters": 1, "tokens_per_step": 256, "versions": {"torch": "2"}, "cuda": None,
+    "device": {"type": "cpu"}, "threads_per_rank": 1, "strategy": "ddp", "comm_backend": "gloo",
+    "comm_hook": "none", "backend": {"win": "banded"},
+}  # fmt: skip
+
+
+def variant(name: str, figures: list[float], changes: dict[str, str], **more: Any) -> Variant:
+    given = {"ddp.bucket_mb": 25, "optim.lr": 1.0} | changes | more.pop("settings", {})
+    runs = (Run(f"{name}-{i}", x, x, given, FACTS | more) for i, x in enumerate(figures))
+    return Variant(name, changes, tuple(runs))
+
+
+def test_the_phases_of_a_sweep_are_interleaved_and_every_second_round_is_reversed() -> None:
+    phases = plan.parse(PLAN, "p").phases
+    assert [phase.name for phase in phases[:5]] == [
+        "bucket-1-mb25", "bucket-1-mb50", "bucket-2-mb50", "bucket-2-mb25", "bucket-3-mb25",
+    ]  # fmt: skip
+    assert len(phases) == 16
+    assert {phase.sweep for phase in phases} == {"bucket"}
+    assert phases[1].variant == "mb50"
+    assert phases[1].flags == {"NSA_DDP_BUCKET_MB": "50"}
+    stored = json.loads(json.dumps(plan.Plan("x", phases).as_dict()))
+    assert plan.parse(stored, "plan.json").phases == phases
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rounds": 7}, "'rounds' cannot be 7"),
+        ({"variants": {"a": {}}}, "at least two variants"),
+        ({"variants": {"a": {}, "b": {}, "c": {}}}, "cannot show a difference"),
+        ({"variants": {"a": {"steps": 1}, "b": {}}}, "there is no key 'steps'"),
+        ({"variants": [1]}, "must be key: value lines"),
+        ({"variants": {"a": {}, "B!": {}}}, "must be lower-case letters"),
+    ],
+)
+def test_a_sweep_that_cannot_decide_or_be_read_is_refused(change: Any, words: str) -> None:
+    raw = {"name": "x", "phases": [PLAN["phases"][0] | change]}
+    with pytest.raises(UsageError, match=words):
+        plan.parse(raw, "p")
+
+
+def test_a_difference_in_every_round_is_significant_and_noise_is_not() -> None:
+    load = [1, 1, 0.6, 1, 1, 0.5, 1, 1, 0.9, 1, 1, 1]
+    slow = [100.0 * factor for factor in load]
+    fast = [value * 1.15 for value in slow]
+    found = compare("bucket", [variant("a", slow, {}), variant("b", fast, {"ddp.bucket_mb": "50"})])
+    assert found.best == ("b",)
+    assert found.answer.startswith("b is at least 1")
+    mixed = [100.0, 101, 99, 100, 70, 100, 101, 99]
+    same = compare("bucket", [variant("a", mixed, {}), variant("b", mixed[::-1], {})])
+    assert same.answer == "no difference"
+
+
+def test_two_fast_variants_and_a_slow_one_are_told_apart() -> None:
+    noise = random.Random(3)
+    three = [
+        variant(name, [speed * noise.uniform(0.99, 1.01) for _ in range(11)], {"ddp.bucket_mb": x})
+        for name, speed, x in (("a", 100, "1"), ("b", 130, "2"), ("c", 130, "3"))
+    ]
+    found = compare("bucket", three)
+    assert set(found.best) == {"b", "c"}
+    assert "no difference between" in found.answer
+    assert found.answer.endswith("faster than a")
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)), min_size=2, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_a_p_value_is_that_of_the_exchanged_variants(pairs: list[tuple[float, float]]) -> None:
+    first, second = [a for a, _ in pairs], [b for _, b in pairs]
+    found = p_value(first, second)
+    assert 2 ** (1 - len(pairs)) <= found <= 1
+    assert found == p_value(second, first)
+    assert p_value(first, first) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"settings": {"optim.lr": 2.0}}, "optim.lr is 1.0 in a-0 and 2.0 in b-0"),
+        ({"backend": {"win": "flash"}}, "backend is {'win': 'banded'} in a-0"),
+        ({"versions": {"torch": "3"}}, "versions is"),
+    ],
+)
+def test_variants_that_differ_in_more_than_the_variable_are_not_compared(
+    more: Any, words: str
+) -> None:
+    figures = [1.0] * 8
+    other = variant("b", figures, {"ddp.bucket_mb": "50"}, **more)
+    found = compare("bucket", [variant("a", figures, {"ddp.bucket_mb": "25"}), other])
+    assert found.answer.startswith("not compared: ")
+    assert words in found.refusal
+
+
+def test_a_variable_of_the_attention_may_change_its_route() -> None:
+    other = variant("b", [1.0] * 8, {"attention.no_flash": "1"}, backend={"win": "math"})
+    first = variant("a", [1.0] * 8, {}, settings={"attention.no_flash": "0"})
+    assert not compare("sdpa", [first, other]).refusal
+
+
+def test_a_missing_fact_is_not_agreement() -> None:
+    bare = Variant("a", {}, tuple(Run(str(i), 1.0, 1.0, {}, {}) for i in range(8)))
+    assert "has no parameters" in compare("x", [bare, bare]).refusal

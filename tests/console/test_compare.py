@@ -1,0 +1,103 @@
+"""`nsa-console compare`: from the directories of a launch to the winner, or why there is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from console.cli import main
+from tests.console.plans.test_sweep import FACTS, PLAN
+from tests.console.sources import directory
+from tests.console.test_go import PASSED
+from trainers.contract import plan, rundir
+
+STEPS = 40
+BOUNDS = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
+
+
+def measured(path, phase, step_s):
+    """A completed run of one phase whose steps took `step_s` each."""
+    run = directory.run(path, 1, "completed", why="all ranks done")
+    bucket = phase.flags["NSA_DDP_BUCKET_MB"]
+    born = (rundir.read_json(run / rundir.RUN) or {}) | {"world": 1, "gates": BOUNDS}
+    born |= {"settings": {"ddp.bucket_mb": {"value": int(bucket)}}, "flags": {}}
+    directory.document(run / rundir.RUN, born)
+    directory.document(run / rundir.ENV, FACTS)
+    passed = [PASSED[0] | {"value": STEPS, "bound": f"≥ {STEPS}"}, *PASSED[1:]]
+    directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": passed})
+    directory.event(run, "state", attempt=1, state="completed")
+    directory.beat(run, 0, 0, "boot")
+    for step in range(1, STEPS + 1):
+        directory.beat(run, 0, step, loss=1.0, steps_dt_s=[step_s + (step % 5) / 1000])
+    directory.beat(run, 0, STEPS, "exit", exit_code=0)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """A completed launch of the sweep, whose larger bucket is faster by a sixth."""
+    planned = plan.parse(PLAN, "p")
+    path = directory.launch(tmp_path)
+    phases = [phase.name for phase in planned.phases]
+    document = json.loads(json.dumps(planned.as_dict()))
+    for entry in document["phases"]:
+        entry["gates"] = BOUNDS
+    held = rundir.read_json(path / rundir.PLAN) or {}
+    directory.document(path / rundir.PLAN, held | document)
+    for index, phase in enumerate(planned.phases):
+        measured(path / f"{index}-{phase.name}", phase, 0.05 if phase.variant == "mb50" else 0.06)
+    done = [{"name": name, "state": "completed", "result": "pass", "dir": f"{i}-{name}"}
+            for i, name in enumerate(phases)]  # fmt: skip
+    state = rundir.read_json(path / rundir.PLAN_STATE) or {}
+    ended = {"state": "ended", "phase": len(phases) - 1, "why": "all phases are done"}
+    directory.document(path / rundir.PLAN_STATE, state | ended | {"phases": done})
+    return path
+
+
+def said(capsys, *words):
+    code = main([str(word) for word in words])
+    told = capsys.readouterr()
+    return code, told.out + told.err
+
+
+def test_the_faster_variant_is_named_with_its_figures_and_routes(launch, capsys):
+    code, out = said(capsys, "compare", launch)
+    assert code == 0, out
+    assert out.startswith("bucket: mb50 is at least 20.0% faster than mb25\n")
+    assert "8 runs; win:banded, hook none" in out
+    (found,) = json.loads(said(capsys, "compare", launch, "--json")[1])
+    assert found["best"] == ["mb50"]
+    assert found["p_values"] == [["mb50", "mb25", 2**-7]]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("gone", "run.json cannot be read"), ("crashed", "it is crashed"), ("few", "too few"),
+        ("hook", "comm_hook is 'none' in"), ("gates", "gate loss_finite is not in gates.json"),
+    ],
+)  # fmt: skip
+def test_a_run_that_does_not_count_leaves_no_comparison(launch, capsys, what, words):
+    run = launch / "3-bucket-2-mb25"
+    if what == "gone":
+        shutil.rmtree(run)
+    elif what == "few":
+        path = rundir.heartbeat(run, 0)
+        path.write_text(path.read_text().replace("steps_dt_s", "other"))
+    elif what == "hook":
+        directory.document(run / rundir.ENV, FACTS | {"comm_hook": "bf16"})
+    elif what == "gates":
+        directory.document(run / rundir.GATES, {"v": 1, "gates": []})
+    else:
+        held = rundir.read_json(run / rundir.SUPERVISOR) or {}
+        directory.document(run / rundir.SUPERVISOR, held | {"state": "crashed"})
+    code, out = said(capsys, "compare", launch)
+    assert code == 1
+    assert words in out
+
+
+def test_a_launch_without_a_sweep_is_told_so(tmp_path, capsys):
+    code, out = said(capsys, "compare", directory.launch(tmp_path))
+    assert code == 2
+    assert "has no sweep: no phase with 'variants'" in out
