@@ -231,9 +231,12 @@ ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
 
 def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
     """Returns all checks. A row that hangs fails after its time, and `said` hears of it before."""
+    phases: dict[str, int] = {}
+    for index, phase in enumerate(case.plan.phases):  # one row for all runs of a variant
+        phases.setdefault(f"{phase.sweep} {phase.variant}" if phase.sweep else phase.name, index)
     rows = [*TABLE, *(
-        Row(f"config {phase.name}", functools.partial(config_checks.config, index=index), PLAN)
-        for index, phase in enumerate(case.plan.phases)
+        Row(f"config {name}", functools.partial(config_checks.config, index=index), PLAN)
+        for name, index in phases.items()
     )]  # fmt: skip
     answers: dict[str, Future[Found]] = {row.name: Future() for row in rows}
     for need in {row.needs for row in rows}:

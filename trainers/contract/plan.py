@@ -249,6 +249,8 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
     if not isinstance(raw, dict) or "variants" not in raw:
         yield _phase(raw, shared, where)
         return
+    variants = {k: v for k, v in _mapping(raw["variants"], where).items() if v is not None}
+    raw = {**raw, "variants": variants}
     own = {key: value for key, value in raw.items() if key not in get_type_hints(Sweep)}
     sweep = section(Sweep, {k: v for k, v in raw.items() if k not in own}, where)
     base = _phase(own, shared, where)
