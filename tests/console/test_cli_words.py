@@ -19,7 +19,8 @@ GARBAGE = (
 RUN = "<run>"
 GOOD = {
     "runs": [], "status": [RUN], "watch": [RUN, "--plain"], "watchdog": [RUN, "--halt"],
-    "adopt": [RUN], "check": [RUN], "diagnose": [RUN], "bundle": [RUN, "--output", "/dev/null"],
+    "adopt": [RUN], "resume": [RUN, "--dry-run"], "check": [RUN], "diagnose": [RUN],
+    "bundle": [RUN, "--output", "/dev/null"],
     "logs": [RUN], "flags": [], "plans": [], "drill": ["--list"],
     "launch": ["cpu_smoke", "--dry-run", "--phase=sanity"], "dump": [RUN], "halt": [RUN],
     "stop": [RUN], "do": [RUN, "note", "text=hello"],
