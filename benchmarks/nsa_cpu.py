@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +35,33 @@ THREADS = 2
 TARGETS = {512: "≥ 0.86", 2048: "≥ 0.78"}
 LAYER_TOKENS, LAYER_TARGET = 8192, "≥ 1.3"
 MEMORY_TOKENS, MEMORY_TARGET = 2048, "≤ 1.5"
+PROMPT, DECODED, DECODE_TARGET = 4096, 256, "≥ 5"
+LOOP_COMMIT = "9c43e2b"
+"""The last commit that continued a sequence token by token, with a `cat` for each of them."""
+DECODE = """
+import dataclasses, json, resource, sys, time
+from pathlib import Path
+import torch
+from nsa.model import Transformer
+from trainers.settings import resolve
+
+threads, layers, prompt, decoded, block = map(int, sys.argv[1:])
+torch.set_num_threads(threads)
+config = resolve(Path("configs/m7c_125m.yaml"), {}).settings.model
+model = Transformer(dataclasses.replace(config, n_layers=layers))
+tokens = torch.randint(config.vocab_size, (1, prompt + decoded))
+with torch.inference_mode():
+    model(tokens[:, :64])
+    caches, found = model.caches(), []
+    wall, cpu = time.perf_counter(), time.process_time()
+    for part in (*tokens[:, :prompt].split(block, 1), *tokens[:, prompt:].split(1, 1)):
+        found.append(model(part, caches))
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    error = (torch.cat(found, 1) - model(tokens)).abs().max().item()
+print(json.dumps([wall, cpu, peak, error]))
+"""
+"""The program of `decoding`; it runs in this commit and in the former one."""
 Times = list[tuple[float, float]]
 
 
@@ -125,6 +154,39 @@ def print_peak(name: str, layers: int) -> None:
     print(next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM:")))
 
 
+def decoding(layers: int, rounds: int) -> str:
+    """A table of prefill and decoding, by blocks here and token by token in the former commit."""
+    with tempfile.TemporaryDirectory() as former:
+        archive = f"git archive {LOOP_COMMIT} | tar x -C {former}"
+        subprocess.run(["bash", "-o", "pipefail", "-c", archive], cwd=ROOT, check=True)
+        cases = {
+            "blocks of 1,024": (ROOT, PROMPT, 1024),
+            f"one by one, {LOOP_COMMIT}": (Path(former), PROMPT, 1),
+            "blocks of 1,024, twice the prompt": (ROOT, 2 * PROMPT, 1024),
+        }
+        found: dict[str, list[list[float]]] = {name: [] for name in cases}
+        for _ in range(rounds):
+            for name, (tree, prompt, block) in cases.items():
+                words = map(str, (THREADS, layers, prompt, DECODED, block))
+                command = [sys.executable, "-c", DECODE, *words]
+                done = subprocess.run(command, capture_output=True, text=True, cwd=tree, check=True)
+                found[name].append(json.loads(done.stdout))
+    rows: list[tuple[object, ...]] = []
+    ours = [median(each) for each in zip(*found["blocks of 1,024"], strict=True)]
+    for name, (_, prompt, _) in cases.items():
+        wall, cpu, peak, error = (median(each) for each in zip(*found[name], strict=True))
+        target = DECODE_TARGET if LOOP_COMMIT in name else ""
+        rows.append((
+            name, f"{prompt} + {DECODED}", f"{wall:.1f}", f"{cpu:.1f}", f"{wall / ours[0]:.1f}",
+            f"{cpu / ours[1]:.1f}", target, f"{peak:.0f}", f"{error:.0e}",
+        ))  # fmt: skip
+    header = (
+        "prefill", "tokens", "wall s", "CPU s", "it ÷ blocks, wall", "it ÷ blocks, CPU", "target",
+        "peak RSS MiB", "largest error of a logit",
+    )  # fmt: skip
+    return table(header, rows)
+
+
 def measure(layers: int, rounds: int) -> str:
     configs = {n: dataclasses.replace(c, n_layers=layers) for n, c in models().items()}
     sparse, dense = configs["nsa"], configs["dense, same shape"]
@@ -155,7 +217,8 @@ def measure(layers: int, rounds: int) -> str:
             ("dense, matched", f"{peaks['dense, matched']:.0f}", f"{ratio:.2f}", MEMORY_TARGET),
         ],
     )
-    return f"{table(header, rows)}\n\n{memory}"
+    decoded = decoding(min(layers, 2), min(rounds, 2))
+    return f"{table(header, rows)}\n\n{memory}\n\nTwo layers, decoding included:\n\n{decoded}"
 
 
 def about(configs: dict[str, ModelConfig]) -> str:

@@ -101,9 +101,9 @@ def layers(rounds: int) -> str:
                 continue  # a mask of all tokens by all tokens and heads
             contenders[f"nsa, sel {route}"] = layer = NSAttention(configs["nsa"])
             usual = layer.routes
-            layer.routes = lambda x, usual=usual, route=route: (
-                usual(x) | {"sel": Route(route, "benchmark")}
-            )
+            layer.routes = lambda x, first=0, usual=usual, route=route: {
+                **usual(x, first), "sel": Route(route, "benchmark"),
+            }  # fmt: skip
         found = {}
         for name, layer in contenders.items():
             step = layer_step(layer.cuda(), seq_len, configs["nsa"].dim)

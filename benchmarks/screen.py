@@ -4,7 +4,9 @@
 
 Each start: processor time and wall time until the frame and until the data are on the terminal.
 The last one continues: bytes, processor time and memory while it idles, then keys to repaint.
-Processor time, bytes and memory are valid on a busy machine too; wall times only on a quiet one.
+A bare Textual program (bare.py) is measured by turns with the screen, because how fast a machine is
+shows in both: budgets of time are multiples of it. Bytes and memory are valid on a busy machine
+too; times only on a quiet one.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import os
 import pty
 import re
 import select
-import statistics
 import struct
 import sys
 import tempfile
@@ -24,30 +25,49 @@ import termios
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import pyte
 
-from benchmarks.common import publish, table
+from benchmarks.common import median, publish, quantile, table
 from benchmarks.trace import Trace
 from trainers.contract import environ
 
 ROOT = Path(__file__).resolve().parents[1]
-FRAME, DATA = "q leave", "RUNNING"
-KEYS = (
-    ("3", b"VERDICT"),
-    ("1", b"tok/s"),
-    ("?", b"Keys in"),
-    ("?", b"tok/s"),
-    ("D", b"y yes"),
-    ("n", b"tok/s"),
-)
-"""A key, and a part of the bytes that it causes."""
-BUDGETS = {
-    "cpu_to_frame_ms": 260, "frame_ms": 350, "bytes_per_s": 3000, "cpu_pct": 1.5, "rss_mib": 48,
-    "key_p50_ms": 15, "key_p99_ms": 50,
-}  # fmt: skip
+COLUMNS = ("console", "bare", "ratio")
+PRESSES = 10
+Figures = dict[str, float]
+Key = tuple[str, str, bool]
+"""A key, a text, and whether the key brings the text to the screen or takes it away."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program to measure: its arguments, the texts of its first picture and data, its keys."""
+
+    argv: tuple[str, ...]
+    frame: str
+    data: str
+    keys: tuple[Key, ...]
+
+
+BARE = Program(
+    (sys.executable, "-m", "benchmarks.bare"), "q leave", "first even",
+    (("r", "first odd", True), ("r", "first even", True), ("s", "second even", True),
+     ("r", "second odd", True), ("r", "second even", True), ("s", "first even", True)),
+)  # fmt: skip
+OURS = Program(
+    (sys.executable, "-m", "console", "watch"), "q leave", "RUNNING",
+    (("3", "VERDICT", True), ("1", "tok/s", True), ("?", "Keys in", True), ("?", "Keys in", False),
+     ("D", "y yes", True), ("n", "y yes", False)),
+)  # fmt: skip
+LIMITS = {"bytes_per_s": 3000, "cpu_pct": 1.5, "rss_mib": 48, "key_p99_ms": 50}
+RATIOS = {"cpu_to_frame_ms": 1.4, "key_p50_ms": 2}
+"""Budgets: those of a machine at rest, and those as multiples of the bare Textual program."""
+QUIET_S = 0.15
+"""Silence after which a key's answer is complete."""
 _UNKNOWN = re.compile(rb"\x1b\[[<>=][0-9;:]*[A-Za-z]|\x1b\[\?[0-9;]*\$p|\x1bP[^\x1b]*\x1b\\")
 
 
@@ -58,7 +78,6 @@ class Terminal:
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen)
         self.bytes = 0
-        self.newest = b""
         self.started = time.perf_counter()
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
@@ -69,6 +88,8 @@ class Terminal:
             os.chdir(ROOT)
             os.execve(argv[0], list(argv), variables)
         self.process = psutil.Process(self.pid)
+        self.read_at, self.read_cpu_s = self.started, 0.0
+        """Moment of the newest read, and the processor time that the program had used by then."""
 
     def pump(self, wait_s: float) -> bool:
         if not select.select([self.fd], [], [], wait_s)[0]:
@@ -77,10 +98,13 @@ class Terminal:
             data = os.read(self.fd, 1 << 16)
         except OSError:
             return False
-        self.bytes += len(data)
-        self.newest += data
-        self._stream.feed(_UNKNOWN.sub(b"", data))
+        self.read_at, self.read_cpu_s = time.perf_counter(), self.cpu_s()
+        self._draw(data)
         return True
+
+    def _draw(self, data: bytes) -> None:
+        self.bytes += len(data)
+        self._stream.feed(_UNKNOWN.sub(b"", data))
 
     def shows(self, text: str) -> bool:
         return any(text in line for line in self.screen.display)
@@ -94,20 +118,28 @@ class Terminal:
             self.pump(0.05)
         return time.perf_counter() - begin
 
-    def press(self, key: str, answer: bytes, limit_s: float = 5.0) -> float:
-        """Returns the seconds from a key to its answer, read from the bytes themselves."""
-        self.newest = b""
+    def press(self, key: Key, limit_s: float = 5.0) -> float:
+        """Returns the seconds from a key to its answer on the screen.
+
+        The bytes are read with their times first and drawn on the emulated screen afterwards, so
+        that the emulator's own time does not count.
+        """
+        name, text, shown = key
         begin = time.perf_counter()
-        self.send(key)
+        self.send(name)
         while time.perf_counter() - begin < limit_s:
-            if not select.select([self.fd], [], [], 0.05)[0]:
-                continue
-            data = os.read(self.fd, 1 << 16)
-            self.newest += data
-            self.bytes += len(data)
-            if answer in self.newest:
-                return time.perf_counter() - begin
-        raise TimeoutError(f"{key!r} was not answered by {answer!r}")
+            read: list[tuple[float, bytes]] = []
+            while select.select([self.fd], [], [], QUIET_S)[0]:
+                data = os.read(self.fd, 1 << 16)
+                read.append((time.perf_counter() - begin, data))
+            answered = None
+            for at, data in read:
+                self._draw(data)
+                if answered is None and self.shows(text) == shown:
+                    answered = at
+            if answered is not None:
+                return answered
+        raise TimeoutError(f"no answer to {name!r}: {text!r} {'not' if shown else 'still'} shown")
 
     def drain(self, seconds: float) -> None:
         end = time.perf_counter() + seconds
@@ -129,15 +161,14 @@ class Terminal:
         os.close(self.fd)
 
 
-def start_once(argv: Sequence[str], size: tuple[int, int]) -> tuple[Terminal, dict[str, float]]:
-    """Starts the screen; returns it with its times to paint."""
-    terminal = Terminal(argv, *size)
-    terminal.wait(FRAME)
-    found = {"frame_ms": (time.perf_counter() - terminal.started) * 1000,
-             "cpu_to_frame_ms": terminal.cpu_s() * 1000}  # fmt: skip
-    terminal.wait(DATA)
-    found["data_ms"] = (time.perf_counter() - terminal.started) * 1000
-    found["cpu_to_data_ms"] = terminal.cpu_s() * 1000
+def start_once(program: Program, size: tuple[int, int]) -> tuple[Terminal, dict[str, float]]:
+    """Starts a program; returns it with its times to paint."""
+    terminal = Terminal(program.argv, *size)
+    found = {}
+    for name, text in (("frame", program.frame), ("data", program.data)):
+        terminal.wait(text)
+        found[f"{name}_ms"] = (terminal.read_at - terminal.started) * 1000
+        found[f"cpu_to_{name}_ms"] = terminal.read_cpu_s * 1000
     return terminal, found
 
 
@@ -151,45 +182,58 @@ def idle(terminal: Terminal, seconds: float) -> dict[str, float]:
             "rss_mib": terminal.process.memory_info().rss / 2**20}  # fmt: skip
 
 
-def keys(terminal: Terminal, presses: int) -> dict[str, float]:
-    waits = []
-    for _ in range(presses):
-        for key, answer in KEYS:
-            terminal.drain(0.15)
-            waits.append(terminal.press(key, answer) * 1000)
-    waits.sort()
-    return {"key_p50_ms": waits[len(waits) // 2], "key_p99_ms": waits[int(0.99 * (len(waits) - 1))],
+def key_times(waits: Sequence[float]) -> dict[str, float]:
+    return {"key_p50_ms": quantile(waits, 0.5) * 1000, "key_p99_ms": quantile(waits, 0.99) * 1000,
             "keys": float(len(waits))}  # fmt: skip
 
 
-def measure(size: tuple[int, int], runs: int, idle_s: float, launch: Path) -> dict[str, float]:
-    """Returns medians over the starts, and the idle and key figures of the last.
+def measure(size: tuple[int, int], runs: int, idle_s: float, launch: Path) -> list[Figures]:
+    """Returns the figures of the screen and of the bare program, which run by turns.
 
-    A first start is not counted: it compiles modules once per machine.
+    They are medians over the starts, and the idle and key figures of the last start. A first start
+    is not counted: it compiles modules once per machine.
     """
-    argv = [sys.executable, "-m", "console", "watch", str(launch)]
-    starts = []
-    start_once(argv, size)[0].leave()
-    for number in range(runs):
-        terminal, found = start_once(argv, size)
-        starts.append(found)
-        if number < runs - 1:
-            terminal.drain(0.5)
-            terminal.leave()
-    figures = {name: statistics.median(s[name] for s in starts) for name in starts[0]}
-    figures |= idle(terminal, idle_s) | keys(terminal, 10)
-    terminal.leave()
+    programs = (replace(OURS, argv=(*OURS.argv, str(launch))), BARE)
+    starts: tuple[list[Figures], ...] = ([], [])
+    last: list[Terminal] = []
+    for number in range(runs + 1):
+        for program, held in zip(programs, starts, strict=True):
+            terminal, found = start_once(program, size)
+            if number:
+                held.append(found)
+            if number == runs:
+                last.append(terminal)
+            else:
+                terminal.drain(0.5)
+                terminal.leave()
+    figures = [{name: median([s[name] for s in held]) for name in held[0]} for held in starts]
+    for terminal, found in zip(last, figures, strict=True):
+        found |= idle(terminal, idle_s)
+    waits: tuple[list[float], ...] = ([], [])
+    for _ in range(PRESSES):
+        for terminal, program, held in zip(last, programs, waits, strict=True):
+            terminal.drain(QUIET_S)
+            held += map(terminal.press, program.keys)
+    for terminal, found, held in zip(last, figures, waits, strict=True):
+        found |= key_times(held)
+        terminal.leave()
     return figures
 
 
-def rows(results: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
-    """Returns one row a figure: its name, the values at each size, the budget."""
+def rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
+    """Returns one row a figure: its name; per size ours, bare and the ratio; the budget."""
     found = []
-    for name in next(iter(results.values())):
-        values = [f"{figures[name]:,.1f}" for figures in results.values()]
-        budget = f"≤ {BUDGETS[name]:g}" if name in BUDGETS else "–"
-        found.append((name.replace("_", " "), *values, budget))
+    for name in next(iter(results.values()))[0]:
+        cells = [cell for pair in results.values() for cell in _cells(name, *pair)]
+        budget = f"≤ {LIMITS[name]:g}" if name in LIMITS else "–"
+        budget = f"≤ {RATIOS[name]:g} × bare" if name in RATIOS else budget
+        found.append((name.replace("_", " "), *cells, budget))
     return found
+
+
+def _cells(name: str, ours: Figures, bare: Figures) -> tuple[str, str, str]:
+    ratio = f"{ours[name] / bare[name]:.2f}" if name.endswith("_ms") else "–"
+    return f"{ours[name]:,.1f}", f"{bare[name]:,.1f}", ratio
 
 
 def main() -> None:
@@ -199,8 +243,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
+    results: dict[str, list[Figures]] = {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         trace = Trace(Path(folder) / "bench" / "20260101-000000")
         trace.write_documents()
         trace.write_backlog(60)
@@ -214,11 +258,16 @@ def main() -> None:
     publish(
         "screen",
         "What the screen costs",
-        table(("what", *results, "budget"), rows(results)),
-        f"Medians of {options.runs} cold starts; idle over {options.idle:g} s; 60 key presses. "
-        f"Load before: {load:.1f}. `frame` is the first picture, `data` the first figures of the "
-        "run in it. Processor time, bytes and memory hold on a busy machine too, wall times and "
-        "keys only on a quiet one.",
+        table(
+            ("what", *(f"{size} {each}" for size in results for each in COLUMNS), "budget"),
+            rows(results),
+        ),
+        f"Medians of {options.runs} cold starts; idle over {options.idle:g} s; {6 * PRESSES} key "
+        f"presses each. Load before: {load:.1f}. `bare` is benchmarks/bare.py, a Textual program "
+        "with header, text and footer that reads nothing, measured by turns with the console; four "
+        "of its six keys change the text, two the screen. Budgets with `×` are ratios to it, the "
+        "others are absolute. `frame` is the first picture, `data` the first figures of the run in "
+        "it. Bytes and memory hold on a busy machine too, times only on a quiet one.",
     )
 
 

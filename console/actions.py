@@ -227,10 +227,11 @@ def _rest(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
     if living or jsonl.text(state, "state") != "ended":
         why = living or f"it is {jsonl.text(state, 'state', 'in no known state')[:40]}"
         raise RefusedError(f"{name} has not ended ({why}); halt it first, or adopt it")
-    old = launch_spec.load(top)
+    stored = rundir.read_json(top / rundir.PLAN)
+    old = launch_spec.load(top, stored)
     done = [(each.get("state"), each.get("result")) for each in jsonl.entries(state, "phases")]
     index = len(list(itertools.takewhile(("completed", "pass").__eq__, done)))
-    gate_check.check_former(top, old.plan.as_dict(), state | {"phase": index, "state": "running"})
+    gate_check.check_former(top, stored or {}, state | {"phase": index, "state": "running"})
     if index >= len(old.plan.phases):
         raise RefusedError(f"all phases of {name} have passed; there is nothing to resume")
     first, origins = old.plan.phases[index], dict(old.set_origins)

@@ -124,12 +124,6 @@ class OomEvidence:
         return _rose(self.before.cgroup, self.after.cgroup)
 
     @property
-    def elsewhere(self) -> bool:
-        """True if the kernel killed a process on this host, outside the cgroup of the run."""
-        known = self.after.cgroup is not None
-        return known and not self.here and _rose(self.before.host, self.after.host)
-
-    @property
     def perhaps(self) -> bool:
         """True if the kernel killed a process on this host and no cgroup count is available."""
         return self.after.cgroup is None and _rose(self.before.host, self.after.host)

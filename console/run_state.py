@@ -266,8 +266,6 @@ def _culprit_words(facts: Facts, end: RankEnd) -> str:
         )
     if oom.perhaps and killed:
         return f"{sentence}, probably by the kernel: the host ran out of memory ({oom.words()})"
-    if oom.elsewhere and killed:
-        return f"{sentence} (the kernel killed a process, but not in this cgroup: {oom.words()})"
     return sentence
 
 

@@ -15,8 +15,8 @@ from nsa.backends import Switches
 from nsa.precision import no_autocast
 from nsa.tables import cached_table
 
-FOLDED_UP_TO, FOLDED_TOKENS = 1024, 64
-"""Longest sequence whose causal attention folds heads into rows, and tokens per fold."""
+FOLDED_TOKENS = 64
+"""Tokens per fold of `attend_causal`."""
 
 _ALL_BUT_FLASH = [
     SDPBackend.EFFICIENT_ATTENTION,
@@ -45,27 +45,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=native)
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of each token to itself and all tokens before it; shapes as in `attend`, T = S."""
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
+    """Attention of each token to itself and all tokens before it; shapes as in `attend`, T = S.
+
+    `folded` computes few tokens with the heads of a group as rows (see `Route.folded`).
+    """
     if k.shape[2] != q.shape[2]:
         # is_causal aligns queries and keys at their first token, which is right for equal lengths.
         raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[2]} keys.")
-    k, v, native = expand_kv(q, k, v)
-    if native and q.shape[2] <= FOLDED_UP_TO and _keeps_threads_busy(k):
+    if folded:
         return _attend_folded(q, k, v)
+    k, v, native = expand_kv(q, k, v)
     with no_autocast(q.device):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=native)
 
 
-def _keeps_threads_busy(k: Tensor) -> bool:
-    """Returns whether the CPU kernel can use all threads, because there are enough groups.
-
-    The kernel's backward gives each thread whole heads. False while torch.compile traces, because
-    the number of threads is not known then.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return k.shape[0] * k.shape[1] >= torch.get_num_threads()
+def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
+    """`attend_causal` of the last S of T tokens."""
+    count, total = q.shape[2], k.shape[2]
+    if count == total:
+        return attend_causal(q, k, v, folded)
+    # A single query sees all keys.
+    bias = causal_mask(total - count, count, total, q) if count > 1 else None
+    return attend(q, k, v, bias)
 
 
 def _attend_folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,21 +82,41 @@ def _attend_folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = q[:, :, begin : begin + FOLDED_TOKENS].unflatten(1, (groups, heads)).transpose(2, 3)
         count = rows.shape[2]
         end = begin + count
-        bias = causal_rows(begin, count, heads, q.device, q.dtype)
+        bias = causal_mask(begin, count, end, q, heads=heads)
         out = attend(rows.flatten(2, 3), k[:, :, :end], v[:, :, :end], bias)
         pieces.append(out.unflatten(2, (count, heads)).transpose(1, 2).flatten(2, 3))
     # Joined as [N, S, H, D], the layout in which heads are merged.
     return torch.cat(pieces, dim=1).transpose(1, 2)
 
 
+def causal_mask(
+    first: int, count: int, n_keys: int, like: Tensor, heads: int = 1, window: int = 0,
+    stride: int = 1,
+) -> Tensor:  # fmt: skip
+    """Returns an additive mask `[count · heads, n_keys]` with the dtype and device of `like`.
+
+    The queries have the positions first, first + 1, …, each for `heads` rows; the keys have 0,
+    `stride`, 2 · `stride`, …. A query sees the keys up to its position; with a `window`, only those
+    less than `window` positions before it.
+    """
+    return _causal_mask(first, count, n_keys, heads, window, stride, like.device, like.dtype)
+
+
 @cached_table
-def causal_rows(
-    first: int, count: int, heads: int, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Additive mask `[count · heads, first + count]`: each token sees those up to itself."""
-    token = first + torch.arange(count, device=device).repeat_interleave(heads)[:, None]
-    hidden = torch.arange(first + count, device=device) > token
-    return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
+def _causal_mask(
+    first: int, count: int, n_keys: int, heads: int, window: int, stride: int,
+    device: torch.device, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    query = first + torch.arange(count, device=device).repeat_interleave(heads)[:, None]
+    age = query - torch.arange(n_keys, device=device) * stride
+    hidden = (age < 0) | (age >= window) if window else age < 0
+    return additive(hidden, dtype)
+
+
+def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns an additive mask: -inf where a key is `hidden`, otherwise 0."""
+    zeros = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype)
+    return zeros.masked_fill_(hidden, -torch.inf)
 
 
 def expand_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:

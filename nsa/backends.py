@@ -6,7 +6,7 @@ The layer calls it before each forward, and `env.json` records its result, so bo
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ MASKED_UP_TO_ELSEWHERE = 4096
 FLASH_ATTN_INSTALLED = importlib.util.find_spec("flash_attn") is not None
 """Found once, without importing it: a search takes 0.1 ms, and torch.compile cannot trace it."""
 FLASH_ATTN_LARGEST_HEAD = 256
+FOLDED_UP_TO = 1024
+"""Most tokens whose causal attention folds the heads of a group into the rows of one product."""
 
 
 def _switch(default: Any, text: str) -> Any:
@@ -78,12 +80,26 @@ class Case:
     switches: Switches
     flash_attn: bool
     """True where the package flash-attn can be imported."""
+    first: int = 0
+    """Position of the first of the `seq_len` queries; the keys begin at position 0."""
+    batch: int = 1
+    threads: int = 0
+    """Threads of the CPU; 0 if unknown, as while torch.compile traces."""
+
+    @property
+    def total(self) -> int:
+        """The number of keys."""
+        return self.first + self.seq_len
+
+    @property
+    def sequential(self) -> bool:
+        return not self.switches.prefill_batched and self.seq_len > 1
 
     @property
     def selects_all(self) -> bool:
         """True if every query selects all blocks that have begun."""
         nsa = self.config.nsa
-        return self.seq_len <= nsa.n_select * nsa.select_block_size
+        return self.total <= nsa.n_select * nsa.select_block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +110,9 @@ class Route:
     why: str
     fallback: str = ""
     """The reason for which a switch is not followed, "" where all are."""
+    folded: bool = False
+    """The heads of a group are rows of one product in the route's causal part. On the CPU only; it
+    needs a group for each thread, because the kernel's backward gives each thread whole groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +124,7 @@ class _Rule:
 
 
 def _masks_are_faster(case: Case) -> bool:
-    return case.seq_len <= MASKED_UP_TO.get(case.device, MASKED_UP_TO_ELSEWHERE)
+    return case.seq_len == 1 or case.total <= MASKED_UP_TO.get(case.device, MASKED_UP_TO_ELSEWHERE)
 
 
 def _flash_attn_serves(case: Case) -> bool:
@@ -115,24 +134,25 @@ def _flash_attn_serves(case: Case) -> bool:
 _RULES = (
     _Rule("all", "causal", "dense attention", lambda c: c.config.attention == "dense"),
     _Rule("cmp", "none", "the sequence is shorter than a compressed block",
-          lambda c: c.seq_len < c.config.nsa.block_size),
-    _Rule("cmp", "sequential", "prefill_batched is off", lambda c: not c.switches.prefill_batched),
+          lambda c: c.total < c.config.nsa.block_size),
+    _Rule("cmp", "sequential", "prefill_batched is off", lambda c: c.sequential),
     _Rule("cmp", "masked", "a mask of tokens by blocks, in chunks of tokens", lambda c: True),
-    _Rule("sel", "sequential", "prefill_batched is off", lambda c: not c.switches.prefill_batched),
+    _Rule("sel", "sequential", "prefill_batched is off", lambda c: c.sequential),
     _Rule("sel", "ranges", "sel_ranges is on", lambda c: c.switches.sel_ranges),
     _Rule("sel", "causal", "every query selects all blocks", lambda c: c.selects_all),
     _Rule("sel", "masked", "masks are faster for so few tokens", _masks_are_faster),
     _Rule("sel", "chunked", "computes selected blocks only, in bounded memory", lambda c: True),
-    _Rule("win", "sequential", "prefill_batched is off", lambda c: not c.switches.prefill_batched),
+    _Rule("win", "sequential", "prefill_batched is off", lambda c: c.sequential),
     _Rule("win", "flash-attn", "use_fa2 is on", _flash_attn_serves),
     _Rule("win", "causal", "the window covers the sequence",
-          lambda c: c.seq_len <= c.config.nsa.window),
+          lambda c: c.total <= c.config.nsa.window),
     _Rule("win", "banded", "SDPA over chunks of tokens", lambda c: True),
 )  # fmt: skip
 """The first rule of a branch that applies decides."""
 
 _FLASH_ATTN_NEEDS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("flash-attn is not installed", lambda c: c.flash_attn),
+    ("flash-attn computes whole sequences, not the next tokens", lambda c: c.first == 0),
     ("flash-attn needs a CUDA device", lambda c: c.device == "cuda"),
     ("flash-attn needs bf16 or fp16", lambda c: c.dtype in ("bfloat16", "float16")),
     ("flash-attn needs equal d_k and d_v", lambda c: c.config.d_k == c.config.d_v),
@@ -149,8 +169,23 @@ def effective(case: Case) -> dict[str, Route]:
         if rule.branch in routes or "all" in routes or not rule.applies(case):
             continue
         fallbacks = (_sdpa_refusal(case, rule.name), _fa2_refusal(case, rule.branch))
-        routes[rule.branch] = Route(rule.name, rule.why, "; ".join(filter(None, fallbacks)))
+        reason = "; ".join(filter(None, fallbacks))
+        routes[rule.branch] = Route(rule.name, rule.why, reason, _folds(case, rule.name))
     return routes
+
+
+def _folds(case: Case, route: str) -> bool:
+    """Returns whether the causal part at the start of a sequence folds heads into rows."""
+    config = case.config
+    longest = {
+        "causal": case.total,
+        "banded": config.nsa.window,
+        "chunked": config.nsa.n_select * config.nsa.select_block_size,
+    }.get(route, FOLDED_UP_TO + 1)
+    enough_groups = 0 < case.threads <= case.batch * config.n_kv_groups
+    one_kernel = config.d_k == config.d_v and config.n_heads > config.n_kv_groups
+    few = case.first == 0 and longest <= FOLDED_UP_TO
+    return case.device == "cpu" and few and one_kernel and enough_groups
 
 
 def _flash_attn_refusal(case: Case) -> str:
@@ -176,9 +211,10 @@ def _sdpa_refusal(case: Case, route: str) -> str:
     return ""
 
 
-def in_words(routes: dict[str, Route]) -> dict[str, str]:
-    """Returns routes as env.json and the screen show them: name and reason of a fallback."""
+def in_words(routes: Mapping[str, Route]) -> dict[str, str]:
+    """Returns routes as env.json and the screen show them: name, and reason of a fallback."""
     return {
-        branch: f"{route.name} ({route.fallback})" if route.fallback else route.name
+        branch: f"{route.name}{', heads folded' if route.folded else ''}"
+        f"{f' ({route.fallback})' if route.fallback else ''}"
         for branch, route in routes.items()
     }

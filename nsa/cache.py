@@ -1,57 +1,119 @@
 """The decoding cache of a layer: stored keys and values, so that a new token costs one query."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
 
+SMALLEST_BUFFER = 64
+"""Rows in the first buffer of a cache without a capacity."""
+
+
+class Rows:
+    """Rows `[B, G, n, D]` in one buffer: an appended row is written, the others are not copied.
+
+    A buffer that is full is replaced by one of twice the rows. With `keep`, only the last `keep`
+    rows stay after an `append`.
+    """
+
+    def __init__(self, keep: int | None = None, capacity: int = 0) -> None:
+        self._keep, self._capacity = keep, capacity
+        self._buffer: Tensor | None = None
+        self._begin = self._end = 0
+
+    def append(self, new: Tensor) -> Tensor:
+        """Returns the kept rows followed by the `new` ones. Raises RuntimeError for gradients."""
+        if new.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("a decoding cache stores no gradients; call it in torch.no_grad().")
+        if self._buffer is None or self._end + new.shape[2] > self._buffer.shape[2]:
+            self._buffer = self._larger(new)
+        self._buffer[:, :, self._end : self._end + new.shape[2]] = new
+        self._end += new.shape[2]
+        both = self.rows
+        if self._keep is not None:
+            self._begin = max(self._begin, self._end - self._keep)
+        return both
+
+    @property
+    def rows(self) -> Tensor:
+        """The stored rows, as a view."""
+        assert self._buffer is not None, "nothing was appended"
+        return self._buffer[:, :, self._begin : self._end]
+
+    def clear(self) -> None:
+        """Drops all rows; the buffer stays."""
+        self._begin = self._end = 0
+
+    def _larger(self, new: Tensor) -> Tensor:
+        """Returns a buffer with the stored rows at its begin and room for as many new ones."""
+        count = self._end - self._begin
+        room = max(2 * (count + new.shape[2]), SMALLEST_BUFFER, self._capacity)
+        with torch.inference_mode(False), torch.no_grad():
+            buffer = new.new_empty(*new.shape[:2], room, new.shape[3])
+            if self._buffer is not None:
+                buffer[:, :, :count] = self.rows
+        self._begin, self._end = 0, count
+        return buffer
+
 
 class Cache:
-    """The cached keys and values of one layer, `[B, G, T, D]` each."""
+    """The cached keys and values of one layer.
 
-    def __init__(self, config: NSAConfig) -> None:
-        self.config = config
+    `kv` are unrotated rows of the compressed branch for its incomplete block, then rotated keys
+    and values of the selected and window branch. `blocks` are keys and values of the complete
+    compressed blocks. Rows that no later token can use are dropped. `capacity` is the number of
+    tokens for which memory is reserved at once; a longer sequence doubles it.
+    """
+
+    def __init__(self, config: NSAConfig, capacity: int = 0) -> None:
         self.length = 0
-        self.kv: list[Tensor] = []
-        """In the order of `NSAttention.project`: raw for the incomplete compressed block, rotated
-        for the other branches; rows that no later token can use are dropped."""
-        self.blocks: list[Tensor] = []
-        """Keys and values of the complete compressed blocks."""
+        blocks = -(-capacity // config.block_stride)
+        size, window = config.block_size, config.window
+        keep = ((size, 0), (size, 0), (None, capacity), (None, capacity), (window, 0), (window, 0))
+        self._kv = [Rows(*each) for each in keep]
+        self._blocks = [Rows(None, blocks) for _ in range(2)]
 
-    def hold(self, kv: Iterable[Tensor], length: int) -> None:
-        """Replaces the cached keys and values with those of all `length` tokens."""
-        nsa = self.config
-        keep = (nsa.block_size, nsa.block_size, length, length, nsa.window, nsa.window)
-        self.kv = [x[:, :, -rows:] for x, rows in zip(kv, keep, strict=True)]
-        self.length = length
+    @property
+    def kv(self) -> list[Tensor]:
+        return [rows.rows for rows in self._kv]
 
-    def append(self, kv: Sequence[Tensor]) -> None:
-        """Appends the keys and values of the next tokens."""
-        self.hold(joined(self.kv, kv), self.length + kv[0].shape[2])
+    @property
+    def blocks(self) -> list[Tensor]:
+        return [rows.rows for rows in self._blocks]
+
+    def append(self, kv: Sequence[Tensor]) -> list[Tensor]:
+        """Appends the next tokens. Returns the rows of `kv` that these tokens may use."""
+        self.length += kv[0].shape[2]
+        return [rows.append(new) for rows, new in zip(self._kv, kv, strict=True)]
 
     def append_blocks(self, *kv: Tensor) -> None:
         """Appends the compressed blocks that the last tokens completed."""
-        self.blocks = joined(self.blocks, kv)
+        for rows, new in zip(self._blocks, kv, strict=True):
+            rows.append(new)
+
+    def reset(self) -> None:
+        """Makes the cache empty, for the next document."""
+        self.length = 0
+        for rows in (*self._kv, *self._blocks):
+            rows.clear()
 
 
 class DenseCache:
-    """The decoding cache of a layer with dense attention."""
+    """The decoding cache of a layer with dense attention: rotated keys, and values."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 0) -> None:
         self.length = 0
-        self.kv: list[Tensor] = []
+        self._kv = [Rows(None, capacity) for _ in range(2)]
 
     def append(self, *kv: Tensor) -> list[Tensor]:
-        """Appends the rotated keys and values of new tokens. Returns those of all tokens."""
-        self.kv = joined(self.kv, kv)
+        """Appends keys and values of new tokens. Returns those of all tokens."""
         self.length += kv[0].shape[2]
-        return self.kv
+        return [rows.append(new) for rows, new in zip(self._kv, kv, strict=True)]
 
-
-def joined(cached: list[Tensor], more: Iterable[Tensor]) -> list[Tensor]:
-    """Returns each cached tensor followed by its new rows; an empty cache has no tensors yet."""
-    if not cached:
-        return list(more)
-    return [torch.cat(pair, dim=2) for pair in zip(cached, more, strict=True)]
+    def reset(self) -> None:
+        """Makes the cache empty, for the next document."""
+        self.length = 0
+        for rows in self._kv:
+            rows.clear()

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.attend import attend_causal
-from nsa.config import LOCAL_BLOCKS, NSAConfig
+from nsa.attend import attend_last, causal_mask
+from nsa.config import LOCAL_BLOCKS, NSAConfig, selection_blocks
 from nsa.partial import attend_part, attend_part_backward
 from nsa.precision import no_autocast, upcast_fp32
-from nsa.tables import cached_table
+from nsa.select import attend_selected
 
 CHUNK = 8192
 """Tokens in a chunk."""
@@ -39,20 +39,33 @@ FARTHEST_AHEAD = 40.0
 
 
 def attend_chunked(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, flash: bool = True
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, flash: bool = True,
+    folded: bool = False,
+) -> Tensor:  # fmt: skip
     """Causal attention to the selected blocks; shapes as in `nsa.select.attend_selected`.
 
-    `flash` allows torch's flash kernel for the parts.
+    `flash` allows torch's flash kernel for the parts. Queries that do not begin a block follow
+    those of the former call and are masked, up to the next block.
     """
-    start = min(config.n_select * config.select_block_size, q.shape[2])
-    q_first, q_rest = q.split([start, q.shape[2] - start], dim=2)
-    first = attend_causal(q_first, k[:, :, :start], v[:, :, :start])
-    if start == q.shape[2]:
-        return first
-    with no_autocast(q.device):
-        rest, _ = _selected(q_rest, k, v, blocks[:, :, start:], config.select_block_size, flash)
-    return torch.cat((first.transpose(1, 2), rest), dim=1).transpose(1, 2)
+    size, (count, total) = config.select_block_size, (q.shape[2], k.shape[2])
+    past, all_seen = total - count, config.n_select * size
+    start = min(max(all_seen, -(-past // size) * size) - past, count)
+    q_head, q_rest = q.split([start, count - start], dim=2)
+    rest = head = None
+    if start < count:
+        with no_autocast(q.device):
+            rest, _ = _selected(q_rest, k, v, blocks[:, :, start:], size, flash)
+    if start:
+        end = past + start
+        seen = k[:, :, :end], v[:, :, :end]
+        if end <= all_seen:
+            head = attend_last(q_head, *seen, folded)
+        else:
+            own = blocks[:, :, :start].clamp_max(selection_blocks(config, end))
+            head = attend_selected(q_head, *seen, own, config)
+        head = head.transpose(1, 2)
+    found = [x for x in (head, rest) if x is not None]
+    return torch.cat(found, dim=1).transpose(1, 2)
 
 
 @torch.library.custom_op("nsa::selected", mutates_args=())
@@ -371,7 +384,8 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
     """Returns the chunks of the queries `[B, H, S, D]`; the first query begins a block."""
     seq_len, heads = q.shape[2], q.shape[1] // k.shape[1]
     first = (k.shape[2] - seq_len) // size
-    bias = two_blocks(size, heads, q.device, torch.promote_types(q.dtype, torch.float32))
+    # A query of the second of two neighbouring blocks.
+    bias = causal_mask(size, size, 2 * size, upcast_fp32(q[:, :, :0]), heads=heads)
     step = max(CHUNK // size, 1) * size
     return [
         _Chunk(
@@ -380,11 +394,3 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
         )
         for begin in range(0, seq_len, step)
     ]  # fmt: skip
-
-
-@cached_table
-def two_blocks(size: int, heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[l' · heads, 2 · l']`: queries of the second of two blocks, causal."""
-    query = torch.arange(size, device=device).repeat_interleave(heads)[:, None] + size
-    hidden = torch.arange(2 * size, device=device) > query
-    return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)

@@ -4,15 +4,19 @@ The scores decide which blocks are selected. Therefore this branch, the smallest
 float32 or wider, whatever the dtype of the model, also under autocast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa.attend import attend
+from nsa.attend import attend, causal_mask
+from nsa.config import NSAConfig
 from nsa.precision import no_autocast, upcast_fp32
-from nsa.tables import cached_table
+from nsa.rope import rotate
+
+Phi = Callable[[Tensor], Tensor]
+"""A function of blocks `[..., l, D]` → `[..., D]`, in float32 or wider."""
 
 CHUNK = 768
 """Tokens in a chunk of the attention; blocks that none of them sees are left out."""
@@ -67,18 +71,20 @@ def to_blocks(x: Tensor, size: int, stride: int) -> Tensor:
     return x.unfold(-2, size, stride).mT
 
 
-@cached_table
-def visibility(
-    first: int, n_rows: int, n_blocks: int, stride: int, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Additive mask `[n_rows, n_blocks]` for the rows first, first + 1, ….
+def summaries(
+    k: Tensor, v: Tensor, phi: tuple[Phi, Phi], config: NSAConfig, base: float, block: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of the complete compressed blocks (eq. 7), `[B, G, N, D]`.
 
-    Row 0 is the token that completes block 0. Row r sees block i if the block's last token is not
-    after it: i·d ≤ r.
+    `k` and `v` `[B, G, T, D]` are unrotated and begin with the first token of block number `block`.
+    The results are in float32 or wider, and the keys are rotated to the positions of the blocks'
+    last tokens.
     """
-    row = first + torch.arange(n_rows, device=device)[:, None]
-    hidden = torch.arange(n_blocks, device=device)[None, :] * stride > row
-    return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    size, stride = config.block_size, config.block_stride
+    k_blocks, v_blocks = (
+        each(to_blocks(x, size, stride)) for each, x in zip(phi, (k, v), strict=True)
+    )
+    return rotate(k_blocks, base, block * stride + size - 1, stride), v_blocks
 
 
 def attend_compressed(
@@ -133,24 +139,26 @@ def weights_in_chunks(
         yield rows, weights
 
 
-def _weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+def _weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     """`[B, G, H/G, S, N]`: the softmax of the scores."""
     queries = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))
-    scores = queries.flatten(2, 3) @ k.mT
-    return scores.unflatten(2, queries.shape[2:4]).add_(mask).softmax(-1)
+    scores = (queries.flatten(2, 3) @ k.mT).unflatten(2, queries.shape[2:4])
+    return (scores if mask is None else scores.add_(mask)).softmax(-1)
 
 
 def _seeing(
     q: Tensor, k: Tensor, size: int, stride: int, first: int, chunk: int
-) -> Iterator[tuple[slice, int, Tensor]]:
+) -> Iterator[tuple[slice, int, Tensor | None]]:
     """Yields chunks of the queries that see a block.
 
-    Each item has the rows, the number of blocks that the last of them sees, and the mask.
+    Each item has the rows, the number of blocks that the last of them sees, and the mask: row r,
+    counted from the token that completes block 0, sees block i if i · d ≤ r. A single query needs
+    no mask.
     """
-    begin = max(size - 1 - first, 0)
+    begin, like = max(size - 1 - first, 0), upcast_fp32(k[:, :, :0])
     for start in range(begin, q.shape[2] if k.shape[2] else 0, chunk):
         end = min(start + chunk, q.shape[2])
         row = first + start - (size - 1)
         n = min((row + end - 1 - start) // stride + 1, k.shape[2])
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        yield slice(start, end), n, visibility(row, end - start, n, stride, q.device, dtype)
+        mask = causal_mask(row, end - start, n, like, stride=stride) if end - start > 1 else None
+        yield slice(start, end), n, mask

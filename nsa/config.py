@@ -31,6 +31,8 @@ class NSAConfig:
     """phi: "mlp" (learnable, with intra-block position) or "mean"."""
     gate: Literal["sigmoid", "softmax"] = "sigmoid"
     """Branch weights: "sigmoid" each by itself (the paper), or "softmax" over the three."""
+    gate_hidden: int = 0
+    """Hidden width of the gate's MLP (the paper has one); 0: the gate is linear."""
 
     def __post_init__(self) -> None:
         if self.block_stride > self.block_size:
@@ -103,7 +105,7 @@ def parameter_count(config: ModelConfig) -> int:
     """Returns the exact number of trainable parameters of `nsa.model.Transformer(config)`."""
     per_layer = _layer_matmul_weights(config) + 2 * config.dim
     if config.attention == "nsa":
-        per_layer += N_BRANCHES * config.n_heads
+        per_layer += N_BRANCHES * config.n_heads  # biases of the gate
         per_layer += _phi_weights(config) + _phi_positions(config)
     embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
     return embeddings + config.n_layers * per_layer + config.dim
@@ -165,7 +167,9 @@ def _layer_matmul_weights(config: ModelConfig) -> int:
     branches = N_BRANCHES if config.attention == "nsa" else 1
     query_and_output = config.dim * config.n_heads * (config.d_k + config.d_v)
     keys_and_values = config.dim * branches * config.n_kv_groups * (config.d_k + config.d_v)
-    gate = config.dim * N_BRANCHES * config.n_heads if config.attention == "nsa" else 0
+    gate, hidden = 0, config.nsa.gate_hidden
+    if config.attention == "nsa":
+        gate = config.dim * hidden + (hidden or config.dim) * N_BRANCHES * config.n_heads
     mlp = 3 * config.dim * config.mlp_hidden
     return query_and_output + keys_and_values + gate + mlp
 

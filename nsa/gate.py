@@ -12,22 +12,26 @@ class Gate(nn.Module):
     """Branch weights per token and head from the layer's input, in the order cmp, slc, win.
 
     With "sigmoid" (the paper) the branches are independent. With "softmax" the weights add up to 1.
-    `fixed` replaces the weights of all tokens and heads, for ablations; the parameters of the gate
-    then have a gradient of 0.
+    The logits are linear in the input, or with `hidden` above 0 an MLP of it (the paper, section
+    3.2), with one hidden layer of that width. `fixed` replaces the weights of all tokens and heads,
+    for ablations; the parameters of the gate then have a gradient of 0.
     """
 
     def __init__(
-        self, dim: int, n_heads: int, kind: str, fixed: tuple[float, ...] | None = None
-    ) -> None:
+        self, dim: int, n_heads: int, kind: str, fixed: tuple[float, ...] | None = None,
+        hidden: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.n_heads = n_heads
         self.kind = kind
         self.fixed = fixed
-        self.proj = nn.Linear(dim, N_BRANCHES * n_heads)
+        self.hidden = nn.Linear(dim, hidden, bias=False) if hidden else None
+        self.proj = nn.Linear(hidden or dim, N_BRANCHES * n_heads)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` `[B, S, dim]` → weights and logits, each `[B, S, H, 3]`, in float32 or wider."""
-        logits = self.proj(x).unflatten(-1, (self.n_heads, N_BRANCHES))
+        features = x if self.hidden is None else F.silu(self.hidden(x))
+        logits = self.proj(features).unflatten(-1, (self.n_heads, N_BRANCHES))
         # A weight's gradient is a sum over a head's values; in bfloat16 it would be rounded twice.
         logits = upcast_fp32(logits)
         weights = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)

@@ -1,9 +1,12 @@
-"""Generates tokens with a model: prefill, then one token at a time."""
+"""Generates tokens with a model: prefill in blocks, then one token at a time."""
 
 import torch
 from torch import Tensor
 
 from nsa.model import Transformer
+
+PREFILL_TOKENS = 1024
+"""Tokens of a block of the prefill, which bounds the memory of its logits and activations."""
 
 
 @torch.inference_mode()
@@ -19,10 +22,13 @@ def generate(
     Temperature 0 selects the most probable token; otherwise tokens are drawn from the softmax of
     logits / temperature.
     """
-    caches = model.caches()
+    caches = model.caches(tokens.shape[1] + count)
     found = []
     for _ in range(count):
-        logits = model(tokens, caches)[:, -1].float()
+        *former, last = tokens.split(PREFILL_TOKENS, dim=1)
+        for block in former:
+            model(block, caches)
+        logits = model(last, caches)[:, -1].float()
         if temperature == 0:
             tokens = logits.argmax(-1, keepdim=True)
         else:

@@ -44,9 +44,14 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SwiGLU(config.dim, config.mlp_hidden)
 
-    def forward(self, x: Tensor, cache: Cache | DenseCache | None = None) -> Tensor:
-        """`[B, S, dim]` → `[B, S, dim]`. With a `cache`, the tokens follow those in it."""
-        x = x + self.attn(self.attn_norm(x), cache)
+    def forward(
+        self,
+        x: Tensor,
+        cache: Cache | DenseCache | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:
+        """`[B, S, dim]` → `[B, S, dim]`; `cache` and `cu_seqlens` as in `nsa_attention`."""
+        x = x + self.attn(self.attn_norm(x), cache, cu_seqlens)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -128,20 +133,30 @@ class Transformer(nn.Module):
     def _sparse_layers(self) -> list[NSAttention]:
         return [module for module in self.modules() if isinstance(module, NSAttention)]
 
-    def caches(self) -> list[Cache | DenseCache]:
-        """Returns an empty decoding cache for each layer."""
-        return [layer.new_cache() for layer in self.attention_layers()]
+    def caches(self, capacity: int = 0) -> list[Cache | DenseCache]:
+        """Returns an empty decoding cache for each layer, with memory for `capacity` tokens."""
+        return [layer.new_cache(capacity) for layer in self.attention_layers()]
 
     def fallbacks(self) -> Counter[str]:
         """Returns the number of layer forwards that could not follow a switch, by cause."""
         return sum((layer.fallbacks for layer in self._sparse_layers()), Counter())
 
-    def forward(self, tokens: Tensor, caches: Sequence[Cache | DenseCache] = ()) -> Tensor:
-        """int64 `[B, S]` → logits `[B, S, V]`. With `caches`, the tokens follow those in them."""
+    def forward(
+        self,
+        tokens: Tensor,
+        caches: Sequence[Cache | DenseCache] = (),
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:
+        """int64 `[B, S]` → logits `[B, S, V]`. With `caches`, the tokens follow those in them.
+
+        `cu_seqlens` are the offsets of documents packed in each sequence, as in `nsa_attention`.
+        """
         x = self.embed(tokens)
         cached = caches or [None] * len(self.blocks)
         for number, (block, cache) in enumerate(zip(self.blocks, cached, strict=True)):
             # Pass the block itself: a closure over the loop variable would recompute the last one.
-            recompute = number in self.recompute and torch.is_grad_enabled()
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
+            if number in self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, cache, cu_seqlens, use_reentrant=False)
+            else:
+                x = block(x, cache, cu_seqlens)
         return self.head(self.norm(x))

@@ -161,7 +161,11 @@ class _Sequence:
 
     def _gates(self, head: int, t: int) -> list[Tensor]:
         rows = slice(3 * head, 3 * head + 3)
-        z = self.params["gate.proj.weight"][rows] @ self.x[t] + self.params["gate.proj.bias"][rows]
+        x = self.x[t]
+        if self.config.nsa.gate_hidden:
+            x = self.params["gate.hidden.weight"] @ x
+            x = x / (1 + torch.exp(-x))
+        z = self.params["gate.proj.weight"][rows] @ x + self.params["gate.proj.bias"][rows]
         if self.config.nsa.gate == "sigmoid":
             return [1 / (1 + torch.exp(-value)) for value in z]
         return [torch.exp(value) / torch.exp(z).sum() for value in z]

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.attend import attend
+from nsa.attend import additive, attend, causal_mask
 from nsa.compress import weights_in_chunks
 from nsa.config import INITIAL_BLOCKS, LOCAL_BLOCKS, NSAConfig, selection_blocks
 from nsa.precision import upcast_fp32
@@ -49,18 +49,6 @@ def block_status(
     forced = (block < INITIAL_BLOCKS) | (block > current - LOCAL_BLOCKS)
     status = torch.zeros(forced.shape, device=device, dtype=dtype)
     return status.masked_fill_(forced, torch.inf).masked_fill_(block > current, -torch.inf)
-
-
-@cached_table
-def causal_in_blocks(
-    seq_len: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Additive mask `[S, blocks, l']`: a query sees the tokens of each block up to itself."""
-    n_slc = selection_blocks(config, seq_len)
-    token = torch.arange(n_slc * config.select_block_size, device=device)
-    hidden = token[None, :] > torch.arange(seq_len, device=device)[:, None]
-    mask = torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    return mask.unflatten(1, (n_slc, config.select_block_size))
 
 
 @torch.no_grad()
@@ -113,21 +101,29 @@ def top_blocks(p_slc: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
 def attend_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig) -> Tensor:
     """Causal attention to the tokens of the selected blocks, by a mask.
 
-    `q` `[B, H, S, Dk]`, `k` `[B, G, S, Dk]`, `v` `[B, G, S, Dv]`, `blocks` `[B, G, S, n]` as
-    from `top_blocks` → `[B, H, S, Dv]`. Future tokens of the current block are masked.
+    `q` `[B, H, S, Dk]` are the last S of T tokens with `k` `[B, G, T, Dk]`, `v` `[B, G, T, Dv]`;
+    `blocks` `[B, G, S, n]` as from `top_blocks` → `[B, H, S, Dv]`. Future tokens of the current
+    block are masked. A single query loads the tokens of its blocks only.
     """
-    causal = causal_in_blocks(q.shape[2], config, q.device, q.dtype)
-    chosen = block_mask(blocks, causal.shape[1])
-    bias = torch.where(chosen, 0.0, -torch.inf).to(q.dtype).unsqueeze(-1) + causal
-    return attend_by_group(q, k, v, bias.flatten(-2)[..., : q.shape[2]])
+    size, (count, total) = config.select_block_size, (q.shape[2], k.shape[2])
+    if count == 1:
+        token = blocks.squeeze(2).unsqueeze(-1) * size + torch.arange(size, device=q.device)
+        token = token.flatten(2)
+        bias = additive(token >= total, q.dtype).unsqueeze(2)
+        token = token.clamp_max(total - 1).unsqueeze(-1)
+        k, v = (x.gather(2, token.expand(-1, -1, -1, x.shape[-1])) for x in (k, v))
+        return attend_by_group(q, k, v, bias)
+    n_slc = selection_blocks(config, total)
+    causal = causal_mask(total - count, count, n_slc * size, q).unflatten(1, (n_slc, size))
+    bias = additive(~block_mask(blocks, n_slc), q.dtype).unsqueeze(-1) + causal
+    return attend_by_group(q, k, v, bias.flatten(-2)[..., :total])
 
 
-def attend_ranges(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, first: int = 0
-) -> Tensor:
-    """`attend_selected` through merged ranges of tokens, for queries first, first + 1, …."""
-    seen = tokens_in(merged_ranges(blocks, config, first), k.shape[2])
-    return attend_by_group(q, k, v, torch.where(seen, 0.0, -torch.inf).to(q.dtype))
+def attend_ranges(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig) -> Tensor:
+    """`attend_selected` with a mask from merged ranges of tokens."""
+    first, total = k.shape[2] - q.shape[2], k.shape[2]
+    seen = tokens_in(merged_ranges(blocks, config, first), total)
+    return attend_by_group(q, k, v, additive(~seen, q.dtype))
 
 
 def attend_by_group(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

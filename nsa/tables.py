@@ -1,13 +1,47 @@
 """Constant tensors (masks, rotary tables) built once per shape and device, shared by all layers."""
 
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from typing import ParamSpec, TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
-T = TypeVar("T")
+T = TypeVar("T", bound="Tensor | tuple[Tensor, ...]")
+
+LARGEST_MIB, MOST_TABLES = 256, 1024
+"""Memory and number of the tables that stay cached; the least recently used ones go first."""
+
+
+class Tables:
+    """The cached tables, by function and arguments."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._tables: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
+        """Returns the table of a key; builds it where it is not cached."""
+        if key in self._tables:
+            self._tables.move_to_end(key)
+            return self._tables[key]
+        table = self._tables[key] = build()
+        self.bytes += _bytes(table)
+        while len(self._tables) > 1 and (
+            self.bytes > LARGEST_MIB << 20 or len(self._tables) > MOST_TABLES
+        ):
+            self.bytes -= _bytes(self._tables.popitem(last=False)[1])
+        return table
+
+
+TABLES = Tables()
+
+
+def _bytes(table: Tensor | Iterable[Tensor]) -> int:
+    each = (table,) if isinstance(table, Tensor) else table
+    return sum(x.numel() * x.element_size() for x in each)
 
 
 def cached_table(build: Callable[P, T]) -> Callable[P, T]:
@@ -18,15 +52,15 @@ def cached_table(build: Callable[P, T]) -> Callable[P, T]:
     While torch.compile traces the function, its result becomes part of the graph.
     """
 
-    @lru_cache(maxsize=128)
-    def cached(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch.inference_mode(False), torch.no_grad():
-            return build(*args, **kwargs)
-
     @wraps(build)
     def table(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
             return build(*args, **kwargs)
-        return cached(*args, **kwargs)
+
+        def new() -> T:
+            with torch.inference_mode(False), torch.no_grad():
+                return build(*args, **kwargs)
+
+        return TABLES.get((build, args, tuple(kwargs.items())), new)
 
     return table

@@ -128,7 +128,7 @@ def test_the_environment_is_read_in_one_module():
     ("statement", "absent"),
     [
         ("import trainers.contract.member, trainers.contract.plan", ("torch", "yaml", "numpy")),
-        ("import nsa.config", ("torch", "numpy")),
+        ("import nsa, nsa.config; nsa.NSAConfig", ("torch", "numpy")),
         ("import trainers.settings", ("torch", "numpy", "datasets")),
         ("import console.cli", ("torch", "numpy", "pandas", "textual", "yaml", "psutil")),
         ("import console.supervisor.__main__", ("torch", "numpy", "pandas", "textual")),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from nsa.model import Transformer
-from trainers import checkpoint, drills, facts, manifest, optim, precision
+from trainers import changes, checkpoint, drills, facts, manifest, optim, precision
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
 from trainers.contract import rundir
@@ -19,6 +20,7 @@ from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
+from trainers.initial_weights import InitialWeights
 from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.manifest import Manifest
 from trainers.parallel import Single, make_strategy
@@ -67,17 +69,21 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     precision.allow_tf32(train.tf32)
     if parallel.device.type == "cpu":
         keep_freed_memory()
-    plain = make_model(settings, parallel.device)
+    weights = InitialWeights() if parallel.sharded else None
+    plain = make_model(settings, parallel.device, weights)
     if parallel.name == "ddp" and settings.ddp.disable_gc:
         plain.recompute = range(0)
     model = parallel.wrap(plain)
+    if weights:
+        weights.fill(plain, parallel.device)
     optimizer = optim.build(plain, settings.optim)
     loss_scale = LossScale(settings.scaler, train.precision == "fp16", parallel.device)
     random_bytes = settings.data.source == "synthetic"
     chance_nats = math.log(settings.model.vocab_size) if random_bytes else 0.0
     guard = Guard(train.max_nonfinite_steps, chance_nats)
-    parts = Parts(parallel, model, optimizer, loss_scale)
-    resumed = resume(settings, member, report, parts)
+    spikes = Spikes(settings.optim.skip_spikes_sigma, parallel.device)
+    parts = Parts(parallel, model, optimizer, loss_scale, spikes)
+    resumed = resume(settings, member, report, parts, source.fingerprint)
     drills.arm(settings, member, report, plain, source)
     name = facts.device_name(parallel.device)
     report.write_environment(
@@ -92,7 +98,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
         draw_held_out(settings, member.run, parallel),
         Phases(member.pulse, torch.cuda if on_cuda else None, settings.report.nvtx),
         StepReduction(parallel.reduce, parallel.device), guard,
-        Spikes(settings.optim.skip_spikes_sigma, parallel.device),
+        spikes,
         Saver(member.run, parts, settings.checkpoint, member.home.is_there),
         Profiler(member, report, settings.report, on_cuda), report.steps_done + 1,
     )  # fmt: skip
@@ -113,12 +119,18 @@ def refuse_other_settings(settings: Settings, parallel: Single) -> None:
             raise UsageError(f"rank {rank} has other settings than rank 0: {text}")
 
 
-def make_model(settings: Settings, device: torch.device) -> Transformer:
-    """Returns the model with its initial weights, the same on every rank."""
+def make_model(
+    settings: Settings, device: torch.device, weights: InitialWeights | None = None
+) -> Transformer:
+    """Returns the model with its initial weights, the same on every rank.
+
+    With `weights` it is on the meta device, and `weights` can fill it.
+    """
     train = settings.train
     torch.manual_seed(train.seed)
-    model = Transformer(settings.model, settings.attention)
-    model = model.to(device, precision.weights_dtype(train.precision))
+    make = functools.partial(Transformer, settings.model, settings.attention)
+    model = weights.build(make) if weights else make().to(device)
+    model = model.to(precision.weights_dtype(train.precision))
     model.recompute = recomputed(train.recompute, settings.model.n_layers) or range(0)
     for layer in model.attention_layers():
         layer.nvtx = settings.report.nvtx and device.type == "cuda"
@@ -141,9 +153,25 @@ def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch
     return [batch if device.type == "cpu" else batch.to(device) for batch in batches]
 
 
-def resume(settings: Settings, member: Member, report: Report, parts: Parts) -> Manifest | None:
-    """Restores the checkpoint that rank 0 finds for `checkpoint.resume`. Raises CheckpointError."""
-    restored = checkpoint.restore(parts, lambda: choose(settings, member))
+def resume(
+    settings: Settings, member: Member, report: Report, parts: Parts, stream: str
+) -> Manifest | None:
+    """Restores the checkpoint that rank 0 finds for `checkpoint.resume`.
+
+    `stream` is the fingerprint of the data. The data start anew if they may change and did. Raises
+    CheckpointError, and UsageError for a change that is not allowed.
+    """
+    unknown, changed = [], set()
+
+    def accept(path: Path, found: Manifest) -> None:
+        of = found.data.get("fingerprint") if isinstance(found.data, dict) else None
+        before = changes.compared(found.settings, found.world, of if isinstance(of, str) else "")
+        now = changes.compared(report.values(), parts.parallel.world, stream)
+        names, groups = changes.refuse(path, before, now, settings.checkpoint.allow_change)
+        unknown.extend(names)
+        changed.update(groups)
+
+    restored = checkpoint.restore(parts, lambda: choose(settings, member), accept)
     if restored is None:
         if settings.checkpoint.resume:
             report.record_event(
@@ -156,8 +184,11 @@ def resume(settings: Settings, member: Member, report: Report, parts: Parts) -> 
             "checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error)
         )
     report.resume(found.step, found.tokens_total, found.report)
-    report.record_event("resume", found.step, f"resumed from {path}", path=str(path))
-    return found
+    text = f"resumed from {path}"
+    if unknown:
+        text += f"; not compared, because the checkpoint does not record it: {', '.join(unknown)}"
+    report.record_event("resume", found.step, text, path=str(path), not_compared=unknown)
+    return replace(found, data={}) if "data" in changed else found
 
 
 def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointError]] | None:

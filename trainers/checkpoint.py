@@ -1,10 +1,10 @@
 """Restores the state of a training through torch.distributed.checkpoint (DCP).
 
-The state is a set of tensors with parameter names: weights, AdamW's averages, loss scale,
-generators. It does not depend on the number of ranks or on their strategy. Loading a checkpoint
-runs no code from it: tensors are loaded with `weights_only=True`, and DCP's index, a pickle, may
-contain only a list of DCP's classes. `trainers.manifest` describes and verifies the directory of a
-checkpoint.
+The state is a set of tensors with parameter names: weights, AdamW's averages, loss scale, window
+of the spikes, generators. It does not depend on the number of ranks or on their strategy. Loading a
+checkpoint runs no code from it: tensors are loaded with `weights_only=True`, and DCP's index, a
+pickle, may contain only a list of DCP's classes. `trainers.manifest` describes and verifies the
+directory of a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import DTensor
 
 from nsa.backends import Switches
 from nsa.config import ModelConfig
 from nsa.model import Transformer
+from nsa.projection import Projection
 from trainers import manifest, optim, settings
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
+from trainers.guard import Spikes
 from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale
 
 State = dict[str, Any]
 Result = TypeVar("Result")
-RANDOM = "random"
+RANDOM, SPIKES = "random", "spikes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Parts:
     model: nn.Module
     optimizer: torch.optim.AdamW
     loss_scale: LossScale
+    spikes: Spikes
 
     def state(self) -> State:
         """Returns views of all tensors except the generators, by section and parameter name."""
@@ -60,7 +64,11 @@ class Parts:
                 self.optimizer.state[p] = optim.empty_state(p)
         averages = {name: self.optimizer.state[p] for name, p in plain.named_parameters()}
         scale = {"scale": self.loss_scale.scale, "finite_steps": self.loss_scale.finite_steps}
-        return {"model": plain.state_dict(), "optimizer": averages, "loss_scale": scale}
+        window = {"norms": self.spikes.norms, "seen": self.spikes.seen}
+        return {
+            "model": plain.state_dict(), "optimizer": averages, "loss_scale": scale,
+            SPIKES: window,
+        }  # fmt: skip
 
 
 ALONE = "torch.distributed is disabled"
@@ -86,13 +94,15 @@ def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -
 
 
 def restore(
-    parts: Parts, choose: Callable[[], tuple[Path, list[CheckpointError]] | None]
+    parts: Parts,
+    choose: Callable[[], tuple[Path, list[CheckpointError]] | None],
+    accept: Callable[[Path, Manifest], None],
 ) -> tuple[Path, Manifest, list[CheckpointError]] | None:
     """Restores, on all ranks, the checkpoint that `choose` returns on rank 0.
 
     Returns its path and manifest, and the errors of the checkpoints that rank 0 skipped; None if
-    there is no checkpoint. Raises CheckpointError on all ranks if a rank cannot read the
-    checkpoint, or finds another checkpoint at its path.
+    there is no checkpoint. `accept` may raise an error, on all ranks alike. Raises CheckpointError
+    on all ranks if a rank cannot read the checkpoint, or finds another checkpoint at its path.
     """
     parallel = parts.parallel
 
@@ -104,7 +114,6 @@ def restore(
         found = manifest.read(path)
         if manifest.digest(path) != digest:
             raise CheckpointError(f"{path} is another checkpoint than on rank 0")
-        load(path, parts)
         return found
 
     decision, skipped = on_all_ranks(parallel, decide)
@@ -112,21 +121,51 @@ def restore(
     if not name:
         return None
     path = Path(name)
-    return path, on_all_ranks(parallel, read), skipped
+    found = on_all_ranks(parallel, read)
+    accept(path, found)
+    on_all_ranks(parallel, lambda: load(path, parts))
+    return path, found, skipped
 
 
 def load(path: Path, parts: Parts) -> None:
     """Restores all tensors bitwise from a verified checkpoint.
 
+    The window of the spikes stays empty if the checkpoint, of an earlier version, has none.
     Raises CheckpointError; if the model differs, with the name of the parameter that differs.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
+        state = _with_saved_names(state, parts.parallel.plain(parts.model), index)
         _compare(path, state, index)
+        if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
+            del state[SPIKES]
         state[RANDOM] = _empty(index, RANDOM)
         # Each rank reads on its own: a group could hang where one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
+
+
+def _with_saved_names(state: State, plain: nn.Module, index: Metadata) -> State:
+    """Returns the state with the names of a checkpoint whose projections are separate parameters.
+
+    Such a checkpoint is older than `nsa.projection`. The separate tensors are views, so loading
+    them fills the joined ones. A sharded parameter has no such views and stays as it is.
+    """
+    for name, module in plain.named_modules():
+        new = f"{name}.weight"
+        weight = state["model"].get(new)
+        saved = f"model.{new}" in index.state_dict_metadata
+        if not isinstance(module, Projection) or saved or isinstance(weight, DTensor):
+            continue
+        averages = state["optimizer"].pop(new)
+        rows = {"": module.rows(state["model"].pop(new))}
+        rows |= {key: module.rows(x) for key, x in averages.items() if x.dim()}
+        for part in module.widths:
+            old = f"{name.rpartition('.')[0]}.{part}.weight"
+            state["model"][old] = rows[""][part]
+            own = {key: rows[key][part] if key in rows else x for key, x in averages.items()}
+            state["optimizer"][old] = own
+    return state
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainers import changes
 from trainers.contract import environ
 from trainers.contract.errors import UsageError
 from trainers.schema import keys
 
-RESUME = "checkpoint.resume"
+ALONE = {"checkpoint.resume": "auto", "checkpoint.allow_change": changes.ALL}
+"""Values of the keys whose options may be given without one."""
 OPTIONS: Mapping[str, str] = {
     "--dataset": "data.source",
     "--local-path": "data.path",
@@ -21,8 +23,9 @@ OPTIONS: Mapping[str, str] = {
     "--batch-size": "train.batch_size",
     "--precision": "train.precision",
     "--loader-timeout": "data.timeout_s",
-    "--resume": RESUME,
+    "--resume": "checkpoint.resume",
     "--from": "checkpoint.from_step",
+    "--allow-change": "checkpoint.allow_change",
     "--skip-data": "data.skip",
     "--save": "checkpoint.export",
 }
@@ -77,7 +80,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     for option, name in OPTIONS.items():
         key = keys()[name]
         text = f"{key.help} ({name}, default {'empty' if key.default == '' else key.default})"
-        optional: dict[str, Any] = {"nargs": "?", "const": "auto"} if name == RESUME else {}
+        optional: dict[str, Any] = {"nargs": "?", "const": ALONE[name]} if name in ALONE else {}
         parser.add_argument(option, metavar="X", dest=name, help=text, **optional)
     ddp_help = "1: require torchrun, 0: require one process, -1: allow both (default)"
     parser.add_argument("--ddp", choices=("-1", "0", "1"), default="-1", help=ddp_help)

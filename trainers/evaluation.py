@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
@@ -15,14 +16,19 @@ from trainers.loader import Batch
 
 @torch.no_grad()
 def evaluate(t: Training, step: int) -> None:
-    """Records the token-weighted mean loss on the held-out batches of all ranks."""
+    """Records the token-weighted mean loss on the held-out batches of all ranks.
+
+    It uses no compiled block: one would be compiled again without gradients, which takes minutes.
+    """
+    compiled = t.settings.train.compile
+    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     t.phases.enter(step, "eval")
     began = time.perf_counter()
     recall = t.settings.data.source == "recall"
     figures = torch.zeros(3, dtype=torch.float64, device=t.parallel.device)
     for batch in t.held_out:
-        with precision.autocast(t.settings.train.precision, t.parallel.device):
-            logits = t.model(batch.inputs)
+        with eager, precision.autocast(t.settings.train.precision, t.parallel.device):
+            logits = t.model(*batch.arguments)
         figures += torch.stack([part.double() for part in score(logits, batch, recall)])
     t.parallel.reduce(figures)()
     loss_sum, tokens, right = figures.tolist()

@@ -47,7 +47,10 @@ def attention(device: torch.device, settings: Settings) -> dict[str, str]:
     """Returns the route of each attention branch in words."""
     precision = settings.train.precision
     dtype = AUTOCAST.get(precision, weights_dtype(precision))
-    routes = routes_of(settings.model, settings.data.seq_len, device, dtype, settings.attention)
+    routes = routes_of(
+        settings.model, settings.data.seq_len, device, dtype, settings.attention,
+        batch=settings.train.batch_size,
+    )  # fmt: skip
     return in_words(routes)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainers import failures, settings
 from trainers.command_line import Parser
-from trainers.refusals import VOCABULARY
+from trainers.refusals import VOCABULARIES
 from trainers.report import percentile_ms
 from trainers.schema import Settings
 
@@ -31,7 +31,7 @@ def _fetch(arguments: argparse.Namespace) -> str:
         "data.source": "fineweb_edu", "data.path": arguments.local_path,
         "data.seq_len": arguments.seq_len, "train.batch_size": arguments.batch,
         "data.timeout_s": arguments.timeout, "data.tokenizer": arguments.tokenizer,
-        "model.vocab_size": VOCABULARY[arguments.tokenizer],
+        "model.vocab_size": min(VOCABULARIES[arguments.tokenizer]),
     }  # fmt: skip
     return check(settings.resolve(None, {}, wanted).settings, arguments.batches)
 
@@ -73,7 +73,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=1, help="sequences per batch (default 1)")
     add("--batches", type=int, default=20, help="batches to fetch, 2 or more (default 20)")
     add("--timeout", type=float, default=60.0, help="longest wait in seconds (default 60)")
-    add("--tokenizer", choices=sorted(VOCABULARY), default="byte", help="default: byte")
+    add("--tokenizer", choices=sorted(VOCABULARIES), default="byte", help="default: byte")
     add("--local-path", default="", help="folder that mirrors the dataset (default: the hub)")
     arguments = parser.parse_args(argv)
     if arguments.batches < 2:

@@ -10,6 +10,8 @@ from pathlib import Path
 from trainers import failures
 from trainers.command_line import Parser
 from trainers.contract.errors import UsageError
+from trainers.failures import CheckpointError
+from trainers.refusals import VOCABULARIES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,8 +24,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, help="run directory or one of its checkpoints")
     add = parser.add_argument
     add("--prompt", required=True, help="text to continue")
-    add("--tokens", type=int, default=200, help="bytes to add (default 200)")
-    add("--temperature", type=float, default=0.0, help="0: the likeliest byte (default)")
+    add("--tokens", type=int, default=200, help="tokens to add (default 200)")
+    add("--temperature", type=float, default=0.0, help="0: the likeliest token (default)")
     add("--seed", type=int, default=0, help="seed of the generator (default 0)")
     arguments = parser.parse_args(argv)
     if not arguments.prompt:
@@ -37,14 +39,21 @@ def _continue(arguments: argparse.Namespace) -> str:
     import torch
 
     from nsa.generate import generate
-    from trainers import checkpoint, manifest
+    from trainers import checkpoint, manifest, tokenizer
 
     path, _ = manifest.choose(arguments.checkpoint)
     model = checkpoint.load_model(path)
-    prompt = torch.tensor([list(arguments.prompt.encode())])
+    name = str(manifest.read(path).settings.get("data.tokenizer", "byte"))
+    if model.config.vocab_size not in VOCABULARIES.get(name, ()):
+        raise CheckpointError(
+            f"{path} has {model.config.vocab_size} tokens, which the tokenizer {name!r:.80} has not"
+        )
+    words = tokenizer.build(name, b"")
+    encoded = words.encode(arguments.prompt.encode(errors="replace"))
+    prompt = torch.frombuffer(bytearray(encoded), dtype=words.kind).long()[None]
     generator = torch.Generator().manual_seed(arguments.seed)
     added = generate(model, prompt, arguments.tokens, arguments.temperature, generator)
-    text = arguments.prompt + bytes(added[0].tolist()).decode(errors="replace")
+    text = arguments.prompt + words.decode(added[0].tolist()).decode(errors="replace")
     # A model may generate escape sequences, which must not reach the terminal.
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 

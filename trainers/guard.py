@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nsa.projection import Projection
 from trainers.failures import LeakError, NonFiniteError
 from trainers.step_reduction import Row
 
-SPIKE_WINDOW_STEPS = 128
+SPIKE_WINDOW_STEPS, LEAST_DEVIATION = 128, 0.01
+"""Norms in the window of `Spikes`, and the least deviation as a fraction of their mean."""
 LEAK_TOKENS, LEAK_NATS = 16_384, 0.02
 """Tokens in the window, and how far its mean loss is below chance in a leak (10 deviations)."""
 
@@ -48,15 +50,22 @@ def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
 def dead_parameters(model: nn.Module) -> list[str]:
     """Returns the parameters whose gradient is missing or zero; waits for the device.
 
-    All ranks must call this function, because each rank has a part of a sharded gradient.
+    Each projection of a `Projection` counts as one. All ranks must call this function, because each
+    rank has a part of a sharded gradient.
     """
     dead = []
+    joined = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Projection)}
     for name, p in model.named_parameters():
-        largest = None if p.grad is None else p.grad.detach().abs().amax()
-        if isinstance(largest, DTensor):
-            largest = largest.full_tensor()
-        if p.requires_grad and (largest is None or largest.item() == 0):
-            dead.append(name)
+        parts = {"": p.grad}
+        if name in joined and p.grad is not None:
+            whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            parts = {f" ({part})": rows for part, rows in joined[name].rows(whole).items()}
+        for part, grad in parts.items():
+            largest = None if grad is None else grad.detach().abs().amax()
+            if isinstance(largest, DTensor):
+                largest = largest.full_tensor()
+            if p.requires_grad and (largest is None or largest.item() == 0):
+                dead.append(name + part)
     return dead
 
 
@@ -64,29 +73,29 @@ class Spikes:
     """Detects steps whose gradient norm is far above earlier norms, without waiting for the GPU.
 
     The detection uses the norm, which is the same on every rank before the optimizer runs. With
-    `sigmas` 0 nothing is detected. Mean and deviation are computed from the last finite norms of
-    steps that were not skipped.
+    `sigmas` 0 nothing is detected. The window contains the last finite norms; a spike enters it as
+    the limit that it exceeded. So one spike changes the limit little, and after a lasting rise of
+    the norm the limit grows until it accepts the new level.
     """
 
     def __init__(self, sigmas: float, device: torch.device):
         self._sigmas = sigmas
-        self._norms = torch.zeros(SPIKE_WINDOW_STEPS, device=device)
-        self._seen = torch.zeros((), dtype=torch.int64, device=device)
+        self.norms = torch.zeros(SPIKE_WINDOW_STEPS, device=device)
+        self.seen = torch.zeros((), dtype=torch.int64, device=device)
 
     def detect(self, norm: Tensor, nonfinite: Tensor) -> Tensor:
-        """Returns 1.0 if `norm` is a spike; otherwise adds the norm to the window."""
+        """Returns 1.0 if `norm` is a spike, else 0.0; adds the norm to the window."""
         if not self._sigmas:
             return torch.zeros_like(nonfinite)
-        deviation, mean = torch.std_mean(self._norms)
-        full = self._seen >= SPIKE_WINDOW_STEPS
-        spike = full & (norm.float() > mean + self._sigmas * deviation)
-        kept = ~spike & (nonfinite == 0)
-        slot = torch.arange(SPIKE_WINDOW_STEPS, device=norm.device) == (
-            self._seen % SPIKE_WINDOW_STEPS
-        )
-        self._norms = torch.where(slot & kept, norm.detach().float(), self._norms)
-        self._seen = self._seen + kept
-        return spike.to(nonfinite)
+        deviation, mean = torch.std_mean(self.norms)
+        limit = mean + self._sigmas * torch.maximum(deviation, LEAST_DEVIATION * mean)
+        norm, full = norm.detach().float(), self.seen >= SPIKE_WINDOW_STEPS
+        kept, finite = torch.where(full, torch.minimum(norm, limit), norm), nonfinite == 0
+        slots = torch.arange(SPIKE_WINDOW_STEPS, device=norm.device)
+        newest = slots == self.seen % SPIKE_WINDOW_STEPS
+        self.norms = torch.where(newest & finite, kept, self.norms)
+        self.seen = self.seen + finite
+        return (full & (norm > limit)).to(nonfinite)
 
 
 class Guard:
@@ -94,7 +103,7 @@ class Guard:
 
     def __init__(self, most_nonfinite_in_a_row: int, chance_nats: float = 0.0):
         self._most = most_nonfinite_in_a_row
-        self._in_a_row = 0
+        self._in_a_row = self._lowered = 0
         self._chance_nats = chance_nats
         self._recent: deque[Row] = deque()
         self.skipped = self.nonfinite_loss = self.overflow = self.spikes = 0
@@ -111,15 +120,23 @@ class Guard:
     def check(self, rows: list[Row]) -> None:
         """Raises NonFiniteError after too many non-finite steps in a row, and LeakError on a leak.
 
-        A leak means that random bytes were predicted better than chance (`chance_nats`; 0 means
-        that the data are not random).
+        An overflow that lowers the loss scale does not count, because it shows only that the scale
+        was too large. A leak means that random bytes were predicted better than chance
+        (`chance_nats`; 0 means that the data are not random).
         """
         for row in rows:
-            self._in_a_row = self._in_a_row + 1 if row.nonfinite else 0
+            if not row.nonfinite:
+                self._in_a_row = self._lowered = 0
+            elif row.overflow and row.scale_lowered:
+                self._lowered += 1
+            else:
+                self._in_a_row += 1
             if self._in_a_row >= self._most:
+                after = f", after {self._lowered} that lowered the loss scale"
                 raise NonFiniteError(
-                    f"loss or gradients were not finite in {self._in_a_row} steps in a row, up to "
-                    f"step {row.step}; the weights are unchanged; lower train.lr"
+                    f"loss or gradients were not finite in {self._in_a_row} steps in a row"
+                    f"{after if self._lowered else ''}, up to step {row.step}; the weights are "
+                    "unchanged; lower train.lr"
                 )
             if self._chance_nats:
                 self._check_for_leak(row)

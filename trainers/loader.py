@@ -13,7 +13,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,21 @@ class Batch:
     """One micro-batch of this rank. `tokens_scored` counts over all ranks."""
 
     inputs: Tensor
-    """int64 `[B, S]`."""
+    """int64 `[B, S]`; with `cu_seqlens`, one sequence `[1, B · S]`."""
     targets: Tensor
-    """int64 `[B, S]`."""
+    """int64, of the same shape."""
     scored: Tensor | None
     """bool `[B, S]`; None: every position."""
     tokens_scored: int
     tokens: Tensor | None = None
     """The tokens `[B, S + 1]` on the CPU, as the source returned them."""
+    cu_seqlens: tuple[int, ...] | None = None
+    """The offsets of the documents in `inputs`; None: attention crosses their ends."""
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the model's forward."""
+        return (self.inputs,) if self.cu_seqlens is None else (self.inputs, (), self.cu_seqlens)
 
     def crc32(self) -> str:
         """Returns a checksum of this rank's tokens in hexadecimal digits, or "" without tokens."""
@@ -60,7 +67,7 @@ class Batch:
         scored = None if self.scored is None else self.scored.to(device, non_blocking=True)
         inputs = self.inputs.to(device, non_blocking=True)
         targets = self.targets.to(device, non_blocking=True)
-        return Batch(inputs, targets, scored, self.tokens_scored, self.tokens)
+        return replace(self, inputs=inputs, targets=targets, scored=scored)
 
 
 class Loader:
@@ -147,11 +154,24 @@ def read_batch(source: Source, count: int, rank: int, world: int, device: torch.
     """Returns a rank's part of the next `count` sequences, in pinned memory for a GPU."""
     tokens, mask = source.read(count, rank, world)
     wide = tokens.long()
-    inputs, targets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
+    inputs, targets, offsets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous(), None
+    if source.end_token is not None:
+        offsets = document_offsets(inputs, source.end_token)
+        inputs, targets = inputs.view(1, -1), targets.view(1, -1)
     if device.type == "cuda":
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
         mask = None if mask is None else mask.pin_memory()
-    return Batch(inputs, targets, mask, source.scored * count, tokens.contiguous())
+    return Batch(inputs, targets, mask, source.scored * count, tokens.contiguous(), offsets)
+
+
+def document_offsets(inputs: Tensor, end_token: int) -> tuple[int, ...]:
+    """Returns the offsets of documents in `[B, S]` tokens, one row after the other.
+
+    A document ends with its end token or with its row. It does not continue in another row.
+    """
+    last = inputs == end_token
+    last[:, -1] = True
+    return (0, *(last.flatten().nonzero().flatten() + 1).tolist())
 
 
 def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source:

@@ -71,9 +71,10 @@ def run_steps(t: Training) -> str:
             report_dead_parameters(t)
         optim.set_learning_rate(t.optimizer, rate)
         guard.optimise(t.optimizer, torch.maximum(nonfinite, spike))
-        t.loss_scale.update(nonfinite)
+        lowered = t.loss_scale.update(nonfinite)
         t.phases.enter(step, "log")
-        rows = reduce_figures(t, step, figures, nonfinite, spike)
+        figures[3:] = torch.stack((nonfinite, spike, lowered))
+        rows = reduce_figures(t, step, figures)
         t.report.end(step)
         right = log(t, step, rows, rate, norm, stats) if t.report.due(step) else None
         t.guard.check(rows)
@@ -113,7 +114,7 @@ def forward_backward(
         with t.parallel.micro_batch(t.model, last=number == len(batches)):
             t.phases.enter(step, "forward")
             with watched(), precision.autocast(t.settings.train.precision, t.parallel.device):
-                logits = t.model(batch.inputs)
+                logits = t.model(*batch.arguments)
             loss, scored, right = score(logits, batch, t.settings.data.source == "recall")
             t.phases.enter(step, "backward")
             loss.backward(guard.seed_gradient(loss, t.loss_scale.scale * scale))
@@ -131,15 +132,12 @@ def report_dead_parameters(t: Training) -> None:
         )
 
 
-def reduce_figures(
-    t: Training, step: int, figures: Tensor, nonfinite: Tensor, spike: Tensor
-) -> list[Row]:
+def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
     """Starts to reduce this step's figures. Returns the rows that all ranks have finished.
 
     At a progress step, these include the row of this step. Otherwise rows come one step late, so
     that no rank waits for the slowest rank.
     """
-    figures[3], figures[4] = nonfinite, spike
     # Ranks see a file at different steps, so only rank 0 requests a checkpoint or profile.
     requests = frozenset() if t.parallel.rank else t.member.new_requests()
     t.reduction.start(step, figures, t.member.halt_reason, requests)
@@ -192,8 +190,10 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
     if t.held_out and step % t.settings.eval.every == 0:
         evaluate(t, step)
     report_save(t, step, *t.saver.collect())
-    every, last = t.settings.checkpoint.every, step == t.settings.train.steps
-    if CHECKPOINT_NOW in requests or (every and step % every == 0 and not last):
+    settings = t.settings.checkpoint
+    final = settings.at_end and step == t.settings.train.steps
+    due = settings.every and step % settings.every == 0 and not final
+    if CHECKPOINT_NOW in requests or due:
         save(t, step)
 
 
@@ -251,3 +251,5 @@ def report_save(t: Training, step: int, *ended: Path | CheckpointError) -> None:
             t.report.record_event(
                 "checkpoint", manifest.step_of(saved) or step, text, path=saved.name
             )
+    while t.saver.remarks:
+        t.report.record_event("note", step, t.saver.remarks.pop(0))

@@ -116,16 +116,24 @@ def clear_leftovers(run: Path) -> None:
         if left.suffix == ASIDE and not original.exists():
             left.rename(original)
         else:
-            shutil.rmtree(left)
+            rundir.remove_tree(left)
     for left in folder.glob(f".{rundir.LATEST}.tmp-*"):
         left.unlink()
 
 
-def retain(run: Path, keep_last: int, keep_every: int) -> None:
-    """Removes all checkpoints except the newest `keep_last` and every `keep_every`-th step."""
+def retain(run: Path, keep_last: int, keep_every: int) -> list[str]:
+    """Removes all checkpoints except the newest `keep_last` and every `keep_every`-th step.
+
+    Returns a sentence for each checkpoint that cannot be removed.
+    """
+    failed: list[str] = []
     for path in newest_first(run)[keep_last:]:
         if not keep_every or (step_of(path) or 0) % keep_every:
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                failed.append(f"cannot remove the old checkpoint {path}: {error.strerror}")
+    return failed
 
 
 def verify(path: Path) -> Manifest:

@@ -8,6 +8,7 @@ that of the token-weighted mean over all ranks.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,22 +18,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.model import Transformer
 from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CollectiveError
+from trainers.precision import AUTOCAST
 from trainers.schema import DdpSettings, Settings
 
 SAFE_BUCKET_MB = 2
+NORM_DTYPES = "Mismatch dtype between input and weight"
+"""Start of torch's warning that a norm of fp32 activations with a bf16 weight is not fused."""
 
 
 class Single:
     """The strategy for one process."""
 
-    name, backend, comm_hook = "single", "none", "none"
+    name, backend, comm_hook, sharded = "single", "none", "none", False
     rank, world = 0, 1
 
     def __init__(self, device: torch.device):
@@ -157,13 +161,21 @@ class Ddp(Group):
 
 
 class Fsdp(Group):
-    """FSDP2: parameters, gradients and optimizer state are sharded, per block and for the rest."""
+    """FSDP2: parameters, gradients and optimizer state are sharded, per block and for the rest.
 
-    name = "fsdp"
+    With bf16 or fp16, the ranks gather the weights of the blocks in this type and reduce the
+    gradients in fp32. Activations between the layers stay in fp32, as with DDP.
+    """
+
+    name, sharded = "fsdp", True
 
     def __init__(self, device: torch.device, member: Member, settings: Settings):
         super().__init__(device, member, settings.ddp.timeout_min)
-        self._settings = settings.fsdp
+        self.prepare(settings)
+
+    def prepare(self, settings: Settings) -> None:
+        """Divides the ranks into groups. Raises UsageError."""
+        self._settings, self._precision = settings.fsdp, settings.train.precision
         groups, inside = settings.fsdp.replicas, self.world // settings.fsdp.replicas
         if groups * inside != self.world:
             raise UsageError(
@@ -173,20 +185,20 @@ class Fsdp(Group):
             names, shape = ("replicate", "shard"), (groups, inside)
         else:
             names, shape = ("shard",), (inside,)
-        self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        blocks = cast("list[FSDPModule]", list(cast(Transformer, model).blocks))
-        for unit in (*blocks, model):
+        mixed, whole = MixedPrecisionPolicy(), MixedPrecisionPolicy()
+        if self._precision in AUTOCAST:
+            mixed = MixedPrecisionPolicy(
+                AUTOCAST[self._precision], torch.float32, cast_forward_inputs=False
+            )
+            warnings.filterwarnings("ignore", NORM_DTYPES, UserWarning)
+        for unit in (*cast(Transformer, model).blocks, model):
             fully_shard(
-                cast(nn.Module, unit), mesh=self._mesh,
+                unit, mesh=self._mesh, mp_policy=whole if unit is model else mixed,
                 reshard_after_forward=self._settings.sharding == "full",
             )  # fmt: skip
-        if ahead := self._settings.prefetch:
-            for number, block in enumerate(blocks):
-                block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
-                before = blocks[max(0, number - ahead) : number]
-                block.set_modules_to_backward_prefetch(before[::-1])
         return model
 
     @contextlib.contextmanager

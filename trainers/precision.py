@@ -25,6 +25,9 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 PEAK_OF = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
 """Tensor cores are as fast with fp16 as with bf16; the table has no peak for fp64."""
 
+LEAST_SCALE = 1.0
+"""Floor of the loss scale; gradients that overflow here are too large for fp16 themselves."""
+
 MFU_FORMULA = "flops_per_token(causal=False) * toks_per_s / (world * peak_flops)"
 
 
@@ -69,16 +72,22 @@ class LossScale:
                 if p.grad is not None:
                     p.grad.mul_(back)
 
-    def update(self, nonfinite: Tensor) -> None:
-        """Adapts the scale; `nonfinite` is 1.0 for a step that was non-finite on any rank."""
+    def update(self, nonfinite: Tensor) -> Tensor:
+        """Adapts the scale; `nonfinite` is 1.0 for a step that was non-finite on any rank.
+
+        Returns 1.0 if the scale was lowered, else 0.0.
+        """
         if not self._active:
-            return
+            return torch.zeros_like(nonfinite)
         settings, bad = self._settings, nonfinite > 0
         self.finite_steps = torch.where(bad, 0.0, self.finite_steps + 1)
         grows = self.finite_steps >= settings.growth_interval
         factor = torch.where(grows, settings.growth_factor, 1.0)
-        self.scale = self.scale * torch.where(bad, settings.backoff_factor, factor)
+        before = self.scale
+        after = before * torch.where(bad, settings.backoff_factor, factor)
+        self.scale = after.clamp(min=LEAST_SCALE)
         self.finite_steps = torch.where(grows, 0.0, self.finite_steps)
+        return (self.scale < before).to(nonfinite.dtype)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainers import changes
 from trainers.contract.errors import UsageError
 
 if TYPE_CHECKING:
     from trainers.schema import DataSettings, Settings
 
-VOCABULARY = {"byte": 256, "gpt2": 50_257}
-"""Tokens of each tokenizer."""
-GPT2_PADDED = {-(-VOCABULARY["gpt2"] // step) * step for step in (1, 64, 128, 256, 512, 1024)}
+VOCABULARIES = {
+    "byte": {256},
+    "gpt2": {-(-50_257 // step) * step for step in (1, 64, 128, 256, 512, 1024)},
+}
+"""Possible sizes of the vocabulary by tokenizer; that of gpt2 may be rounded up."""
 DRAWN = ("synthetic", "recall")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -71,18 +74,28 @@ def step_range(text: str) -> range | None:
 TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("model.vocab_size",),
-        lambda s: s.data.tokenizer == "byte" and s.model.vocab_size != VOCABULARY["byte"],
+        lambda s: s.data.tokenizer == "byte" and s.model.vocab_size != 256,
         "tokens are bytes, so the vocabulary is exactly 256",
     ),
     Refusal(
         ("data.tokenizer", "model.vocab_size"),
-        lambda s: s.data.tokenizer == "gpt2" and s.model.vocab_size not in GPT2_PADDED,
+        lambda s: s.data.tokenizer == "gpt2" and s.model.vocab_size not in VOCABULARIES["gpt2"],
         "gpt2 has 50257 tokens, which may be rounded up to a multiple of 64 (50304) to 1024",
     ),
     Refusal(
         ("data.tokenizer", "data.source"),
         lambda s: s.data.tokenizer != "byte" and s.data.source in DRAWN,
         "random bytes need no tokenizer; use data.tokenizer=byte",
+    ),
+    Refusal(
+        ("data.documents", "data.source"),
+        lambda s: s.data.documents == "separate" and s.data.source in DRAWN,
+        "random bytes have no documents; use data.documents=joined",
+    ),
+    Refusal(
+        ("data.documents", "train.compile"),
+        lambda s: s.data.documents == "separate" and s.train.compile,
+        "torch.compile would compile anew for the lengths of each batch; turn one of them off",
     ),
     Refusal(
         ("data.source", "data.path"),
@@ -120,6 +133,12 @@ TABLE: tuple[Refusal, ...] = (
         ("checkpoint.from_step", "checkpoint.resume"),
         lambda s: s.checkpoint.from_step > 0 and not s.checkpoint.resume,
         "a step to resume from needs a run; add checkpoint.resume=auto",
+    ),
+    Refusal(
+        ("checkpoint.allow_change",),
+        lambda s: changes.allowed(s.checkpoint.allow_change) is None,
+        "it takes precision, batch, schedule and data, comma-separated, or all; a change of the "
+        "model cannot be allowed",
     ),
     Refusal(
         ("data.skip",),

@@ -69,6 +69,8 @@ class Saver:
         self._pending: tuple[Future[Path], Path] | None = None
         self._ended: list[Path | CheckpointError] = []
         self._sealed: Path | None = None
+        self.remarks: list[str] = []
+        """Sentences on old checkpoints that could not be removed (rank 0)."""
 
     def save(self, position: Manifest) -> Path:
         """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks."""
@@ -194,8 +196,8 @@ class Saver:
                 reason = reason_of(error)
             else:
                 # The new checkpoint is complete, also where an old one cannot be removed.
-                with contextlib.suppress(OSError):
-                    manifest.retain(self._run, self._settings.keep_last, self._settings.keep_every)
+                keep = self._settings
+                self.remarks += manifest.retain(self._run, keep.keep_last, keep.keep_every)
         if self._group is not None:
             message = [reason]
             try:

@@ -17,6 +17,7 @@ from nsa.config import ModelConfig, NSAConfig
 ANY_COUNT = (0.0, float(1 << 40))
 MODEL_LIMITS: dict[str, tuple[float, float]] = {
     "model.rope_base": (1, 1e12), "model.norm_eps": (1e-30, 1), "model.init_std": (1e-12, 1e3),
+    "model.nsa.gate_hidden": (0, float(1 << 20)),
 }  # fmt: skip
 BELOW_1 = 0.999999
 ANY_MODEL_SIZE = (1.0, float(1 << 20))
@@ -51,6 +52,11 @@ class DataSettings:
     )
     lanes: int = key(
         16, "Streams of files that a batch mixes; 1: one file after the other.", 1, 4096
+    )
+    documents: Literal["joined", "separate"] = key(
+        "joined",
+        "Packing: joined lets attention cross the ends of documents; separate: each sees only "
+        "itself.",
     )
     recall_span: int = key(
         48, "Bytes in a span that returns; all except the first are scored.", 2, 1 << 20
@@ -155,7 +161,6 @@ class FsdpSettings:
     replicas: int = key(
         1, "Number of groups of ranks, each with one sharded copy; above 1: HSDP.", 1, 1 << 20
     )
-    prefetch: int = key(0, "Blocks gathered ahead of the current one; 0: torch decides.", 0, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +203,9 @@ class CheckpointSettings:
         "", "Run or checkpoint directory to resume from; auto: the run directory of this training."
     )
     from_step: int = key(0, "Resume from the checkpoint of this step; 0: the newest.")
+    allow_change: str = key(
+        "", "Changes that a resumed run may make: all, or some of precision,batch,schedule,data."
+    )
     export: str = key("", "Write the final weights to this safetensors file.")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainers import changes
 from trainers.failures import DataError
 
 RankRows = tuple[Tensor, Tensor | None]
@@ -28,6 +29,8 @@ class Source:
     """Predicted tokens per sequence that count in the loss."""
     position = 0
     """Sequences read so far, over all ranks."""
+    end_token: int | None = None
+    """The token after each document, if attention must not cross it."""
 
     def read(self, count: int, rank: int, world: int) -> RankRows:
         """Returns this rank's part of the next `count` sequences.
@@ -44,7 +47,12 @@ class Source:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a position. Raises DataError if the position belongs to another stream."""
         try:
-            self._check(state["fingerprint"])
+            different = changes.stream_differences(state["fingerprint"], self.fingerprint)
+            if different:
+                raise DataError(
+                    f"the checkpoint belongs to other data than {self.about}: "
+                    f"{', '.join(different)}; restore these, or start a new run"
+                )
             self.seek(state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
@@ -56,20 +64,6 @@ class Source:
         """Moves to a position in this stream. Raises KeyError, TypeError or ValueError."""
         self.position = int(state["position"])
 
-    def _check(self, fingerprint: str) -> None:
-        """Raises DataError with the differences, if a checkpoint has another fingerprint."""
-        saved, now = _words(fingerprint), _words(self.fingerprint)
-        changed = [
-            f"{key} was {saved.get(key, 'absent')} and is {now.get(key, 'absent')}"
-            for key in now | saved
-            if saved.get(key) != now.get(key)
-        ]
-        if changed:
-            raise DataError(
-                f"the checkpoint belongs to other data than {self.about}: "
-                f"{', '.join(changed)}; restore these, or start a new run"
-            )
-
 
 def stack(sequences: Sequence[bytes | bytearray], length: int, kind: torch.dtype) -> Tensor:
     """Returns sequences of the same length as one tensor `[B, length]` of `kind`."""
@@ -77,7 +71,3 @@ def stack(sequences: Sequence[bytes | bytearray], length: int, kind: torch.dtype
         return torch.empty(0, length, dtype=kind)
     flat = torch.frombuffer(bytearray().join(sequences), dtype=kind)
     return flat.view(len(sequences), length)
-
-
-def _words(fingerprint: str) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in fingerprint.split())  # pyright: ignore[reportReturnType]

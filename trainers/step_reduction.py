@@ -1,8 +1,7 @@
 """The only all-reduce of a step: figures, halt and requests; its result is read a step later.
 
-The all-reduce sums the loss, the counts of tokens, right bytes, non-finite steps and spikes, and
-the requests over all ranks. Every rank starts and finishes it at the same place in the loop, so all
-ranks decide alike without another collective.
+The all-reduce sums `FIGURES` and the requests over all ranks. Every rank starts and finishes it at
+the same place in the loop, so all ranks decide alike without another collective.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from trainers.contract.rundir import REQUEST_FILES
 HALT_REASONS = (".HALT", "SIGTERM", "SIGINT")
 """Reasons to halt; other reasons of a rank count as the first."""
 
-FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike")
+FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike", "scale_lowered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,8 @@ class Row:
     spike: bool
     halt_reason: str
     requests: frozenset[str] = frozenset()
+    scale_lowered: bool = False
+    """True if the step lowered the loss scale of fp16."""
 
     @property
     def skipped(self) -> bool:
@@ -76,7 +77,9 @@ class StepReduction:
         if halt_reason:
             flags[HALT_REASONS.index(halt_reason) if halt_reason in HALT_REASONS else 0] = 1.0
         flags += [float(name in requests) for name in REQUEST_FILES]
-        vector = torch.cat((figures, torch.tensor(flags, dtype=torch.float64).to(self._device)))
+        on_cuda = self._side is not None
+        extra = torch.tensor(flags, dtype=torch.float64, pin_memory=on_cuda)
+        vector = torch.cat((figures, extra.to(self._device, non_blocking=True)))
         self._open.append((step, *self._send(vector)))
 
     def finish(self, include_newest: bool) -> list[Row]:
@@ -108,11 +111,11 @@ class StepReduction:
 
 
 def _row(step: int, values: list[float]) -> Row:
-    loss_sum, tokens, right, nonfinite, spike = values[: len(FIGURES)]
+    loss_sum, tokens, right, nonfinite, spike, lowered = values[: len(FIGURES)]
     counts = zip((*HALT_REASONS, *REQUEST_FILES), values[len(FIGURES) :], strict=True)
     named = [name for name, count in counts if count]
     reasons = [name for name in named if name in HALT_REASONS]
     return Row(
         step, loss_sum, int(tokens), int(right), nonfinite > 0, spike > 0,
-        reasons[0] if reasons else "", frozenset(named) - frozenset(reasons),
+        reasons[0] if reasons else "", frozenset(named) - frozenset(reasons), lowered > 0,
     )  # fmt: skip

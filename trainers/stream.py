@@ -2,12 +2,13 @@
 
 The position is small and exact. Documents are tokenised, followed by the end token, joined, and cut
 into sequences of S + 1 tokens that overlap by one. With bytes, text files are joined without a
-separator, and documents of the other formats are followed by a zero byte; with gpt2, each is
-followed by `<|endoftext|>`.
+separator (unless data.documents=separate), and documents of the other formats are followed by a
+zero byte; with gpt2, each is followed by `<|endoftext|>`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -104,8 +105,11 @@ class Stream(Source):
         self, data: DataSettings, seed: int, scratch: Path, held_out: bool = False
     ):  # fmt: skip
         self.seq_len = self.scored = data.seq_len
-        end = b"" if data.source == "text" else END_OF_DOCUMENT
+        separate = data.documents == "separate"
+        end = b"" if data.source == "text" and not separate else END_OF_DOCUMENT
         self._words = tokenizer.build(data.tokenizer, end)
+        if separate:
+            self.end_token = int.from_bytes(self._words.end, sys.byteorder)
         docs = text_files.find(data, seed, held_out, scratch)
         lanes = min(data.lanes, len(docs.files))
         self.about = docs.about
@@ -113,7 +117,7 @@ class Stream(Source):
             f"source={data.source} seed={seed} seq_len={data.seq_len} tokenizer={data.tokenizer} "
             f"text_key={quote(data.text_key)} "
             f"lanes={lanes} held_out={data.held_out:g} part={'eval' if held_out else 'train'} "
-            f"files={docs.digest}"
+            f"files={docs.digest}{' documents=separate' if separate else ''}"
         )
         self._lanes = [Lane(docs, j, lanes, self._words, data.seq_len) for j in range(lanes)]
 

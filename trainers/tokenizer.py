@@ -15,6 +15,9 @@ import torch
 from trainers.contract import remote
 from trainers.failures import DataError
 
+UNKNOWN = "�".encode()
+"""Text of the tokens that only pad the vocabulary to a round size."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
@@ -24,6 +27,8 @@ class Tokenizer:
     end: bytes
     encode: Callable[[bytes], bytes]
     """Returns the tokens of a text. Raises ValueError."""
+    decode: Callable[[list[int]], bytes] = bytes
+    """Returns the text of tokens; a token without text becomes U+FFFD."""
 
 
 def gpt2(encoding: Any) -> Tokenizer:
@@ -32,7 +37,16 @@ def gpt2(encoding: Any) -> Tokenizer:
     def encode(text: bytes) -> bytes:
         return array("H", encoding.encode_ordinary(text.decode("utf-8"))).tobytes()
 
-    return Tokenizer(torch.uint16, array("H", [encoding.eot_token]).tobytes(), encode)
+    def text_of(token: int) -> bytes:
+        try:
+            return encoding.decode_single_token_bytes(token)
+        except KeyError:
+            return UNKNOWN
+
+    def decode(tokens: list[int]) -> bytes:
+        return b"".join(map(text_of, tokens))
+
+    return Tokenizer(torch.uint16, array("H", [encoding.eot_token]).tobytes(), encode, decode)
 
 
 def build(name: str, end_of_document: bytes) -> Tokenizer:

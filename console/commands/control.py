@@ -8,7 +8,7 @@ from typing import Any
 
 from console import actions, targets
 from console.actions import LaunchOptions
-from console.commands.output import MAX_SENTENCE_CHARS, print_error, print_line, program, show
+from console.commands.output import print_error, print_line, program, show
 from console.commands.query import follow
 from console.commands.timeout import within
 from console.request_schema import ACTIONS
@@ -64,7 +64,7 @@ def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
         return 0 if prepared.ok else 1
     for check in prepared.checks:
         if prepared.ok and check.result == "unknown":
-            print_error(clean(f"warning: {check.name}: {check.text}", MAX_SENTENCE_CHARS))
+            print_error(f"warning: {check.name}: {check.text}")
     path = actions.begin(prepared, actions.who())
     name = launches.launch_id(path)
     if options.wait:

@@ -102,12 +102,13 @@ def report_error(error: ContractError, as_json: bool) -> int:
             emit({"error": str(error), "exit_code": error.exit_code})
         except OutputError:
             discard()
-    print_error(clean(str(error), MAX_SENTENCE_CHARS))
+    print_error(str(error))
     return error.exit_code
 
 
 def print_error(sentence: str) -> None:
-    """Prints a sentence on standard error; a failed write is ignored."""
+    """Prints a sentence on standard error, safe for a terminal; a failed write is ignored."""
+    sentence = clean(sentence, MAX_SENTENCE_CHARS)
     with contextlib.suppress(OSError):
         print(f"nsa-console: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from console import status_text
 from console.commands.output import (
-    MAX_SENTENCE_CHARS,
     emit,
     print_error,
     print_line,
@@ -75,15 +74,6 @@ def _resume(state: RunState) -> Iterator[str]:
     if launch is None or state.state not in ENDED_EARLY or not (state.checkpoint and state.decided):
         return
     yield f"  to resume, run: nsa-console resume {shlex.quote(launch.path)}"
-
-
-def watch(options: argparse.Namespace) -> int:
-    """Follows one run until it ends: on the screen, or as one line of text per change."""
-    if not (options.plain or options.json or options.until_waiting):
-        from console.commands.screen import screen
-
-        return screen(options)
-    return follow(source(options), options.json, options.interval, options.until_waiting)
 
 
 def follow(
@@ -217,7 +207,7 @@ def compare(options: argparse.Namespace) -> int:
 
     path = launches.find(options.run, options.root)
     found = sweep.sweeps(launches.launch_of(path) or path)
-    lines = [clean(line, MAX_SENTENCE_CHARS) for each in found for line in each.lines()]
+    lines = [clean(line, 400) for each in found for line in each.lines()]
     show(options.json, [each.as_dict() for each in found], lines)
     return 1 if any(each.refusal for each in found) else 0
 
@@ -307,5 +297,5 @@ def plans(options: argparse.Namespace) -> int:
             lines.append(f"  {'':<12} gates: {gates or 'none'}")
     show(options.json, [plan.as_dict() for plan in found], lines)
     for sentence in wrong:
-        print_error(clean(sentence, MAX_SENTENCE_CHARS))
+        print_error(sentence)
     return UsageError.exit_code if wrong else 0

@@ -1,4 +1,4 @@
-"""The command that opens the screen."""
+"""The commands that open the screen. The screen imports what reads a run after it has painted."""
 
 from __future__ import annotations
 
@@ -41,3 +41,12 @@ def screen(options: argparse.Namespace) -> int:
         if each.label != "check":
             output.print_error(f"no answer yet to {each}; nsa-console status RUN shows the state")
     return FAILED if app.return_code else 0
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Follows one run until it ends: on the screen, or as one line of text per change."""
+    if not (options.plain or options.json or options.until_waiting):
+        return screen(options)
+    from console.commands.query import follow, source
+
+    return follow(source(options), options.json, options.interval, options.until_waiting)

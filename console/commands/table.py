@@ -156,7 +156,7 @@ QUERIES: tuple[Command, ...] = (
                help="as --plain, and return when the plan waits for `do RUN proceed`"),
         INTERVAL,
     ), "Without --plain and --json: the screen. --json prints the status at the end.\n",
-       "query.watch"),
+       "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose latest --dump", "diagnose runs/by_hand --json"), (
         _run(),

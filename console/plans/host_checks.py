@@ -8,8 +8,6 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from console.plans.case import Case, Found
@@ -24,9 +22,9 @@ LEAST_FILES, ENOUGH_FILES = 256, 1024
 SHM_PER_RANK = 1 << 20
 NCCL_SHM_PER_RANK = 64 << 20
 """Order of the buffers of NCCL in /dev/shm; the default of Docker is 64 MiB for all ranks."""
-TRAINER = re.compile(r"\btrainers[./](ddp|fsdp)\b|\btrain_showcase")
+TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
 SUPERVISOR = "console.supervisor"
-MAX_DEPTH, MAX_SHOWN = 32, 8
+MAX_DEPTH, MAX_SHOWN, MAX_COMMAND = 32, 8, 4096
 
 
 def clock(case: Case) -> Found:
@@ -105,26 +103,18 @@ def ports(_case: Case) -> Found:
     return "pass", "torchrun finds free ports by itself"
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A process of this host: its parent, and its command line."""
-
-    pid: int
-    parent: int
-    command: str
-
-
 def leftovers(case: Case) -> Found:
     """Lists trainers without a living supervisor; those with an NVIDIA device open reject the plan.
 
     A trainer without a GPU is only listed, because it can belong to somebody else.
     """
-    known = {each.pid: each for each in _processes(case.root / "proc")}
-    found = [each.pid for each in known.values()
-             if TRAINER.search(each.command) and not _is_supervised(each, known)]  # fmt: skip
+    proc = case.root / "proc"
+    commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
+    found = [pid for pid, command in sorted(commands.items())
+             if TRAINER.search(command) and not _is_supervised(pid, proc, commands)]  # fmt: skip
     if not found:
         return "pass", "no trainer runs without a supervisor"
-    on_gpu = [pid for pid in found if case.plan.gpus and _has_gpu(case.root / f"proc/{pid}/fd")]
+    on_gpu = [pid for pid in found if case.plan.gpus and _has_gpu(proc / f"{pid}/fd")]
     pids = " ".join(map(str, (on_gpu or found)[:MAX_SHOWN]))
     if on_gpu:
         text = f"trainers without a supervisor have GPUs open: kill {pids}, or wait for them"
@@ -133,23 +123,22 @@ def leftovers(case: Case) -> Found:
     return "unknown" if case.plan.gpus else "pass", text
 
 
-def _processes(proc: Path) -> Iterator[Process]:
-    for folder in proc.glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            command = (folder / "cmdline").read_bytes()[:4096].replace(b"\0", b" ")
-            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-            if fields[0] != b"Z":
-                yield Process(int(folder.name), int(fields[1]), command.decode(errors="replace"))
+def _command(folder: Path) -> str:
+    """Returns the command line of a process, or "" if it has ended."""
+    data = jsonl.read_bytes(folder / "cmdline", MAX_COMMAND, 0)
+    return data.replace(b"\0", b" ").decode(errors="replace")
 
 
-def _is_supervised(process: Process, known: dict[int, Process]) -> bool:
-    """Returns whether an ancestor of the process is a supervisor."""
+def _is_supervised(pid: int, proc: Path, commands: dict[int, str]) -> bool:
+    """Returns whether an ancestor of a process is a supervisor."""
     for _ in range(MAX_DEPTH):
-        if SUPERVISOR in process.command:
+        if SUPERVISOR in commands.get(pid, ""):
             return True
-        if process.parent not in known:
+        try:
+            fields = (proc / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            pid = int(fields[1])
+        except (OSError, ValueError, IndexError):
             return False
-        process = known[process.parent]
     return False
 
 

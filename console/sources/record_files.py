@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -242,18 +242,16 @@ class RecordFiles:
     """Reads heartbeats, samples and events of one run, a bounded number of bytes at each poll.
 
     With `recent_bytes` only the end of each heartbeat and sample file is read. A file in `cursors`
-    is read from its cursor on, a heartbeat file from `warm_up_bytes` before that. `only` limits the
-    files by name.
+    is read from its cursor on, a heartbeat file from `warm_up_bytes` before that.
     """
 
     def __init__(
         self, run: Path, recent_bytes: int | None = None,
-        cursors: Mapping[str, Cursor] | None = None, only: Collection[str] | None = None,
-        warm_up_bytes: int = 0,
+        cursors: Mapping[str, Cursor] | None = None, warm_up_bytes: int = 0,
     ):  # fmt: skip
         self.run, self._recent_bytes = run, recent_bytes
         self._cursors: Mapping[str, Cursor] = {} if cursors is None else cursors
-        self._only, self._warm_up_bytes = only, warm_up_bytes
+        self._warm_up_bytes = warm_up_bytes
         self._followed: dict[str, RecordFile] = {}
         self._turns: deque[str] = deque()
         self.has_more = False
@@ -320,8 +318,6 @@ class RecordFiles:
             names += [rundir.heartbeat(self.run, rank).name for rank in range(world) if names]
         for name in map(whole_name, names):
             if name in self._followed or len(self._followed) >= MAX_FILES:
-                continue
-            if self._only is not None and name not in self._only:
                 continue
             rank = rank_of(name)
             if name == rundir.EVENTS:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from console.sources.pace import UNTIMED, Pace
 from console.sources.rank_totals import OF_EARLIER_STEPS
 from console.sources.record_files import MAX_RANKS, Batch, Cursor, Line, Place, rank_of
 from console.sources.sanitize import clean
-from console.sources.series import RAW_RECORDS, Series, mean_step_s
+from console.sources.series import Series, mean_step_s
 from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
@@ -112,17 +111,13 @@ class Events:
     attempts: int | None = None
     stalls: int | None = None
     """Both None before the first event."""
-    counted_until_ts: float = -math.inf
-    """Stalls up to this time are counted: a file that was copied over has them again."""
 
     def add(self, line: Line) -> None:
         kind = jsonl.text(line.record, "kind")
         attempt = jsonl.integer(line.record, "attempt")
         if attempt is not None:
             self.attempts = max(attempt, self.attempts or 0)
-        at = jsonl.number(line.record, "ts") or 0.0
         stalled = kind == "alert" and line.record.get("alert") == STALL
-        stalled = stalled and not at <= self.counted_until_ts
         self.stalls = (self.stalls or 0) + stalled
         if kind == "state":
             self.state = line
@@ -133,7 +128,7 @@ class Events:
             oldest = next(iter(self.alert_ts))
             del self.alert_ts[oldest]
             self.alerts.pop(oldest, None)
-        self.alert_ts[name] = at
+        self.alert_ts[name] = jsonl.number(line.record, "ts") or 0.0
         if kind == "ack":
             self.acknowledged |= {name} & self.alerts.keys()
             return
@@ -144,7 +139,6 @@ class Events:
 
     def forget_lines(self) -> None:
         """Drops the events of a file that was replaced; their counts remain."""
-        self.counted_until_ts = max(self.counted_until_ts, self.alert_ts.get(STALL, -math.inf))
         self.state = None
         self.alerts.clear()
         self.acknowledged.clear()
@@ -176,8 +170,6 @@ class Reducer:
         self._replaced: dict[str, int] = {}
         self.counted = 0
         """Number of heartbeats that were added to the totals."""
-        self.charted: dict[str, deque[Place]] = {}
-        """The places of the newest records whose points are kept."""
 
     # --- adding records ------------------------------------------------------------------------
 
@@ -192,7 +184,6 @@ class Reducer:
             self._replaced[batch.name] = batch.replaced
             known = None  # the lines before are gone
             self.all_heads.pop(-1 if rank is None else rank, None)
-            self.charted.pop(batch.name, None)
             if batch.name == rundir.EVENTS:
                 self.events.forget_lines()
         newest = max(known.place, batch.cursor.place) if known else batch.cursor.place
@@ -229,7 +220,7 @@ class Reducer:
         if not counts:
             return
         self.counted += 1
-        self._chart(name, line, self.series.add)
+        self._chart(name, record)
         if record["msg"] == "progress" and rank == 0:
             at = jsonl.number(record, "ts") or 0.0
             self.series.add_steps(at, record["step"], jsonl.numbers(record, "steps_dt_s"))
@@ -244,25 +235,13 @@ class Reducer:
     def _take_sample(self, name: str, line: Line) -> None:
         if jsonl.number(line.record, "ts") is not None:
             self.newest_samples[name] = line
-            self._chart(name, line, self.series.add)
+            self._chart(name, line.record)
 
-    def _chart(self, name: str, line: Line, add: Callable[..., object]) -> None:
-        """Adds the charted values of a record to the series, and remembers the record's place."""
-        at, values = jsonl.number(line.record, "ts"), _charted(name, line.record)
-        if at is not None and values is not None and add(name, at, values) is not None:
-            self.charted.setdefault(name, deque(maxlen=RAW_RECORDS)).append(line.place)
-
-    def take_points(self, batch: Batch) -> None:
-        """Adds only the chart points of records that are older than a snapshot."""
-        end = self.cursors[batch.name].place
-        for line in batch.lines:
-            if line.place < end:
-                self._chart(batch.name, line, self.series.add_point)
-
-    def drop_points(self, name: str) -> None:
-        """Drops the points of a file from which some points are missing."""
-        self.charted.pop(name, None)
-        self.series.drop_points(name)
+    def _chart(self, name: str, record: Mapping[str, Any]) -> None:
+        """Adds the charted values of a record to the series."""
+        at, values = jsonl.number(record, "ts"), _charted(name, record)
+        if at is not None and values is not None:
+            self.series.add(name, at, values)
 
     # --- all files together --------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,9 +22,12 @@ RECENT_BYTES = 256 << 10
 """Bytes that a reader of the present state reads of each file without a snapshot."""
 MAX_TAIL_BYTES = 64 * RECENT_BYTES
 """Largest number of bytes after a snapshot; with more, that reader does not use the snapshot."""
+SHORT_BYTES = 4 << 20
+"""A run with fewer bytes of records has every record on its charts, and not only spans."""
 Reads = Literal["all", "recent", "charts", "end"]
 """The records to read. `all`: every one. `recent`: from the snapshot on, without a snapshot the
-ends of the files. `charts`: from the snapshot on, with the series before it; else as `all`.
+ends of the files. `charts`: from the snapshot on, with the series before it; else, and for a short
+run, as `all`.
 `end`: the ends of the files, to learn the usual times."""
 
 
@@ -33,7 +37,7 @@ class RunRecords:
     def __init__(self, run: Path, reads: Reads = "all"):
         self.run, self.reducer = run, Reducer(Series(), timed=reads == "end")
         saved = None
-        if reads in ("recent", "charts"):
+        if reads == "recent" or (reads == "charts" and not _is_short(run)):
             saved = rundir.read_json(run / rundir.SNAPSHOT, below=run)
         most = MAX_TAIL_BYTES if reads == "recent" else None
         self.has_snapshot = snapshot.load(run, saved, self.reducer, most)
@@ -110,6 +114,16 @@ class RunRecords:
             | step_figures(progress, self.reducer.series)
             | sample_figures(self.samples)
         )
+
+
+def _is_short(run: Path) -> bool:
+    """Returns whether all records of a run are read in less than a second."""
+    try:
+        names = [name for name in os.listdir(run) if ".jsonl" in name]
+    except OSError:
+        return False
+    has_parts = any(name.endswith(jsonl.GZIP) for name in names)
+    return not has_parts and sum(jsonl.size_bytes(run / name) for name in names) <= SHORT_BYTES
 
 
 def _urgency(alert: Alert) -> tuple[bool, int, float]:

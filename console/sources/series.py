@@ -25,7 +25,6 @@ LATEST_S = 1 << 40
 """Later times have no calendar date."""
 Points = tuple[tuple[float, float], ...]
 """Points of one quantity, oldest first: (unix s, value)."""
-Values = Mapping[str, float]
 Band = tuple[float, float]
 """The smallest and the largest value."""
 
@@ -164,36 +163,23 @@ class Series:
         """The number of durations that were added since the start of this reader."""
         self._ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
 
-    def add(self, file: str, at: float, values: Mapping[str, float | None]) -> Values | None:
+    def add(self, file: str, at: float, values: Mapping[str, float | None]) -> None:
         """Adds the values of one record of a file, except those that are not finite.
 
-        Returns the added values, or None if the time is not valid. If a clock was set back, times
-        may be out of order.
+        A record without a valid time is ignored. If a clock was set back, times may be out of
+        order.
         """
-        known = self.add_point(file, at, values)
-        if known is not None:
-            thinner = self._thinners.setdefault(file, Thinner(file))
-            for span in thinner.add(at, {name: float(f"{v:.6g}") for name, v in known.items()}):
-                self._add_spans(file, span.level, [span])
-        return known
-
-    def add_point(
-        self, file: str, at: float, values: Mapping[str, float | None]
-    ) -> Values | None:  # fmt: skip
-        """Adds the values only as a point, because their spans exist already."""
         if not 0 <= at < LATEST_S:
-            return None
+            return
         known = {
             name: value for name, value in values.items()
             if value is not None and math.isfinite(value) and self._is_in(name, file)
         }  # fmt: skip
         if self.keeps:
             self._newest.setdefault(file, deque(maxlen=RAW_RECORDS)).append((at, known))
-        return known
-
-    def drop_points(self, file: str) -> None:
-        """Drops the points of a file; its spans remain."""
-        self._newest.pop(file, None)
+        thinner = self._thinners.setdefault(file, Thinner(file))
+        for span in thinner.add(at, {name: float(f"{v:.6g}") for name, v in known.items()}):
+            self._add_spans(file, span.level, [span])
 
     def _add_spans(self, file: str, level: int, spans: Sequence[Span]) -> None:
         """Adds ended spans of one file and resolution."""
@@ -304,7 +290,10 @@ class Series:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Sets the state from the result of `as_dict`. Raises TypeError or ValueError."""
         for of, spans in jsonl.mapping(saved, "thinned").items():
-            self._thinners.setdefault(of, Thinner(of)).load(spans)
+            thinner = self._thinners.setdefault(of, Thinner(of))
+            thinner.load(spans)
+            for name in {name for span in filter(None, thinner.now) for name in span.bands}:
+                self._is_in(name, of)
         self._durations_s.extend(jsonl.numbers(saved, "durations_s"))
         ends = ((float(at), jsonl.integer({"": step}, "")) for at, step in saved["ends"])
         self._ends.extend((at, step) for at, step in ends if step is not None)

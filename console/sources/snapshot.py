@@ -7,7 +7,6 @@ records must still be at their places.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,15 @@ from typing import Any
 from console.sources import json_documents, record_files
 from console.sources.pace import UNTIMED
 from console.sources.rank_totals import RankTotals
-from console.sources.record_files import Cursor, Line, Place, RecordFiles, rank_of
+from console.sources.record_files import Cursor, Line, Place, rank_of
 from console.sources.reducer import HEAD_LINES, MAX_ATTEMPT, Events, LatestRecords, Reducer
-from console.sources.series import RAW_RECORDS, SPANS_S, Series
+from console.sources.series import SPANS_S, Series
 from trainers.contract import VERSION, heartbeat, jsonl, rundir
 
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
 """Its largest size, and its size for each rank where more than 16 ranks need more."""
 HISTORY_BYTES = 4 << 20
 """Bytes that are read of each history file; a longer file is renamed to `.1`."""
-POINTS_BYTES = 64 << 20
-"""Bytes of newest records that are read for their points; files beyond have only spans."""
 
 
 def max_bytes(ranks: int) -> int:
@@ -65,7 +62,6 @@ def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
             "alerts": {name: _ref(line) for name, line in events.alerts.items()},
             "acknowledged": sorted(events.acknowledged), "told_ts": events.alert_ts,
         },
-        "charted": {name: list(places[0]) for name, places in reducer.charted.items()},
         "series": reducer.series.as_dict(),
     }  # fmt: skip
 
@@ -121,16 +117,12 @@ class _Loader:
             name: self._line(name, ref) for name, ref in self._saved["samples"].items()
         }  # fmt: skip
         events = self._events(jsonl.mapping(self._saved, "events"))
-        charted = {
-            name: deque([_place(place)], maxlen=RAW_RECORDS)
-            for name, place in self._saved["charted"].items()
-        }
         series = Series(reducer.series.keeps)
         series.load(jsonl.mapping(self._saved, "series"))
         # Nothing raises from here on: the reducer is filled completely or not at all.
         reducer.cursors.update(cursors)  # its `RecordFiles` may have them already
         reducer.all_heads, reducer.events = heads, events
-        reducer.summary.ranks, reducer.series, reducer.charted = ranks, series, charted
+        reducer.summary.ranks, reducer.series = ranks, series
         reducer.newest_samples = {name: line for name, line in samples.items() if line}
 
     def _read_cursors(self) -> dict[str, Cursor]:
@@ -213,21 +205,10 @@ def _place(value: Any) -> Place:
 
 
 def load_series(run: Path, reducer: Reducer) -> None:
-    """Adds the spans and the newest points from before the snapshot to the series.
+    """Adds the spans from before the snapshot to the series.
 
     Call it before other records are added to the reducer.
     """
     for level in range(len(SPANS_S)):
         data = record_files.read_end(history(run, level), HISTORY_BYTES, run)
         reducer.series.add_history(level, data.split(b"\n"))
-    begin = {
-        name: Cursor(reducer.cursors[name].head, places[0])
-        for name, places in reducer.charted.items() if name in reducer.cursors
-    }  # fmt: skip
-    reducer.charted.clear()
-    for batch in RecordFiles(run, cursors=begin, only=begin.keys()).poll(POINTS_BYTES):
-        reducer.take_points(batch)
-        begin[batch.name] = batch.cursor
-    for name, reached in begin.items():
-        if reached.place < reducer.cursors[name].place:
-            reducer.drop_points(name)

@@ -30,9 +30,6 @@ MAX_REQUEST_BYTES = 64 << 10
 MAX_REQUESTS_A_POLL = 64
 FILES_NAME = "files"
 """The name of the observer that reads the files of a run."""
-SETTLED_S = 2.0
-"""Mailboxes are read at each poll for this time after a change: a second change can have the same
-time stamp."""
 UNREADABLE = "the request is not a JSON object of at most 64 KiB, or cannot be read; send it again"
 OLDER = "the request is older than this supervisor; send it again"
 EXECUTED = "a request with this id was executed already"
@@ -243,7 +240,7 @@ class Poller:
         self._watched: list[Path] = []
         self._stamps: list[object] = []
         self.is_polling = False
-        self._polled_at = self._heartbeats_at = self._changed_at = 0.0
+        self._polled_at = self._heartbeats_at = 0.0
         directory.check_for_changes = self._has_changed
 
     def start(self, runs: Sequence[Path], attempt: Attempt | None, every_s: float) -> bool:
@@ -276,7 +273,7 @@ class Poller:
         found = found or _Found([], is_halted=False)
         if attempt is not None and found.news is not None:
             attempt.take(found.news)
-        if found is not None and found.is_halted:
+        if found.is_halted:
             self._halt()
         self._execute(found.requests)
 
@@ -299,14 +296,10 @@ class Poller:
 
     def _scan(self, folders: Sequence[Path]) -> list[Request]:
         found: list[Request] = []
-        if time.monotonic() - self._changed_at > SETTLED_S:
-            return found
         for folder in folders:
             with suppress(OSError):
                 self._directory.check_run(folder)
                 found += scan(folder, "launch" if folder == self._launch else "run")
-        if found:
-            self._changed_at = time.monotonic()
         return found
 
     def _read_files(self, files: Files, heartbeats: bool) -> Poll | None:
@@ -324,5 +317,5 @@ class Poller:
         stamps: list[object] = [rundir.stamp(path) for path in self._watched]
         if stamps == self._stamps:
             return False
-        self._stamps, self._changed_at = stamps, time.monotonic()
+        self._stamps = stamps
         return True

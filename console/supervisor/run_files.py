@@ -98,18 +98,9 @@ class NewestRow:
 
     def __init__(self, run: Path):
         self._run, self._path = run, run / rundir.TRAINING_CSV
-        self._stamp: object = None
-        self._row: Progress | None = None
 
     def poll(self) -> Progress | None:
-        """Returns the row, or None if there is none; reads the file only if it has changed."""
-        stamp = rundir.stamp(self._path)
-        if stamp != self._stamp:
-            self._stamp = stamp
-            self._row = self._read()
-        return self._row
-
-    def _read(self) -> Progress | None:
+        """Returns the row, or None if there is none."""
         first = jsonl.read_bytes(self._path, ROW_BYTES, 0, self._run).partition(b"\n")[0]
         *_, last = b"", *jsonl.read_bytes(self._path, ROW_BYTES, below=self._run).splitlines(True)
         names = first.decode("ascii", "replace").strip().split(",")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Coroutine
 from functools import partial, partialmethod
@@ -15,6 +16,7 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
+from textual.widget import Widget
 
 from console.status_text import counted
 from console.tui import keys, state_files
@@ -23,7 +25,6 @@ from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
 from console.tui.feed import Feed, ScreenData, open_source
 from console.tui.operator import Operator, Request, preload
-from console.tui.paste import LEAVE
 from console.tui.screens.dashboard import Dashboard
 from console.tui.screens.view import Body, Main, View
 from console.tui.terminal import Terminal
@@ -31,7 +32,7 @@ from console.tui.widgets.actionbar import ActionBar
 from console.tui.widgets.alertline import AlertLine
 from console.tui.widgets.answer import Answer
 from console.tui.widgets.footer import Footer
-from console.tui.widgets.header import Header
+from console.tui.widgets.header import PUNCTUAL_S, Header
 from console.tui.widgets.logtail import LogBook
 from console.tui.widgets.overlay import Drawer, Overlay
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from console.tui.widgets.chooser import Entry
 
 TICK_S = 1.0
+LEAVE = "ctrl+c"
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
 """Class of each view but the Dashboard, by module name; imported when first shown."""
 
@@ -174,8 +176,10 @@ class ConsoleApp(App[int], inherit_bindings=False):
             self.feed.nudge()
 
     def _tick(self) -> None:
-        """Updates the displayed ages, even without a new snapshot."""
+        """Updates the displayed ages if no new snapshot does it."""
         self.answer.tick()
+        if self.snapshot and time.monotonic() - self.snapshot.at < PUNCTUAL_S:
+            return
         for panel in (self.header, self.alert):
             panel.redraw()
 
@@ -188,7 +192,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         if name not in self.views:
             module = import_module(f"console.tui.screens.{name}")
             self.views[name] = getattr(module, CLASSES[name])(self, name)
-            await self.body.mount(self.views[name])
+            await self._mount(self.body, self.views[name])
         for held, view in self.views.items():
             view.display = held == name
         self.view_name = name
@@ -244,7 +248,13 @@ class ConsoleApp(App[int], inherit_bindings=False):
         if self.overlay is None:
             self.answer.clear()
             self.overlay = overlay
-            self.drawer.mount(overlay, before=0)
+            self.call_next(self._mount, self.drawer, overlay)
+
+    async def _mount(self, parent: Widget, child: Widget) -> None:
+        """Mounts a widget with its children, and paints once when they are complete."""
+        with self.batch_update():
+            await parent.mount(child, before=0)
+        self.screen.check_idle()
 
     async def on_overlay_closed(self, message: Overlay.Closed) -> None:
         if message.overlay is self.overlay:
@@ -327,7 +337,8 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.open_overlay(Commands(self.view_name))
 
     def do_help(self) -> None:
-        from console.tui.screens.help import Reader, help_rows
+        from console.tui.screens.help import help_rows
+        from console.tui.widgets.reader import Reader
 
         self.open_overlay(
             Reader(f"Keys in {self.view_name}", help_rows(self.view_name, self.size.width - 2))

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import reduce
-from itertools import pairwise, zip_longest
-from operator import or_
+from itertools import pairwise
 from typing import Literal
 
 Mode = Literal["braille", "block"]
@@ -24,7 +22,8 @@ LEAST_SPAN = 0.02
 """An axis spans at least this share of its values, so that noise does not fill the chart."""
 TINY, HUGE = 1e-200, 1e200
 """Smaller differences count as none, larger values are limited: a record may hold any float."""
-_LEFT, _RIGHT = (0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)
+_DOTS = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
+"""Bits of the four dots of a braille cell in its two columns, the lowest dot first."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -47,20 +46,23 @@ def window_start(first: float, now: float, span: float) -> float:
 def bins(points: Sequence[Point], start: float, span: float, count: int) -> list[Bin]:
     """Returns smallest and largest value in each of `count` columns; points are sorted by time."""
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
-    ats, values = ([point[index] for point in points[first:end]] for index in (0, 1))
-    found: list[Bin] = []
-    begin = 0
-    for column in range(1, count + 1):
+    ats, values = zip(*points[first:end], strict=True) if first < end else ((), ())
+    found: list[Bin] = [None] * count
+    begin, column = 0, 0
+    while begin < len(ats):
+        column += 1
         after = start + column * span / count
         stop = bisect_left(ats, after, begin) if column < count else len(ats)
-        part = values[begin:stop]
-        found.append((min(part), max(part)) if part else None)
+        if part := values[begin:stop]:
+            found[column - 1] = min(part), max(part)
         begin = stop
     return found
 
 
 def merge(several: Sequence[list[Bin]]) -> list[Bin]:
     """Returns the band from the smallest to the largest value of several series."""
+    if len(several) == 1:
+        return several[0]
     merged: list[Bin] = []
     for column in zip(*several, strict=True):
         held = [b for b in column if b is not None]
@@ -138,41 +140,18 @@ def columns_of(mode: Mode, width: int) -> int:
     return width * 2 if mode == "braille" else width
 
 
-def draw(held: Sequence[Bin], low: float, high: float, height: int, mode: Mode) -> list[str]:
-    """Returns `height` lines of cells for the columns, top line first."""
-    if mode == "braille":
-        return _braille(levels(held, low, high, 4 * height), height)
-    tops = [-1 if dots is None else dots[1] for dots in levels(held, low, high, 8 * height)]
-    bases = range(8 * (height - 1), -1, -8)
-    return ["".join(_BLOCKS[min(8, max(0, top + 1 - base))] for top in tops) for base in bases]
-
-
-def draw_curves(
+def draw(
     curves: Sequence[list[Bin]], low: float, high: float, height: int, mode: Mode
 ) -> list[str]:  # fmt: skip
     """Returns `height` lines of cells with all curves; in block mode, the band that they span."""
-    if mode == "block" or len(curves) == 1:
-        return draw(merge(curves), low, high, height, mode)
-    pictures = [draw(curve, low, high, height, mode) for curve in curves]
-    return ["".join(map(_overlaid, *lines)) for lines in zip(*pictures, strict=True)]
-
-
-def _overlaid(*cells: str) -> str:
-    bits = reduce(or_, (ord(cell) for cell in cells if cell != " "), 0)
-    return chr(bits) if bits else " "
-
-
-def _braille(dots: list[tuple[int, int] | None], height: int) -> list[str]:
-    lines = []
-    for base in range(4 * (height - 1), -1, -4):
-        left = [_bits(dot, base, _LEFT) for dot in dots[::2]]
-        right = [_bits(dot, base, _RIGHT) for dot in dots[1::2]]
-        cells = [a | b for a, b in zip_longest(left, right, fillvalue=0)]
-        lines.append("".join(chr(0x2800 + bits) if bits else " " for bits in cells))
-    return lines
-
-
-def _bits(dot: tuple[int, int] | None, base: int, column: tuple[int, ...]) -> int:
-    """Returns the dots of one column in the cell whose lowest dot is at `base`."""
-    low, high = dot or (0, -1)
-    return sum(column[3 - level + base] for level in range(max(low, base), min(high, base + 3) + 1))
+    if mode == "block":
+        held = levels(merge(curves), low, high, 8 * height)
+        tops = [-1 if dots is None else dots[1] for dots in held]
+        bases = range(8 * (height - 1), -1, -8)
+        return ["".join(_BLOCKS[min(8, max(0, top + 1 - base))] for top in tops) for base in bases]
+    cells = [[0] * ((len(curves[0]) + 1) // 2) for _ in range(height)]
+    for curve in curves:
+        for index, dots in enumerate(levels(curve, low, high, 4 * height)):
+            for dot in range(dots[0], dots[1] + 1) if dots else ():
+                cells[dot // 4][index // 2] |= _DOTS[index % 2][dot % 4]
+    return ["".join(chr(0x2800 + bits) if bits else " " for bits in line) for line in cells[::-1]]

@@ -8,7 +8,7 @@ from textual.widgets import Input
 
 from console.tui.keys import Key, for_view
 from console.tui.rows import Row, fill
-from console.tui.screens.help import Reader
+from console.tui.widgets.reader import Reader
 
 SKIPPED = frozenset(
     ("down", "up", "page_down", "page_up", "top", "bottom", "left", "right", "panel", "panel_back",
@@ -47,13 +47,13 @@ class Commands(Reader):
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self.found = matches(self.view, event.value)
-        self.picker.cursor = 0
-        self.picker.fill(command_rows(self.found))
+        self.list.cursor = 0
+        self.list.fill(command_rows(self.found))
 
     async def on_input_submitted(self) -> None:
         self.close()
         if self.found:
-            await self.app.run_action(f"after('{self.found[self.picker.cursor].id}')")
+            await self.app.run_action(f"after('{self.found[self.list.cursor].id}')")
 
     do_open = on_input_submitted
     do_panel, do_panel_back = Reader.do_down, Reader.do_up

@@ -7,6 +7,7 @@ and then the 31st write blocks the event loop forever. So the exit must not depe
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import select
 import signal
@@ -15,21 +16,20 @@ import termios
 import threading
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
-from textual.events import Key
-from textual.message import Message
-
-from console.tui.paste import Bursts
 
 GRACE_S, RESTORE_S = 2.0, 0.5
 READ_BYTES = 4096
-POLL_S, TOLD_S = 0.1, 0.1
-FEW = 8
-"""Largest number of characters that one key sends."""
+POLL_S, QUIET_S = 0.1, 0.25
+"""A paste has ended when no input has come for `QUIET_S`."""
+FEW, FIELD_CHARS = 8, 256
+"""The most characters that one read of typed keys has, and one read of a text for a field."""
+IGNORED = "input ignored: keys that come together count as pasted; type them one by one"
+PASTE_MARKS = ("\x1b[200~", "\x1b[201~")
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
 )
@@ -53,7 +53,7 @@ class TerminalDriver(LinuxDriver):
         self._console: Any = self._app
         self._late: threading.Thread | None = None
         self._ends = threading.Lock()
-        self._bursts, self._notified_at, self._ignored = Bursts(), 0.0, False
+        self._pasted_at, self._is_marked, self._is_ignoring = -math.inf, False, False
 
     def close(self) -> None:
         """Waits for the writer thread; if another thread restores the terminal, also for that."""
@@ -82,37 +82,30 @@ class TerminalDriver(LinuxDriver):
                 return
             if ready and not read:
                 return
-            if not ready and self._ignored:  # keys of the burst may have taken the notice away
-                self._ignored = False
-                self._notify_ignored()
+            if not ready and self._is_ignoring:
+                self._is_ignoring = False
+                self._app.call_later(self._console.say, IGNORED, "error")
             text = decode(read)
-            if len(text) > FEW and self._bursts.is_pasting(time.monotonic()):
-                self._say_ignored()  # an event for each character would take long
-            elif text:
-                self._accept(list(parser.feed(text)))
-            self._accept(list(parser.tick()))
-
-    def _accept(self, messages: Sequence[Message]) -> None:
-        """Passes on typed keys, except keys in a burst, which do not count."""
-        together = sum(isinstance(message, Key) for message in messages) > 1
-        for message in messages:
-            if not isinstance(message, Key) or self._bursts.accepts(
-                message, time.monotonic(), together, self._console.in_field
-            ):
+            typed = parser.feed(text) if text and not self._is_pasted(text) else ()
+            for message in (*typed, *parser.tick()):
                 self.process_message(message)
-            else:
-                self._say_ignored()
 
-    def _say_ignored(self) -> None:
-        """Shows that input is ignored: at once, and again when the burst has ended."""
-        self._ignored = True
-        if (now := time.monotonic()) - self._notified_at >= TOLD_S:
-            self._notified_at = now
-            self._notify_ignored()
+    def _is_pasted(self, text: str) -> bool:
+        """Returns whether nobody typed this text, so that none of its keys counts.
 
-    def _notify_ignored(self) -> None:
-        said = "input ignored: keys that come together count as pasted; type them one by one"
-        self._app.call_later(self._console.say, said, "error")
+        That is more text in one read than a person types, and what follows it. A terminal that
+        marks a paste begins it with an escape sequence, which is passed on.
+        """
+        begin, end = (text.rfind(mark) for mark in PASTE_MARKS)
+        was_marked = self._is_marked
+        self._is_marked = begin > end or (was_marked and end < 0)
+        if was_marked or text[0] == "\x1b":
+            return False
+        now, most = time.monotonic(), FIELD_CHARS if self._console.in_field else FEW
+        is_pasted = len(text) > most or now - self._pasted_at < QUIET_S
+        if is_pasted:
+            self._pasted_at, self._is_ignoring = now, True
+        return is_pasted
 
     # --- the ways out --------------------------------------------------------------------------
 

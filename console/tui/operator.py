@@ -22,6 +22,7 @@ from trainers.contract import rundir
 
 LATER = (
     "console.tui.widgets.confirm",
+    "console.tui.widgets.reader",
     "console.tui.screens.help",
     "console.tui.screens.launch",
     "console.tui.screens.stall",

@@ -115,8 +115,7 @@ def counted(cgroup, host):
          "(cgroup oom_kill 0 → 1)", "signal:SIGKILL:out of host memory"),
         (counted(None, 4), "rank 1 was killed by SIGKILL at step 5, probably by the kernel: the "
          "host ran out of memory (host-wide oom_kill 3 → 4)", ""),
-        (counted(0, 4), "rank 1 was killed by SIGKILL at step 5 (the kernel killed a process, but "
-         "not in this cgroup: host-wide oom_kill 3 → 4)", ""),
+        (counted(0, 4), "rank 1 was killed by SIGKILL at step 5", ""),
         (counted(0, 3), "rank 1 was killed by SIGKILL at step 5", ""),
         (None, "rank 1 was killed by SIGKILL at step 5", ""),
     ],

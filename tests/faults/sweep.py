@@ -312,13 +312,13 @@ class Case:
         """Yields what is wrong with samples that became parts: none is lost, doubled or damaged."""
         run = self._launch / "0-one"
         path = rundir.samples(run, rundir.host_name())
-        reading = RecordFiles(run, only=[path.name])
         numbers = [number for number, _ in rundir.parts(path)]
-        found = [line.record["ts"] for batch in reading.poll(1 << 30) for line in batch.lines]
+        read = [each for each in RecordFiles(run).poll(1 << 30) if each.name == path.name]
+        found = [line.record["ts"] for batch in read for line in batch.lines]
         if numbers != [*range(1, len(numbers) + 1)] or found != sorted(set(found)):
             yield f"samples are lost or doubled: parts {numbers}, {found}"
-        if reading.skipped and numbers:
-            yield f"{reading.skipped} samples are damaged"
+        if read and read[-1].cursor.skipped and numbers:
+            yield f"{read[-1].cursor.skipped} samples are damaged"
 
     def _wrong_answer(self, event: Mapping[str, Any]) -> Iterator[str]:
         """Yields an answer that the files contradict."""

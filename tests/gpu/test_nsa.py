@@ -96,7 +96,7 @@ def m7c_layer(route: str, seed: int = 0) -> NSAttention:
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     usual = layer.routes
-    layer.routes = lambda x: usual(x) | {"sel": Route(route, "test")}
+    layer.routes = lambda *tokens: {**usual(*tokens), "sel": Route(route, "test")}
     return layer.cuda()
 
 

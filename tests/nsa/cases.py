@@ -8,8 +8,11 @@ from torch import Tensor, nn
 
 from nsa.attention import NSAttention
 from nsa.backends import Route, Switches
+from nsa.compress import summaries
 from nsa.config import ModelConfig, NSAConfig
+from nsa.projection import Projection
 from nsa.reference import Reference, nsa_layer
+from nsa.rope import rotate
 from nsa.select import block_scores, top_blocks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -51,6 +54,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         window=draw(st.integers(1, 12)),
         compress=draw(st.sampled_from(["mlp", "mean"])),
         gate=draw(st.sampled_from(["sigmoid", "softmax"])),
+        gate_hidden=draw(st.sampled_from([0, 0, 5])),
     )
 
 
@@ -63,15 +67,34 @@ def routed(config: ModelConfig, route: str) -> NSAttention:
     layer = NSAttention(config, switches)
     usual = layer.routes
     if route in ("masked", "chunked"):
-        layer.routes = lambda x: usual(x) | {"sel": Route(route, "test")}
+        layer.routes = lambda *tokens: {**usual(*tokens), "sel": Route(route, "test")}
     return layer
 
 
 def selected_blocks(layer: NSAttention, x: Tensor) -> Tensor:
     """The blocks that `layer(x)` selects, `[B, G, S, n]` as from `top_blocks`."""
-    q, k_cmp, v_cmp, *_ = layer.project(x)
-    k_blocks, _ = layer.summaries(k_cmp, v_cmp)
-    return top_blocks(block_scores(q, k_blocks, layer.config.nsa), layer.config.nsa)
+    return top_blocks(
+        block_scores(*queries_and_blocks(layer, x), layer.config.nsa), layer.config.nsa
+    )
+
+
+def queries_and_blocks(layer: NSAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotated queries and compressed keys of `layer(x)`."""
+    q, k, v = layer.project(x)
+    base, phi = layer.config.rope_base, (layer.phi_k, layer.phi_v)
+    return rotate(q, base), summaries(k[0], v[0], phi, layer.config.nsa, base)[0]
+
+
+def by_projection(layer: nn.Module, named: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Tensors by parameter name, with those of `qkv` as one tensor for each projection."""
+    whole = next((name for name in named if name.endswith("qkv.weight")), "")
+    module = next((m for m in layer.modules() if isinstance(m, Projection)), None)
+    if not whole or module is None:
+        return named
+    prefix, rows = whole.removesuffix("qkv.weight"), named[whole]
+    split = {} if rows is None else module.rows(rows)
+    parts = {f"{prefix}{part}.weight": split.get(part) for part in module.widths}
+    return {name: value for name, value in named.items() if name != whole} | parts
 
 
 def gradients(layer: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
@@ -81,7 +104,7 @@ def gradients(layer: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
     out = layer(x)
     (out * weight).sum().backward()
     found = {"out": out, "x": x.grad}
-    found |= {name: p.grad for name, p in layer.named_parameters()}
+    found |= by_projection(layer, {name: p.grad for name, p in layer.named_parameters()})
     missing = [name for name, value in found.items() if value is None]
     assert not missing, f"no gradient for {missing}"
     return {name: value.detach() for name, value in found.items()}  # pyright: ignore
@@ -91,7 +114,8 @@ def reference_gradients(
     layer: nn.Module, x: Tensor, weight: Tensor, config: ModelConfig, selected: Tensor | None
 ) -> tuple[dict[str, Tensor], Reference]:
     """The same from the oracle, in float64, given the same (rounded) parameters and input."""
-    params = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}
+    weights = by_projection(layer, {n: p.detach() for n, p in layer.named_parameters()})
+    params = {n: p.double().clone().requires_grad_() for n, p in weights.items() if p is not None}
     x = x.detach().double().requires_grad_()
     reference = nsa_layer(params, x, config, selected)
     (reference.out * weight.double()).sum().backward()

@@ -16,9 +16,11 @@ from nsa.select import block_scores
 from tests.nsa.cases import (
     ROUTES,
     assert_close,
+    by_projection,
     configs,
     gradients,
     model_config,
+    queries_and_blocks,
     reference_gradients,
     routed,
     selected_blocks,
@@ -220,11 +222,12 @@ def operators(config, batch, seq_len, route):
 
 
 @pytest.mark.parametrize("route", ["masked", "chunked", "ranges"])
-@pytest.mark.parametrize("lengths", [(40, 44, 60), (5, 6, 6)], ids=["beyond", "within window"])
+@pytest.mark.parametrize("lengths", [(40, 44, 56), (5, 6, 6)], ids=["beyond", "within window"])
 def test_operator_count_does_not_depend_on_batch_heads_groups_or_length(lengths, route):
     short, middle, long = lengths
     counts = set()
-    # No size is 1: a reshape that has to copy is free along such a dimension.
+    # No size is 1: a reshape that has to copy is free along such a dimension. All tensors are below
+    # torch's grain size of 32,768 elements, above which `cat` of several threads slices its result.
     shapes = ((2, (2, 2), short), (5, (2, 2), short), (2, (2, 6), middle), (2, (4, 3), long))
     for batch, heads, seq_len in shapes:
         config = model_config(heads=heads, window=6, block_size=1, block_stride=1)
@@ -253,6 +256,9 @@ def test_recomputation_gives_the_same_gradients(reentrant, route):
         def named_parameters(self, *args, **kwargs):
             return layer.named_parameters()
 
+        def modules(self):
+            return layer.modules()
+
     again = gradients(Recomputed(), x, weight)
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
@@ -269,6 +275,14 @@ def test_the_layer_compiles_as_one_graph(route):
         torch.testing.assert_close(value, expected[name.removeprefix("_orig_mod.")])
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_compiled_layer_evaluates_without_gradients(context):
+    layer, x, _ = layer_and_input(model_config(), 0, 1, 8, torch.float32)
+    with context():
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_output_has_the_dtype_of_the_input(dtype):
     layer, x, _ = layer_and_input(model_config(), 0, 1, 20, dtype)
@@ -278,8 +292,8 @@ def test_the_output_has_the_dtype_of_the_input(dtype):
 def test_autocast_leaves_the_selection_scores_in_float32():
     layer, x, _ = layer_and_input(model_config(), 0, 1, 40, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        q, k_cmp, v_cmp, *_ = layer.project(x)
-        p_slc = block_scores(q, layer.summaries(k_cmp, v_cmp)[0], layer.config.nsa)
+        q, k_blocks = queries_and_blocks(layer, x)
+        p_slc = block_scores(q, k_blocks, layer.config.nsa)
         out = layer(x)
     assert (out.dtype, q.dtype, p_slc.dtype) == (torch.bfloat16, torch.float32, torch.float32)
 
@@ -309,12 +323,14 @@ def test_dense_attention_is_softmax_over_all_earlier_keys():
     with torch.no_grad():  # a window over everything, alone, is dense attention
         sparse.gate.proj.weight.zero_()
         sparse.gate.proj.bias.copy_(torch.tensor([-1e4, -1e4, 1e4] * 6))
-        for ours, theirs in (("q", "q"), ("k_win", "k"), ("v_win", "v"), ("out", "out")):
-            getattr(sparse, ours).weight.copy_(getattr(layer, theirs).weight)
+        mine, theirs = (x.qkv.rows(x.qkv.weight) for x in (sparse, layer))
+        for name, source in (("q", "q"), ("k_win", "k"), ("v_win", "v")):
+            mine[name].copy_(theirs[source])
+        sparse.out.weight.copy_(layer.out.weight)
         changed = model_config(heads=(2, 3), d_v=6, window=9)
         sparse.config = changed
     torch.testing.assert_close(layer(x), sparse(x))
-    params = dict(sparse.named_parameters())
+    params = by_projection(sparse, dict(sparse.named_parameters()))
     torch.testing.assert_close(layer(x), nsa_layer(params, x, changed).out)
 
 
@@ -331,6 +347,6 @@ def test_selection_is_the_same_for_all_heads_of_a_group():
     layer, x, _ = layer_and_input(config, 0, 1, 40, torch.float64)
     blocks = selected_blocks(layer, x)
     with torch.no_grad():
-        rows = layer.q.weight.view(6, 8, -1)
+        rows = layer.qkv.rows(layer.qkv.weight)["q"].view(6, 8, -1)
         rows[[0, 2]] = rows[[2, 0]]
     assert torch.equal(selected_blocks(layer, x), blocks)

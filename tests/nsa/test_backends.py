@@ -49,6 +49,32 @@ def test_the_table_picks(case, expected):
     assert names(**case) == dict(zip(("cmp", "sel", "win"), expected, strict=True))
 
 
+def test_the_table_says_where_heads_are_folded():
+    """It depends on the groups in the batch and on the threads; a kernel alone never decides."""
+    usual = {"seq_len": 2048, "device": "cpu", "threads": 2}
+
+    def folded(**changes):
+        case = Case(
+            dtype="float32", switches=Switches(), flash_attn=False,
+            **{"config": M7C} | usual | changes,
+        )  # fmt: skip
+        return [branch for branch, route in effective(case).items() if route.folded]
+
+    assert folded() == ["sel", "win"]
+    assert in_words(effective(Case(M7C, 512, "cpu", "float32", Switches(), False, threads=1))) == {
+        "cmp": "masked", "sel": "causal, heads folded", "win": "causal, heads folded",
+    }  # fmt: skip
+    assert folded(config=dataclasses.replace(M7C, attention="dense"), seq_len=1024) == ["all"]
+    no_such = (
+        {"threads": 3}, {"threads": 0}, {"device": "cuda"}, {"first": 512},
+        {"config": dataclasses.replace(M7C, d_v=32)},
+        {"config": dataclasses.replace(M7C, n_kv_groups=12)},
+        {"config": dataclasses.replace(M7C, attention="dense")},
+    )  # fmt: skip
+    assert [folded(**changes) for changes in no_such] == [[]] * len(no_such)
+    assert folded(threads=3, batch=2) == ["sel", "win"]
+
+
 def test_flash_attn_serves_where_all_it_needs_is_there():
     wish = {"device": "cuda", "dtype": "bfloat16", "flash_attn": True, "use_fa2": True}
     assert names(**wish)["win"] == "flash-attn"
@@ -94,7 +120,8 @@ def test_a_fallback_is_counted_by_cause_and_said():
     for _ in range(3):
         layer(x)
     assert layer.fallbacks == {"flash-attn is not installed": 3}
-    assert in_words(layer.routes(x))["win"] == "banded (flash-attn is not installed)"
+    words = in_words(layer.routes(x))["win"]
+    assert words.replace(", heads folded", "") == "banded (flash-attn is not installed)"
     model = Transformer(model_config(n_layers=3), Switches(use_fa2=True))
     assert model.fallbacks() == {}
     model(torch.randint(64, (1, 40)))

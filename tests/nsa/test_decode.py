@@ -1,12 +1,14 @@
 """Decoding: prefill and then token by token gives the numbers of the batched forward."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.backends import Switches
-from nsa.cache import Cache
+from nsa.cache import Cache, Rows
 from nsa.model import Transformer
 from tests.nsa.cases import configs, model_config, routed
 
@@ -24,7 +26,7 @@ def test_a_layer_decodes_what_it_computes_at_once(ranges, config, seq_len, data)
     cache = Cache(config.nsa)
     with torch.no_grad():
         pieces = [layer(x[:, :prefilled], cache)] if prefilled else []
-        pieces += [layer.step(x[:, t : t + 1], cache) for t in range(prefilled, seq_len)]
+        pieces += [layer(x[:, t : t + 1], cache) for t in range(prefilled, seq_len)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-9, atol=1e-11)
     assert cache.length == seq_len
 
@@ -35,7 +37,7 @@ def test_a_cache_keeps_no_more_than_later_tokens_can_use():
     with torch.no_grad():
         layer(torch.randn(1, 20, config.dim), cache)
         for _ in range(20):
-            layer.step(torch.randn(1, 1, config.dim), cache)
+            layer(torch.randn(1, 1, config.dim), cache)
     compressed, selected, window = 4, 40, 6
     held = [compressed, compressed, selected, selected, window, window]
     assert [rows.shape[2] for rows in cache.kv] == held
@@ -55,3 +57,49 @@ def test_a_model_decodes_the_logits_of_its_forward(attention, prefill_batched):
         found = [model(tokens[:, :25], caches)]
         found += [model(tokens[:, t : t + 1], caches) for t in range(25, 40)]
     torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_prompt_computed_token_by_token_is_continued_in_bfloat16():
+    """On a device that computes in bfloat16; meta tensors check dtypes as kernels do."""
+    with torch.device("meta"), torch.no_grad():
+        model = Transformer(model_config(), Switches(prefill_batched=False)).bfloat16()
+        caches = model.caches()
+        model(torch.zeros(2, 20, dtype=torch.long), caches)
+        assert model(torch.zeros(2, 1, dtype=torch.long), caches).shape == (2, 1, 64)
+
+
+@pytest.mark.parametrize("route", ["masked", "chunked", "ranges", "sequential"])
+@settings(max_examples=12)
+@given(configs(), st.integers(2, 40), st.data())
+def test_blocks_of_any_length_continue_a_sequence(route, config, seq_len, data):
+    """Prefill in drawn blocks, single tokens among them, equals one forward."""
+    cuts = sorted(data.draw(st.sets(st.integers(1, seq_len - 1), max_size=4)))
+    torch.manual_seed(seq_len)
+    layer = routed(config, route).double()
+    x = torch.randn(2, seq_len, config.dim, dtype=torch.float64)
+    cache = layer.new_cache(capacity=data.draw(st.sampled_from([0, 5, 64])))
+    with torch.no_grad():
+        expected = layer(x)
+        edges = [0, *cuts, seq_len]
+        pieces = [layer(x[:, i:j], cache) for i, j in pairwise(edges)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_cached_row_is_written_once():
+    """Appending copies the new rows only: a full buffer is replaced by one of twice the size."""
+    rows, buffers = Rows(), set()
+    for _ in range(1000):
+        buffers.add(rows.append(torch.zeros(1, 2, 1, 4)).untyped_storage().data_ptr())
+    assert len(buffers) <= 5
+    assert Rows(None, 1000).append(torch.zeros(1, 2, 1, 4)).untyped_storage().nbytes() == 32_000
+    window = Rows(keep=6)
+    for count in range(1, 500):
+        assert window.append(torch.full((1, 1, 1, 1), float(count))).shape[2] == min(count, 7)
+    assert window.rows.flatten().tolist() == [494, 495, 496, 497, 498, 499]
+    assert window.rows.untyped_storage().nbytes() < 2000
+
+
+def test_a_cache_refuses_gradients():
+    layer = routed(model_config(), "masked")
+    with pytest.raises(RuntimeError, match="no gradients"):
+        layer(torch.randn(1, 4, 16, requires_grad=True), layer.new_cache())

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa import attention
+from nsa import functional
 from nsa.attention import NSAttention, merge_heads, split_heads
-from nsa.model import Transformer
+from nsa.model import Block, Transformer
 from trainers import loop, manifest
 from trainers.entry import exit_now, main
 from trainers.loader import Batch
 
-plain_sum = attention.gated_sum
+plain_sum = functional.gated_sum
 plain_forward, plain_score, plain_complete = Transformer.forward, loop.score, manifest.complete
+plain_compile = Block.compile
 calls: list[int] = []
 
 
@@ -30,15 +31,17 @@ def zero_of_all(layer: NSAttention) -> Tensor:
     return torch.stack([(p * 0).sum() for p in layer.parameters()]).sum()
 
 
-def no_attention(layer: NSAttention, x: Tensor, cache: None = None) -> Tensor:
+def no_attention(layer: NSAttention, x: Tensor, *_: None) -> Tensor:
     """Attention gives nothing."""
     return x * 0 + zero_of_all(layer)
 
 
-def first_value(layer: NSAttention, x: Tensor, cache: None = None) -> Tensor:
+def first_value(layer: NSAttention, x: Tensor, *_: None) -> Tensor:
     """Every query gets the first value, like the stubs of the ancestor system."""
     groups = layer.config.n_kv_groups
-    values = split_heads(layer.v_slc(x), groups)[:, :, :1].expand(-1, -1, x.shape[1], -1)
+    values = split_heads(layer.qkv.split(layer.qkv(x))[5], groups)[:, :, :1].expand(
+        -1, -1, x.shape[1], -1
+    )
     values = values.repeat_interleave(layer.config.n_heads // groups, dim=1)
     return layer.out(merge_heads(values)) + zero_of_all(layer)
 
@@ -65,6 +68,11 @@ def nan_at_step_3(model: Transformer, tokens: Tensor) -> Tensor:
     """The third forward pass alone computes NaN, on every rank."""
     calls.append(1)
     return plain_forward(model, tokens) * (float("nan") if len(calls) == 3 else 1.0)
+
+
+def compile_without_code(block: Block, **choices: Any) -> None:
+    """Dynamo traces as ever, and no compiler spends minutes on what it found."""
+    plain_compile(block, backend="eager", **choices)
 
 
 def bug(model: Transformer, tokens: Tensor) -> Tensor:
@@ -98,13 +106,14 @@ def bug_while_saving(*arguments: Any) -> None:
 MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no_attention": (NSAttention, "forward", no_attention),
     "first_value": (NSAttention, "forward", first_value),
-    "without_selected": (attention, "gated_sum", without_selected),
+    "without_selected": (functional, "gated_sum", without_selected),
     "nan_from_step_3": (loop, "score", nan_from_step_3),
     "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
     "sees_the_next_byte": (Transformer, "forward", sees_the_next_byte),
     "slow_after_20": (Transformer, "forward", slow_after_20),
     "first_seal_fails": (manifest, "complete", first_seal_fails),
     "bug_while_saving": (manifest, "complete", bug_while_saving),
+    "compile_without_code": (Block, "compile", compile_without_code),
     "bug": (Transformer, "forward", bug),
 }
 

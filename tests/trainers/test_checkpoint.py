@@ -19,6 +19,7 @@ from tests.trainers.runs import CONFIG, latest_checkpoint, small
 from trainers import checkpoint, export, manifest, optim, settings
 from trainers.checkpoint import Parts
 from trainers.failures import CheckpointError
+from trainers.guard import Spikes
 from trainers.loader import Synthetic
 from trainers.manifest import Manifest
 from trainers.parallel import Single
@@ -35,7 +36,7 @@ def made(seed: int, parallel: Single = ALONE) -> Parts:
     torch.manual_seed(seed)
     model = Transformer(RESOLVED.model)
     scale = LossScale(RESOLVED.scaler, True, CPU)
-    return Parts(parallel, model, optim.build(model, RESOLVED.optim), scale)
+    return Parts(parallel, model, optim.build(model, RESOLVED.optim), scale, Spikes(6.0, CPU))
 
 
 def at(step: int) -> Manifest:
@@ -61,7 +62,9 @@ def train(parts: Parts, first: int, last: int) -> list[torch.Tensor]:
         loss.backward()
         parts.optimizer.step()
         parts.optimizer.zero_grad()
-        parts.loss_scale.update(torch.tensor(float(step % 2)))
+        nonfinite = torch.tensor(float(step % 2))
+        parts.loss_scale.update(nonfinite)
+        parts.spikes.detect(torch.rand(()), nonfinite)
         drawn.append(torch.rand(2))
     return drawn
 
@@ -77,8 +80,47 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
     for mine, theirs in zip(drawn, drawn_again, strict=True):
         assert torch.equal(mine, theirs)
     assert torch.equal(parts.loss_scale.scale, other.loss_scale.scale)
+    assert torch.equal(parts.spikes.norms, other.spikes.norms)
+    assert parts.spikes.seen == other.spikes.seen == 3
     mine, theirs = parts.model.state_dict(), other.model.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+class Separate(Parts):
+    """The state as it was saved before the projections of a layer were one parameter."""
+
+    def state(self):
+        state = super().state()
+        for name in [name for name in state["model"] if name.endswith("qkv.weight")]:
+            layer = self.model.get_submodule(name.removesuffix(".weight"))
+            weight, averages = (state[section].pop(name) for section in ("model", "optimizer"))
+            for old in ("q", "k_cmp", "k_slc", "k_win", "v_cmp", "v_slc", "v_win"):
+                own = {k: layer.rows(x)[old] if x.dim() else x for k, x in averages.items()}
+                state["model"][name.replace("qkv", old)] = layer.rows(weight)[old]
+                state["optimizer"][name.replace("qkv", old)] = own
+        return state
+
+
+def test_a_checkpoint_with_separate_projections_goes_on_bitwise(tmp_path):
+    parts, other = made(1), made(2)
+    train(parts, 0, 3)
+    old = Separate(parts.parallel, parts.model, parts.optimizer, parts.loss_scale)
+    (path,) = saved(tmp_path, old, 3)
+    assert "blocks.0.attn.k_slc.weight" in checkpoint.load_weights(path)
+    train(parts, 3, 6)
+    checkpoint.load(path, other)
+    train(other, 3, 6)
+    mine, theirs = parts.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    third = Transformer(RESOLVED.model)
+    third.load_state_dict(checkpoint.load_weights(path))
+    checkpoint.load(path, other)
+    weights = third.state_dict()
+    assert all(torch.equal(x, weights[name]) for name, x in other.model.state_dict().items())
+    with pytest.raises(RuntimeError, match="k_slc"):  # one of them is missing
+        third.load_state_dict(
+            {name: x for name, x in checkpoint.load_weights(path).items() if "k_win" not in name}
+        )
 
 
 def test_saving_the_same_step_again_replaces_it_and_leaves_nothing_else(tmp_path):
@@ -129,7 +171,10 @@ def test_another_model_is_refused_with_the_parameter_that_differs(tmp_path):
     (path,) = saved(tmp_path, made(1), 1)
     resolved = settings.resolve(CONFIG, {}, small(model__mlp_hidden=32)).settings
     model = Transformer(resolved.model)
-    parts = Parts(ALONE, model, optim.build(model, resolved.optim), made(1).loss_scale)
+    of = made(1)
+    parts = Parts(
+        ALONE, model, optim.build(model, resolved.optim), of.loss_scale, of.spikes
+    )  # fmt: skip
     with pytest.raises(CheckpointError, match=r"another model: blocks\.0\.mlp\.down\.weight"):
         checkpoint.load(path, parts)
 

@@ -20,7 +20,7 @@ from tests.trainers.files import spoil, write
 from tests.trainers.runs import ROOT, Run, environment, small
 from trainers import settings, text_files
 from trainers.failures import DATA, DataError
-from trainers.loader import Loader, open_source
+from trainers.loader import Loader, open_source, read_batch
 from trainers.schema import DataSettings
 from trainers.stream import END_OF_DOCUMENT, Lane, Stream
 from trainers.text_files import CHUNK_BYTES
@@ -384,3 +384,42 @@ def test_the_held_out_part_opens_by_the_same_call(folder):
         None, {}, {"data.source": "text", "data.path": str(folder), "data.held_out": 0.3}
     ).settings
     assert "held-out" in open_source(chosen, folder, held_out=True).about
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_separate_documents_end_with_their_token_and_with_their_row(source, tmp_path):
+    for i in range(3):
+        text = "ab" * (i + 1)
+        content = text if source == "text" else f'{{"text": "{text}"}}\n'
+        (tmp_path / f"{i}.{'txt' if source == 'text' else source}").write_text(content)
+    joined, separate = (
+        stream_of(tmp_path, source, seq_len=10, lanes=1, documents=kind)
+        for kind in ("joined", "separate")
+    )
+    assert read_batch(joined, 2, 0, 1, torch.device("cpu")).cu_seqlens is None
+    batch = read_batch(separate, 2, 0, 1, torch.device("cpu"))
+    assert batch.inputs.shape == batch.targets.shape == (1, 20)
+    data = batch.inputs[0].tolist()
+    assert data.count(0) >= 3
+    expected = [i + 1 for i in range(20) if data[i] == 0 or i in (9, 19)]
+    assert batch.cu_seqlens == (0, *expected)
+    assert batch.arguments == (batch.inputs, (), batch.cu_seqlens)
+    assert torch.equal(batch.targets[0, :9], batch.inputs[0, 1:10])
+    with pytest.raises(DataError, match="documents was"):
+        separate.restore(joined.state())
+
+
+def test_a_run_trains_on_separate_documents_and_evaluates_them(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "data.jsonl").write_text("".join(f'{{"text": "{i} abc"}}\n' for i in range(400)))
+    changes = small(
+        data__source="jsonl", data__path=str(data), data__documents="separate",
+        data__held_out=0.2, train__steps=3, eval__every=3, eval__batches=1,
+        checkpoint__at_end=False,
+    )  # fmt: skip
+    run = Run(tmp_path, changes, nproc=1).done()
+    losses = [record["loss"] for record in run.records(0, "progress")]
+    assert len(losses) == 3
+    assert all(loss < 7 for loss in losses)
+    assert run.records(0, "eval")

@@ -11,10 +11,12 @@ import torch
 from nsa.generate import generate
 from nsa.model import Transformer
 from tests.trainers.runs import CONFIG, ROOT, environment, small
-from trainers import checkpoint, optim, settings
+from tests.trainers.test_tokenizer import bytewise
+from trainers import checkpoint, optim, settings, tokenizer
 from trainers.checkpoint import Parts
 from trainers.failures import CheckpointError
 from trainers.generate import main
+from trainers.guard import Spikes
 from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale
@@ -26,14 +28,20 @@ CHANGES = small(model__init_std=0.5, attention__uniform_gate=True)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run directory with a checkpoint of a random model, and that model."""
-    path = tmp_path_factory.mktemp("run")
-    resolved = settings.resolve(CONFIG, {}, CHANGES)
+    return checkpointed(tmp_path_factory.mktemp("run"), CHANGES)
+
+
+def checkpointed(path, changes):
+    """Saves a checkpoint of a random model. Returns the run directory and the model."""
+    path.mkdir(exist_ok=True)
+    resolved = settings.resolve(CONFIG, {}, changes)
     torch.manual_seed(0)
     model = Transformer(resolved.settings.model, resolved.settings.attention)
     optimizer = optim.build(model, resolved.settings.optim)
     values = {key: entry["value"] for key, entry in resolved.as_dict().items()}
     cpu = torch.device("cpu")
-    parts = Parts(Single(cpu), model, optimizer, LossScale(resolved.settings.scaler, False, cpu))
+    scale = LossScale(resolved.settings.scaler, False, cpu)
+    parts = Parts(Single(cpu), model, optimizer, scale, Spikes(0.0, cpu))
     saver = Saver(path, parts, resolved.settings.checkpoint)
     saver.save(Manifest(3, 384, {"position": 12}, settings=values))
     return path, model
@@ -61,6 +69,29 @@ def test_greedy_text_is_that_of_whole_forwards_and_a_seed_decides_what_is_drawn(
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("import os")
     assert all(c.isprintable() or c == "\n" for c in done.stdout)
+
+
+def test_a_checkpoint_of_gpt2_tokens_generates_text_or_says_what_is_missing(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    path, _ = checkpointed(
+        tmp_path / "run", small(data__source="text", data__tokenizer="gpt2",
+                                model__vocab_size=50304)
+    )  # fmt: skip
+    words = [str(path), "--prompt", "aä", "--tokens", "3"]
+    assert main(words) == 12
+    assert "the files of the gpt2 tokenizer are not in" in capsys.readouterr().err
+    monkeypatch.setattr(tokenizer, "build", lambda name, end: bytewise())
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("aä")
+    (file,) = path.glob("checkpoints/*/manifest.json")
+    record = json.loads(file.read_text())
+    for name in ("byte", "x", None, [1]):
+        changed = record["settings"] | {"data.tokenizer": name}
+        file.write_text(json.dumps(record | {"settings": changed}))
+        assert main(words) == 15
+        assert "50304 tokens, which the tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

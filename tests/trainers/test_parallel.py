@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.trainers.files import write
-from tests.trainers.runs import Run, small
-from trainers import manifest
+from tests.trainers.ranks import together
+from tests.trainers.runs import CONFIG, Run, small
+from trainers import build, manifest, settings
+from trainers.initial_weights import InitialWeights
+from trainers.parallel import Fsdp
+from trainers.precision import autocast
 
 STEPS = 20
 WHOLE = small(
@@ -30,7 +37,7 @@ WAYS = {
     "fsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp"}),
     "fsdp, recompute, accumulate": (
         2, {"train.batch_size": 2, "train.accumulate": 2, "train.recompute": "all",
-            "train.strategy": "fsdp", "fsdp.sharding": "grad_op", "fsdp.prefetch": 1},
+            "train.strategy": "fsdp", "fsdp.sharding": "grad_op"},
     ),
     "hsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp", "fsdp.replicas": 2}),
 }  # fmt: skip
@@ -77,9 +84,50 @@ def test_every_way_to_share_the_work_gives_the_same_losses_and_norms(
     assert env["strategy"] == (changes.get("train.strategy", "ddp") if nproc > 1 else "single")
 
 
+def test_shards_start_from_the_weights_of_a_whole_model_and_gather_in_the_forwards_type(tmp_path):
+    """No rank has the whole model, shared weights stay shared, and both draw the same numbers."""
+
+    def compare(rank, parallel, precision, tied):
+        changes = small(
+            train__precision=precision, model__n_layers=2, model__tie_embeddings=tied,
+            train__strategy="fsdp",
+        )  # fmt: skip
+        resolved = settings.resolve(CONFIG, {}, changes).settings
+        shards = Fsdp.__new__(Fsdp)
+        shards.__dict__.update(parallel.__dict__)
+        shards.prepare(resolved)
+        whole, drawn = build.make_model(resolved, parallel.device), torch.rand(3)
+        weights = InitialWeights()
+        plain = build.make_model(resolved, parallel.device, weights)
+        assert all(p.is_meta for p in plain.parameters())
+        model = shards.wrap(plain)
+        weights.fill(plain, parallel.device)
+        assert torch.equal(drawn, torch.rand(3))
+        mine, theirs = (dict(each.named_parameters()) for each in (plain, whole))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name].full_tensor(), theirs[name]) for name in mine)
+        assert mine["head.weight" if not tied else "embed.weight"].to_local().shape[0] == 128
+        tokens = torch.arange(64).reshape(2, 32)
+        with autocast(precision, parallel.device):
+            got, right = model(tokens), whole(tokens)
+        got.float().sum().backward()
+        assert mine["embed.weight"].grad.dtype == torch.promote_types(torch.float32, got.dtype)
+        return (got - right).abs().max().item()
+
+    def work(rank, parallel, member):
+        del member
+        cases = [("fp64", True), ("fp32", False), ("bf16", True), ("bf16", False)]
+        return [compare(rank, parallel, *case) for case in cases]
+
+    for far in together([tmp_path / "a", tmp_path / "b"], work):
+        assert far[:2] == [0.0, 0.0]
+        assert 0 < max(far[2:]) < 0.02
+
+
 RESUMED = small(
     train__steps=40, report__log_every=1, model__n_layers=2, data__source="text",
-    checkpoint__every=20, train__min_lr_ratio=0.1,
+    checkpoint__every=20, train__min_lr_ratio=0.1, checkpoint__background="on",
+    optim__skip_spikes_sigma=6, eval__every=10, eval__batches=1,
 )  # fmt: skip
 
 
@@ -152,11 +200,50 @@ def test_another_number_of_ranks_goes_on_in_the_same_stream(killed, ranks):
         assert_step_equal(back, whole, 25, close=1e-4)
 
 
+ALL = RESUMED | {
+    "train.steps": 400, "train.precision": "fp16", "scaler.init_scale": 2**32,
+    "scaler.growth_interval": 30, "optim.skip_spikes_sigma": 1.5, "checkpoint.every": 10,
+    "train.lr": 0.01,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "nproc"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
+def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy, nproc):
+    """With spikes, overflows, evaluation and background saves in play."""
+    changes = ALL | {"train.strategy": strategy}
+    whole = Run(tmp_path, changes, nproc=nproc, name="whole").done()
+    draw = random.Random(f"{strategy}{nproc}")
+    for attempt in range(1, 5):
+        run = Run(tmp_path, changes | {"checkpoint.resume": "auto"}, nproc=nproc, name="killed")
+        begun = {"attempt": attempt}.items()
+        run.until(lambda run=run, begun=begun: [
+            record for record in run.records(nproc - 1, "progress") if begun <= record.items()
+        ])  # fmt: skip
+        time.sleep(draw.uniform(0, 2))
+        for rank in range(nproc):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(run.records(rank, "boot")[-1]["pid"], signal.SIGKILL)
+        run.wait()
+    last = Run(tmp_path, changes | {"checkpoint.resume": "auto"}, nproc=nproc, name="killed").done()
+    names = ("loss", "grad_norm", "lr", "tokens_total", "skipped_steps", "batch_crc32")
+    for message, fields in (("progress", names), ("eval", ("loss",))):
+        right = {record["step"]: record for record in whole.records(0, message)}
+        for record in last.records(0, message):
+            assert {name: record[name] for name in fields} == {
+                name: right[record["step"]][name] for name in fields
+            }
+    end = whole.records(0, "progress")[-1]
+    assert 0 < end["spike_steps"] < 100
+    assert end["overflow_steps"] > 0
+    assert len({record["step"] for record in last.records(0, "resume")}) > 1
+
+
 def resumed_on(ranks: int, batch: int, folder: Path, changes: dict, path: Path, step: int) -> Run:
     """Goes on from a step to the end on so many ranks."""
     more = {
         "checkpoint.resume": str(path), "checkpoint.from_step": step, "train.batch_size": batch,
-        "checkpoint.every": 4, "checkpoint.keep_every": 4,
+        "checkpoint.every": 4, "checkpoint.keep_every": 4, "checkpoint.allow_change": "batch",
     }  # fmt: skip
     return Run(folder, changes | more, nproc=ranks, name=f"step{step}on{ranks}").done()
 

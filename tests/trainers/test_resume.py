@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.trainers.ranks import together
 from tests.trainers.runs import CONFIG, small
-from tests.trainers.test_checkpoint import made, saved
-from trainers import build, settings
+from tests.trainers.test_checkpoint import at, made, saved
+from trainers import build, changes, settings
 from trainers.contract import environ
+from trainers.contract.errors import UsageError
 from trainers.report import Report
+from trainers.saver import Saver
+from trainers.schema import CheckpointSettings
 
 
 def resume(rank, parallel, member, wish="auto"):
     """Returns the step that was resumed and one weight, or 0 for a start at step 1."""
     resolved = settings.resolve(CONFIG, {}, small(checkpoint__resume=wish))
     parts = made(7 + rank, parallel)
-    found = build.resume(resolved.settings, member, Report(resolved, member), parts)
+    found = build.resume(resolved.settings, member, Report(resolved, member), parts, "source=x")
     return (found.step, parts.model.embed.weight[0, 0].item()) if found else (0, 0.0)
 
 
@@ -84,6 +89,79 @@ def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path):
     assert mine == theirs
     assert mine[:2] == ("CheckpointError", 15)
     assert "Not a directory" in mine[2]
+
+
+VALUES = {
+    key: entry["value"] for key, entry in settings.resolve(CONFIG, {}, small()).as_dict().items()
+}
+CHANGES = [
+    ({"train.batch_size": 2}, ""),  # on two ranks the same global batch
+    ({"train.batch_size": 1, "train.accumulate": 2, "attention.sel_ranges": 1}, ""),
+    ({"train.steps": 300, "eval.every": 3, "model.init_std": 0.5, "optim.fused": 0}, ""),
+    ({"model.nsa.window": 16}, "model.nsa.window was 8 and is 16"),
+    ({"model.rope_base": 500}, "model.rope_base was 10000.0 and is 500.0"),
+    ({"model.nsa.gate": "softmax"}, "model.nsa.gate was 'sigmoid' and is 'softmax'"),
+    ({"attention.uniform_gate": 1}, "attention.uniform_gate was False and is True"),
+    ({"train.precision": "bf16"}, "train.precision was 'fp32' and is 'bf16'"),
+    ({"train.batch_size": 4}, "sequences per step was 4 and is 8"),
+    ({"train.lr": 0.1}, "train.lr was 0.0025 and is 0.1"),
+    ({"train.min_lr_ratio": 0.5}, "end of the schedule was 'none' and is 100"),
+    ({"optim.beta1": 0.5}, "optim.beta1 was 0.9 and is 0.5"),
+    ({"train.seed": 1}, "seed was 1337 and is 1"),
+]
+GROUP = {"train.precision": "precision", "train.batch_size": "batch", "train.seed": "data",
+         "train.lr": "schedule", "train.min_lr_ratio": "schedule",
+         "optim.beta1": "schedule"}  # fmt: skip
+
+
+def test_a_resume_with_other_settings_names_each_and_takes_only_what_is_allowed(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    about = {"fingerprint": "source=x seed=1337", "position": 12}
+    assert changes.stream_differences("a=1 b=2\x1b", "a=1 c=3") == [
+        "b was 2\\x1b and is absent", "c was absent and is 3",
+    ]  # fmt: skip
+    Saver(run, made(1), CheckpointSettings()).save(replace(at(3), settings=VALUES, data=about))
+
+    def attempt(parallel, member, changes):
+        resolved = settings.resolve(CONFIG, {}, small(train__batch_size=2) | changes)
+        seed = resolved.settings.train.seed
+        try:
+            report, parts = Report(resolved, member), made(2, parallel)
+            found = build.resume(resolved.settings, member, report, parts, f"source=x seed={seed}")
+        except UsageError as error:
+            return str(error)
+        return found.step, found.data
+
+    def work(rank, parallel, member):
+        return [
+            attempt(parallel, member, changes | {"checkpoint.resume": "auto"} | allow)
+            for changes, _ in CHANGES
+            for allow in ({}, {"checkpoint.allow_change": GROUP.get(min(changes), "all")})
+        ]
+
+    mine, theirs = together([run, run], work)
+    assert mine == theirs
+    for (change, sentence), plain, allowed in zip(CHANGES, mine[::2], mine[1::2], strict=True):
+        group = GROUP.get(min(change))
+        if not sentence:
+            assert plain == allowed == (3, about)
+            continue
+        assert sentence in plain
+        assert (f"--allow-change {group}" in plain) == (group is not None)
+        if group is None:
+            assert sentence in allowed
+        else:
+            assert allowed == (3, {} if group == "data" else about)
+
+
+@pytest.mark.parametrize("saved", [{"a.b": 1}, None, [1], "model."], ids=str)
+def test_what_an_old_checkpoint_does_not_record_is_said_and_not_taken_for_equal(saved):
+    now = changes.compared(VALUES, 1, "source=x")
+    before = changes.compared(saved, 1, "")
+    unknown, changed = changes.refuse(Path("x"), before, now, "")
+    assert {"model.nsa.window", "sequences per step", "data stream"} < set(unknown)
+    assert not changed
 
 
 def test_ranks_with_other_settings_are_refused_with_what_differs(tmp_path):

@@ -234,6 +234,17 @@ def test_a_skipped_step_leaves_the_weights_and_training_goes_on(tmp_path, fused)
     assert steps == {5.0}
 
 
+@pytest.mark.slow
+def test_a_compiled_model_is_evaluated(tmp_path):
+    changes = small(
+        train__compile=True, train__steps=4, eval__every=2, eval__batches=1,
+        checkpoint__at_end=False,
+    )  # fmt: skip
+    run = Run(tmp_path, changes, nproc=1, broken="compile_without_code").done()
+    losses = [record["loss"] for record in run.records(0, "eval")]
+    assert losses == pytest.approx([5.55, 5.55], abs=0.3)
+
+
 def test_a_bug_leaves_its_traceback_in_the_log_and_its_class_in_the_heartbeat(tmp_path):
     run = Run(tmp_path, small(), nproc=1, broken="bug")
     assert run.wait() == 1

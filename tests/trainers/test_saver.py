@@ -7,12 +7,14 @@ import resource
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.mounts import tmpfs
 from tests.trainers.ranks import together
 from tests.trainers.runs import Run, latest_checkpoint, small
 from tests.trainers.test_checkpoint import at, made, saved, train
@@ -181,6 +183,30 @@ def test_a_process_that_has_to_end_waits_less_and_the_seal_cannot_come_after(tmp
     go.set()
     mine._workers.shutdown()
     assert names(tmp_path) == []
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_next_saves(tmp_path):
+    """A mount point cannot be removed; a leftover of a killed save is one too."""
+    run = tmp_path / "run"
+    old, _ = saved(run, made(1), 1, 2)
+    left = old.with_name(".step_00000009.tmp")
+    left.mkdir()
+    with ExitStack() as mounted:
+        for folder in (old, left):
+            (folder / "in").mkdir()
+            mounted.enter_context(tmpfs(folder / "in", 1))
+        mine = Saver(run, made(1), CheckpointSettings(keep_last=1))
+        for step in (3, 4):
+            assert mine.save(at(step)) == latest_checkpoint(run)
+        assert len(mine.remarks) == 2
+        assert f"cannot remove the old checkpoint {old}: " in mine.remarks[0]
+        assert [path.name for path in manifest.newest_first(run)] == ["step_00000004", old.name]
+
+
+def test_without_a_final_save_the_periodic_one_of_the_last_step_stays(tmp_path):
+    changes = small(train__steps=4, checkpoint__every=2, checkpoint__at_end=False)
+    run = Run(tmp_path, changes, nproc=1).done()
+    assert [record["step"] for record in run.records(0, "checkpoint")] == [2, 4]
 
 
 def test_a_save_into_a_directory_that_was_replaced_is_refused_and_nothing_there_is_touched(

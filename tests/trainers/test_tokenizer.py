@@ -1,10 +1,11 @@
-"""Tokens of gpt2, where tiktoken and its files are at hand, and what their absence ends in."""
+"""Tokens of gpt2, and what the absence of its files ends in."""
 
 from __future__ import annotations
 
 import hashlib
 
 import pytest
+import tiktoken
 import torch
 
 from trainers import tokenizer
@@ -19,7 +20,6 @@ def test_gpt2_that_is_not_at_hand_is_told_in_a_sentence(tmp_path, monkeypatch):
 
 
 def test_gpt2_files_that_are_damaged_are_told_in_a_sentence(tmp_path, monkeypatch):
-    pytest.importorskip("tiktoken")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     for url in remote.GPT2_FILES:
@@ -28,14 +28,20 @@ def test_gpt2_files_that_are_damaged_are_told_in_a_sentence(tmp_path, monkeypatc
         tokenizer.build("gpt2", b"")
 
 
-def test_gpt2_ends_each_document_with_its_end_token():
-    tiktoken = pytest.importorskip("tiktoken")
-    bytewise = tiktoken.Encoding(
+def bytewise() -> tokenizer.Tokenizer:
+    """The tokenizer gpt2 with an encoding that has bytes only, as its files are not at hand."""
+    encoding = tiktoken.Encoding(
         "bytes", pat_str=r"(?s).", mergeable_ranks={bytes([i]): i for i in range(256)},
         special_tokens={"<|endoftext|>": 50_256},
     )  # fmt: skip
-    words = tokenizer.gpt2(bytewise)
+    return tokenizer.gpt2(encoding)
+
+
+def test_gpt2_ends_each_document_with_its_end_token():
+    words = bytewise()
     tokens = torch.frombuffer(bytearray(words.encode("ä<".encode()) + words.end), dtype=words.kind)
     assert tokens.tolist() == [0xC3, 0xA4, ord("<"), 50_256]
+    assert words.decode(tokens.tolist()).decode() == "ä<<|endoftext|>"
+    assert words.decode([50_303, ord("<")]).decode() == "�<"
     with pytest.raises(ValueError, match="utf-8"):
         words.encode(b"\xff")

@@ -51,7 +51,6 @@ OWN: Mapping[str, str] = {
     "NSA_DDP_SAFE_MODE": "ddp.safe_mode",
     "NSA_PG_TIMEOUT_MIN": "ddp.timeout_min",
     "NSA_FSDP_SHARDING": "fsdp.sharding",
-    "NSA_FSDP_PREFETCH": "fsdp.prefetch",
 }
 """The key of the settings that each of our flags overrides."""
 LIBRARY: Mapping[str, tuple[Kind, str]] = {

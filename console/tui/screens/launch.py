@@ -249,7 +249,7 @@ class Launch(Scrolls, View):
 
     def do_zoom(self) -> None:
         """Opens the complete content of the panels that are cut."""
-        from console.tui.screens.help import Reader
+        from console.tui.widgets.reader import Reader
 
         snapshot, width = self.snapshot, self.size.width
         if snapshot is not None:

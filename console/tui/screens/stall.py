@@ -195,7 +195,7 @@ class Stall(Scrolls, View):
 
     def do_open(self) -> None:
         """Opens the whole stack of the rank under the cursor."""
-        from console.tui.screens.help import Reader
+        from console.tui.widgets.reader import Reader
 
         app = self.console
         snapshot = self.snapshot

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from console.model import BAD_STATES, LEVELS, STALL, Alert, Gate, LaunchState, Level, RunState
-from console.status_text import gate_value, skipped
+from console.status_text import not_passed, skipped
 from console.tui import format as fmt
 from console.tui.background import Pending
 from console.tui.feed import ScreenData
@@ -115,27 +115,19 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
                 "warn", f"waiting for confirmation before phase {name}", "L start  E flags  H halt"
             )
         ]
-    missed = [gate for gate in state.gates if gate.result != "pass"]
-    why = f"{launch.current} {state.state}"
-    if state.state == "completed" and not missed:
-        why = launch.why or why
-    elif state.state == "completed":
-        gate = next((gate for gate in missed if gate.result == "fail"), missed[0])
-        why = f"gate {gate.name} {'failed' if gate.result == 'fail' else 'is unknown'}"
-    level: Level = "warn" if missed else "info"
-    text = f"plan ended: {why}; not started: {rest}"
-    return [Notice(level, text, "2 gates" if missed else "")] if rest else []
+    if not rest:
+        return []
+    missed, why = not_passed(state.gates), f"{launch.current} {state.state}"
+    if state.state == "completed":
+        why = missed or launch.why or why
+    hint = "2 gates" if missed else ""
+    return [Notice("warn" if missed else "info", f"plan ended: {why}; not started: {rest}", hint)]
 
 
 def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
-    failed = [gate for gate in gates if gate.result == "fail"]
-    if failed:
-        first = failed[0]
-        why = first.why or f"{gate_value(first)}, must be {first.bound}"
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        return [Notice("warn", f"gate {first.name} failed: {why}{more}", "2 gates")]
-    all_pass = bool(gates) and all(gate.result == "pass" for gate in gates)
-    return [Notice("info", f"all gates of this phase passed ({len(gates)})")] if all_pass else []
+    if missed := not_passed(gates):
+        return [Notice("warn", missed, "2 gates")]
+    return [Notice("info", f"all gates of this phase passed ({len(gates)})")] if gates else []
 
 
 def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:

@@ -6,7 +6,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from console.model import RunState
 from console.sources.series import Points
 from console.tui import chartmath
 from console.tui import format as fmt
@@ -14,7 +13,6 @@ from console.tui.chartmath import Bin, Mode, Point
 from console.tui.charts import LOWEST_LAYER, Chart
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, fill, rule
-from console.tui.widgets.figures import BRANCHES
 from console.tui.widgets.lines import Panel
 
 LABEL = 6
@@ -52,7 +50,7 @@ def chart_rows(
     rows = [rule(chart.title, width, _note(chart, series, width), selected, detail=detail)]
     cell = None if at is None else min(room - 1, max(0, int((at - start) * room / span)))
     labels = _labels(low, high, chart.unit, body_height)
-    lines = chartmath.draw_curves(curves, low, high, body_height, mode)
+    lines = chartmath.draw(curves, low, high, body_height, mode)
     for label, line in zip(labels, lines, strict=True):
         rows.append(((fill(label, LABEL, right=True), "dim"), (" ", ""), *_crossed(line, cell)))
     if has_axis:
@@ -138,17 +136,13 @@ def time_axis(start: float, span: int, width: int) -> str:
 
 def zoomed_rows(
     chart: Chart, series: Mapping[str, Points], window: Window, width: int, height: int,
-    mode: Mode, at: float | None, state: RunState, now: float,
+    mode: Mode, at: float | None, now: float,
 ) -> list[Row]:  # fmt: skip
     """Returns one chart for the whole view, with values below the chart.
 
     The values are those at the crosshair: of the whole chart, and of each GPU, rank or layer.
     """
     parts = part_rows(chart, series, at, width, height // 3)
-    shares = [f for b in BRANCHES if (f := state.figures.get(f"gate_share_{b}"))]
-    if parts and chart.each == "layer" and len(shares) == len(BRANCHES):
-        words = (f"{b} {f.value * 100:.0f} %" for b, f in zip(BRANCHES, shares, strict=True))
-        parts.append((("branch shares now, mean of all layers   ", "dim"), ("  ".join(words), "")))
     rows = chart_rows(chart, series, window, width, height - 1 - len(parts), mode, at)
     return [*rows, _reading(chart, series, at, now), *parts]
 
@@ -249,7 +243,7 @@ class ChartPanel(Panel):
         self._mark = mark
         given = chart, series, window, width, height, self.mode
         self._drawn = (
-            zoomed_rows(*given, self.at, state, snapshot.now) if self.zoomed
+            zoomed_rows(*given, self.at, snapshot.now) if self.zoomed
             else chart_rows(*given, selected=self.selected)
         )  # fmt: skip
         return self._drawn

@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from textual.app import ComposeResult
-
 from console.tui import format as fmt
 from console.tui.background import run_in_background
 from console.tui.rows import Row, columns
-from console.tui.widgets.overlay import Overlay
-from console.tui.widgets.picker import Picker, Scrolls
+from console.tui.widgets.reader import Reader
 from trainers.contract import jsonl, rundir
 
 MOST_RUNS = 30
-HEIGHT = 14
 HINT = "enter opens, esc closes"
 
 
@@ -59,30 +55,26 @@ def _of_launch(path: Path, name: str) -> Entry:
     return Entry("launch", name, word + age, path)
 
 
-class Chooser(Scrolls, Overlay):
+class Chooser(Reader):
     """A list of entries, read in a thread; enter calls `then` with the entry under the cursor."""
 
+    least, below = 14, 6
+
     def __init__(self, root: Path, then: Callable[[Entry], object]):
-        super().__init__(id="chooser")
+        super().__init__("runs and plans", [], "reading …", cursor=True)
         self._root, self._then = root, then
         self._entries: list[Entry] = []
-        self._list = Picker("choices", "runs and plans")
-        self._list.note, self._list.always = "reading …", True
-
-    def compose(self) -> ComposeResult:
-        self._list.prepare(self.app.size.width, min(HEIGHT, max(4, self.app.size.height - 6)))
-        yield self._list
 
     def on_mount(self) -> None:
         app: Any = self.app
-        self._list.focus()
+        super().on_mount()
         run_in_background(app, "list of runs", lambda: entries(self._root), self._fill)
 
     def _fill(self, found: list[Entry]) -> None:
         self._entries = found
-        self._list.fill([entry.row() for entry in found], HINT)
+        self.list.fill([entry.row() for entry in found], HINT)
 
     def do_open(self) -> None:
         if self._entries:
             self.close()
-            self._then(self._entries[self._list.cursor])
+            self._then(self._entries[self.list.cursor])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from rich.segment import Segment
 from rich.style import Style
@@ -35,19 +36,22 @@ class Lines(Widget):
     def show(self, rows: Sequence[Row]) -> None:
         """Replaces the rows and repaints the cells that differ."""
         width, height = self.size
-        new = tuple(clip(safe(row), width or 999) for row in rows)
-        old, self.shown = self.shown, new
+        old = self.shown
+        self.shown = new = tuple(
+            row if row == before else clip(safe(row), width or 999)
+            for row, before in zip_longest(rows, old[: len(rows)], fillvalue=BLANK)
+        )
         if old == new:
             return
-        for y in range(min(height, max(len(old), len(new)))):
-            before = old[y] if y < len(old) else BLANK
-            after = new[y] if y < len(new) else BLANK
-            span = changed(before, after, width)
-            if span is None:
-                continue
-            self._strips.pop(y, None)
-            self.repaints += 1
-            self.refresh(Region(span[0], y, span[1] - span[0], 1))
+        regions: list[Region] = []
+        for y, (before, after) in enumerate(zip_longest(old, new, fillvalue=BLANK)):
+            span = changed(before, after, width) if y < height else None
+            if span is not None:
+                self._strips.pop(y, None)
+                regions.append(Region(span[0], y, span[1] - span[0], 1))
+        if regions:
+            self.repaints += len(regions)
+            self.refresh(*regions)
 
     def on_resize(self) -> None:
         """Draws the content again for the new size."""

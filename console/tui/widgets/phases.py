@@ -9,7 +9,7 @@ from typing import Any
 
 from console.model import LIVE_STATES, Gate, PhaseState
 from console.sources import launch_documents
-from console.status_text import gate_value
+from console.status_text import gate_value, gates_text
 from console.tui import format as fmt
 from console.tui.rows import Row, columns, fill, rule, width_of, wrap
 from console.tui.styles import STATE_STYLE
@@ -71,20 +71,15 @@ def _phase_row(
     ended = phase.ended_ts or (now if phase.state in LIVE_STATES else None)
     if phase.started_ts and ended:
         took = fmt.age(ended - phase.started_ts)
-    result = phase.result
+    result, style = gates_text(phase), "crit" if phase.result == "fail" else ""
     if is_current and gates:
         passed = sum(gate.result == "pass" for gate in gates)
         result = f"gates {passed}/{len(gates)}"
-    else:
-        passed = "gates pass" if phase.has_gates else "no gates"
-        words = {"pass": passed, "fail": "gates FAIL", "unknown": "gates ?"}
-        result = words.get(result, result)
-    style = "crit" if "FAIL" in result else ""
     mark, strong = ("▸", "strong") if is_current else (" ", "")
     row = columns([
         (mark, 1, "now"), (phase.numbered, max(12, min(18, width - 45)), strong),
         (phase.state, 11, STATE_STYLE.get(phase.state, "dim")),
-        (steps, -STEPS, ""), (took, -5, "dim"), (result, 11, style),
+        (steps, -STEPS, ""), (took, -5, "dim"), (result, 13, style),
     ])  # fmt: skip
     fits = phase.why and width_of(row) + 2 + len(phase.why) <= width
     return (*row, (f"  {phase.why}", "dim")) if fits else row

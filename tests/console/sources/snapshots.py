@@ -16,7 +16,7 @@ from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
-from console.sources.series import Series
+from console.sources.series import SPANS_S, Series
 from console.supervisor.snapshot_writer import Snapshots
 from tests.console.plans.histories import EVERY_BOUND
 from trainers.contract import rundir
@@ -48,12 +48,19 @@ def same_state(run: Path) -> None:
     drawn.poll()
     assert told(drawn.poll()) == expected
     for name in DRAWN:
-        assert drawn.series.points(name) == whole.series.points(name), name
+        assert bands(drawn.series, name) == bands(whole.series, name), name
     assert drawn.reducer.all_heads == whole.reducer.all_heads
     sums = [source.summary for source in (whole, recent, drawn)]
     results = [gates.evaluate(each, EVERY_BOUND) for each in sums if each is not None]
     assert len(results) == 3
     assert results[0] == results[1] == results[2]
+
+
+def bands(series: Series, name: str) -> list[object]:
+    """Returns the spans of a series at all resolutions, the open ones last."""
+    held = [series._spans.get((name, level)) for level in range(len(SPANS_S))]
+    thinner = series._thinners.get(series._files.get(name, ""))
+    return [*(spans and spans.points() for spans in held), thinner and thinner.as_dict()]
 
 
 class Disk:

@@ -21,11 +21,11 @@ from console import status_text
 from console.cli import main
 from console.plans import gates
 from console.sources import run_records, snapshot
-from console.sources.rank_totals import Peak, RankTotals
+from console.sources.rank_totals import RankTotals
 from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
 from console.sources.series import RAW_RECORDS, SPANS_S, Series
-from tests.console.plans.histories import EVERY_BOUND, Written
+from tests.console.plans.histories import EVERY_BOUND
 from tests.console.sources import directory
 from tests.console.sources.snapshots import DRAWN, Observer, same_state
 from trainers.contract import heartbeat, jsonl, rundir
@@ -125,14 +125,15 @@ def test_a_snapshot_with_later_records_gives_the_state_of_all_records(tmp_path_f
             observer.write()
         if rng.random() < 0.03:
             observer = Observer(run)  # the supervisor's process was replaced
-    same_state(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_records, "SHORT_BYTES", 0)
+        same_state(run)
 
 
 def test_the_series_of_a_long_run_are_the_thinned_ones_of_all_records(run, monkeypatch):
     """Here with few points of each kind, so that every resolution is in use and runs over."""
     monkeypatch.setattr("console.sources.series.RAW_RECORDS", 20)
-    monkeypatch.setattr("console.sources.reducer.RAW_RECORDS", 20)
-    monkeypatch.setattr("console.sources.snapshot.RAW_RECORDS", 20)
+    monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
     monkeypatch.setattr("console.sources.series.KEPT_SPANS", (15, 12, 9, 9))
     rng = random.Random(7)
     writer, observer = Writer(run, rng), Observer(run)
@@ -159,6 +160,7 @@ def test_the_series_of_a_long_run_are_the_thinned_ones_of_all_records(run, monke
 def test_the_history_of_a_long_run_stays_small_and_covers_all_of_it(run, monkeypatch):
     most = 64 << 10
     monkeypatch.setattr("console.sources.snapshot.HISTORY_BYTES", most)
+    monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
     writer, observer = Writer(run, random.Random(7)), Observer(run)
     begin = writer.ts
     for count in range(3000):
@@ -262,23 +264,14 @@ def test_a_snapshot_of_other_files_is_not_used(run, harm):
     same_state(run)
 
 
-def test_a_copy_of_a_run_keeps_its_snapshot(run, tmp_path):
-    prepared(run)
-    copy = tmp_path / "1-copy"
-    copy.mkdir()
-    for path in run.iterdir():
-        if path.is_file():
-            (copy / path.name).write_bytes(path.read_bytes())
-    assert RunRecords(copy, "recent").has_snapshot
-    same_state(copy)
-
-
 def test_an_old_snapshot_is_used_for_charts_only(run, monkeypatch):
     monkeypatch.setattr(run_records, "MAX_TAIL_BYTES", 10_000)
     prepared(run)
     for number in range(61, 200):
         directory.beat(run, 0, number, n=number, mono=1e6 + number)
     assert not RunRecords(run, "recent").has_snapshot
+    assert not RunRecords(run, "charts").has_snapshot, "a short run needs none"
+    monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
     assert RunRecords(run, "charts").has_snapshot
 
 
@@ -358,29 +351,6 @@ def test_replaced_events_leave_a_valid_snapshot(run):
     assert observer.reducer.events.open() == {}
 
 
-@pytest.mark.parametrize("how", ["copied over", "cut and written again"])
-def test_a_stall_is_counted_once_where_events_are_replaced(run, how):
-    prepared(run)
-    observer, path = Observer(run), run / rundir.EVENTS
-    for kind in ("alert", "clear", "alert", "clear"):
-        directory.event(run, kind, alert="stall", level="crit", text="rank 1", attempt=1)
-    observer.read()
-    data = path.read_bytes()
-    if how == "copied over":
-        (run / "copy").write_bytes(data)
-        (run / "copy").rename(path)
-    else:
-        path.write_bytes(b"")
-        observer.read()
-        path.write_bytes(data)
-    observer.read()
-    directory.event(run, "alert", alert="stall", level="crit", text="rank 0", attempt=1)
-    observer.read()
-    observer.write()
-    assert observer.reducer.events.stalls == RunRecords(run, "recent").summary.stalls == 3
-    same_state(run)
-
-
 def test_skipped_lines_are_counted_once(run):
     prepared(run)
     with rundir.heartbeat(run, 0).open("ab") as stream:
@@ -450,28 +420,6 @@ HOSTILE = (
     None, -1, 2**70, 10**400, 1.5, math.inf, "x", "nan", True, [], {}, [1], {"a": 1}, [[1, 2, 3]],
     [[1, 1], [2, 10**400]],
 )  # fmt: skip
-
-
-class MoreTotals(RankTotals):
-    """The totals with sums that a new gate may need."""
-
-    def __init__(self, rank: int):
-        super().__init__(rank)
-        self.norm_max: float | None = None
-        self.speed = Peak()
-
-
-def test_a_new_sum_is_in_the_snapshot_and_a_resume_cuts_it():
-    totals = MoreTotals(0)
-    totals.norm_max = 9.0
-    for step in (3, 5):
-        totals.speed.add(step, float(step))
-    found = MoreTotals.load(0, json.loads(json.dumps(totals.as_dict())))
-    assert (found.norm_max, found.speed.value) == (9.0, 5.0)
-    found.add(Written().add("resume", 4))
-    assert found.speed.value == 3.0
-    with pytest.raises(ValueError, match="no totals"):
-        MoreTotals.load(0, RankTotals(0).as_dict())
 
 
 def test_a_window_without_its_records_makes_loss_falls_unknown(run):

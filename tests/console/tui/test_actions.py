@@ -16,7 +16,7 @@ from console.tui.widgets.flags import next_value
 from tests.console.sources import directory
 from tests.console.test_security import planted
 from tests.console.tui import recorded
-from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, until
+from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, settled, until
 from trainers.contract.errors import ContractError
 from trainers.contract.flags import FLAGS
 
@@ -70,6 +70,29 @@ def test_halt_by_key_by_tab_and_enter_and_by_click(way, size):
         assert asked.sent == [(PATH, "halt", {})]
 
     drive(app, body, size)
+
+
+@pytest.mark.parametrize(("key", "within"), [("D", "#confirm"), ("3", "#stall")])
+def test_what_a_key_opens_is_never_laid_out_before_it_is_complete(key, within):
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await settled(pilot)
+        found = []
+        app.screen.screen_layout_refresh_signal.subscribe(
+            app.screen,
+            lambda _: found.extend(
+                all(part.size.width for part in app.query(f"{within} Lines"))
+                and bool(app.query(f"{within} Lines"))
+                for _ in app.query(within)
+            ),
+            immediate=True,
+        )
+        await pilot.press(key)
+        await until(pilot, lambda: bool(found) and found[-1])
+        assert all(found), found
+
+    drive(app, body)
 
 
 @pytest.mark.parametrize("key", ["D", "H", "L"])

@@ -113,8 +113,8 @@ def test_a_zoomed_chart_fits_its_size_with_any_number_of_parts(chart, size):
     names = tuple(f"x:{index}" for index in range(64))
     chart = dataclasses.replace(chart, names=chart.names or names, parts=names, each="layer")
     series = dict.fromkeys((*chart.names, *names), ((NOW - 9, 1.0), (NOW, 2.0)))
-    rows = zoomed_rows(chart, series, chartmath.window(NOW - 9, NOW), *size, "braille", NOW - 5,
-                       recorded.running(), NOW)  # fmt: skip
+    window = chartmath.window(NOW - 9, NOW)
+    rows = zoomed_rows(chart, series, window, *size, "braille", NOW - 5, NOW)
     assert len(rows) == size[1] or size[0] == 20
     assert all(width_of(row) <= size[0] for row in rows[:1])
 

@@ -19,17 +19,6 @@ texts = st.text(visible, max_size=60)
 row = st.lists(st.tuples(texts, st.sampled_from(["", "dim", "crit"])), max_size=5).map(tuple)
 
 
-@given(texts, st.integers(0, 40))
-def test_cut_and_fill_keep_to_the_width(text, width):
-    assert cell_len(rows.cut(text, width)) <= width
-    assert cell_len(rows.fill(text, width)) == width
-
-
-@given(row, st.integers(1, 60))
-def test_clip_keeps_to_the_width(held, width):
-    assert rows.width_of(rows.clip(held, width)) <= width
-
-
 @given(row, row, st.integers(1, 60))
 def test_what_is_outside_the_changed_cells_is_equal(old, new, width):
     old, new = rows.clip(old, width), rows.clip(new, width)
@@ -135,8 +124,3 @@ def test_plain_text_is_ascii_and_as_long(text):
         plain = styles.drawn(text)
     assert plain.isascii()
     assert len(plain) == len(text)
-
-
-def test_arrows_differ_in_plain_text():
-    with patch.object(styles, "ascii_only", True):
-        assert styles.drawn("← → ↑ ↓") == "< > ^ v"

@@ -1,0 +1,54 @@
+"""A bare Textual program: the measure for the screen's times. It reads no file.
+
+A header, a text and a footer, as Textual has them; `r` changes the text, `s` changes the screen.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import BindingType
+from textual.screen import Screen
+from textual.widgets import Footer, Header, Static
+
+LINES = "\n".join(f"line {number} of the text" for number in range(15))
+
+
+class Page(Screen[None]):
+    """One screen; `repaint` writes its text again with another first line."""
+
+    def __init__(self, title: str):
+        super().__init__()
+        self.words, self.odd = title, False
+
+    def compose(self) -> ComposeResult:
+        yield Header()
+        yield Static(f"{self.words} even\n{LINES}")
+        yield Footer()
+
+    def action_repaint(self) -> None:
+        self.odd = not self.odd
+        text = f"{self.words} {'odd' if self.odd else 'even'}\n{LINES}"
+        self.query_one(Static).update(text)
+
+
+class Bare(App[None]):
+    """The program: two screens."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("r", "screen.repaint", "Repaint"), ("s", "turn", "Screen"), ("q", "quit", "leave"),
+    ]  # fmt: skip
+
+    def get_default_screen(self) -> Page:
+        return Page("first")
+
+    def action_turn(self) -> None:
+        if len(self.screen_stack) > 1:
+            self.pop_screen()
+        else:
+            self.push_screen(Page("second"))
+
+
+if __name__ == "__main__":
+    Bare().run()

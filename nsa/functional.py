@@ -1,0 +1,260 @@
+"""Native Sparse Attention (arXiv 2502.11089) as one function: training, prefill and decoding."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.attend import allowed_kernels, attend_last
+from nsa.backends import BRANCHES, FLASH_ATTN_INSTALLED, Case, Route, Switches, effective
+from nsa.cache import Cache
+from nsa.chunked import attend_chunked
+from nsa.compress import BlockMean, Phi, attend_compressed, summaries
+from nsa.config import ModelConfig, NSAConfig, compressed_blocks
+from nsa.documents import each_document, each_document_cached, lengths_of
+from nsa.flash import attend_flash_attn
+from nsa.precision import upcast_fp32
+from nsa.profiler_ranges import mark
+from nsa.rope import rotate
+from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
+from nsa.window import attend_window
+
+GATED_TOKENS = 512
+"""Tokens in a chunk of the gates' backward on the CPU."""
+SELECTED = {"masked": attend_selected, "ranges": attend_ranges}
+"""The functions of the selected branch by route, besides `attend_chunked`. A kernel of its own is a
+row here and a rule in `nsa.backends`."""
+Routes = Callable[[Tensor, int], Mapping[str, Route]]
+"""Returns the route of each branch for queries `[B, H, S, Dk]` and the first one's position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How `nsa_attention` computes; nothing here changes its result beyond rounding.
+
+    `observe` is called with the rotated queries and compressed keys of a whole sequence. `nvtx`
+    marks the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
+    """
+
+    switches: Switches = field(default_factory=Switches)
+    routes: Routes | None = None
+    observe: Callable[[Tensor, Tensor], None] | None = None
+    nvtx: bool = False
+
+
+def nsa_attention(
+    q: Tensor,
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    gates: Tensor,
+    config: NSAConfig,
+    *,
+    phi: tuple[Phi, Phi] = (BlockMean(), BlockMean()),
+    rope_base: float = 10000.0,
+    first: int = 0,
+    cu_seqlens: Sequence[int] | None = None,
+    cache: Cache | None = None,
+    how: Execution = Execution(),
+) -> Tensor:
+    """Returns the gated sum of the three branches (eq. 5) for S queries, `[B, H, S, Dv]`.
+
+    `q` is `[B, H, S, Dk]`. `k` and `v` are the keys `[B, G, T, Dk]` and values `[B, G, T, Dv]` of
+    the compressed, selected and window branch (each branch has its own, section 3.3.3); head h
+    belongs to group h // (H/G). `gates` is `[B, S, H, 3]`. Queries and keys are not rotated yet.
+
+    Compressed branch: `phi` maps each block of l unrotated keys, and of values, to one (eq. 7).
+    Keys are compressed before the rotary embedding, because averaging or mixing rotated keys would
+    cancel their fast components. A compressed key is then rotated to the position of its block's
+    last token, from which on it is visible. Selected branch: the attention weights of the
+    compressed keys (eq. 8) give scores of blocks of l' tokens (eq. 9), summed over the heads of a
+    group (eq. 10); each query attends to the n best blocks (eq. 11, 12). Window branch: the last w
+    tokens.
+
+    `first` is the position of the first query. Without a `cache`, T = first + S. With a `cache`, k
+    and v are those of the S queries only: the cache has the `first` tokens before them, and is
+    extended. So one token with a cache is a decoding step, several are a block of a prefill, and
+    all tokens without a cache are a training forward.
+
+    `cu_seqlens` are the offsets 0, …, S of documents packed in the sequence: each is computed as if
+    it were alone. With a cache, the first document continues the one in the cache (offsets 0, 0, …
+    end it), and the last one stays in the cache. Raises ValueError for lengths that do not fit.
+    """
+    known = 0 if cache is None else cache.length
+    if k[0].shape[2] + known != first + q.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} queries from position {first} need keys from 0 on; got "
+            f"{k[0].shape[2]} keys and {known} in the cache."
+        )
+    if how.routes is None:
+        how = replace(how, routes=_usual_routes(q, k[1], v[1], config, how.switches))
+    if cu_seqlens is not None:
+        more = {"phi": phi, "rope_base": rope_base, "cache": cache}
+        return _documents(q, k, v, gates, config, lengths_of(cu_seqlens, q.shape[2]), how, more)
+    k_cmp, v_cmp = k[0], v[0]
+    q, k_slc, k_win = (
+        rotate(x, rope_base, first + q.shape[2] - x.shape[2]) for x in (q, k[1], k[2])
+    )
+    kv = [k_slc, v[1], k_win, v[2]]
+    if cache is None:
+        blocks = summaries(k_cmp, v_cmp, phi, config, rope_base)
+    else:
+        k_cmp, v_cmp, *kv = cache.append([k_cmp, v_cmp, *kv])
+        begun, done = (compressed_blocks(config, n) for n in (first, first + q.shape[2]))
+        if done > begun or first == 0:
+            rest = k_cmp.shape[2] - (first + q.shape[2] - begun * config.block_stride)
+            new = k_cmp[:, :, rest:], v_cmp[:, :, rest:]
+            cache.append_blocks(*summaries(new[0], new[1], phi, config, rope_base, begun))
+        blocks = cache.blocks
+    if how.observe is not None and first == 0:
+        how.observe(q, blocks[0])
+    branches = _branches(q, blocks, kv, config, first, how)
+    return gated_sum(gates, *branches)
+
+
+def _documents(
+    q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor, config: NSAConfig,
+    lengths: list[int], how: Execution, more: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """`nsa_attention` for each document; the statistics are those of the longest ones."""
+    cache = more["cache"]
+
+    def attend(q: Tensor, gates: Tensor, *kv: Tensor) -> Tensor:
+        own = how if q.shape[2] == max(lengths) else replace(how, observe=None)
+        first = 0 if cache is None else cache.length
+        gates = gates.transpose(1, 2)
+        return nsa_attention(q, kv[:3], kv[3:], gates, config, first=first, how=own, **more)
+
+    parts = (q, gates.transpose(1, 2), *k, *v)
+    if cache is None:
+        return each_document(attend, parts, lengths)
+    return each_document_cached(attend, parts, lengths, cache)
+
+
+def _branches(
+    q: Tensor, blocks: Sequence[Tensor], kv: Sequence[Tensor], config: NSAConfig, first: int,
+    how: Execution,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the outputs of the compressed, selected and window branch, `[B, H, S, Dv]` each.
+
+    The S queries have the positions first, first + 1, …; `kv` are rotated keys and values of the
+    selected branch from position 0 on, and of the window branch, up to the last query.
+    """
+    k_slc, v_slc, k_win, v_win = kv
+    assert how.routes is not None
+    routes = how.routes(q, first)
+    cmp, sel, win = (routes[branch] for branch in BRANCHES)
+    if win.name == "sequential":
+        return _sequential(q, blocks, kv, config, first, how)
+    size, stride = config.block_size, config.block_stride
+    with mark("cmp", cmp.name, how.nvtx), _kernels(cmp, how):
+        out_cmp = attend_compressed(q, blocks[0], blocks[1], size, stride, first)
+    with mark("sel", sel.name, how.nvtx), _kernels(sel, how):
+        out_slc = _selected(q, k_slc, v_slc, blocks[0], config, first, sel, how.switches)
+    with mark("win", win.name, how.nvtx), _kernels(win, how):
+        if win.name == "flash-attn":
+            out_win = attend_flash_attn(q, k_win, v_win, config.window)
+        else:
+            out_win = attend_window(q, k_win, v_win, config.window, win.folded)
+    return out_cmp, out_slc, out_win
+
+
+def _sequential(
+    q: Tensor, blocks: Sequence[Tensor], kv: Sequence[Tensor], config: NSAConfig, first: int,
+    how: Execution,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_branches` for one query after the other, in float32 or wider.
+
+    Wider, because the gradient of a key is summed query by query.
+    """
+    q, *kv = (upcast_fp32(x) for x in (q, *kv))
+    steps = []
+    for t in range(q.shape[2]):
+        later = q.shape[2] - t - 1
+        done = compressed_blocks(config, first + t + 1)
+        seen = [x[:, :, : x.shape[2] - later] for x in kv]
+        one = [x[:, :, :done] for x in blocks]
+        steps.append(_branches(q[:, :, t : t + 1], one, seen, config, first + t, how))
+    cmp, slc, win = (torch.cat(branch, dim=2) for branch in zip(*steps, strict=True))
+    return cmp, slc, win
+
+
+def _selected(
+    q: Tensor, k: Tensor, v: Tensor, k_blocks: Tensor, config: NSAConfig, first: int, route: Route,
+    switches: Switches,
+) -> Tensor:  # fmt: skip
+    """The selected branch, `[B, H, S, Dv]`."""
+    if route.name == "causal":
+        return attend_last(q, k, v, route.folded)
+    blocks = top_blocks(block_scores(q, k_blocks, config, first), config, first)
+    if route.name == "chunked":
+        return attend_chunked(q, k, v, blocks, config, not switches.no_flash, route.folded)
+    return SELECTED[route.name](q, k, v, blocks, config)
+
+
+def _kernels(route: Route, how: Execution) -> AbstractContextManager[object]:
+    """Returns the context in which a branch calls SDPA."""
+    return allowed_kernels(how.switches, refused=bool(route.fallback))
+
+
+def _usual_routes(
+    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, switches: Switches
+) -> Routes:  # fmt: skip
+    shape = ModelConfig(
+        dim=1, n_layers=1, n_heads=q.shape[1], n_kv_groups=k.shape[1], d_k=q.shape[3],
+        d_v=v.shape[3], mlp_hidden=1, nsa=config,
+    )  # fmt: skip
+    return lambda q, first: routes_of(
+        shape, q.shape[2], q.device, q.dtype, switches, first=first, batch=q.shape[0]
+    )
+
+
+def routes_of(
+    config: ModelConfig, seq_len: int, device: torch.device, dtype: torch.dtype, switches: Switches,
+    first: int = 0, batch: int = 1,
+) -> dict[str, Route]:  # fmt: skip
+    """Returns the route of each branch of a model on a device."""
+    name = str(dtype).removeprefix("torch.")
+    # torch.compile does not know the number of threads.
+    threads = 0 if torch.compiler.is_compiling() else torch.get_num_threads()
+    return effective(
+        Case(config, seq_len, device.type, name, switches, FLASH_ATTN_INSTALLED, first, batch,
+             threads)
+    )  # fmt: skip
+
+
+def gated_sum(gates: Tensor, cmp: Tensor, slc: Tensor, win: Tensor) -> Tensor:
+    """Eq. 5: gates `[B, S, H, 3]` and three branches `[B, H, S, Dv]` → `[B, H, S, Dv]`."""
+    return _GatedSum.apply(gates, cmp, slc, win)
+
+
+class _GatedSum(torch.autograd.Function):
+    """The gated sum; its backward works in chunks of tokens that fit the processor's cache.
+
+    `forward` names each branch: without gradients, torch.compile cannot trace `*branches`.
+    """
+
+    @staticmethod
+    def forward(gates: Tensor, cmp: Tensor, slc: Tensor, win: Tensor) -> Tensor:
+        first, second, third = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
+        return (first * cmp).addcmul_(second, slc).addcmul_(third, win)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
+        gates, *branches = ctx.saved_tensors
+        weights = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
+        tokens = GATED_TOKENS if grad.device.type == "cpu" else grad.shape[2]
+        chunks = grad.split(tokens, dim=2)
+        grad_weights = [
+            torch.cat([(g * b).sum(-1) for g, b in zip(chunks, cut, strict=True)], dim=2)
+            for cut in (branch.split(tokens, dim=2) for branch in branches)
+        ]
+        grad_gates = torch.stack(grad_weights, dim=-1).transpose(1, 2).to(gates.dtype)
+        return grad_gates, *((grad * w).to(b.dtype) for w, b in zip(weights, branches, strict=True))

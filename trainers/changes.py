@@ -1,0 +1,95 @@
+"""The settings that a resumed training may change, and the refusal of other changes.
+
+Settings outside `GROUPS` change neither the function nor the sequence of updates, so a resumed
+training may change them. So may the number of ranks, if a step still has as many sequences. This
+module needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainers.contract import jsonl
+from trainers.contract.errors import UsageError
+
+FUNCTION, ALL, STREAM = "function", "all", "data stream"
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    FUNCTION: ("model.", "attention.force_branch", "attention.uniform_gate"),
+    "precision": ("train.precision", "train.tf32", "ddp.compress"),
+    "batch": ("sequences per step",),
+    "schedule": (
+        "train.lr", "train.warmup_steps", "train.min_lr_ratio", "end of the schedule", "optim.",
+    ),
+    "data": (STREAM,),
+}  # fmt: skip
+"""Beginnings of the names of the values of each group; `FUNCTION` must not change."""
+FREE = ("model.init_std", "optim.fused")
+MOST_NAMED = 20
+BATCH = ("train.batch_size", "train.accumulate")
+
+
+def allowed(text: str) -> frozenset[str] | None:
+    """Returns the groups that `checkpoint.allow_change` names, or None if it is invalid."""
+    groups = frozenset(GROUPS) - {FUNCTION}
+    named = groups if text == ALL else frozenset(filter(None, text.split(",")))
+    return named if named <= groups else None
+
+
+def compared(settings: Any, world: int, stream: str) -> dict[str, Any]:
+    """Returns the values that `GROUPS` names, of settings by key; those not available are missing.
+
+    `stream` is the fingerprint of the data, "" if it is not available.
+    """
+    values = dict(settings) if isinstance(settings, Mapping) else {}
+    found = {key: value for key, value in values.items() if _group(key) and key not in FREE}
+    sizes = [jsonl.integer(values, key) for key in BATCH]
+    if None not in sizes:
+        found["sequences per step"] = (sizes[0] or 0) * (sizes[1] or 0) * world
+    if "train.min_lr_ratio" in values and "train.steps" in values:
+        end = values.get("train.schedule_steps") or values["train.steps"]
+        found["end of the schedule"] = end if values["train.min_lr_ratio"] != 1 else "none"
+    return found | ({STREAM: stream} if stream else {})
+
+
+def stream_differences(before: str, now: str) -> list[str]:
+    """Returns the differences of two fingerprints of data, of the form `key=value key=value`."""
+    parts = ([ascii(word)[1:-1].partition("=") for word in each.split()] for each in (before, now))
+    old, new = ({key: value for key, _, value in each} for each in parts)
+    return [
+        f"{key:.80} was {old.get(key, 'absent'):.80} and is {new.get(key, 'absent'):.80}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ][:MOST_NAMED]
+
+
+def refuse(
+    path: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow: str
+) -> tuple[Sequence[str], frozenset[str]]:
+    """Raises UsageError if values of `compared` changed that `allow` does not permit.
+
+    Returns the names that only one side has, so that they were not compared, and the groups that
+    changed.
+    """
+    changed: dict[str, list[str]] = {}
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            found = [f"{name} was {before[name]!r:.80} and is {now[name]!r:.80}"]
+            if name == STREAM:
+                found = stream_differences(before[name], now[name])
+            changed.setdefault(_group(name), []).extend(found)
+    refused = changed.keys() - (allowed(allow) or frozenset())
+    if refused:
+        what = "; ".join(each for group in sorted(refused) for each in changed[group])
+        advice = "; restore these, or start a new run"
+        if FUNCTION not in refused:
+            advice += f"; or allow this with --allow-change {','.join(sorted(refused))}"
+        raise UsageError(f"{path} cannot be resumed with other settings: {what}{advice}")
+    unknown = [f"{name!r:.80}" for name in sorted(before.keys() - now.keys())[:MOST_NAMED]]
+    return sorted(now.keys() - before.keys()) + unknown, frozenset(changed)
+
+
+def _group(name: str) -> str:
+    """Returns the group of a value, or "" if it is in none."""
+    return next((group for group, names in GROUPS.items() if name.startswith(names)), "")
