@@ -92,10 +92,12 @@ def gpus(case: Case) -> Found:
             f"NVML counts {counted} GPUs and the kernel's driver lists {listed}; compare "
             f"nvidia-smi -L with {listing}"
         )
+    gaps = ""
     for words in dict.fromkeys(case.devices or _chosen(plan, i) for i in range(len(plan.phases))):
-        why, gaps = _not_usable(plan, survey.cards, words)
+        why, unknown = _not_usable(plan, survey.cards, words)
         if why:
             return "fail", why
+        gaps = gaps or unknown
     if case.assumed:
         return "unknown", f"{needed} needed, {case.assumed} assumed and not read"
     text = f"{needed} needed, NVML counts {counted}"
