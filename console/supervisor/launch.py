@@ -160,7 +160,7 @@ class Launch:
         except UsageError as error:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
-        self._next_flags.pending = {}
+        self._next_flags.started()
         self.state, self.why = "running", ""
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
@@ -332,10 +332,11 @@ class Launch:
 
     def _do_set_flag(self, request: Request) -> Outcome:
         name, value = request.args["name"], request.args.get("value")
+        phases = request.args.get("phases", "next")
         index = self._index + 1
         if index >= len(self._phases):
             return False, "there is no next phase: the flag would have no effect", []
-        done, text = self._next_flags.set(index, name, value, request.by)
+        done, text = self._next_flags.set(index, name, value, request.by, phases)
         self._publish()
         return done, text, []
 
