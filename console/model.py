@@ -171,6 +171,13 @@ class Gate:
     bound: str
     result: Result
     why: str = ""
+    override: str = ""
+    """The reason in the plan why the result does not stop the plan, "" for none."""
+
+    @property
+    def blocks(self) -> bool:
+        """True if the gate did not pass and has no override."""
+        return self.result != "pass" and not self.override
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from console.model import Result
 from console.plans import catalog, config_checks, gpu_checks, host_checks
 from console.plans.case import Case, Check, Found
 from console.sources import gpu_survey, process

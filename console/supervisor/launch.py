@@ -256,6 +256,18 @@ class Launch:
                 entry["state"] = "later"
         self._event("state", f"the plan has ended: {why}")
         self._publish()
+        self._directory.job(self._write_report, self._check_report)
+
+    def _write_report(self) -> None:
+        """Writes report.md and its charts; runs on the thread of the run directory."""
+        from console.plans import report
+
+        report.write(self.path, self.path / report.NAME)
+
+    def _check_report(self, _: object, error: Exception | None) -> None:
+        if error is not None:
+            text = f"the report is not written: {error}; run nsa-console report {self.path}"
+            self._event("note", text, "warn")
 
     # --- requests ------------------------------------------------------------------------------
 

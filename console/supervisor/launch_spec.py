@@ -18,6 +18,7 @@ from typing import Any
 
 from console import user_config
 from console.plans.catalog import PROJECT, project_file
+from console.plans.gates import demand
 from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import plan as plans_module
@@ -113,7 +114,9 @@ class LaunchSpec:
         """
         phase = self.plan.phases[index]
         settings = self.settings(index, flags)
-        planned = settings.get("train.steps", {}).get("value", phase.gates.get("steps_done"))
+        planned = settings.get("train.steps", {}).get(
+            "value", demand(phase.gates.get("steps_done")).bound
+        )
         return {
             **self.copies(index),
             "v": VERSION, "run": contract[environ.RUN_ID],

@@ -21,7 +21,8 @@ GOOD = {
     "runs": [], "status": [RUN], "watch": [RUN, "--plain"], "watchdog": [RUN, "--halt"],
     "adopt": [RUN], "resume": [RUN, "--dry-run"], "check": [RUN], "compare": [RUN],
     "diagnose": [RUN], "bundle": [RUN, "--output", "/dev/null"],
-    "logs": [RUN], "flags": [], "plans": [], "drill": ["--list"],
+    "report": [RUN, "--output", "/dev/null"], "logs": [RUN],
+    "flags": [], "plans": [], "drill": ["--list"],
     "launch": ["cpu_smoke", "--dry-run", "--phase=sanity"], "dump": [RUN], "halt": [RUN],
     "stop": [RUN], "do": [RUN, "note", "text=hello"],
 }  # fmt: skip

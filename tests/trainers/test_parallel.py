@@ -82,6 +82,10 @@ def test_every_way_to_share_the_work_gives_the_same_losses_and_norms(
             assert theirs[2] == mine[2]
     env = json.loads((run.path / "env.json").read_text())
     assert env["strategy"] == (changes.get("train.strategy", "ddp") if nproc > 1 else "single")
+    twins = {path.name for path in run.path.iterdir() if "_fsdp" in path.name}
+    sizes = {"opt_state_fsdp_mb.txt", "opt_state_fsdp_mb_rank1.txt"}
+    files = {"fallback_counters_fsdp.csv", "dtypes_report_fsdp.txt", "k_stats_fsdp.csv"} | sizes
+    assert twins == (files if env["strategy"] == "fsdp" else set())
 
 
 def test_shards_start_from_the_weights_of_a_whole_model_and_gather_in_the_forwards_type(tmp_path):

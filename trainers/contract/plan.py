@@ -21,8 +21,8 @@ LONGEST_BACKOFF_S = 600.0
 LIMITS: Mapping[str, tuple[float, float]] = {
     "nproc": (1, 1024), "gpus": (0, 1 << 20), "attempts": (1, 1000),
     "backoff_s": (0, LONGEST_BACKOFF_S), "threshold": (1e-9, 1e7), "for_s": (0, 1e7),
-    "hook_every_s": (1, 86_400), "alive_every_s": (1, 86_400), "parameters": (1, 1e15), "seq_len": (1, 1e9),
-    "tokens_per_step": (1, 1e12), "rounds": (8, 14),
+    "hook_every_s": (1, 86_400), "alive_every_s": (1, 86_400), "parameters": (1, 1e15),
+    "seq_len": (1, 1e9), "tokens_per_step": (1, 1e12), "rounds": (8, 14),
 }  # fmt: skip
 """Smallest and largest allowed value by key; `ANY_SPAN` limits every other number."""
 ANY_SPAN = (1e-3, 1e7)
