@@ -206,12 +206,13 @@ class PhaseState:
 
 @dataclass(frozen=True, slots=True)
 class PendingFlag:
-    """A flag that an operator set for the next phase."""
+    """A flag that an operator set for the `next` phase, or for `all` later phases."""
 
     name: str
     value: str
     by: str
     ts: float
+    phases: str = "next"
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,8 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
         gates = gates_text(phase)
         yield f"  {mark} {phase.numbered:<14} {phase.state}{f'  {gates}' if gates else ''}"
     for flag in launch.next_flags:
-        yield f"    next phase: {flag.name}={flag.value} (set by {flag.by})"
+        phases = "all later phases" if flag.phases == "all" else "next phase"
+        yield f"    {phases}: {flag.name}={flag.value} (set by {flag.by})"
 
 
 class Changes:

@@ -240,7 +240,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: `kind` is a type or the choices; `default` is None if the model has no default."""
+    """One key: `kind` is a type or the choices; `default` is None for a key without one."""
 
     kind: type | tuple[str, ...]
     default: Any

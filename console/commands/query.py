@@ -9,8 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 
 from console import status_text
 from console.commands.output import (
@@ -77,18 +75,7 @@ def _resume(state: RunState) -> Iterator[str]:
     launch = state.launch
     if launch is None or state.state not in ENDED_EARLY or not (state.checkpoint and state.decided):
         return
-    from console.plans import catalog
-
-    name = next((p.name for p in launch.phases if p.dir == Path(state.path).name), "")
-    config = next((b for a, b in pairwise(state.argv) if a == "--config"), "")
-    if name and catalog.is_plan(launch.plan):
-        words = [launch.plan, "--phase", name]
-    elif config and Path(config).stem.lower() == launch.plan:
-        words = ["--config", config]
-    else:
-        return
-    command = shlex.join([*words, "--set", f"checkpoint.resume={state.path}"])
-    yield f"  to resume, run this with the options of that launch: nsa-console launch {command}"
+    yield f"  to resume, run: nsa-console resume {shlex.quote(launch.path)}"
 
 
 def follow(
@@ -133,9 +120,13 @@ def check(options: argparse.Namespace) -> int:
 def _check_plan(options: argparse.Namespace) -> int:
     from console import actions
 
-    prepared = actions.prepare(actions.LaunchOptions(plan=options.run, root=options.root))
+    chosen = actions.LaunchOptions(
+        plan=options.run, root=options.root, assume_gpus=options.assume_gpus or ""
+    )
+    prepared = actions.prepare(chosen, print_error)
     lines = prepared.lines()[: len(prepared.checks)]
-    show(options.json, prepared.as_dict(), [*lines, "go" if prepared.ok else "no go"])
+    go = f"go if this machine had {prepared.assumed}" if prepared.assumed else "go"
+    show(options.json, prepared.as_dict(), [*lines, go if prepared.ok else "no go"])
     return 0 if prepared.ok else 1
 
 

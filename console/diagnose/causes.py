@@ -186,6 +186,10 @@ CAUSES: tuple[Cause, ...] = (
     Cause("sleep", _waiting("timer", "sleep"), "see {place}"),
 )  # fmt: skip
 """The first rule that applies gives the cause."""
+SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
+"""Causes that one source shows for certain; others need the stack and the process of the rank."""
+OF_LIBRARY = ("loader", "socket")
+"""Stacks that show the object of a poll, of which the system call shows nothing."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
 
 
@@ -281,9 +285,21 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     # A data loader of the program's own waits for a queue, a thread, a lock or a pool too.
     is_loader = kind in waits and of.rank.phase == UNREPORTED and not of.loader[1]
     native = cause.name == "busy" and not of.python
+    # The same stack may be a wait for another object, and the same system call one of a library.
+    by_process = of.main.kind != "none" or of.uses_a_core
+    is_seen = number in evidence.stacks and (by_process or (of.process and kind in OF_LIBRARY))
+    lacks = cause.name not in SEEN_BY_ONE and not is_seen
     # Of two ranks, one may skip a call, or the other forget a new one. GPUs: seen with one only.
     no_majority = cause.name == "mismatch" and len(evidence.flights) == 2
-    return lies or is_loader or native or no_majority or cause.name == "device" or of.main.unsure
+    return (
+        lies
+        or lacks
+        or is_loader
+        or native
+        or no_majority
+        or cause.name == "device"
+        or of.main.unsure
+    )
 
 
 def _sure(agree: int, disagree: int, has_cause: bool) -> Sure:

@@ -63,7 +63,7 @@ def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str,
             state = source.read_all()
         if found := list(_doubts(source, state)):
             raise RefusedError(
-                f"cannot adopt: {rundir.PLAN_STATE} reports {name} as passed, and its records do "
+                f"{rundir.PLAN_STATE} reports {name} as passed, and its records do "
                 f"not confirm it: {'; '.join(found)}"
             )
 

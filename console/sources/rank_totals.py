@@ -129,7 +129,7 @@ class AttemptTotals:
 
     @property
     def missing_from(self) -> int:
-        """The first step that a record after the newest one may belong to."""
+        """The earliest possible step of a missing record that follows the newest one."""
         return max(self.at, self.step + 1, self.start or 1)
 
     def _add_missing(self, gap: Missing) -> None:

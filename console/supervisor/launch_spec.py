@@ -77,7 +77,7 @@ class LaunchSpec:
         Raises UsageError if the settings are not valid together.
         """
         phase = self.plan.phases[index]
-        if not is_ours(phase):
+        if not phase.is_ours:
             return {}
         from trainers import settings
 
@@ -150,11 +150,6 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
     )  # fmt: skip
 
 
-def is_ours(phase: Phase) -> bool:
-    """Returns whether the phase starts a trainer of this project, whose settings are known."""
-    return not phase.script and phase.module.startswith("trainers.")
-
-
 @functools.cache
 def _has_shutdown_timeout() -> bool:
     """Returns whether torchrun has the option --shutdown-timeout (torch 2.12 and newer).
@@ -201,7 +196,7 @@ def environment(
     The trainers of this project import nothing from the working directory.
     """
     chosen = {name: flag.value for name, flag in flags.items()}
-    ours = {"PYTHONSAFEPATH": "1"} if is_ours(phase) else {}
+    ours = {"PYTHONSAFEPATH": "1"} if phase.is_ours else {}
     return inherited() | {"PYTHONUNBUFFERED": "1"} | ours | chosen | dict(contract)
 
 

@@ -19,7 +19,7 @@ GARBAGE = (
 RUN = "<run>"
 GOOD = {
     "runs": [], "status": [RUN], "watch": [RUN, "--plain"], "watchdog": [RUN, "--halt"],
-    "adopt": [RUN], "check": [RUN], "compare": [RUN],
+    "adopt": [RUN], "resume": [RUN, "--dry-run"], "check": [RUN], "compare": [RUN],
     "diagnose": [RUN], "bundle": [RUN, "--output", "/dev/null"],
     "report": [RUN, "--output", "/dev/null"], "logs": [RUN],
     "flags": [], "plans": [], "drill": ["--list"],

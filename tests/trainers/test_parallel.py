@@ -205,18 +205,19 @@ def test_another_number_of_ranks_goes_on_in_the_same_stream(killed, ranks):
 
 
 ALL = RESUMED | {
-    "train.steps": 400, "train.precision": "fp16", "scaler.init_scale": 2**32,
+    "train.steps": 190, "train.precision": "fp16", "scaler.init_scale": 2**32,
     "scaler.growth_interval": 30, "optim.skip_spikes_sigma": 1.5, "checkpoint.every": 10,
     "train.lr": 0.01,
 }  # fmt: skip
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "nproc"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy, nproc):
     """With spikes, overflows, evaluation and background saves in play."""
     changes = ALL | {"train.strategy": strategy}
-    whole = Run(tmp_path, changes, nproc=nproc, name="whole").done()
+    whole = Run(tmp_path, changes, nproc=nproc, name="whole").done(600)
     draw = random.Random(f"{strategy}{nproc}")
     for attempt in range(1, 5):
         run = Run(tmp_path, changes | {"checkpoint.resume": "auto"}, nproc=nproc, name="killed")
@@ -229,7 +230,8 @@ def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy,
             with contextlib.suppress(ProcessLookupError):
                 os.kill(run.records(rank, "boot")[-1]["pid"], signal.SIGKILL)
         run.wait()
-    last = Run(tmp_path, changes | {"checkpoint.resume": "auto"}, nproc=nproc, name="killed").done()
+    last = Run(tmp_path, changes | {"checkpoint.resume": "auto"}, nproc=nproc, name="killed")
+    last.done(600)
     names = ("loss", "grad_norm", "lr", "tokens_total", "skipped_steps", "batch_crc32")
     for message, fields in (("progress", names), ("eval", ("loss",))):
         right = {record["step"]: record for record in whole.records(0, message)}
