@@ -21,6 +21,7 @@ from trainers.contract.member import Member
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
 from trainers.initial_weights import InitialWeights
+from trainers.inventory import Inventory
 from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.manifest import Manifest
 from trainers.parallel import Single, make_strategy
@@ -32,7 +33,6 @@ from trainers.report import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
 from trainers.settings import AUTO, flatten
-from trainers.snapshots import Snapshots
 from trainers.step_reduction import StepReduction
 
 PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
@@ -103,7 +103,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
         Saver(member.run, parts, settings.checkpoint, member.home.is_there),
         Profiler(
             member, report, settings.report, on_cuda,
-            Snapshots(member, parallel, plain, optimizer, settings.report.memory_every),
+            Inventory(member, parallel, plain, optimizer, settings.report.memory_every),
         ),
         report.steps_done + 1,
     )  # fmt: skip

@@ -12,10 +12,10 @@ import torch
 from nsa.profiler_ranges import PREFIX
 from trainers.contract import rundir
 from trainers.contract.member import Member
+from trainers.inventory import Inventory
 from trainers.refusals import step_range
 from trainers.report import Report
 from trainers.schema import ReportSettings
-from trainers.snapshots import Snapshots
 
 FOLDER, REQUESTED_STEPS, EXPORT_TIMEOUT_S = "profiles", 3, 60.0
 KERNELS = {
@@ -35,10 +35,10 @@ class Profiler:
 
     def __init__(
         self, member: Member, report: Report, settings: ReportSettings, on_cuda: bool,
-        snapshots: Snapshots,
+        inventory: Inventory,
     ):  # fmt: skip
         self._member, self._report, self._on_cuda = member, report, on_cuda
-        self._window, self._snapshots = step_range(settings.profile) or range(0), snapshots
+        self._window, self._inventory = step_range(settings.profile) or range(0), inventory
         self._audit = settings.sdpa_audit and member.rank == 0
         """True until the kernels of the first step are reported."""
         self._open: Any = None
@@ -55,7 +55,7 @@ class Profiler:
 
     def begin(self, step: int) -> None:
         """Opens the profile window (or the audit window) that begins with this step."""
-        self._snapshots.begin(step)
+        self._inventory.begin(step)
         starts = step in self._window[:1]
         if self._open is None and (starts or self._audit):
             self._steps = self._window if starts else range(step, step + 1)
@@ -67,7 +67,7 @@ class Profiler:
 
     def end(self, step: int) -> None:
         """Closes the profile window that ends with this step."""
-        self._snapshots.end(step)
+        self._inventory.end(step)
         if self._open is not None and step == self._steps.stop - 1:
             self._close(step)
 

@@ -1,4 +1,4 @@
-"""Writes the snapshots of a run: dtypes, optimizer memory, CUDA memory, libraries and driver.
+"""Writes what a run consists of: dtypes, optimizer memory, CUDA memory, libraries and driver.
 
 The recorder's thread writes all files, so a slow or full disk does not stall a step. Under FSDP the
 names contain `_fsdp`, because the figures are those of one shard.
@@ -25,7 +25,7 @@ MIB = 1 << 20
 NO_MEMORY_FILES = "memory dumps (mem_*): not on CPU"
 
 
-class Snapshots:
+class Inventory:
     """Writes the files of one rank; `every` is the number of steps between two memory dumps."""
 
     def __init__(
