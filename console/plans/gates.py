@@ -106,6 +106,7 @@ TABLE: tuple[Rule, ...] = (
          "no progress record"),
     Rule("checkpoints_at_least", "checkpoints", "at least", measures.checkpoints,
          "surviving steps", RANK0),
+    Rule("checkpoints_loaded_at_least", "loads", "at least", measures.loads, "all attempts", RANK0),
     Rule("checkpoint_mib_above", "MiB", "above", measures.checkpoint_size, "surviving steps",
          "checkpoints/"),
     Rule("scaling_above", "", "above", measures.scaling, "surviving steps", SINGLE),

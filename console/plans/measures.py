@@ -170,6 +170,11 @@ def checkpoints(s: Summary) -> Measured:
     return Measured(float(len(s.of_rank(0).checkpoints)))
 
 
+def loads(s: Summary) -> Measured:
+    """Counts the attempts that loaded a checkpoint, each in a new process."""
+    return Measured(float(s.of_rank(0).loads))
+
+
 def checkpoint_size(s: Summary) -> Measured:
     """Returns the size of the newest checkpoint, whose files are those of its manifest."""
     files, recorded = s.files, max(s.of_rank(0).checkpoints, default=0)

@@ -199,6 +199,8 @@ class RankTotals:
         self.collapse_max: float | None = None
         self.gated = 0
         """Number of progress records with statistics of the gate."""
+        self.loads = 0
+        """Number of attempts after the first that loaded a checkpoint."""
         self.steps = Rows(KEPT_STEPS)
         """Step, duration and tokens of the newest steps of rank 0."""
         self.saved = Rows(KEPT_CHECKPOINTS)
@@ -252,6 +254,7 @@ class RankTotals:
         if record["msg"] == "resume":
             self._begin(part, record["step"] + 1)
             self.step = min(self.step, record["step"])
+            self.loads += attempt > 1 and record["step"] > 0
         elif record["msg"] == "progress":
             self._take_progress(part, record)
         elif record["msg"] == "checkpoint" and record["step"] not in self.checkpoints:

@@ -30,6 +30,7 @@ class Extras:
         self.samples: list[Record] = []
         self.uses: dict[int, list[float]] = {index: [] for index in range(world)}
         self.mono = 0.0
+        self.loads = 0
         self.errors = rng.choice((0, 0, 0, 1))
         self.mib = rng.uniform(1, 2)
 
@@ -41,6 +42,7 @@ class Extras:
 
     def resume(self, step: int) -> None:
         self.reached = min(self.reached, step)
+        self.loads += self.attempt > 1 and step > 0
 
     def cut(self, step: int) -> None:
         self.rows = [row for row in self.rows if row[0] < step]
@@ -122,6 +124,7 @@ class Extras:
             "fetch_below_s": max(self.fetches, default=None),
             "heartbeats_complete": 0 if self.fetches else None,
             "checkpoints_at_least": len(self.saved),
+            "checkpoints_loaded_at_least": self.loads,
             "checkpoint_mib_above": self.mib if self.saved else None,
             "no_log_errors": self.errors,
             "scaling_above": sum(tokens) / sum(times) / self.world / 60.0 if whole else None,

@@ -16,6 +16,7 @@ EVERY_BOUND: Record = {
     "stalls_at_most": 9, "gpu_mem_growth_below_mib": 9, "toks_per_s_50_above": 1,
     "step_ratio_below": 99, "entropy_above": 0.1, "collapse_below": 0.5, "fetch_below_s": 5,
     "heartbeats_complete": True, "checkpoints_at_least": 1, "checkpoint_mib_above": 1,
+    "checkpoints_loaded_at_least": 0,
     "no_log_errors": True, "scaling_above": 0.9, "comm_hook_active": True, "gpu_util_above_pct": 80,
     "gpu_balance_below_pct": 10,
 }  # fmt: skip

@@ -240,6 +240,10 @@ def test_gates_over_files_and_samples_find_their_planted_fault():
     gate = result(pair, gpu_balance_below_pct=10)
     assert (gate.result, gate.why) == ("fail", "GPU 0 92 %, GPU 1 31 %")
     assert result(with_files(whole()), checkpoints_at_least=1).result == "fail"
+    assert result(with_files(whole()), checkpoints_loaded_at_least=1).result == "fail"
+    again = summed(*killed_then_resumed())
+    again.take_end(1, 0, killed_then_resumed()[0].pulse(26, 0))
+    assert result(again, checkpoints_loaded_at_least=1).result == "pass"
     found.files = GateFiles(1, "rank0.log: NCCL error", "", "step_00000030", 0.5)
     gate = result(found, no_log_errors=True)
     assert (gate.result, gate.why) == ("fail", "rank0.log: NCCL error")
