@@ -6,6 +6,7 @@ sentence says so. If two documents that must be equal differ, the launch is not 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,16 @@ class Evidence:
             for record in records if record.get("kind") == "answer"
         }  # fmt: skip
 
-    def confirms_flag(self, name: str, value: str, phases: Sequence[str]) -> bool:
-        """Returns whether a request set this value for the last phase, or for all from another."""
+    def confirms_flag(
+        self, name: str, value: str, phases: Sequence[str], only_all: bool = False
+    ) -> bool:
+        """Returns whether a request set this value for the last phase, or for all from another.
+
+        With `only_all`, a request for the last phase alone does not count.
+        """
         texts = {set_words(name, value, phase, "all") for phase in phases}
-        texts.add(set_words(name, value, phases[-1], "next"))
+        if not only_all:
+            texts.add(set_words(name, value, phases[-1], "next"))
         return any(
             each.get("kind") == "answer" and each.get("ok") is True and each.get("text") in texts
             for each in self._events[self._launch]
@@ -56,9 +63,10 @@ class Evidence:
 
 
 def check_launch(
-    plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path]
-) -> list[str]:
-    """Returns a sentence on each entry of plan_state.json that a take-over does not continue.
+    plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
+    evidence: Evidence,
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """Returns the confirmed flags for the next phase, and a sentence on each other flag.
 
     Raises RefusedError if plan.json or the runs contradict plan_state.json.
     """
@@ -66,8 +74,21 @@ def check_launch(
     for former in range(index):
         check_copies(former_documents.document(runs[former], rundir.RUN), spec, former)
     check_phase(index, runs, plan_state.get("state") == "waiting")
-    flags = ", ".join(jsonl.mapping(plan_state, "next_flags"))
-    return [f"the flags for the next phase are dropped: {flags[:400]}"] if flags else []
+    has_begun = (runs[index] / rundir.RUN).exists()
+    names = [phase.name for phase in spec.plan.phases[: index + has_begun + 1]]
+    entries = jsonl.mapping(plan_state, "next_flags")
+    flags, warnings = {}, []
+    for name, flag in former_documents.flags(entries, "by").items():
+        phases = "all" if entries[name].get("phases") == "all" else "next"
+        if evidence.confirms_flag(name, flag.value, names, phases == "all"):
+            flags[name] = {"value": flag.value, "by": flag.origin, "ts": time.time(),
+                           "phases": phases}  # fmt: skip
+        else:
+            warnings.append(
+                f"{rundir.PLAN_STATE} sets {name}={flag.value} for the next phase; no answer to a "
+                "request confirms it, so it is ignored"
+            )
+    return flags, warnings
 
 
 def check_run(

@@ -176,9 +176,12 @@ class Launch:
         self._index = min(max(0, jsonl.integer(former, "phase") or 0), len(self._phases) - 1)
         warnings: list[str] = []
         if link.stored(self.path / rundir.PLAN_STATE) is None:
-            warnings = cross_check.check_launch(former, self.spec, self._index, runs)
+            flags, warnings = cross_check.check_launch(
+                former, self.spec, self._index, runs, cross_check.Evidence(self.path, runs)
+            )
         else:
-            self._next_flags.pending = jsonl.mapping(former, "next_flags")
+            flags = jsonl.mapping(former, "next_flags")
+        self._next_flags.pending = flags
         for entry, progress in zip(self._phases, former_documents.phases(former), strict=False):
             entry |= progress
         self._ended_by = jsonl.text(former, "ended_by")[:400]

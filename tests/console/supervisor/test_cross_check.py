@@ -74,7 +74,8 @@ def read_run(launch):
 def read_launch(launch):
     runs = [launch / "0-one", launch / "1-two"]
     state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
-    return cross_check.check_launch(state, launch_spec.load(launch), 0, runs)
+    evidence = cross_check.Evidence(launch, runs)
+    return cross_check.check_launch(state, launch_spec.load(launch), 0, runs, evidence)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +142,26 @@ def test_a_flag_of_the_run_needs_the_plan_an_answer_or_a_process(launch, monkeyp
         read_run(launch)
 
 
-def test_flags_for_the_next_phase_are_dropped_by_name(launch):
-    change(launch / rundir.PLAN_STATE, next_flags={"NSA_LR": {"value": "0.5"}})
-    assert read_launch(launch) == ["the flags for the next phase are dropped: NSA_LR"]
+@pytest.mark.parametrize(
+    ("phases", "answer", "is_confirmed"),
+    [
+        ("next", "", False), ("next", "NSA_LR=0.4 for two only", False),
+        ("next", "NSA_LR=0.5 for two only", True), ("all", "NSA_LR=0.5 for two only", False),
+        ("all", "NSA_LR=0.5 for two and all later phases", True),
+        ("next", "NSA_LR=0.5 for one only", False),
+    ],
+)  # fmt: skip
+def test_a_flag_for_the_next_phase_needs_the_answer_to_its_request(
+    launch, phases, answer, is_confirmed
+):
+    flag = {"NSA_LR": {"value": "0.5", "by": "x", "phases": phases}}
+    change(launch / rundir.PLAN_STATE, next_flags=flag)
+    tell(launch, DONE | {"text": answer})
+    flags, warnings = read_launch(launch)
+    assert [(name, each["phases"]) for name, each in flags.items()] == (
+        [("NSA_LR", phases)] if is_confirmed else []
+    )
+    assert ("NSA_LR=0.5" in "".join(warnings)) is not is_confirmed
 
 
 def test_the_words_that_confirm_a_flag_are_those_of_the_answer(launch):
@@ -287,7 +305,7 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin):
     assert all(process.state(pid) in "RSD" for pid in pids.values())
     notes = " ".join(e["text"] for i in (None, 0) for e in started.events(i) if e["kind"] == "note")
     assert "kill was requested from the former supervisor and is not continued" in notes
-    assert "the flags for the next phase are dropped: NSA_LR" in notes
+    assert "plan_state.json sets NSA_LR=9.5 for the next phase; no answer" in notes
     ended = started.wait_end()
     assert [entry["state"] for entry in ended["phases"]] == ["completed", "later"]
     assert ended["why"] == "one: stop requested by x"
