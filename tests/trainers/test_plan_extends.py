@@ -92,3 +92,15 @@ def test_a_plan_can_extend_the_projects_plan_of_its_own_name(tmp_path):
     (tmp_path / "cpu_smoke.yaml").write_text("name: cpu_smoke\nextends: cpu_smoke\nnproc: 1\n")
     found = plan.load(tmp_path / "cpu_smoke.yaml")
     assert [phase.nproc for phase in found.phases] == [1, 1, 1]
+
+
+def test_a_plan_that_extends_a_sweep_can_leave_a_variant_out(folder):
+    sweep = "{name: mb, rounds: 10, variants: {a: {}, b: {}, c: {}}}"
+    (folder / "base.yaml").write_text(f"name: base\nphases: [{sweep}]\n")
+    assert len(plan.load(folder / "base.yaml").phases) == 30
+    fewer = "{name: mb, rounds: 8, set: {train.steps: 3}, variants: {b: null}}"
+    (folder / "child.yaml").write_text(f"name: child\nextends: base\nphases: [{fewer}]\n")
+    found = plan.load(folder / "child.yaml").phases
+    assert [phase.name for phase in found[:2]] == ["mb-1-a", "mb-1-c"]
+    assert len(found) == 16
+    assert all(dict(phase.set) == {"train.steps": 3} for phase in found)
