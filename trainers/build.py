@@ -32,6 +32,7 @@ from trainers.report import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
 from trainers.settings import AUTO, flatten
+from trainers.snapshots import Snapshots
 from trainers.step_reduction import StepReduction
 
 PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
@@ -100,7 +101,11 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
         StepReduction(parallel.reduce, parallel.device), guard,
         spikes,
         Saver(member.run, parts, settings.checkpoint, member.home.is_there),
-        Profiler(member, report, settings.report, on_cuda), report.steps_done + 1,
+        Profiler(
+            member, report, settings.report, on_cuda,
+            Snapshots(member, parallel, plain, optimizer, settings.report.memory_every),
+        ),
+        report.steps_done + 1,
     )  # fmt: skip
 
 

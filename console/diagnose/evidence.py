@@ -86,7 +86,7 @@ class Evidence:
         return before is None or after.state in (before.state, *ENDED_STATES)
 
     def waits(self, rank: int) -> bool:
-        """Returns whether a rank waits in both samples for the same kind of object, no peer."""
+        """Returns whether a rank waits for one kind of object in both samples, but not a peer."""
         before, after = self.before.get(rank), self.after.get(rank)
         if after is None or after.main.kind not in OWN_WAITS:
             return False

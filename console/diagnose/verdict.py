@@ -50,7 +50,7 @@ class Case:
         return sorted(found, key=lambda each: each.position)
 
     def since(self, rank: RankEvidence) -> str:
-        """Returns the time of day of its last change, which stays true while the alert is open."""
+        """Returns the time of a rank's last change; unlike an age, it stays right in an alert."""
         return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
 
     def verdict(

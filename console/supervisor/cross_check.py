@@ -39,11 +39,14 @@ class Evidence:
             for record in records if record.get("kind") == "answer"
         }  # fmt: skip
 
-    def confirms_flag(self, name: str, value: str, phase: str) -> bool:
-        """Returns whether a request set this value for a phase."""
-        done = ("answer", True, set_words(name, value, phase))
-        keys = ("kind", "ok", "text")
-        return any(tuple(map(each.get, keys)) == done for each in self._events[self._launch])
+    def confirms_flag(self, name: str, value: str, phases: Sequence[str]) -> bool:
+        """Returns whether a request set this value for the last phase, or for all from another."""
+        texts = {set_words(name, value, phase, "all") for phase in phases}
+        texts.add(set_words(name, value, phases[-1], "next"))
+        return any(
+            each.get("kind") == "answer" and each.get("ok") is True and each.get("text") in texts
+            for each in self._events[self._launch]
+        )
 
     def confirms_restart(self, run: Path) -> bool:
         """Returns whether the last event on the state of a run says that it waits for a restart."""
@@ -164,7 +167,8 @@ def check_flags(
     A plan never contains an operator's flag; the answer to the request, or a living process, must
     confirm such a flag.
     """
-    planned, phase = spec.flags(index, {}), spec.plan.phases[index].name
+    planned = spec.flags(index, {})
+    names = [phase.name for phase in spec.plan.phases[: index + 1]]
     recorded = jsonl.mapping(record, "flags")
     environments = [
         process.environment(pid)
@@ -178,7 +182,7 @@ def check_flags(
         by_operator = jsonl.text(entry, "origin").startswith("operator ") and value in living
         confirmed = value == in_plan or by_operator
         confirmed = confirmed or (
-            value is not None and evidence.confirms_flag(name, value, phase)
+            value is not None and evidence.confirms_flag(name, value, names)
         )  # fmt: skip
         other = "" if confirmed else f"{rundir.PLAN} says {_flag_words(name, in_plan)}"
         if confirmed and living and value not in living:

@@ -160,7 +160,7 @@ class Launch:
         except UsageError as error:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
-        self._next_flags.pending = {}
+        self._next_flags.started()
         self.state, self.why = "running", ""
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
@@ -256,6 +256,18 @@ class Launch:
                 entry["state"] = "later"
         self._event("state", f"the plan has ended: {why}")
         self._publish()
+        self._directory.job(self._write_report, self._check_report)
+
+    def _write_report(self) -> None:
+        """Writes report.md and its charts; runs on the thread of the run directory."""
+        from console.plans import report
+
+        report.write(self.path, self.path / report.NAME)
+
+    def _check_report(self, _: object, error: Exception | None) -> None:
+        if error is not None:
+            text = f"the report is not written: {error}; run nsa-console report {self.path}"
+            self._event("note", text, "warn")
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -332,10 +344,11 @@ class Launch:
 
     def _do_set_flag(self, request: Request) -> Outcome:
         name, value = request.args["name"], request.args.get("value")
+        phases = request.args.get("phases", "next")
         index = self._index + 1
         if index >= len(self._phases):
             return False, "there is no next phase: the flag would have no effect", []
-        done, text = self._next_flags.set(index, name, value, request.by)
+        done, text = self._next_flags.set(index, name, value, request.by, phases)
         self._publish()
         return done, text, []
 

@@ -149,9 +149,26 @@ def test_flags_for_the_next_phase_are_dropped_by_name(launch):
 def test_the_words_that_confirm_a_flag_are_those_of_the_answer(launch):
     answer = NextFlags(launch_spec.load(launch)).set(1, "NCCL_DEBUG", "warn", "x")[1]
     tell(launch, DONE | {"text": answer, "ok": False})
-    assert not cross_check.Evidence(launch, []).confirms_flag("NCCL_DEBUG", "WARN", "two")
+    assert not cross_check.Evidence(launch, []).confirms_flag("NCCL_DEBUG", "WARN", ["one", "two"])
     tell(launch, DONE | {"text": answer})
-    assert cross_check.Evidence(launch, []).confirms_flag("NCCL_DEBUG", "WARN", "two")
+    assert cross_check.Evidence(launch, []).confirms_flag("NCCL_DEBUG", "WARN", ["one", "two"])
+
+
+def test_a_flag_of_all_later_phases_stays_until_it_is_undone_and_is_confirmed_for_each(launch):
+    flags = NextFlags(launch_spec.load(launch))
+    assert flags.set(0, "OMP_NUM_THREADS", "2", "x")[0]
+    done, answer = flags.set(0, "NCCL_DEBUG", "warn", "x", "all")
+    assert (done, answer) == (True, "NCCL_DEBUG=WARN for one and all later phases")
+    assert set(flags.values()) == {"NCCL_DEBUG", "OMP_NUM_THREADS"}
+    flags.started()
+    assert set(flags.values()) == {"NCCL_DEBUG"}, "the other flag was for one phase"
+    tell(launch, DONE | {"text": answer})
+    evidence = cross_check.Evidence(launch, [])
+    assert evidence.confirms_flag("NCCL_DEBUG", "WARN", ["one", "two"])
+    assert evidence.confirms_flag("NCCL_DEBUG", "WARN", ["one"])
+    assert not evidence.confirms_flag("NCCL_DEBUG", "WARN", ["two"])
+    flags.set(1, "NCCL_DEBUG", None, "x")
+    assert not flags.pending
 
 
 def test_a_restart_is_due_where_the_last_event_says_so_too(launch):
