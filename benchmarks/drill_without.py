@@ -140,8 +140,9 @@ KINDS: Mapping[str, Callable[[Inputs], Inputs]] = {
     ),
     "the second sample of /proc": _evidence(lambda e: replace(e, before={})),
     "states of processes and threads": _without_states,
-    "CPU time and context switches": _process(lambda p: replace(
-        p, mono=0.0, threads=tuple(replace(each, waits=-1) for each in p.threads)
+    "CPU time and context switches": _evidence(lambda e: replace(
+        e, before={rank: replace(p, mono=0.0, threads=()) for rank, p in e.before.items()},
+        after={rank: replace(p, mono=0.0) for rank, p in e.after.items()},
     )),
     "system call and wchan": _process(_without_calls),
     "descriptors": _process(_without_descriptors),

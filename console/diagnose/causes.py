@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.evidence import NO_WHERE, Evidence, Sign, signs
+from console.diagnose.evidence import NO_WHERE, RAN_TICKS, Evidence, Sign, signs
 from console.diagnose.stack_classes import Where, loader_thread
 from console.diagnose.stall import UNREPORTED, RankEvidence
 from console.diagnose.verdict import ENDED_STATES, Case, exits, others, resume, stalled
@@ -44,6 +44,13 @@ class Suspect:
     """Runs, in code of its own or not."""
     python: bool | None = None
     """Whether its running main thread is in Python code, or None if that is not known."""
+    ran: bool | None = None
+    """Its main thread ran between the samples, or None if that is not known."""
+
+    @property
+    def in_futex(self) -> bool:
+        """Waits for a lock in code of its own, or for the GIL while it runs."""
+        return self.main.kind == "futex" and self.where.kind == "own"
 
     @property
     def state(self) -> str:
@@ -121,7 +128,7 @@ def _startup(of: Suspect) -> str:
 
 
 def _lock(of: Suspect) -> str:
-    if of.main.kind == "lock" or (of.main.kind == "futex" and of.where.kind == "own"):
+    if of.main.kind == "lock" or (of.in_futex and not of.ran):
         return f"waits{_on(of)}"
     if of.main.kind in ("pipe", "network", "child", "disk"):
         return ""  # the queue that the stack shows is one of these
@@ -150,7 +157,8 @@ def _device_words(where: Where, kernel: str) -> str:
 
 def _busy(of: Suspect) -> str:
     code = " Python code" if of.python else ""
-    return f"runs{code}{_used(of)} and makes no progress" if of.runs else ""
+    runs = of.runs or (of.in_futex and of.ran)
+    return f"runs{code}{_used(of)} and makes no progress" if runs else ""
 
 
 def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
@@ -240,12 +248,13 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
 
 def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> Suspect:
     number, stacks = rank.rank, evidence.stacks
+    ticks = evidence.main_ticks(number)
     return Suspect(
         rank, evidence.after.get(number), evidence.places().get(number, NO_WHERE),
         evidence.share(number), evidence.runs(number), difference,
         loader_thread(number, stacks) if number in stacks else ("", False),
         evidence.gpus.get(number, ()), evidence.uses_a_core(number),
-        evidence.runs_python(number),
+        evidence.runs_python(number), None if ticks is None else ticks >= RAN_TICKS,
     )  # fmt: skip
 
 
@@ -288,7 +297,7 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     # The same stack may be a wait for another object, and the same system call one of a library.
     by_process = of.main.kind != "none" or of.uses_a_core
     is_seen = number in evidence.stacks and (by_process or (of.process and kind in OF_LIBRARY))
-    lacks = cause.name not in SEEN_BY_ONE and not is_seen
+    lacks = cause.name not in SEEN_BY_ONE and (not is_seen or (of.in_futex and of.ran is None))
     # Of two ranks, one may skip a call, or the other forget a new one. GPUs: seen with one only.
     no_majority = cause.name == "mismatch" and len(evidence.flights) == 2
     return (

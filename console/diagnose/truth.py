@@ -126,8 +126,8 @@ def _skipped_steps(_now: Readings, history: History, _watch: Watch) -> Measured 
     if found is None:
         return None
     text = (
-        f"{found[0]:.0%} of the last {found[1]} steps were skipped and changed no weight: check "
-        "train.lr, train.precision and optim.skip_spikes_sigma"
+        f"{100 * found[0]:.3g}% of the last {found[1]} steps were skipped and changed no weight: "
+        "check train.lr, train.precision and optim.skip_spikes_sigma"
     )
     return Measured(found[0], text)
 
