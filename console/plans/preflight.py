@@ -216,7 +216,7 @@ PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
 DRIVER = "the NVIDIA driver"
 LIMIT_S: Mapping[str, float] = {NETWORK: 2.5, DRIVER: gpu_survey.LIMIT_S + 2}
 """Time within which all rows that need this must answer; `USUAL_S` for any other need."""
-USUAL_S, SAID_S = 20.0, 2.5
+USUAL_S, SAID_S = 20.0, 2.0
 """After `SAID_S` the needs that are still waited for are reported."""
 TABLE: tuple[Row, ...] = (
     Row("python", _python), Row("torch", gpu_checks.torch), Row("device", gpu_checks.device, PLAN),
