@@ -216,17 +216,22 @@ class Injected:
     lost: int = 0
     lost_s: float = 0.0
     words: str = ""
+    over_s: float = 0.0
+    """When the run had recovered, or this was given up."""
 
 
 def schedule(
     rng: random.Random, count: int, span_s: float, full: bool
 ) -> list[tuple[float, Fault]]:
-    """Returns the faults with their times: `count` disruptive ones, and harmless ones between."""
+    """Returns the faults with their times: `count` disruptive ones, and harmless ones between.
+
+    A count of 0 gives no fault at all: the run stays healthy.
+    """
     order: list[Fault] = []
     while len(order) < count:
         order += rng.sample(DISRUPTIVE, min(len(DISRUPTIVE), count - len(order)))
     harmless = [fault for fault in HARMLESS if full or fault is not FULL]
-    order += harmless * max(1, count // 6)
+    order += harmless * (max(1, count // 6) if count else 0)
     rng.shuffle(order)
     times = sorted(rng.uniform(FIRST, LAST) * span_s for _ in order)
     return list(zip(times, order, strict=True))
@@ -259,4 +264,5 @@ def inject(chaos: Chaos, fault: Fault) -> Injected:
         chaos.memory_mib()
         time.sleep(LOOK_S)
     found.furthest, found.attempt_after = chaos.furthest, chaos.now.attempt
+    found.over_s = chaos.since_s
     return found

@@ -1,8 +1,9 @@
 """Injects one fault in each of many real runs, and scores the console's verdicts: `make drills`.
 
 `python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
-[--json FILE] [--publish] [--list]`. Without a selection, or with `--publish`, it writes
-`benchmarks/results/diagnosis.md`. Every run has a directory of its own, and all of its processes
+[--json FILE] [--record DIR] [--publish] [--list]`. Without a selection, or with `--publish`, it
+writes `benchmarks/results/diagnosis.md`. `--record` keeps the inputs of each explanation for
+`benchmarks.drill_without`. Every run has a directory of its own, and all of its processes
 are ended, also when this program is interrupted.
 """
 
@@ -24,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import drill_evidence
 from benchmarks.common import ROOT, publish
 from benchmarks.drill_cases import CASES, Case, chosen, truth
 from benchmarks.drill_faults import AUTHORS
@@ -61,8 +63,12 @@ class Interrupted(Exception):
 class Drill:
     """One case while it runs. `stop` is set when all cases are to end."""
 
-    def __init__(self, case: Case, folder: Path, stack: ExitStack, stop: threading.Event):
+    def __init__(
+        self, case: Case, folder: Path, stack: ExitStack, stop: threading.Event,
+        record: Path | None = None,
+    ):  # fmt: skip
         self._case, self._folder, self._stack, self._stop = case, folder, stack, stop
+        self._record = record
         self._mechanism = case.fault.rpartition("-")[0]
         self._started: Started
 
@@ -73,7 +79,11 @@ class Drill:
         self._launch()
         struck = self._inject()
         limit_s = VERDICT_S + (BOOT_START_S if self._case.in_boot else 0)
-        return Result(self._case, self._verdict(struck, limit_s))
+        result = Result(self._case, self._verdict(struck, limit_s))
+        if self._record and (inputs := drill_evidence.collected(self._started.path)):
+            name = re.sub(r"\W+", "-", self._case.name)
+            drill_evidence.write(self._record / f"{name}.json", inputs, **document(result))
+        return result
 
     def _launch(self) -> None:
         case = self._case
@@ -199,24 +209,26 @@ def clean(started: Started) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def drill(case: Case, stop: threading.Event) -> Result:
-    """Runs one case in a directory of its own."""
+def drill(case: Case, stop: threading.Event, record: Path | None = None) -> Result:
+    """Runs one case in a directory of its own; keeps its evidence in `record`."""
     if stop.is_set():
         raise Interrupted
     try:
         with tempfile.TemporaryDirectory(prefix="drill-") as name, ExitStack() as stack:
-            return Drill(case, Path(name), stack, stop).run()
+            return Drill(case, Path(name), stack, stop, record).run()
     except Unavailable as reason:
         return Result(case, not_run=str(reason))
     except FAILED as error:
         return Result(case, not_run=f"{type(error).__name__}: {error}")
 
 
-def drill_all(cases: list[Case], jobs: int, heard: Callable[[Result], None]) -> list[Result]:
+def drill_all(
+    cases: list[Case], jobs: int, heard: Callable[[Result], None], record: Path | None = None
+) -> list[Result]:  # fmt: skip
     """Runs cases side by side and returns the results in their order."""
     stop, found = threading.Event(), dict[Case, Result]()
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(drill, case, stop) for case in cases]
+        futures = [pool.submit(drill, case, stop, record) for case in cases]
         try:
             for future in as_completed(futures):
                 result = future.result()
@@ -275,6 +287,7 @@ def main() -> int:
         "--add", type=Path, action="append", default=[], metavar="FILE",
         help="results of an earlier run, from --json, to report with these",
     )  # fmt: skip
+    parser.add_argument("--record", type=Path, help="directory for the evidence of each case")
     parser.add_argument("--publish", action="store_true", help="write the result of a selection")
     parser.add_argument("--list", action="store_true", help="print the cases, run none")
     options = parser.parse_args()
@@ -292,7 +305,7 @@ def main() -> int:
             rundir.write_atomic(options.json, json.dumps(heard, indent=1))
 
     try:
-        results = drill_all(cases, options.jobs, hear)
+        results = drill_all(cases, options.jobs, hear, options.record)
     except KeyboardInterrupt:
         print("interrupted; the processes of all cases are ended", file=sys.stderr)
         return 130

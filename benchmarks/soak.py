@@ -2,8 +2,9 @@
 
 Two ranks of `trainers.ddp` train on text; a seed decides the faults, their ranks and their times.
 `python -m benchmarks.soak [--minutes M] [--faults N] [--seed S]`; the exit code is 1 when a line
-of the result does not hold. In a few minutes the faults come too close for the ratio to hold; with
-`--dry`, which writes no result, that is a trial of the rest.
+of the result does not hold. With `--faults 0` the training stays healthy. In a few minutes the
+faults come too close for the ratio to hold; with `--dry`, which writes no result, that is a trial
+of the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from benchmarks.chaos import (
 from benchmarks.common import ROOT, median, publish, table
 from benchmarks.supervisor import BUDGET_MIB
 from console import actions
-from console.sources import process
+from console.sources import process, verdicts
 from tests.launches import Started, write_plan
 from tests.mounts import ext4
 from trainers import manifest
@@ -66,6 +67,7 @@ HIDDEN = (rundir.HALT, ".metadata")
 """Hidden files that belong to a run: the request for a halt, and the index of a checkpoint."""
 CALM_S = (2.0, 6.0)
 """Between a recovery and the next fault, at random."""
+MAX_VERDICTS, MAX_EVENT_BYTES = 10_000, 64 << 20
 
 
 class Readers:
@@ -201,6 +203,30 @@ def sizes(started: Started) -> str:
     return ", ".join(f"{name} {size / 2**20:.1f}" for name, size in found.items()) + " MiB"
 
 
+def false_alarms(run: Path, found: list[Injected]) -> list[Line]:
+    """Returns the lines about verdicts, and acts of the supervisor, while there was no fault."""
+    spans = [(each.ts, each.ts + each.over_s + CALM_S[0]) for each in found]
+
+    def is_healthy(ts: float) -> bool:
+        return not any(begin <= ts <= end for begin, end in spans)
+
+    said = [each for each in verdicts.stored(run, MAX_VERDICTS) if is_healthy(each.ts)]
+    high = [f"{each.cause}: {each.sentence}" for each in said if each.sure == "high"]
+    events = jsonl.read_bytes(run / rundir.EVENTS, MAX_EVENT_BYTES, 0).splitlines()
+    acts = [
+        each
+        for line in events
+        if (each := jsonl.decode(line))
+        and each.get("kind") == "watch"
+        and is_healthy(jsonl.number(each, "ts") or 0.0)
+    ]
+    return [
+        ("verdicts of high confidence without a fault", "; ".join(high[:3]) or "0", "0", not high),
+        ("other verdicts without a fault", f"{len(said) - len(high)}", "", True),
+        ("acts of watch rules without a fault", f"{len(acts)}", "0", not acts),
+    ]  # fmt: skip
+
+
 def judge(
     chaos: Chaos, found: list[Injected], done: list[steps.Step], wanted: int
 ) -> list[Line]:  # fmt: skip
@@ -279,7 +305,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[str, list[Line], int
             done = steps.read(rundir.heartbeat(chaos.run, 0))
             settle(found, done)
             time.sleep(1.0)  # the supervisor's own last moment
-            lines = judge(chaos, found, done, options.faults)
+            lines = judge(chaos, found, done, options.faults) + false_alarms(chaos.run, found)
             lines += judge_surroundings(chaos, readers, first_mib, last_mib, word, home)
         finally:
             started.clean()
@@ -299,7 +325,9 @@ def report(found: list[Injected], lines: list[Line], began_ts: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--faults", type=int, default=10, help="disruptive ones")
+    parser.add_argument(
+        "--faults", type=int, default=10, help="disruptive ones; 0: no fault at all"
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--dry", action="store_true", help="print, write no result")
     options = parser.parse_args()
@@ -315,8 +343,10 @@ def main() -> int:
     )  # fmt: skip
     if options.dry:
         print(f"{text}\n\n{notes}")
-    else:
+    elif options.faults:
         publish("soak", "A training under faults at random", text, notes)
+    else:
+        publish("soak_healthy", "A training without faults", text, notes)
     return 0 if all(line[3] for line in lines) else 1
 
 

@@ -17,15 +17,17 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.common import publish, table
 from console.diagnose.readings import History, Readings
 from console.diagnose.rules import HALTING, RULES, STRONG
 from console.diagnose.stall import RankEvidence
+from console.diagnose.verdict import diagnose
 from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
-from console.sources.pace import UNIFORM_NATS, Pace
+from console.sources.pace import LAST_GAPS, UNIFORM_NATS, Pace
 from trainers.contract.plan import Watch
 
 HOUR_S, RUN_HOURS = 3600, 10.0
@@ -34,6 +36,7 @@ COLLECTIVE_TIMEOUT_S = 1795.0
 PHASES = ("fetch", "forward", "backward", "optimizer", "log")
 SHARES = (0.02, 0.33, 0.55, 0.06, 0.04)
 ACT_S = (180, 300, 600, 900, 1800)
+CONFIDENCE = ("", "low", "medium", "high")
 Draw = Callable[[random.Random], float]
 
 
@@ -59,17 +62,20 @@ class Case:
     world: int = 2
 
 
-CASES = tuple(
+CASES = (*(
     Case(f"{draw.__name__}, {median_s:g} s a step, record every {log_every}", draw, median_s,
          log_every, world)
     for draw in (lognormal, pareto)
     for median_s, log_every, world in ((1.0, 20, 2), (1.0, 1, 2), (10.0, 20, 8), (60.0, 20, 2))
-)  # fmt: skip
+), Case("pareto, 1 s a step, record every 1, alone", pareto, 1.0, 1, 1))  # fmt: skip
 
 
 @dataclass(slots=True)
 class Counts:
-    """The counts of one replay. `lasted_s` are the durations of stalls beyond three limits."""
+    """The counts of one replay. `lasted_s` are the durations of stalls beyond three limits.
+
+    `said` counts the stalls with a verdict by its highest confidence.
+    """
 
     hours: float = 0.0
     looks: int = 0
@@ -77,6 +83,7 @@ class Counts:
     raised: Counter[str] = field(default_factory=Counter)
     acted: Counter[str] = field(default_factory=Counter)
     lasted_s: list[float] = field(default_factory=list)
+    said: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Counts) -> None:
         self.hours += other.hours
@@ -85,6 +92,7 @@ class Counts:
         self.raised += other.raised
         self.acted += other.acted
         self.lasted_s += other.lasted_s
+        self.said += other.said
 
 
 class Run:
@@ -111,6 +119,8 @@ class Run:
         self.learns_at = self.step + rng.uniform(50, 3000)
         self.entropy = UNIFORM_NATS
         self.durations: list[float] = []
+        self.recorded: list[float] = []
+        """The times of its records."""
         self.spent = [[0.0] * 4 for _ in range(case.world)]
         self.edges: list[list[tuple[float, int, str]]] = [
             [(0.0, 0, "boot"), (rng.uniform(5, 120), 0, "load")] for _ in range(case.world)
@@ -188,6 +198,7 @@ class Run:
                 record[f"dt_{name}_s"] = self.spent[rank][place] / count
             self.spoil(record)
             self.paces[rank].add(record, 1, self.ends, self.ends)
+        self.recorded.append(self.ends)
         self.durations, self.spent = [], [[0.0] * 4 for _ in range(self.case.world)]
 
     def _pause(self) -> None:
@@ -211,13 +222,20 @@ class Run:
     def evidence(self, now: float) -> tuple[RankEvidence, ...]:
         """Returns the evidence about every rank."""
         found = []
+        last = bisect_right(self.recorded, now)
+        times = self.recorded[max(0, last - LAST_GAPS - 1) : last]
+        records_s = now - times[-1] if times else None
+        gap_s = max((after - before for before, after in pairwise(times)), default=0.0)
         for rank, edges in enumerate(self.edges):
             index = bisect_right(edges, (now, 1 << 60, "")) - 1
             at, step, phase = edges[index]
             if index > 200:
                 del edges[:index]
             p99_s = self.paces[rank].p99_s(phase)
-            found.append(RankEvidence(rank, 1000 + rank, "S", step, phase, now - at, step, p99_s))
+            found.append(RankEvidence(
+                rank, 1000 + rank, "S", step, phase, now - at, step, p99_s, self.first + 1,
+                records_s=records_s, records_gap_s=gap_s,
+            ))  # fmt: skip
         return tuple(found)
 
 
@@ -261,7 +279,7 @@ def replay(case: Case, hours: float, seed: int, every_s: int = 1) -> Counts:
     while counts.hours < hours:
         # An attempt may end early; the next one resumes, or starts at step 1.
         length = min(RUN_HOURS * rng.choice((0.1, 1)), hours - counts.hours)
-        run, lasted = Run(case, rng), 0.0
+        run, lasted, surest = Run(case, rng), 0.0, ""
         dog = halting(run, every_s)
         for now in moments(run, length, every_s):
             begun = time.thread_time()
@@ -269,12 +287,15 @@ def replay(case: Case, hours: float, seed: int, every_s: int = 1) -> Counts:
             counts.looking_s += time.thread_time() - begun
             counts.looks += 1
             if "stall" in dog.raised():
+                verdict = diagnose(now.ranks, dog.watch, now.ts)
+                surest = max(surest, verdict.sure if verdict else "", key=CONFIDENCE.index)
                 found = RULES["stall"].measure(now, History(), dog.watch)
                 if found is not None and found.value >= 3:
                     lasted = max(lasted, found.lasted_s)
-            elif lasted:
-                counts.lasted_s.append(lasted)
-                lasted = 0.0
+            else:
+                counts.lasted_s += [lasted] if lasted else []
+                counts.said[surest] += bool(surest)
+                lasted, surest = 0.0, ""
             for change in changes:
                 if change.kind == "raise":
                     counts.raised[change.rule.name] += 1
@@ -416,9 +437,10 @@ def main() -> None:
         lasted = max(counts.lasted_s, default=0.0)
         said = ", ".join(f"{name} {n}" for name, n in counts.raised.most_common()) or "nothing"
         rows.append((case.name, case.world, f"{counts.hours:.0f}", said, f"{lasted:.0f}",
+                     counts.said["medium"] + counts.said["low"], counts.said["high"],
                      counts.acted.total()))  # fmt: skip
     header = ("healthy runs", "ranks", "hours", "alerts", "longest stall beyond 3 limits, s",
-              "stopped")  # fmt: skip
+              "stalls with an unsure verdict", "of high confidence", "stopped")  # fmt: skip
     body = table(header, rows)
     floors = [(f"{act_s}", sum(lasted >= act_s for lasted in total.lasted_s)) for act_s in ACT_S]
     body += "\n\n" + table(("stall_act_s", "runs that a stall would have stopped"), floors)
@@ -432,14 +454,16 @@ def main() -> None:
     publish(
         "watch_hours",
         "Does the watchdog ever stop a healthy run?",
-        f"**{total.hours:,.0f} run-hours, {total.acted.total()} runs stopped.**\n\n{body}",
+        f"**{total.hours:,.0f} run-hours, {total.acted.total()} runs stopped, "
+        f"{total.said['high']} verdicts of high confidence.**\n\n{body}",
         f"{total.looks:,} updates, one a second, {per_look:.0f} µs of CPU time each; default "
         f"limits, with --halt. The only bound of a step is {COLLECTIVE_TIMEOUT_S:g} s, below a "
         "collective timeout of 30 minutes; the excess of a long step lies in one phase of one "
         "rank. Runs last up to 10 hours. Alerts of slow loaders, long saves, and of gates that "
         "have not learned yet are true; a step far longer than all earlier ones is a stall while "
-        "it lasts. The second table counts the runs that an earlier action on a stall would have "
-        "stopped (`stall_act_s` of the plan, never below three limits).",
+        "it lasts. The verdicts are those of pulses and records; the replay has no processes, "
+        "stacks or flight records. The second table counts the runs that an earlier action on a "
+        "stall would have stopped (`stall_act_s` of the plan, never below three limits).",
     )
 
 

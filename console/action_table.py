@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trainers.contract import flags
 from trainers.contract.values import TRUE
 
 Mailbox = Literal["run", "launch"]
+Phases = Literal["next", "all"]
+PHASES: tuple[Phases, ...] = get_args(Phases)
+"""The phases that a changed flag is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,12 @@ def _flag_value(value: Any) -> str | None:
     return flags.format_value(value) if isinstance(value, bool | int | float) else str(value)
 
 
+def _phases(value: Any) -> Phases:
+    if value not in PHASES:
+        raise ValueError("next or all")
+    return value
+
+
 LOST_STEPS = ("loses", "the steps since the last checkpoint")
 
 TABLE: tuple[Action, ...] = (
@@ -145,11 +154,14 @@ TABLE: tuple[Action, ...] = (
         examples=("do latest note text='disk was full'",),
     ),
     Action(
-        "set-flag", "Set a flag of the next phase; without a value, undo the change.",
+        "set-flag", "Set a flag of the next phase, or of all; without a value, undo the change.",
         ("launch",),
         (Argument("name", "NAME", _flag_name, "name of the flag, see `flags`"),
-         Argument("value", "VALUE", _flag_value, "its new value", required=False)),
-        examples=("do latest set-flag name=NSA_LR value=0.0005",),
+         Argument("value", "VALUE", _flag_value, "its new value", required=False),
+         Argument("phases", "PHASES", _phases, "next (default), or all: every later phase",
+                  required=False)),
+        examples=("do latest set-flag name=NSA_LR value=0.0005",
+                  "do latest set-flag name=NSA_LR value=0.0005 phases=all"),
     ),
 )  # fmt: skip
 

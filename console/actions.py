@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from console import targets, user_config
-from console.plans import catalog, launch_facts, preflight
-from console.plans.preflight import Check
+from console.plans import catalog, gate_check, launch_facts, preflight
+from console.plans.case import Case, Check
 from console.request_schema import ACTIONS, check
-from console.sources import launches, process
+from console.sources import launches, liveness, process
+from console.sources.run import RunSource
 from console.status_text import shell_line
-from console.supervisor import launch_spec, launcher
+from console.supervisor import former_documents, launch_spec, launcher
 from console.supervisor.launch_spec import LaunchSpec
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
 from trainers.contract import plan as plans_module
@@ -25,6 +27,7 @@ from trainers.contract.errors import RefusedError, UsageError, did_you_mean
 from trainers.contract.plan import BETWEEN, Phase, Plan
 
 FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
+RESUME = "resume"
 TRAINERS = ("ddp", "fsdp")
 ANSWER_POLL_S = 0.05
 ANSWER_BYTES = 1 << 20
@@ -40,11 +43,13 @@ def who() -> str:
 class LaunchOptions:
     """The choices of an operator for a launch; an empty choice leaves the plan as it is.
 
-    The plan is a name, a YAML file, or one phase made from a `config` and a trainer of `TRAINERS`.
+    The plan is a name, a YAML file, one phase made from a `config` and a trainer of `TRAINERS`, or
+    the rest of the launch `resume`, with its options.
     """
 
     plan: str = ""
     config: Path | None = None
+    resume: Path | None = None
     trainer: str = ""
     phase: str = ""
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -54,6 +59,8 @@ class LaunchOptions:
     run_dir: Path | None = None
     between: str = ""
     root: Path = launches.ROOT
+    assume_gpus: str = ""
+    """GPUs to check the plan for, as 2xA100, in place of those of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,8 @@ class Prepared:
     spec: LaunchSpec
     training: tuple[tuple[str, str], ...] = ()
     """Facts about the training: a label and a text each."""
+    assumed: str = ""
+    """The GPUs that the checks assumed; such a launch cannot begin."""
 
     @property
     def ok(self) -> bool:
@@ -102,8 +111,8 @@ class Prepared:
         return found
 
 
-def prepare(options: LaunchOptions) -> Prepared:
-    """Returns a launch with all its checks; writes nothing.
+def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -> Prepared:
+    """Returns a launch with all its checks; writes nothing. `said` hears of checks that hang.
 
     Raises UsageError for an unknown plan, phase, flag, setting or gate, and for a wrong value.
     Raises RefusedError if the working directory no longer exists.
@@ -112,21 +121,25 @@ def prepare(options: LaunchOptions) -> Prepared:
         Path.cwd()
     except OSError:
         raise RefusedError("the working directory does not exist: cd to one that exists") from None
-    plan, flag_origins = _plan(options)
+    plan, flag_origins, set_origins = _plan(options)
     directory = _directory(options, plan.name)
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
     spec = LaunchSpec(
-        name, plan, who(), flag_origins, dict.fromkeys(options.sets, SET_OPTION),
+        name, plan, who(), flag_origins, set_origins,
         launcher.host_facts(), launch_spec.git_facts(catalog.PROJECT), operator=user_config.load(),
     )  # fmt: skip
     phases = tuple(_run_record(spec, index, directory) for index in range(len(plan.phases)))
     if options.config is not None:
         plan = replace(plan, gpus=_gpus(phases[0]))
         spec = replace(spec, plan=plan)
-    case = preflight.Case(plan, directory, options.devices, spec.operator)
-    checks = preflight.run(case, [phase["settings"] for phase in phases])
+    settings = tuple(phase["settings"] for phase in phases)
+    case = Case(
+        plan, directory, options.devices, spec.operator, settings, options.assume_gpus,
+        options.root, spec.git,
+    )  # fmt: skip
+    checks = preflight.run(case, said)
     facts = launch_facts.facts(options.root, phases)
-    return Prepared(plan, directory, phases, checks, spec, facts)
+    return Prepared(plan, directory, phases, checks, spec, facts, options.assume_gpus)
 
 
 def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
@@ -147,6 +160,8 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 
 def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch and returns its directory; raises the errors of `launch`."""
+    if prepared.assumed:
+        raise UsageError("--assume-gpus is for check and --dry-run: nothing was launched; omit it")
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))
@@ -154,13 +169,17 @@ def begin(prepared: Prepared, by: str) -> Path:
     return prepared.directory
 
 
-def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str]]:
-    """Returns the plan with the changes of the launch, and the origins of its flags."""
+def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]:
+    """Returns the plan with the changes of the launch, the origins of its flags and settings."""
     if options.between and options.between not in BETWEEN:
         raise UsageError(f"--between {options.between!r}: it must be go or ask")
     if options.nproc is not None and not 1 <= options.nproc <= 1024:
         raise UsageError(f"--nproc {options.nproc}: it must be 1 to 1024 processes")
-    if options.config is None:
+    flag_origins, set_origins = dict[str, str](), dict[str, str]()
+    if options.resume is not None:
+        plan, flag_origins, set_origins = _rest(options.resume)
+        folder = Path()
+    elif options.config is None:
         plan, folder = catalog.load(options.plan), catalog.find(options.plan).parent
     else:
         plan, folder = _of_config(options.config, options.trainer), options.config.parent
@@ -181,14 +200,51 @@ def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str]]:
         raise UsageError(
             f"{plan.name} has no phase {options.phase!r}{did_you_mean(options.phase, known)}"
         )
-    foreign = [phase.name for phase in phases if not launch_spec.is_ours(phase)]
+    foreign = [phase.name for phase in phases if not phase.is_ours]
     if options.sets and foreign:
         raise UsageError(
             f"--set {next(iter(options.sets))}: the phase {foreign[0]!r} starts a foreign program, "
             "whose settings are not known; add the option to `args` in the plan"
         )
     between = "ask" if (options.between or plan.between) == "ask" else "go"
-    return replace(plan, phases=phases, between=between), origins
+    set_origins |= dict.fromkeys(options.sets, SET_OPTION)
+    return replace(plan, phases=phases, between=between), flag_origins | origins, set_origins
+
+
+def _rest(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
+    """Returns the phases of an ended launch that have not passed, with its options, and origins.
+
+    The first of them begins at its newest checkpoint, if it has one, and repeats the flags that an
+    operator set for it. Raises RefusedError if processes live, or no phase is left.
+    """
+    top = launches.launch_of(path)
+    if top is None:
+        raise RefusedError(f"{path} belongs to no launch; pass --resume to its trainer instead")
+    rundir.check_ours(top)
+    launches.check_in_place(top)
+    state, name = rundir.read_json(top / rundir.PLAN_STATE) or {}, launches.launch_id(top)
+    living = next(filter(None, map(liveness.living_in, launches.run_directories(top))), "")
+    if living or jsonl.text(state, "state") != "ended":
+        why = living or f"it is {jsonl.text(state, 'state', 'in no known state')[:40]}"
+        raise RefusedError(f"{name} has not ended ({why}); halt it first, or adopt it")
+    stored = rundir.read_json(top / rundir.PLAN)
+    old = launch_spec.load(top, stored)
+    done = [(each.get("state"), each.get("result")) for each in jsonl.entries(state, "phases")]
+    index = len(list(itertools.takewhile(("completed", "pass").__eq__, done)))
+    gate_check.check_former(top, stored or {}, state | {"phase": index, "state": "running"})
+    if index >= len(old.plan.phases):
+        raise RefusedError(f"all phases of {name} have passed; there is nothing to resume")
+    first, origins = old.plan.phases[index], dict(old.set_origins)
+    run = top / f"{index}-{first.name}"
+    record = rundir.read_json(run / rundir.RUN) or {}
+    flags_of = former_documents.flags(jsonl.mapping(record, "flags"), "origin").items()
+    by_operator = {k: flag for k, flag in flags_of if flag.origin.startswith("operator ")}
+    first = replace(first, flags={**first.flags, **{k: v.value for k, v in by_operator.items()}})
+    if first.is_ours and RunSource(run).poll().checkpoint:
+        first = replace(first, set={**first.set, "checkpoint.resume": str(run.absolute())})
+        origins["checkpoint.resume"] = RESUME
+    plan = replace(old.plan, phases=(first, *old.plan.phases[index + 1 :]))
+    return plan, {**old.flag_origins, **{k: v.origin for k, v in by_operator.items()}}, origins
 
 
 def _of_config(config: Path, trainer: str) -> Plan:

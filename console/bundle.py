@@ -63,7 +63,7 @@ def _row(folder: str, pattern: str, **more: int) -> Row:
 
 LAUNCH: tuple[Row, ...] = (
     _row("", r"plan\.json|plan_state\.json", limit_bytes=rundir.MAX_DOCUMENT_BYTES),
-    _row("", r"events\.jsonl|supervisor\.log"),
+    _row("", r"events\.jsonl|supervisor\.log|report.*"),
 )
 TABLE: tuple[Row, ...] = (
     _row("", r"(run|env|supervisor|gates|metrics|metrics_fsdp)\.json", all_bytes=8 << 20,
@@ -76,7 +76,8 @@ TABLE: tuple[Row, ...] = (
     _row("", r"heartbeat_rank\d+\.jsonl", most=2048, all_bytes=8 << 20),
     _row("", r"samples_.*\.jsonl", most=16),
     _row("logs/attempt*", r"(rank\d+|torchrun)\.log", most=2048, all_bytes=8 << 20),
-    _row("", r"(git_sha|collect_env|dtypes_report|opt_state_mb)\.txt|.*\.(csv|log)|report\.md"),
+    _row("", r"(git_sha|collect_env|(dtypes_report|opt_state)\w*)\.txt|.*\.(csv|log)|report.*"),
+    _row("", r"mem_\w+\.(txt|json)", most=64, limit_bytes=1 << 20),
     _row("checkpoints", r"latest", limit_bytes=200),
 )  # fmt: skip
 """In the order in which they use up `MAX_TOTAL_BYTES`."""

@@ -171,6 +171,13 @@ class Gate:
     bound: str
     result: Result
     why: str = ""
+    override: str = ""
+    """The reason in the plan why the result does not stop the plan, "" for none."""
+
+    @property
+    def blocks(self) -> bool:
+        """True if the gate did not pass and has no override."""
+        return self.result != "pass" and not self.override
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +206,13 @@ class PhaseState:
 
 @dataclass(frozen=True, slots=True)
 class PendingFlag:
-    """A flag that an operator set for the next phase."""
+    """A flag that an operator set for the `next` phase, or for `all` later phases."""
 
     name: str
     value: str
     by: str
     ts: float
+    phases: str = "next"
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class RankEnd:
     doubt: str = ""
     """The evidence against the success that its exit record claims, "" for none."""
     phase: str = ""
-    """The phase of its last pulse, "" where it is not known."""
+    """The phase of its last pulse or its exit record, "" where it is not known."""
 
     @property
     def unknown(self) -> bool:

@@ -83,7 +83,7 @@ def exit_code(state: RunState, whole: bool = False) -> int:
     code = EXIT_CODES.get(state.state, 0)
     if state.state in LIVE_STATES and any(alert.id == RANK_GONE for alert in state.alerts):
         code = EXIT_CODES["crashed"]
-    gates_failed = any(gate.result != "pass" for gate in state.gates)
+    gates_failed = any(gate.blocks for gate in state.gates)
     unknown = state.launch is not None and bool(state.launch.doubt)
     wrong = gates_failed or unknown or no_go(state)
     if code == 0 and (wrong or state.state in UNHEALTHY_STATES):
@@ -232,13 +232,14 @@ def not_passed(gates: Sequence[Gate]) -> str:
     return "; ".join(
         f"gate {gate.name} {RESULT_WORDS[gate.result]} ({gate_value(gate)}, bound {gate.bound})"
         + (f": {gate.why}" if gate.result == "unknown" and gate.why else "")
-        for gate in gates if gate.result != "pass"
+        for gate in gates if gate.blocks
     )  # fmt: skip
 
 
 def gate_line(gate: Gate) -> str:
     mark = {"pass": "ok  ", "fail": "FAIL", "unknown": "??  "}[gate.result]
     why = f"; {gate.why}" if gate.why else ""
+    why += f"; overridden: {gate.override}" if gate.override else ""
     return (
         f"{mark} {gate.name}: {gate_value(gate)} ({gate.bound}; {gate.window}; {gate.source}){why}"
     )
@@ -260,7 +261,8 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
         gates = gates_text(phase)
         yield f"  {mark} {phase.numbered:<14} {phase.state}{f'  {gates}' if gates else ''}"
     for flag in launch.next_flags:
-        yield f"    next phase: {flag.name}={flag.value} (set by {flag.by})"
+        phases = "all later phases" if flag.phases == "all" else "next phase"
+        yield f"    {phases}: {flag.name}={flag.value} (set by {flag.by})"
 
 
 class Changes:

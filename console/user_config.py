@@ -1,4 +1,4 @@
-"""The user's configuration file: the alert hook of a launch, and the Dashboard's charts.
+"""The user's configuration file: the hooks of a launch, and the Dashboard's charts.
 
 The file is YAML; a launch reads it at its start. It names a program that runs as this user, so no
 other user may be able to write the file.
@@ -25,12 +25,15 @@ MAX_WORDS = 64
 class Settings:
     """The user's settings. The supervisor runs the program `hook` on alerts of `hook_levels`.
 
-    `hook` is () for none. `hook_every_s` is the shortest time between two starts, in seconds.
+    `hook` is () for none. `hook_every_s` is the shortest time between two starts, in seconds. It
+    also runs the program `alive` every `alive_every_s` as long as it works; () for none.
     """
 
     hook: tuple[str, ...] = ()
     hook_every_s: float = 30.0
     hook_levels: tuple[str, ...] = ("crit",)
+    alive: tuple[str, ...] = ()
+    alive_every_s: float = 60.0
 
 
 KEYS = tuple(each.name for each in fields(Settings))
@@ -91,18 +94,20 @@ def save_charts(titles: Sequence[str]) -> Path:
 def parse(document: Mapping[str, Any], where: str) -> Settings:
     """Returns the settings in parsed YAML or JSON; `where` names the file in an error."""
     found = plan.section(Settings, document, where)
-    words, written = found.hook, document.get("hook")
-    if not all(isinstance(word, str) for word in written or ()):  # YAML reads no as False
-        raise UsageError(f"{where}: 'hook' must be a list, [program, argument, …]; no shell")
     if not found.hook_levels or not set(found.hook_levels) <= set(LEVELS):
         raise UsageError(f"{where}: 'hook_levels' must be a list of {', '.join(LEVELS)}")
-    if len(words) > MAX_WORDS or any(plan.UNPRINTABLE.search(word) for word in words):
-        raise UsageError(f"{where}: 'hook' has more than {MAX_WORDS} words, or control characters")
-    if words and ("/" in words[0] or not words[0]) and not Path(words[0]).is_absolute():
-        raise UsageError(
-            f"{where}: 'hook' starts with {words[0]!r}; pass a program in PATH or an "
-            "absolute path (no shell expands ~)"
-        )
+    for key, words in (("hook", found.hook), ("alive", found.alive)):
+        if not all(isinstance(word, str) for word in document.get(key) or ()):  # no: False in YAML
+            raise UsageError(f"{where}: '{key}' must be a list, [program, argument, …]; no shell")
+        if len(words) > MAX_WORDS or any(plan.UNPRINTABLE.search(word) for word in words):
+            raise UsageError(
+                f"{where}: '{key}' has more than {MAX_WORDS} words, or control characters"
+            )
+        if words and ("/" in words[0] or not words[0]) and not Path(words[0]).is_absolute():
+            raise UsageError(
+                f"{where}: '{key}' starts with {words[0]!r}; pass a program in PATH or an "
+                "absolute path (no shell expands ~)"
+            )
     return found
 
 

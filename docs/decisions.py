@@ -99,15 +99,13 @@ TABLE: tuple[Decision, ...] = (
              ("its exit, seen through its pidfd",
               "the pulses of the others do not change, at a later step"),
              "medium at most", "medium at most"),
-    Decision("verdict-alone", "verdict", "high: the only rank is stalled",
-             ("its pulse does not change", "its records show no new step"),
-             "low", "no verdict"),
     Decision("verdict-cause", "verdict", "high: the cause of a stall, by collected evidence",
              ("two of: flight records, stacks, processes in /proc and pulses name the same rank; "
               "stacks or records of all others that wait name a rank that the kernel keeps from "
               "answering; a rank that leaves the usual order of calls, or a minority that does, is "
               "named by records and stacks; a lost connection by the kernel, stacks and records",
-              "a rule of the table of causes applies to that rank"),
+              "a rule of the table of causes applies to that rank, by its stack and its process, "
+              "or by one of them where that is certain"),
              "medium at most: one source alone, or no cause",
              "medium at most, and the sign that names another rank is shown"),
     Decision("target-id", "target", "the run that a name means",

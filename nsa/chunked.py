@@ -31,7 +31,7 @@ TILE_ROWS = 768
 """Most rows in a tile: large enough for an efficient product, small enough to fill. The last tile
 of a block may have half as many."""
 PART_PAIRS = 2048
-"""Selected blocks of tokens whose tiles are computed together, so that they fit the cache."""
+"""Pairs of a token and a selected block in one part; the tiles of a part fit the cache."""
 SPARE = -1
 """The row number of a slot without a query."""
 FARTHEST_AHEAD = 40.0

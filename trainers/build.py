@@ -21,6 +21,7 @@ from trainers.contract.member import Member
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
 from trainers.initial_weights import InitialWeights
+from trainers.inventory import Inventory
 from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.manifest import Manifest
 from trainers.parallel import Single, make_strategy
@@ -100,7 +101,11 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
         StepReduction(parallel.reduce, parallel.device), guard,
         spikes,
         Saver(member.run, parts, settings.checkpoint, member.home.is_there),
-        Profiler(member, report, settings.report, on_cuda), report.steps_done + 1,
+        Profiler(
+            member, report, settings.report, on_cuda,
+            Inventory(member, parallel, plain, optimizer, settings.report.memory_every),
+        ),
+        report.steps_done + 1,
     )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 The state is a set of tensors with parameter names: weights, AdamW's averages, loss scale, window
 of the spikes, generators. It does not depend on the number of ranks or on their strategy. Loading a
 checkpoint runs no code from it: tensors are loaded with `weights_only=True`, and DCP's index, a
-pickle, may contain only a list of DCP's classes. `trainers.manifest` describes and verifies the
-directory of a checkpoint.
+pickle, may contain only the classes in `_INDEX_CLASSES`. `trainers.manifest` describes and
+verifies the directory of a checkpoint.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from trainers.contract.errors import UsageError
 from trainers.schema import keys
 
 ALONE = {"checkpoint.resume": "auto", "checkpoint.allow_change": changes.ALL}
-"""Values of the keys whose options may be given without one."""
+"""The value that a key gets if its option is given without a value."""
 OPTIONS: Mapping[str, str] = {
     "--dataset": "data.source",
     "--local-path": "data.path",

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from datasets import load_dataset_builder
 from datasets.exceptions import DatasetsError
 from huggingface_hub import DatasetCard, HfFileSystem
 from yaml import YAMLError
 
-from trainers.contract import environ
+from trainers.contract import remote
+from trainers.contract.remote import DATASET
 from trainers.failures import DataError
 from trainers.schema import DataSettings
 from trainers.timeout import within
-
-DATASET = "HuggingFaceFW/fineweb-edu"
-PROBE_S = 1.0
-HTTPS_PORT = 443
 
 
 def resolve(
@@ -70,17 +64,6 @@ def probe() -> None:
 
     The package `datasets` would retry for 23 s on every rank.
     """
-    advice = "set data.path (--local-path) to a local mirror, or use data.source=text"
-    if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
-        raise DataError(f"HF_HUB_OFFLINE is set, so {DATASET} cannot be read; {advice}")
-    endpoint = environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    url = urlsplit(endpoint)
-    proxy = urllib.request.getproxies().get(url.scheme)
-    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
-        url = urlsplit(proxy)
-    port = url.port or (HTTPS_PORT if url.scheme == "https" else 80)
-    late = f"{url.hostname} does not answer, so {DATASET} cannot be read; {advice}"
-    try:
-        within(PROBE_S, lambda: socket.create_connection((url.hostname or "", port)).close(), late)
-    except OSError as error:
-        raise DataError(f"{late} ({error})") from None
+    late = f"{remote.hub()[0]} does not answer, so {DATASET} cannot be read; {remote.MIRROR}"
+    if why := within(remote.PROBE_S, remote.hub_problem, late):
+        raise DataError(why)

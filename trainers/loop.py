@@ -38,7 +38,10 @@ def train(settings: Settings, member: Member, report: Report) -> str:
         began = time.perf_counter()
         training.loader.wait_for_first()
         about = training.loader.source.about
-        report.record_event("loader_ready", 0, f"data: {about}", dt=time.perf_counter() - began)
+        report.record_event(
+            "loader_ready", 0, f"data: {about}", dt=time.perf_counter() - began,
+            comm_hook=training.parallel.comm_hook,
+        )  # fmt: skip
         reason = run_steps(training)
         count_skipped(training, training.reduction.finish(include_newest=True))
         save_final(training)

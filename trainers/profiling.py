@@ -1,11 +1,10 @@
-"""Profiles steps with torch.profiler, reports SDPA kernels, and dumps CUDA memory statistics."""
+"""Profiles steps with torch.profiler, and reports the SDPA kernels that they called."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from nsa.profiler_ranges import PREFIX
 from trainers.contract import rundir
 from trainers.contract.member import Member
+from trainers.inventory import Inventory
 from trainers.refusals import step_range
 from trainers.report import Report
 from trainers.schema import ReportSettings
@@ -33,10 +33,12 @@ KERNELS = {
 class Profiler:
     """Profiles the steps that the settings or an operator's request select."""
 
-    def __init__(self, member: Member, report: Report, settings: ReportSettings, on_cuda: bool):
+    def __init__(
+        self, member: Member, report: Report, settings: ReportSettings, on_cuda: bool,
+        inventory: Inventory,
+    ):  # fmt: skip
         self._member, self._report, self._on_cuda = member, report, on_cuda
-        self._window = step_range(settings.profile) or range(0)
-        self._memory_every = settings.memory_every if on_cuda else 0
+        self._window, self._inventory = step_range(settings.profile) or range(0), inventory
         self._audit = settings.sdpa_audit and member.rank == 0
         """True until the kernels of the first step are reported."""
         self._open: Any = None
@@ -53,6 +55,7 @@ class Profiler:
 
     def begin(self, step: int) -> None:
         """Opens the profile window (or the audit window) that begins with this step."""
+        self._inventory.begin(step)
         starts = step in self._window[:1]
         if self._open is None and (starts or self._audit):
             self._steps = self._window if starts else range(step, step + 1)
@@ -63,13 +66,10 @@ class Profiler:
             self._open.start()
 
     def end(self, step: int) -> None:
-        """Closes the profile window that ends with this step, and writes a due memory dump."""
+        """Closes the profile window that ends with this step."""
+        self._inventory.end(step)
         if self._open is not None and step == self._steps.stop - 1:
             self._close(step)
-        if self._memory_every and step % self._memory_every == 0:
-            name = f"memory_step{step:08d}_rank{self._member.rank}.json"
-            statistics, path = torch.cuda.memory_stats(), self._member.run / FOLDER / name
-            self._member.recorder.call(lambda: _write(path, statistics))
 
     def close(self) -> None:
         """Closes an open window before its end, and waits until its file is written."""
@@ -114,11 +114,6 @@ def dump_out_of_memory(member: Member) -> None:
         return
     summary, path = torch.cuda.memory_summary(), member.run / f"oom_rank{member.rank}.txt"
     member.recorder.call(lambda: rundir.write_atomic(path, summary))
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    rundir.write_json(path, record)
 
 
 def kernels_called(events: Iterable[Any]) -> dict[str, dict[str, int]]:

@@ -105,7 +105,9 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("ddp.static_graph", "train.accumulate"),
         lambda s: s.ddp.static_graph and s.train.accumulate > 1,
-        "a static graph with no_sync crashes torch (pytorch#143580); turn one of them off",
+        "a static graph with no_sync crashes torch (pytorch#143580); use NSA_DDP_STATIC_GRAPH=0, "
+        "or NSA_ACCUM=1 with that many times the train.batch_size "
+        "(configs/m7c_125m_2xa100_production_tuned.yaml)",
     ),
     Refusal(
         ("ddp.static_graph", "ddp.find_unused"),

@@ -22,28 +22,41 @@ from trainers.schema import Settings
 from trainers.settings import Resolved
 
 FIRST_STEPS = 5
-LN2 = math.log(2)
+LN2, LARGEST_EXPONENT = math.log(2), 700.0
 PHASE_FIELDS = ("fetch", "forward", "backward", "optimizer")
 FETCHES_KEPT = 200
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 TENSORBOARD = "tb"
-CSV_COLUMNS = (
-    "step", "loss", "lr", "grad_norm", "toks_per_s", "tokens_total", "bytes_right",
-    "skipped_steps",
-)  # fmt: skip
+CSV_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    rundir.TRAINING_CSV: (
+        "loss", "lr", "toks_per_s", "grad_norm", "tokens_total", "bytes_right", "skipped_steps",
+    ),
+    "k_stats.csv": ("sel_entropy", "sel_forced_share", "sel_distance_mean", "sel_overlap"),
+    "fallback_counters.csv": ("fb_total",),
+    "val.csv": ("val_loss", "ppl"),
+}  # fmt: skip
+"""The columns of each CSV file after `step`; scripts of the runbooks average column 4 of the first.
+"""
+IN_SHARDS = ("k_stats.csv", "fallback_counters.csv")
+"""Files with `_fsdp` in their name in the FSDP trainer."""
 
 
 class Csv:
-    """Appends one row per progress record; a new file starts with the header."""
+    """Appends one row per record that has a figure of its columns; a new file has a header."""
 
-    def __init__(self, member: Member):
-        self._member = member
-        if not (member.run / rundir.TRAINING_CSV).exists():
-            member.append(rundir.TRAINING_CSV, (",".join(CSV_COLUMNS) + "\n").encode())
+    def __init__(self, member: Member, name: str, is_fsdp: bool):
+        self._member, self._columns = member, CSV_COLUMNS[name]
+        self._name = name.replace(".", "_fsdp.") if is_fsdp and name in IN_SHARDS else name
+        has_file = (member.run / self._name).exists()
+        self._header = "" if has_file else ",".join(("step", *self._columns)) + "\n"
 
     def add(self, step: int, fields: Mapping[str, Any]) -> None:
-        row = [step, *(fields.get(name, "") for name in CSV_COLUMNS[1:])]
-        self._member.append(rundir.TRAINING_CSV, (",".join(map(str, row)) + "\n").encode())
+        if fields.keys().isdisjoint(self._columns):
+            return
+        row = [step, *(fields.get(name, "") for name in self._columns)]
+        line = self._header + ",".join(map(str, row)) + "\n"
+        self._header = ""
+        self._member.append(self._name, line.encode())
 
 
 class TensorBoard:
@@ -128,7 +141,7 @@ class Report:
         path = self._member.run / rundir.ENV
         self._member.recorder.call(lambda: rundir.write_json(path, record))
         self._member.log(self._summary(facts["parameters_counted"]))
-        self._sinks = self._open_sinks()
+        self._sinks = self._open_sinks(facts["strategy"] == "fsdp")
 
     def _summary(self, parameters: int) -> str:
         """Returns the line that names configuration, size and tokens per step."""
@@ -139,11 +152,11 @@ class Report:
             f"S {self.settings.data.seq_len:,}, {self._tokens_per_step:,} tokens per step"
         )
 
-    def _open_sinks(self) -> list[Csv | TensorBoard]:
+    def _open_sinks(self, is_fsdp: bool) -> list[Csv | TensorBoard]:
         """Opens CSV and TensorBoard (rank 0); writes a log line if TensorBoard is not installed."""
         sinks: list[Csv | TensorBoard] = []
         if not self.settings.report.disable_csv:
-            sinks.append(Csv(self._member))
+            sinks += [Csv(self._member, name, is_fsdp) for name in CSV_COLUMNS]
         if not self.settings.report.disable_tb:
             try:
                 sinks.append(TensorBoard(self._member))
@@ -187,6 +200,8 @@ class Report:
             fields["bytes_right"] = round(right / max(tokens, 1), 4)
         text = f"eval at step {step}: loss {loss:.4f} on {tokens:,} held-out tokens"
         self.record_event("eval", step, text, **fields)
+        for sink in (each for each in self._sinks if isinstance(each, Csv)):
+            sink.add(step, {"val_loss": loss, "ppl": math.exp(min(loss, LARGEST_EXPONENT))})
 
     def paused(self, took_s: float) -> None:
         """Excludes the time of a save or an evaluation from the step durations."""
@@ -213,7 +228,7 @@ class Report:
         if self._member.rank == 0:
             self._log(step, fields)
             for sink in self._sinks:
-                sink.add(step, fields)
+                sink.add(step, {"fb_total": 0} | fields)
         self._durations, self._right, self._scored = [], 0, 0
         return fields.get("bytes_right")
 

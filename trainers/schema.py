@@ -172,7 +172,7 @@ class ReportSettings:
     )
     log_every: int = key(10, "Steps between progress records; steps 1 to 5 always have one.", 1)
     disable_aux_stats: bool = key(False, "Compute no gate and selection statistics.")
-    disable_csv: bool = key(False, "Write no training.csv.")
+    disable_csv: bool = key(False, "Write no training.csv and no other CSV file.")
     disable_tb: bool = key(False, "Write nothing for TensorBoard.")
     nvtx: bool = key(False, "Mark step phases and attention branches for Nsight Systems (CUDA).")
     sdpa_audit: bool = key(False, "Report the SDPA kernels of the first step, by branch.")
@@ -240,7 +240,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: `kind` is a type or the choices; `default` is None if the model has no default."""
+    """One key: `kind` is a type or the choices; `default` is None for a key without one."""
 
     kind: type | tuple[str, ...]
     default: Any

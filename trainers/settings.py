@@ -32,6 +32,7 @@ ALIASES: Mapping[str, str] = {
     "runtime.device": "train.device",
     "runtime.precision": "train.precision",
     "runtime.gradient_checkpointing": "train.recompute",
+    "runtime.use_flash": "attention.no_flash",
     "train.seq_len": "data.seq_len",
     "train.accumulate_grad_batches": "train.accumulate",
     "train.weight_decay": "optim.weight_decay",
@@ -44,6 +45,7 @@ ALIASES: Mapping[str, str] = {
 """Names of our keys in the configurations of other systems."""
 VALUES: Mapping[str, Mapping[Any, Any]] = {
     "runtime.gradient_checkpointing": {True: "all", False: "none"},
+    "runtime.use_flash": {True: False, False: True},
     "nsa.phi": {"avg": "mean"},
 }
 """Values of other systems, by their name of the key."""
@@ -118,15 +120,16 @@ def _from_yaml(
     if INCLUDE in document:
         included = _included(path, document.pop(INCLUDE), includers)
         yield from _from_yaml(included, known, (*includers, path))
+    unknown = []
     for written, value in flatten(document):
         if written in names:
             yield *translate(written, value), f"config {path}"
         elif not any(name.startswith(f"{written}.") for name in names):
-            raise UsageError(
-                f"{path}: there is no setting {written!r}{did_you_mean(written, names)}"
-            )
+            unknown.append(f"there is no setting {written!r}{did_you_mean(written, names)}")
         elif value not in (None, {}):
             raise UsageError(f"{path}: {written!r} is a section of key: value lines, not {value!r}")
+    if unknown:
+        raise UsageError(f"{path}: {'; '.join(unknown)}")
 
 
 def _included(path: Path, name: Any, includers: tuple[Path, ...]) -> Path:

@@ -5,23 +5,16 @@ A tokenizer converts one piece of text to tokens of `kind`, in the machine's byt
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainers.contract import environ
+from trainers.contract import remote
 from trainers.failures import DataError
 
-GPT2_FILES = tuple(
-    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-    for name in ("vocab.bpe", "encoder.json")
-)
 UNKNOWN = "�".encode()
 """Text of the tokens that only pad the vocabulary to a round size."""
 
@@ -70,24 +63,17 @@ def build(name: str, end_of_document: bytes) -> Tokenizer:
             "data.tokenizer=gpt2 needs tiktoken, which is not installed; pip install "
             "'nsa-console[gpt2]', or use data.tokenizer=byte"
         ) from None
-    cache = _cache()
     advice = (
         "on a machine with a network, run "
         "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")' and set "
         "TIKTOKEN_CACHE_DIR to its folder, or use data.tokenizer=byte"
     )
-    if not all((cache / hashlib.sha1(url.encode()).hexdigest()).is_file() for url in GPT2_FILES):
-        raise DataError(f"the files of the gpt2 tokenizer are not in {cache}; {advice}")
+    if why := remote.gpt2_problem():
+        raise DataError(f"{why}; {advice}")
     try:
         return gpt2(tiktoken.get_encoding("gpt2"))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"the files of the gpt2 tokenizer in {cache} are damaged ({type(error).__name__}); "
-            f"{advice}"
+            f"the files of the gpt2 tokenizer in {remote.gpt2_cache()} are damaged "
+            f"({type(error).__name__}); {advice}"
         ) from error
-
-
-def _cache() -> Path:
-    """Returns the folder of tiktoken's cached files."""
-    named = environ.get("TIKTOKEN_CACHE_DIR") or environ.get("DATA_GYM_CACHE_DIR")
-    return Path(named or Path(tempfile.gettempdir()) / "data-gym-cache")

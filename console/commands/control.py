@@ -42,12 +42,23 @@ def _chosen(options: argparse.Namespace) -> LaunchOptions:
         phase=options.phase or "", flags=pairs(options.flag, "--flag"),
         sets=pairs(options.set, "--set"), nproc=options.nproc, devices=options.devices or "",
         run_dir=options.run_dir, between=options.between, root=options.root,
+        assume_gpus=options.assume_gpus or "",
     )  # fmt: skip
 
 
 def launch(options: argparse.Namespace) -> int:
     """Starts a plan; with --wait also waits for its end; with --dry-run only prints the checks."""
-    prepared = actions.prepare(_chosen(options))
+    return _begin(_chosen(options), options)
+
+
+def resume(options: argparse.Namespace) -> int:
+    """Launches the phases of an ended launch that have not passed, with its options."""
+    path = launches.find(options.run, options.root, act=True)
+    return _begin(LaunchOptions(resume=path, root=options.root), options)
+
+
+def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
+    prepared = actions.prepare(chosen, print_error)
     if options.dry_run:
         show(options.json, prepared.as_dict(), prepared.lines())
         return 0 if prepared.ok else 1
@@ -60,7 +71,7 @@ def launch(options: argparse.Namespace) -> int:
         if not options.json:
             print_line(f"launched {name} in {path}; ctrl+c leaves, the run continues")
         return follow(RunSource(path), options.json)
-    known = options.run_dir is None and options.root == launches.ROOT
+    known = chosen.run_dir is None and options.root == launches.ROOT
     line = f"launched {name} in {path}; to follow it: {program()} watch {name if known else path}"
     show(options.json, {"id": name, "path": str(path)}, [line])
     return 0

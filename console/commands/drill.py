@@ -28,7 +28,6 @@ from trainers.contract.errors import ContractError, UsageError, did_you_mean
 PLAN = catalog.PROJECT / "configs" / "drill.yaml"
 FOLDER = "drills"
 """Below the root: a drill is not the `latest` launch, nor evidence about another run."""
-STEP = 10
 POLL_S = 0.5
 MAX_PROCESSES = 16
 READ_BYTES = 1 << 20
@@ -108,9 +107,7 @@ def drill(options: argparse.Namespace) -> int:
     if options.list or options.fault is None:
         rows = [{"name": name, "about": kind.about, "truth": asdict(kind.truth)}
                 for name, kind in KINDS.items()]  # fmt: skip
-        show(
-            options.json, rows, (f"{n:<9} {k.about}{_unscored(k.truth)}" for n, k in KINDS.items())
-        )
+        show(options.json, rows, (f"{name:<9} {kind.about}" for name, kind in KINDS.items()))
         return 0
     fault = _chosen(options)
     launch_options = LaunchOptions(
@@ -151,20 +148,11 @@ def _on_signals(handler: Callable[..., None]) -> None:
         signal.signal(number, handler)
 
 
-def _unscored(truth: Truth) -> str:
-    return "" if truth.cause or truth.ends or truth.alert else " (not scored: use NSA_DRILL)"
-
-
 def _chosen(options: argparse.Namespace) -> Drill:
     """Returns the fault that the options select. Raises UsageError."""
     kind = KINDS.get(options.fault)
     if kind is None:
         raise UsageError(f"there is no drill {options.fault!r}{did_you_mean(options.fault, KINDS)}")
-    if _unscored(kind.truth):
-        raise UsageError(
-            f"the drill {options.fault} cannot be scored; start it without a score: launch PLAN "
-            f"--flag NSA_DRILL={options.fault}@STEP"
-        )
     rank = options.nproc - 1 if options.rank is None else options.rank
     if options.nproc > MAX_PROCESSES or rank >= options.nproc:
         raise UsageError(
@@ -173,7 +161,7 @@ def _chosen(options: argparse.Namespace) -> Drill:
         )
     if not (options.plain or options.json or is_terminal()):
         raise UsageError("the screen needs a terminal; use drill FAULT --plain")
-    return Drill(options.fault, STEP, rank, kind.amount)
+    return Drill(options.fault, kind.step, rank, kind.amount)
 
 
 def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
@@ -203,7 +191,7 @@ def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
         score = read_score(path, fault)
         stage = (score.fault_ts is not None) + score.right_verdict
         if stage > reached:
-            reached, until = stage, time.monotonic() + options.wait
+            reached, until = stage, time.monotonic() + options.wait + score.truth.after_s
         if score.done or not path.is_dir() or time.monotonic() >= until:
             return score
         time.sleep(POLL_S)
@@ -243,7 +231,7 @@ def read_score(path: Path, fault: Drill) -> Score:
                   and each.get("alert") == truth.alert]  # fmt: skip
         for each in alerts[:1]:
             said = jsonl.text(each, "text")
-            right = (_names(said, rank), True, True)
+            right = (not truth.ranked or _names(said, rank), True, True)
             shown_ts = jsonl.number(each, "ts") if all(right) else None
     return Score(
         fault,

@@ -6,9 +6,9 @@ import argparse
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import replace
 
 from console import status_text
 from console.commands.output import (
@@ -18,8 +18,8 @@ from console.commands.output import (
     show,
     show_progress,
 )
-from console.model import LIVE_STATES, RunState, State
-from console.plans.gate_check import poll_confirmed
+from console.model import LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState, State
+from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches, liveness
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
@@ -75,18 +75,7 @@ def _resume(state: RunState) -> Iterator[str]:
     launch = state.launch
     if launch is None or state.state not in ENDED_EARLY or not (state.checkpoint and state.decided):
         return
-    from console.plans import catalog
-
-    name = next((p.name for p in launch.phases if p.dir == Path(state.path).name), "")
-    config = next((b for a, b in pairwise(state.argv) if a == "--config"), "")
-    if name and catalog.is_plan(launch.plan):
-        words = [launch.plan, "--phase", name]
-    elif config and Path(config).stem.lower() == launch.plan:
-        words = ["--config", config]
-    else:
-        return
-    command = shlex.join([*words, "--set", f"checkpoint.resume={state.path}"])
-    yield f"  to resume, run this with the options of that launch: nsa-console launch {command}"
+    yield f"  to resume, run: nsa-console resume {shlex.quote(launch.path)}"
 
 
 def follow(
@@ -131,25 +120,31 @@ def check(options: argparse.Namespace) -> int:
 def _check_plan(options: argparse.Namespace) -> int:
     from console import actions
 
-    prepared = actions.prepare(actions.LaunchOptions(plan=options.run, root=options.root))
+    chosen = actions.LaunchOptions(
+        plan=options.run, root=options.root, assume_gpus=options.assume_gpus or ""
+    )
+    prepared = actions.prepare(chosen, print_error)
     lines = prepared.lines()[: len(prepared.checks)]
-    show(options.json, prepared.as_dict(), [*lines, "go" if prepared.ok else "no go"])
+    go = f"go if this machine had {prepared.assumed}" if prepared.assumed else "go"
+    show(options.json, prepared.as_dict(), [*lines, go if prepared.ok else "no go"])
     return 0 if prepared.ok else 1
 
 
 def _check_run(options: argparse.Namespace) -> int:
     run = _read_all(options) if options.full else source(options)
     state = poll_confirmed(run)
+    is_live = state.state in LIVE_STATES and not state.gates
+    if is_live:
+        state = replace(state, gates=so_far(run, state))
     code = status_text.exit_code(state, run.is_launch)
     end = status_text.no_go(state) or (
         _go(state, run.is_launch) if code == 0 else _no_go(state, run.is_launch)
     )
-    if code == 0 and state.state in LIVE_STATES and not state.gates:
-        gates = "its gates are evaluated when it ends" if state.bounds else "it has no gates"
-        end = f"{state.id} is {state.state}; {gates}"
+    if is_live and code <= 1 and state.state not in UNHEALTHY_STATES:
+        end = _so_far(state)
     gates, basis = status_text.as_json(state)["gates"], _basis(run, state, code, options.run)
     record = {"id": state.id, "state": state.state, "gates": gates, "basis": basis,
-              "exit_code": code}  # fmt: skip
+              "so_far": is_live, "exit_code": code}  # fmt: skip
     show(
         options.json,
         record,
@@ -158,11 +153,21 @@ def _check_run(options: argparse.Namespace) -> int:
     return code
 
 
+def _so_far(state: RunState) -> str:
+    """Returns how many gates of a run that has not ended pass, fail and are unknown so far."""
+    if not state.gates:
+        return f"{state.id} is {state.state}; it has no gates"
+    counts = Counter(gate.result for gate in state.gates)
+    words = [f"{counts[result]} {status_text.RESULT_WORDS[result]}" for result in reversed(RESULTS)]
+    return f"no go yet; {state.id} is {state.state}; gates so far: {', '.join(words)}"
+
+
 def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
     """Returns which records the result of the gates is based on, or "" for a run without gates."""
     if not state.gates:
         return ""
-    if code and not status_text.no_go(state):
+    is_live = state.state in LIVE_STATES
+    if code and not status_text.no_go(state) and not is_live:
         return f"based only on {rundir.GATES}"
     has_snapshot, ts, count = run.counted
     records = f"the {status_text.counted(count, 'record')} that are read"
@@ -172,7 +177,7 @@ def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
         records = f"{of} and {status_text.counted(count, 'record')} after it; {full}"
     elif run.has_all_records and not state.behind_bytes:
         records = f"all {status_text.counted(count, 'record')}"
-    return f"based on {rundir.GATES} and {records}"
+    return f"based on {'' if is_live else f'{rundir.GATES} and '}{records}"
 
 
 def _read_all(options: argparse.Namespace) -> RunSource:

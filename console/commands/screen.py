@@ -1,4 +1,4 @@
-"""The commands that open the screen. The screen imports what reads a run after it has painted."""
+"""The commands that open the screen, which paints before it imports the readers of a run."""
 
 from __future__ import annotations
 

@@ -94,6 +94,15 @@ INTERVAL = option(
     help="time between two polls, in seconds (default: %(default)s)",
 )  # fmt: skip
 
+WAIT = option("--wait", action="store_true", help="wait for the end")
+DRY_RUN = option(
+    "--dry-run", action="store_true", help="print checks, commands and environment; start nothing"
+)
+ASSUME = option(
+    "--assume-gpus", type=word, metavar="NxNAME",
+    help="check for these GPUs instead of those of this machine, e.g. 2xA100; starts nothing",
+)  # fmt: skip
+
 
 def _run(metavar: str = "RUN", also: str = "") -> Option:
     where = "directory, id (PLAN-TIME or PLAN-TIME/PHASE), unique beginning of an id, or latest"
@@ -176,8 +185,9 @@ QUERIES: tuple[Command, ...] = (
         INTERVAL,
     ), _rules, "watchdog.watchdog"),
     Command("check", "Print go or no go: for a plan, or for a run so far.",
-            ("check cpu_smoke", "check latest"),
+            ("check cpu_smoke", "check m7c_2xa100 --assume-gpus 2xA100", "check latest"),
             (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),
+             ASSUME,
              option("--full", action="store_true",
                     help="read all records of the run instead of its snapshot; may take minutes")),
             "For a plan, this is the result of its preflight on this machine; for a run, the\n"
@@ -188,6 +198,14 @@ QUERIES: tuple[Command, ...] = (
             "differ only if the difference is significant; runs that differ in more than the\n"
             "variables of the sweep are not compared. Exit code 0: compared; 1: not compared.\n",
             "query.compare"),
+    Command("report", "Print the report of a launch or run as Markdown.",
+            ("report latest", "report latest --output report.md"), (
+        _run(),
+        option("--output", type=path, metavar="FILE",
+               help="write FILE (NAME.md), and its charts NAME-loss.svg and NAME-speed.svg"),
+    ), "It shows gates, speed, figures with file and window, environment, files, and what\n"
+       "was not measured. Each launch writes report.md at its end. Exit code 0: written;\n"
+       "the result of the run does not change it.\n" + LEGACY, "report.report"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
         _run(),
@@ -227,9 +245,7 @@ LAUNCH = Command(
         option("--between", choices=("go", "ask"), default="",
                help="after a passed phase: go continues, ask waits for `do RUN proceed` "
                "(default: as planned)"),
-        option("--wait", action="store_true", help="wait for the end"),
-        option("--dry-run", action="store_true",
-               help="print checks, commands and environment; start nothing"),
+        WAIT, ASSUME, DRY_RUN,
     ), "Exactly one of PLAN and --config is needed.\n"
        "With --wait, the exit code is the result of the launch, and --json prints its\n"
        "status at the end. Without --wait, 0 means that the launch has started.\n",
@@ -253,6 +269,13 @@ DRILL = Command(
        "or kill -CONT PID. Then q leaves the screen: the drill stops the run and prints\n"
        "the score. Exit code 0: verdict and reaction were right; else 1.\n",
     "drill.drill",
+)  # fmt: skip
+RESUME = Command(
+    "resume", "Launch the rest of an ended launch, with its options.",
+    ("resume latest", "resume latest --dry-run"), (_run("LAUNCH"), WAIT, DRY_RUN),
+    "The new launch has the phases that did not pass. The first begins at its newest\n"
+    "checkpoint, if it has one, and has the flags that an operator set for it.\n",
+    "control.resume",
 )  # fmt: skip
 ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
@@ -297,4 +320,4 @@ def _verbs() -> Iterator[Command]:
         yield Command(verb, actions[0].help, examples, (*options, TIMEOUT), target="control.act")
 
 
-TABLE: tuple[Command, ...] = (*QUERIES, LAUNCH, DRILL, ADOPT, *_verbs(), DO)
+TABLE: tuple[Command, ...] = (*QUERIES, LAUNCH, RESUME, DRILL, ADOPT, *_verbs(), DO)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.evidence import NO_WHERE, Evidence, Sign, signs
+from console.diagnose.evidence import NO_WHERE, RAN_TICKS, Evidence, Sign, signs
 from console.diagnose.stack_classes import Where, loader_thread
 from console.diagnose.stall import UNREPORTED, RankEvidence
 from console.diagnose.verdict import ENDED_STATES, Case, exits, others, resume, stalled
@@ -44,6 +44,13 @@ class Suspect:
     """Runs, in code of its own or not."""
     python: bool | None = None
     """Whether its running main thread is in Python code, or None if that is not known."""
+    ran: bool | None = None
+    """Its main thread ran between the samples, or None if that is not known."""
+
+    @property
+    def in_futex(self) -> bool:
+        """Waits for a lock in code of its own, or for the GIL while it runs."""
+        return self.main.kind == "futex" and self.where.kind == "own"
 
     @property
     def state(self) -> str:
@@ -121,7 +128,7 @@ def _startup(of: Suspect) -> str:
 
 
 def _lock(of: Suspect) -> str:
-    if of.main.kind == "lock" or (of.main.kind == "futex" and of.where.kind == "own"):
+    if of.main.kind == "lock" or (of.in_futex and not of.ran):
         return f"waits{_on(of)}"
     if of.main.kind in ("pipe", "network", "child", "disk"):
         return ""  # the queue that the stack shows is one of these
@@ -150,7 +157,8 @@ def _device_words(where: Where, kernel: str) -> str:
 
 def _busy(of: Suspect) -> str:
     code = " Python code" if of.python else ""
-    return f"runs{code}{_used(of)} and makes no progress" if of.runs else ""
+    runs = of.runs or (of.in_futex and of.ran)
+    return f"runs{code}{_used(of)} and makes no progress" if runs else ""
 
 
 def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
@@ -186,6 +194,10 @@ CAUSES: tuple[Cause, ...] = (
     Cause("sleep", _waiting("timer", "sleep"), "see {place}"),
 )  # fmt: skip
 """The first rule that applies gives the cause."""
+SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
+"""Causes that one source shows for certain; others need the stack and the process of the rank."""
+OF_LIBRARY = ("loader", "socket")
+"""Stacks that show the object of a poll, of which the system call shows nothing."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
 
 
@@ -236,12 +248,13 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
 
 def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> Suspect:
     number, stacks = rank.rank, evidence.stacks
+    ticks = evidence.main_ticks(number)
     return Suspect(
         rank, evidence.after.get(number), evidence.places().get(number, NO_WHERE),
         evidence.share(number), evidence.runs(number), difference,
         loader_thread(number, stacks) if number in stacks else ("", False),
         evidence.gpus.get(number, ()), evidence.uses_a_core(number),
-        evidence.runs_python(number),
+        evidence.runs_python(number), None if ticks is None else ticks >= RAN_TICKS,
     )  # fmt: skip
 
 
@@ -281,9 +294,21 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     # A data loader of the program's own waits for a queue, a thread, a lock or a pool too.
     is_loader = kind in waits and of.rank.phase == UNREPORTED and not of.loader[1]
     native = cause.name == "busy" and not of.python
+    # The same stack may be a wait for another object, and the same system call one of a library.
+    by_process = of.main.kind != "none" or of.uses_a_core
+    is_seen = number in evidence.stacks and (by_process or (of.process and kind in OF_LIBRARY))
+    lacks = cause.name not in SEEN_BY_ONE and (not is_seen or (of.in_futex and of.ran is None))
     # Of two ranks, one may skip a call, or the other forget a new one. GPUs: seen with one only.
     no_majority = cause.name == "mismatch" and len(evidence.flights) == 2
-    return lies or is_loader or native or no_majority or cause.name == "device" or of.main.unsure
+    return (
+        lies
+        or lacks
+        or is_loader
+        or native
+        or no_majority
+        or cause.name == "device"
+        or of.main.unsure
+    )
 
 
 def _sure(agree: int, disagree: int, has_cause: bool) -> Sure:

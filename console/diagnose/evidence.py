@@ -26,6 +26,8 @@ SPIN_SHARE = 0.5
 """
 BUSY_SHARE = 0.7
 """A process that uses at least this much of one core runs; one that waits uses far less."""
+RAN_TICKS = 5
+"""A main thread that waits for one object uses less CPU time between two samples."""
 ALONE_SHARE = 0.8
 """Share of a process's CPU time that its main thread used where no other thread computes."""
 GIL_WAITS_PER_S, WATCHER_PER_S, GIL_HELD_PER_S = 4.0, (5.0, 21.0), 120.0
@@ -84,7 +86,7 @@ class Evidence:
         return before is None or after.state in (before.state, *ENDED_STATES)
 
     def waits(self, rank: int) -> bool:
-        """Returns whether a rank waits in both samples for the same kind of object, no peer."""
+        """Returns whether a rank waits for one kind of object in both samples, but not a peer."""
         before, after = self.before.get(rank), self.after.get(rank)
         if after is None or after.main.kind not in OWN_WAITS:
             return False
@@ -189,12 +191,14 @@ class Evidence:
             return False
         if before.state == after.state == "R":
             return True
-        ticks = [next((t.cpu_ticks for t in of.threads if t.tid == of.pid), None)
-                 for of in (before, after)]  # fmt: skip
-        if None in ticks or after.mono <= before.mono:
-            return False
-        alone = replace(before, cpu_ticks=ticks[0]), replace(after, cpu_ticks=ticks[1])
-        return (cpu_share(*alone) or 0.0) >= SPIN_SHARE
+        own = replace(before, cpu_ticks=0), replace(after, cpu_ticks=self.main_ticks(rank) or 0)
+        return (cpu_share(*own) or 0.0) >= SPIN_SHARE
+
+    def main_ticks(self, rank: int) -> int | None:
+        """Returns the CPU time of a rank's main thread between the samples (clock ticks)."""
+        samples = [of[rank] for of in (self.before, self.after) if rank in of]
+        ticks = [t.cpu_ticks for of in samples for t in of.threads if t.tid == of.pid]
+        return ticks[1] - ticks[0] if len(ticks) == 2 else None
 
     def places(self) -> dict[int, Where]:
         """Returns the place of each rank's main thread.

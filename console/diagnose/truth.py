@@ -126,8 +126,8 @@ def _skipped_steps(_now: Readings, history: History, _watch: Watch) -> Measured 
     if found is None:
         return None
     text = (
-        f"{found[0]:.0%} of the last {found[1]} steps were skipped and changed no weight: check "
-        "train.lr, train.precision and optim.skip_spikes_sigma"
+        f"{100 * found[0]:.3g}% of the last {found[1]} steps were skipped and changed no weight: "
+        "check train.lr, train.precision and optim.skip_spikes_sigma"
     )
     return Measured(found[0], text)
 
@@ -197,8 +197,8 @@ def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | No
     phase = max(shares, key=lambda each: shares[each])
     used = median(busy)
     text = (
-        f"the GPUs are busy for {used:.0%} of a step, of which {phase} takes {shares[phase]:.0%}: "
-        "they wait for the host; try train.compile, a larger batch or a faster data source"
+        f"the GPUs are busy for {used:.0%} of a step, and {phase} takes {shares[phase]:.0%} of "
+        "it: they wait for the host; try train.compile, a larger batch or a faster data source"
     )
     return Measured(used, text)
 

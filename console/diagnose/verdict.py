@@ -50,7 +50,7 @@ class Case:
         return sorted(found, key=lambda each: each.position)
 
     def since(self, rank: RankEvidence) -> str:
-        """Returns the time of day of its last change, which stays true while the alert is open."""
+        """Returns the time of a rank's last change; unlike an age, it stays right in an alert."""
         return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
 
     def verdict(
@@ -86,8 +86,10 @@ def _stopped(case: Case) -> Verdict | None:
     traced = first.state == TRACED
     found = [each for each in found if (each.state == TRACED) == traced]
     how = "traced by a debugger" if traced else "stopped (SIGSTOP)"
+    everyone = len(found) == len(case.running) > 1
     return case.verdict(
-        first, "traced" if traced else "stopped", "medium" if slower else "high",
+        None if everyone else first,
+        "traced" if traced else "stopped", "medium" if slower else "high",
         f"{_verb(found, 'is', 'are')} {how} in {first.place}, last progress at {case.since(first)}",
         "detach the debugger; kill -CONT has no effect" if traced else resume(found),
         others(case, found),
@@ -152,13 +154,13 @@ def _slowest_rank(case: Case) -> Verdict | None:
 
 
 def _all_ranks(case: Case) -> Verdict | None:
-    """Names all ranks: they stall at the same place, or there is only one."""
+    """Names all ranks: they stall at the same place, or there is only one, which may be slow."""
     if not case.stalled:
         return None
     alone = len(case.running) == 1
     certain = alone and not why_unconfirmed(case.running, case.watch)
     return case.verdict(
-        case.running[0] if alone else None, "all-ranks", "high" if certain else "low",
+        case.running[0] if alone else None, "all-ranks", "medium" if certain else "low",
         stalled(case, case.running), exits(case.exited),
         "" if alone else "the pulses show no rank behind another", LOOK_AT_STACKS,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from trainers.contract import plan as plans_module
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.plan import Plan
 
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = plans_module.PLANS.parents[1]
 FOLDER = Path("configs") / "plans"
 ENDINGS = (".yaml", ".yml")
 

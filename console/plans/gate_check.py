@@ -15,9 +15,10 @@ from typing import Any
 from console import status_text
 from console.model import NO_GO, Alert, Gate, LaunchState, RunState
 from console.plans import gates
-from console.sources import liveness
+from console.sources import gate_files, liveness
 from console.sources.record_files import MAX_RANKS
 from console.sources.run import RunSource
+from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError
 
@@ -62,7 +63,7 @@ def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str,
             state = source.read_all()
         if found := list(_doubts(source, state)):
             raise RefusedError(
-                f"cannot adopt: {rundir.PLAN_STATE} reports {name} as passed, and its records do "
+                f"{rundir.PLAN_STATE} reports {name} as passed, and its records do "
                 f"not confirm it: {'; '.join(found)}"
             )
 
@@ -111,18 +112,45 @@ def _unconfirmed_gates(
     elif not 1 <= world <= MAX_RANKS:
         yield f"{rundir.RUN} has no valid number of ranks"
     elif summary is not None:
-        summary.limit(world)
-        summary.take_document(document)
         try:
             gates.check(bounds, rundir.RUN)
         except UsageError as error:
             yield str(error)
             return
+        _complete(summary, source.run_path or Path(), world, document, bounds)
         written = {gate.name: gate for gate in state.gates}
         own = {gate.name: gate for gate in gates.evaluate(summary, bounds)}
         for name in sorted(written.keys() | own.keys()):
             if why := _disagreement(written.get(name), own.get(name)):
                 yield f"gate {name} {why}"
+
+
+def _complete(
+    summary: Summary, run: Path, world: int, document: Mapping[str, Any], bounds: Mapping[str, Any]
+) -> None:
+    """Adds what the gates need beside the records: the last pulses, and files if a gate has any."""
+    summary.limit(world)
+    summary.take_document(document)
+    if not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds):
+        summary.files = gate_files.read(run, summary.attempts or 1, world)
+
+
+def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
+    """Returns the gates of a run that has not ended, over its records so far."""
+    run, summary = source.run_path, source.summary
+    if run is None or summary is None:
+        return ()
+    run_json = rundir.read_json(run / rundir.RUN, below=run) or {}
+    bounds, world = jsonl.mapping(run_json, "gates"), jsonl.integer(run_json, "world") or 0
+    try:
+        gates.check(bounds, rundir.RUN)
+    except UsageError:
+        return ()
+    if not source.has_all_records or state.behind_bytes or not 1 <= world <= MAX_RANKS:
+        return gates.unknown(bounds, f"only the newest records were read; {FULL}")
+    document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
+    _complete(summary, run, world, document, bounds)
+    return gates.so_far(summary, bounds)
 
 
 def _contradictions(
@@ -156,6 +184,8 @@ def _disagreement(written: Gate | None, own: Gate | None) -> str:
     """Returns why a gate did not pass in both gates.json and the records, or "" if it passed."""
     if written is None or own is None:
         return f"is not in {rundir.GATES if written is None else rundir.RUN}"
+    if own.override:
+        return "" if written.override == own.override else f"has no override in {rundir.GATES}"
     if written.result != "pass":
         return f"is {WORDS[written.result]} in {rundir.GATES}"
     if own.result != "pass":

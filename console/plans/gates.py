@@ -6,16 +6,16 @@ A gate passes only if the numbered records of its ranks cover that span without 
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from console.model import RESULTS, Gate, Result
-from console.sources.rank_totals import FIRST_LOSSES, RankTotals
+from console.plans import measures
+from console.plans.measures import Measured
+from console.sources.rank_totals import LAST_STEPS, LIVE_STEPS
 from console.sources.summary import Summary
-from console.status_text import counted
 from trainers.contract.errors import UsageError, did_you_mean
 
 Bound = Literal["yes", "at least", "above", "at most", "fall"]
@@ -26,141 +26,11 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
 }  # fmt: skip
 """The sign of each kind of bound, and the test that a value passes."""
 LEAST_FALL_NATS = 0.1
-MEDIAN_RECORDS = 50
 LARGEST_BOUND = 1e300
-UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
+DEMAND_KEYS, MAX_REASON = ("bound", "at", "override"), 200
+NO_STEPS = f"the durations of the last {LAST_STEPS} steps are not complete"
 RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
-EVENTS = "events.jsonl"
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The value of a gate (None if there is none), its window, and in `why` an explanation.
-
-    A gate with a `doubt` does not pass, whatever its value.
-    """
-
-    value: float | None
-    window: str = ""
-    why: str = ""
-    doubt: str = ""
-
-
-def _steps_done(s: Summary) -> Measured:
-    """Returns the step that every rank has completed; two sources must agree for each rank."""
-    done: list[int] = []
-    newest = [totals.attempts.get(totals.newest) for totals in s.ranks.values()]
-    exits = [part.exit[0] for part in newest if part is not None and part.exit is not None]
-    for rank, totals in sorted(s.ranks.items()):
-        step, doubt = _steps_of(s, totals, exits)
-        if doubt:
-            return Measured(None, doubt=f"rank {rank}: {doubt}")
-        if step or rank == 0:
-            done.append(step)
-    return Measured(float(min(done)) if s.of_rank(0).progress else None)
-
-
-def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
-    """Returns the last step of a rank, and the contradiction between its sources, or "" for none.
-
-    Progress records are not written at every step, so the exit record may have a later step. The
-    rank's pulse, or another rank, must then confirm that step.
-    """
-    part, end = totals.attempts.get(totals.newest), s.ends.get((totals.newest, totals.rank))
-    if part is None or part.exit is None:
-        if end is not None and part is not None and part.step > end.step:
-            return 0, f"its newest record has step {part.step}, its pulse step {end.step}"
-        return totals.step, ""
-    step, code = part.exit
-    if part.start is None and step == 0:
-        return totals.step, ""  # no step was left
-    if end is not None and end.step != step:
-        return 0, f"its exit record has step {step}, its pulse step {end.step}"
-    if part.step > step:
-        return 0, f"its newest record has step {part.step}, its exit record step {step}"
-    confirmed = code == 0 and (end is not None or exits.count(step) > 1)
-    return step if confirmed else min(step, totals.step), ""
-
-
-def steps_done(summary: Summary) -> int:
-    """Returns the number of surviving steps, or 0 if the records contradict each other."""
-    return int(_steps_done(summary).value or 0)
-
-
-def _loss_finite(s: Summary) -> Measured:
-    """Counts the steps with a non-finite loss in all attempts, from records and pulses."""
-    worst: dict[int, int] = {}
-    first, doubt, known = "", "", False
-    for attempt, rank, part, end in s.all_parts():
-        by_pulse = end.nonfinite_steps if end is not None else -1
-        count = max(part.counted or 0, part.bad_losses, by_pulse)
-        worst[attempt] = max(count, worst.get(attempt, 0))
-        has_losses = part.counted is not None or part.losses > 0
-        known = known or (has_losses and rank == 0)
-        if part.first_bad is not None and not first:
-            first = f"first non-finite loss on record: step {part.first_bad} of attempt {attempt}"
-        counts = part.exit is not None and part.counts_at_last
-        counts = counts or by_pulse >= 0 or not part.has_stepped(end)
-        if (has_losses or rank == 0) and not counts and not part.every_loss_is_recorded(end):
-            doubt = doubt or f"rank {rank}, attempt {attempt}: {UNCOUNTED}"
-    total = sum(worst.values())
-    return Measured(float(total) if known or total else None, "", first, doubt)
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Returns the mean, or nan if the sum of the values overflows."""
-    try:
-        return math.fsum(values) / len(values)
-    except (OverflowError, ValueError):
-        return math.nan
-
-
-def _loss_fall(s: Summary) -> Measured:
-    window, last = s.of_rank(0).window, s.of_rank(0).window.last("loss", FIRST_LOSSES)
-    few = window.losses < 2 * FIRST_LOSSES or len(window.first) < FIRST_LOSSES
-    if last is None or len(last) < FIRST_LOSSES or few:
-        needs = f"{2 * FIRST_LOSSES} progress records are needed, {window.losses} exist"
-        return Measured(None, why=needs)
-    before, after = _mean([loss for _, loss in window.first]), _mean(last)
-    text = f"mean of the first {FIRST_LOSSES} records minus mean of the last {FIRST_LOSSES}"
-    return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
-
-
-def _toks_per_s(s: Summary) -> Measured:
-    found = s.of_rank(0).window.last("toks_per_s", MEDIAN_RECORDS)
-    if found is None:
-        return Measured(None, why="too few records of the steps before the restart are kept")
-    ordered = sorted(found)
-    median = ordered[len(ordered) // 2] if ordered else None
-    return Measured(median, f"median of the last {counted(len(ordered), 'record')}")
-
-
-def _bytes_right(s: Summary) -> Measured:
-    found = [each for each in s.of_rank(0).window.newest if each.bytes_right is not None]
-    if not found:
-        return Measured(None)
-    return Measured(found[-1].bytes_right, f"record of step {found[-1].step}")
-
-
-def _grad_norm(s: Summary) -> Measured:
-    totals = s.of_rank(0)
-    return Measured(totals.norm_min, f"lowest of {counted(totals.norms, 'record')}")
-
-
-def _memory(s: Summary) -> Measured:
-    largest = [totals.memory_mib.value for totals in s.ranks.values()]
-    return Measured(
-        max((v for v in largest if v is not None), default=None), "largest of all ranks"
-    )
-
-
-def _stalls(s: Summary) -> Measured:
-    lost = "" if s.stalls is not None else "the count of earlier stalls is not available"
-    return Measured(float(s.stalls_seen), doubt=lost)
-
-
-def _restarts(s: Summary) -> Measured:
-    return Measured(None if s.attempts is None else float(s.attempts - 1))
+EVENTS, SAMPLES, SINGLE = "events.jsonl", "samples_*.jsonl", "gates.json of that phase"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +46,22 @@ class Rule:
     name: str
     unit: str
     bound: Bound
-    measure: Callable[[Summary], Measured]
+    measure: Callable[..., Measured]
     span: Span
     source: str
     missing: str = ""
     certain: bool = False
     tails: bool = False
+    figure: str = ""
+    """One of the `FIGURES`; such a gate can also be evaluated at `LIVE_STEPS`."""
+
+    def value(self, summary: Summary, at: int) -> Measured:
+        """Returns the value of the gate, at a step or (0) over all steps so far."""
+        if not self.figure:
+            return self.measure(summary)
+        ranks = range(1 if self.source == RANK0 else summary.world)
+        worst = min if self.bound in ("at least", "above") else max
+        return self.measure(summary, self.figure, ranks, worst, at)
 
     def gap(self, summary: Summary) -> str:
         """Returns why the records do not cover the span of the gate, or "" if they do."""
@@ -190,57 +70,173 @@ class Rule:
 
 
 TABLE: tuple[Rule, ...] = (
-    Rule("steps_done", "steps", "at least", _steps_done, "surviving steps", RANKS,
+    Rule("steps_done", "steps", "at least", measures.steps_reached, "surviving steps", RANKS,
          "no progress record"),
-    Rule("loss_finite", "steps", "yes", _loss_finite, "all attempts", RANKS,
+    Rule("loss_finite", "steps", "yes", measures.loss_finite, "all attempts", RANKS,
          "no loss was recorded", certain=True, tails=True),
-    Rule("grad_norm_above", "", "above", _grad_norm, "all attempts", RANK0,
+    Rule("grad_norm_above", "", "above", measures.grad_norm, "all attempts", RANK0,
          "no grad_norm was recorded", certain=True),
-    Rule("no_stall", "stalls", "yes", _stalls, "all attempts", EVENTS, certain=True, tails=True),
-    Rule("stalls_at_most", "stalls", "at most", _stalls, "all attempts", EVENTS, certain=True,
+    Rule("no_stall", "stalls", "yes", measures.stalls, "all attempts", EVENTS, certain=True,
          tails=True),
-    Rule("restarts_at_most", "restarts", "at most", _restarts, "all attempts", EVENTS,
+    Rule("stalls_at_most", "stalls", "at most", measures.stalls, "all attempts", EVENTS,
          certain=True, tails=True),
-    Rule("loss_falls", "nats/token", "fall", _loss_fall, "surviving steps", RANK0),
-    Rule("bytes_right", "share", "at least", _bytes_right, "surviving steps", RANK0,
+    Rule("restarts_at_most", "restarts", "at most", measures.restarts, "all attempts", EVENTS,
+         certain=True, tails=True),
+    Rule("loss_falls", "nats/token", "fall", measures.loss_fall, "surviving steps", RANK0),
+    Rule("bytes_right", "share", "at least", measures.bytes_right, "surviving steps", RANK0,
          "no bytes_right was recorded; only data.source recall records it"),
-    Rule("toks_per_s_above", "tok/s", "above", _toks_per_s, "surviving steps", RANK0,
+    Rule("toks_per_s_above", "tok/s", "above", measures.toks_per_s, "surviving steps", RANK0,
          "no toks_per_s was recorded"),
-    Rule("gpu_mem_below_mib", "MiB", "at most", _memory, "surviving steps", RANKS,
-         "no gpu_mem_reserved was recorded", certain=True),
+    Rule("gpu_mem_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
+         "no gpu_mem_reserved was recorded", certain=True, figure="memory_mib"),
+    Rule("gpu_mem_growth_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
+         "no gpu_mem_reserved of the first half, or too many different values",
+         figure="memory_growth_mib"),
+    Rule("toks_per_s_50_above", "tok/s", "above", measures.figure, "surviving steps", RANK0,
+         NO_STEPS, figure="toks_per_s"),
+    Rule("step_ratio_below", "", "at most", measures.figure, "surviving steps", RANK0,
+         NO_STEPS, figure="step_ratio"),
+    Rule("entropy_above", "nats", "above", measures.figure, "all attempts", RANK0,
+         "no gate_entropy_mean was recorded", certain=True, figure="entropy_min"),
+    Rule("collapse_below", "share", "at most", measures.figure, "all attempts", RANK0,
+         "no gate_collapse_frac was recorded", certain=True, figure="collapse_max"),
+    Rule("fetch_below_s", "s", "at most", measures.figure, "all attempts", RANKS,
+         "no dt_fetch_s was recorded", certain=True, figure="fetch_max_s"),
+    Rule("heartbeats_complete", "records", "yes", measures.heartbeats, "all attempts", RANKS,
+         "no progress record"),
+    Rule("checkpoints_at_least", "checkpoints", "at least", measures.checkpoints,
+         "surviving steps", RANK0),
+    Rule("checkpoints_loaded_at_least", "loads", "at least", measures.loads, "all attempts", RANK0),
+    Rule("checkpoint_mib_above", "MiB", "above", measures.checkpoint_size, "surviving steps",
+         "checkpoints/"),
+    Rule("scaling_above", "", "above", measures.scaling, "surviving steps", SINGLE),
+    Rule("no_log_errors", "lines", "yes", measures.log_errors, "all attempts", "logs/",
+         certain=True),
+    Rule("comm_hook_active", "starts", "yes", measures.without_hook, "all attempts", RANKS,
+         "no rank recorded its communication hook", certain=True),
+    Rule("gpu_util_above_pct", "%", "above", measures.gpu_use, "all attempts", SAMPLES,
+         "no sample of a GPU while all ranks stepped"),
+    Rule("gpu_balance_below_pct", "%", "at most", measures.gpu_balance, "all attempts", SAMPLES,
+         "no sample of a GPU while all ranks stepped"),
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The bound of a gate in a plan, the steps at which it also holds, and the override."""
+
+    bound: Any
+    at: tuple[int, ...] = ()
+    override: str = ""
+
+
+def demand(value: Any) -> Demand:
+    """Returns a bound as it is in a plan: a value, or a mapping `bound at override`."""
+    if not isinstance(value, Mapping):
+        return Demand(value)
+    at = value.get("at", ())
+    steps = tuple(at) if isinstance(at, list | tuple) else (at,)
+    override = value.get("override", "")
+    return Demand(value.get("bound"), steps, " ".join(str(override).split())[:MAX_REASON])
+
+
 def check(bounds: Mapping[str, Any], where: str) -> None:
     """Raises UsageError for an unknown gate, or for a bound that the gate does not accept."""
-    for name, bound in bounds.items():
+    for name, value in bounds.items():
         rule = RULES.get(name)
         if rule is None:
             raise UsageError(f"{where}: there is no gate {name!r}{did_you_mean(name, RULES)}")
+        wanted = demand(value)
+        bound = wanted.bound
         number = isinstance(bound, int | float) and not isinstance(bound, bool)
         number = number and abs(bound) < LARGEST_BOUND
         given = "true" if bound is True else "number" if number else "nothing"
         takes = {"yes": "true", "fall": "true or a number"}.get(rule.bound, "a number")
         if given not in takes:
             raise UsageError(f"{where}: the gate {name} cannot be {bound!r}; use {takes}")
+        _check_mapping(rule, value, wanted, where)
+
+
+def _check_mapping(rule: Rule, value: Any, wanted: Demand, where: str) -> None:
+    """Raises UsageError for other keys than `bound at override`, and for their wrong values."""
+    if not isinstance(value, Mapping):
+        return
+    for key in value:
+        if key not in DEMAND_KEYS:
+            hint = did_you_mean(str(key), DEMAND_KEYS)
+            raise UsageError(f"{where}: the gate {rule.name} has no key {key!r}{hint}")
+    steps = " or ".join(map(str, LIVE_STEPS))
+    if wanted.at and not rule.figure:
+        raise UsageError(f"{where}: the gate {rule.name} is evaluated at the end only; remove 'at'")
+    if any(type(step) is not int or step not in LIVE_STEPS for step in wanted.at):
+        raise UsageError(f"{where}: 'at' of the gate {rule.name} must be step {steps}")
+    if "override" in value and not (isinstance(value["override"], str) and wanted.override):
+        raise UsageError(f"{where}: 'override' of the gate {rule.name} needs a reason in words")
 
 
 def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Returns every gate of a phase with its value, window, source, bound and result."""
-    return tuple(_gate(RULES[name], bound, summary) for name, bound in bounds.items())
+    """Returns every gate of a phase with its value, window, source, bound and result.
+
+    A gate with `at` has one more result for each of these steps, with the name `NAME@STEP`.
+    """
+    return tuple(_gate(rule, wanted, summary, at) for rule, wanted, at in _each(bounds))
+
+
+def _each(bounds: Mapping[str, Any]) -> Iterator[tuple[Rule, Demand, int]]:
+    """Yields each gate of a phase, with the step at which it is evaluated; 0 means the end."""
+    for name, value in bounds.items():
+        wanted = demand(value)
+        yield from ((RULES[name], wanted, at) for at in (0, *wanted.at))
+
+
+def named(rule: Rule, at: int) -> str:
+    """Returns the name of a gate at a step; 0 means the end."""
+    return f"{rule.name}@{at}" if at else rule.name
+
+
+def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
+    """Returns the gates with `at` whose steps all ranks have reached."""
+    marks = [{row[1] for row in summary.of_rank(r).live.rows} for r in range(summary.world)]
+    found = ((rule, wanted, at) for rule, wanted, at in _each(bounds) if at)
+    return tuple(
+        _gate(rule, wanted, summary, at) for rule, wanted, at in found
+        if all(at in mark for mark in marks)
+    )  # fmt: skip
+
+
+def so_far(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
+    """Returns the gates of a run that has not ended, over the records so far.
+
+    A bound that can still be met is unknown; it fails only if no later record can change that.
+    """
+    summary.is_live = True
+    return tuple(
+        replace(_undecided(gate, rule), window=f"{gate.window}, so far")
+        for gate, (rule, *_) in zip(evaluate(summary, bounds), _each(bounds), strict=True)
+    )
+
+
+def _undecided(gate: Gate, rule: Rule) -> Gate:
+    if gate.result != "fail" or rule.certain or "@" in gate.name:
+        return gate
+    return replace(gate, result="unknown", why=gate.why or "not met so far; the run has not ended")
 
 
 def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
     """Returns the gates of a phase as unknown, with the reason why they cannot be evaluated."""
-    rules = (RULES[name] for name in bounds)
-    return tuple(Gate(r.name, None, r.unit, r.span, r.source, "", "unknown", why) for r in rules)
+    return tuple(
+        Gate(named(rule, at), None, rule.unit, rule.span, rule.source, "", "unknown", why,
+             wanted.override)
+        for rule, wanted, at in _each(bounds)
+    )  # fmt: skip
 
 
-def _gate(rule: Rule, bound: Any, summary: Summary) -> Gate:
-    found = rule.measure(summary)
+def _gate(rule: Rule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
+    found = rule.value(summary, at)
     sign, holds = BOUNDS[rule.bound]
+    bound = wanted.bound
     limit = 0.0 if rule.bound == "yes" else LEAST_FALL_NATS if bound is True else float(bound)
     result: Result = "unknown"
     why = rule.gap(summary) or found.doubt
@@ -253,12 +249,21 @@ def _gate(rule: Rule, bound: Any, summary: Summary) -> Gate:
     why = found.why if result != "unknown" else why
     window = ", ".join(filter(None, (rule.span, found.window)))
     return Gate(
-        rule.name, found.value, rule.unit, window, rule.source, f"{sign} {limit:g}", result, why
-    )
+        named(rule, at), found.value, rule.unit, window, rule.source, f"{sign} {limit:g}", result,
+        why, wanted.override,
+    )  # fmt: skip
 
 
 def overall(gates: tuple[Gate, ...]) -> Result:
-    """Returns the result of a phase: failed if a gate failed, else unknown if a gate is unknown."""
-    results = {gate.result for gate in gates}
+    """Returns the result of a phase: failed if a gate failed, else unknown if a gate is unknown.
+
+    A gate with an override does not count.
+    """
+    results = {gate.result for gate in gates if gate.blocks}
     worst: list[Result] = [result for result in RESULTS if result in results]
     return worst[0] if worst else "pass"
+
+
+def steps_done(summary: Summary) -> int:
+    """Returns the number of surviving steps, or 0 if the records contradict each other."""
+    return int(measures.steps_reached(summary).value or 0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from console.sources import launch_documents, launches
-from console.status_text import age
+from console.status_text import age, size
 from nsa.config import ModelConfig, NSAConfig, parameter_count
 from trainers.contract import jsonl, rundir
 
@@ -24,22 +24,35 @@ def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, s
 
     Size and tokens are those of the first phase; the time is the sum over all phases.
     """
-    values = _values(phases[0])
+    values, world = _values(phases[0]), phases[0]["world"]
     if not values:
         return (("training", FOREIGN), ("time", _time(root, phases)))
-    world = phases[0]["world"]
-    parameters = parameter_count(_model(values))
-    sequence = values["data.seq_len"]
+    found = figures(phases[0]["settings"], world)
+    return (
+        ("parameters", f"{found.parameters:,}"), ("sequence", f"{found.seq_len:,} tokens"),
+        ("tokens per step", f"{found.tokens_per_step:,}"),
+        ("device", f"{values['train.device']} ×{world}"),
+        ("checkpoint", size(found.checkpoint_bytes)), ("time", _time(root, phases)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the settings of a phase amount to; the first fields are those of `Expects`."""
+
+    parameters: int
+    seq_len: int
+    tokens_per_step: int
+    checkpoint_bytes: int
+
+
+def figures(settings: Mapping[str, Any], world: int) -> Figures:
+    """Returns the figures of a phase from its resolved settings and its number of ranks."""
+    values = {key: entry["value"] for key, entry in settings.items()}
+    parameters, sequence = parameter_count(_model(values)), values["data.seq_len"]
     tokens = values["train.batch_size"] * values["train.accumulate"] * sequence * world
     value_bytes = 8 if values["train.precision"] == "fp64" else 4
-    size_mib = parameters * value_bytes * STATE_VALUES / (1 << 20)
-    return (
-        ("parameters", f"{parameters:,}"), ("sequence", f"{sequence:,} tokens"),
-        ("tokens per step", f"{tokens:,}"), ("device", f"{values['train.device']} ×{world}"),
-        ("checkpoint", f"{size_mib:,.0f} MiB" if size_mib < 1000
-         else f"{size_mib / 1024:,.1f} GiB"),
-        ("time", _time(root, phases)),
-    )  # fmt: skip
+    return Figures(parameters, sequence, tokens, parameters * value_bytes * STATE_VALUES)
 
 
 def _values(phase: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The checks before a launch: a new check is one entry in `CHECKS`. No check writes a file."""
+"""The checks before a launch: a new check is one row in `TABLE`. No check writes a file."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import functools
 import importlib.util
 import os
 import platform
@@ -10,25 +10,24 @@ import re
 import shlex
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 from console.model import Result
-from console.plans import catalog
-from console.sources import nvml, process
+from console.plans import catalog, config_checks, gpu_checks, host_checks
+from console.plans.case import Case, Check, Found
+from console.sources import gpu_survey, process
 from console.sources.sanitize import clean
-from console.user_config import Settings
 from trainers.contract import environ, flags, rundir
-from trainers.contract.errors import ContractError, RefusedError
-from trainers.contract.plan import Plan
+from trainers.contract.errors import RefusedError
 
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Prefixes of the variables that configure the libraries of a training."""
-BY_UUID = ("GPU-", "MIG-")
-LEAST_DISK_GIB = 1.0
 LEAST_MEMORY_GIB_PER_RANK = 0.5
-GIB = 1 << 30
 RUNS, LINGER = "run/systemd/system", "var/lib/systemd/linger"
 PROPERTIES = ("KillUserProcesses", "RemoveIPC", "KillOnlyUsers", "KillExcludeUsers")
 ASK = (
@@ -41,44 +40,10 @@ LEAST_UID = 1000
 """logind leaves the shared memory of system users alone."""
 SESSION = re.compile(r"/session-[^/]+\.scope")
 USER_MANAGER = re.compile(r"/user@\d+\.service")
-Found = tuple[Result, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The result of one check. "fail" rejects the launch; "unknown" is a warning."""
-
-    name: str
-    result: Result
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """The plan to launch, and the directory that the launch will write to."""
-
-    plan: Plan
-    directory: Path
-    devices: str = ""
-    operator: Settings = field(default_factory=Settings)
-    root: Path = Path("/")
-    """The root of the file system that is inspected."""
-    driver_s: float = nvml.COUNT_TIMEOUT_S
-    """Longest time to wait for the NVIDIA driver."""
-
-    @property
-    def nproc(self) -> int:
-        return max(phase.nproc for phase in self.plan.phases)
 
 
 def _python(_case: Case) -> Found:
     return "pass", f"Python {platform.python_version()}"
-
-
-def _torch(_case: Case) -> Found:
-    if importlib.util.find_spec("torch") is None:
-        return "fail", "torch is not installed; run make console, or pip install -e ."
-    return "pass", f"torch {importlib.metadata.version('torch')}"
 
 
 def _programs(case: Case) -> Found:
@@ -96,66 +61,6 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def check_gpus(case: Case) -> Found:
-    """Checks the GPUs of a plan by two sources: NVML counts them, the kernel's driver lists them.
-
-    A plan that uses no GPU needs neither source.
-    """
-    plan, devices, listing = case.plan, case.devices, case.root / nvml.KERNEL_GPUS
-    needed, listed = plan.gpus, nvml.kernel_count(case.root)
-    try:
-        counted = nvml.count(case.driver_s)
-    except (TimeoutError, ContractError) as error:
-        return "fail" if needed else "unknown", f"{error}; check nvidia-smi and dmesg"
-    if devices and counted == 0:
-        text = f"--devices {devices} names GPUs and this machine has none; omit --devices"
-        return "fail", text
-    if needed == 0:
-        return "pass", f"none needed, NVML counts {counted}"
-    if listed is not None and counted > listed:
-        return "fail", (
-            f"NVML counts {counted} GPUs and the kernel's driver lists {listed}; compare "
-            f"nvidia-smi -L with {listing}"
-        )
-    chosen = [devices or _chosen(plan, index) for index in range(len(plan.phases))]
-    usable, words = min((usable_of(words, counted), words) for words in chosen)
-    if usable < needed:
-        return "fail", _too_few(plan, usable, counted, words)
-    if listed is None:
-        return "unknown", (
-            f"{needed} needed, NVML counts {counted}; {listing} cannot be read, so no second "
-            "source confirms it"
-        )
-    return "pass", f"{needed} needed, NVML counts {counted}, the kernel's driver lists {listed}"
-
-
-def _chosen(plan: Plan, index: int) -> str:
-    """Returns the CUDA_VISIBLE_DEVICES of a phase, or "" if the variable is not set."""
-    return plan.phases[index].flags.get(flags.DEVICES) or plan.env.get(flags.DEVICES, "")
-
-
-def usable_of(devices: str, counted: int) -> int:
-    """Returns how many of `counted` GPUs CUDA sees with this value of CUDA_VISIBLE_DEVICES.
-
-    CUDA stops at the first entry that is not a GPU.
-    """
-    if not devices:
-        return counted
-    words = [word.strip() for word in devices.split(",")]
-    for place, word in enumerate(words):
-        named = word.isdecimal() and int(word) < counted
-        if not (named or word.startswith(BY_UUID)) or word in words[:place]:
-            return place
-    return len(words)
-
-
-def _too_few(plan: Plan, usable: int, counted: int, devices: str) -> str:
-    needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''}, but"
-    if usable < counted:
-        return f"{needs} {flags.DEVICES}={devices} leaves {usable} of {counted} GPUs"
-    return f"{needs} this machine has {usable}; use the plan cpu_smoke, or a machine with more GPUs"
 
 
 def _cores(case: Case) -> Found:
@@ -177,31 +82,12 @@ def _memory(case: Case) -> Found:
     return "pass", f"{free:.1f} GiB free"
 
 
-def nearest_folder(path: Path) -> Path:
-    """Returns the deepest existing folder of a path."""
-    path = path.absolute()
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def _disk(case: Case) -> Found:
-    folder = nearest_folder(case.directory)
-    try:
-        free = shutil.disk_usage(folder).free / GIB
-    except OSError as error:
-        return "unknown", f"{folder}: {error.strerror}"
-    if free < LEAST_DISK_GIB:
-        return "fail", f"{folder} has {free:.2f} GiB free; a launch needs {LEAST_DISK_GIB:g} GiB"
-    return "pass", f"{free:.0f} GiB free at {folder}"
-
-
 def _directory(case: Case) -> Found:
     try:
         rundir.check_parents(case.directory)
     except RefusedError as error:
         return "fail", str(error)
-    folder = nearest_folder(case.directory)
+    folder = config_checks.nearest_folder(case.directory)
     read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     if read_only or not os.access(folder, os.W_OK | os.X_OK):
         why = "is on a read-only file system" if read_only else "is not writable"
@@ -304,28 +190,85 @@ def _environment(_case: Case) -> Found:
 
 
 def _hook(case: Case) -> Found:
-    argv = case.operator.hook
-    if not argv:
-        return "pass", "no hook is set"
-    levels = "/".join(case.operator.hook_levels)
-    text = f"on {levels} alerts, at most every {case.operator.hook_every_s:g} s: {shlex.join(argv)}"
-    if shutil.which(argv[0], path=environ.inherited().get("PATH")) is None:
-        return "unknown", f"cannot run {argv[0]}: no such program in PATH; {text}"
-    return "pass", text
+    result: Result = "pass"
+    of, texts = case.operator, list[str]()
+    for argv, every_s, when in (
+        (of.hook, of.hook_every_s, f"on {'/'.join(of.hook_levels)} alerts, at most every"),
+        (of.alive, of.alive_every_s, "alive, every"),
+    ):
+        if argv and shutil.which(argv[0], path=environ.inherited().get("PATH")) is None:
+            result = "unknown"
+            texts.append(f"cannot run {argv[0]}: no such program in PATH")
+        texts += [f"{when} {every_s:g} s: {shlex.join(argv)}"] if argv else []
+    return result, "; ".join(texts) or "no hook is set"
 
 
-CHECKS: Mapping[str, Callable[[Case], Found]] = {
-    "python": _python, "torch": _torch, "program": _programs, "gpus": check_gpus, "cores": _cores,
-    "memory": _memory, "disk": _disk, "directory": _directory, "shell": _shell,
-    "environment": _environment, "logout": _logout, "hook": _hook,
-}  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One check, and what it needs to answer; rows with the same need share a thread."""
+
+    name: str
+    check: Callable[[Case], Found]
+    needs: str = "this machine"
 
 
-def run(case: Case, settings: Sequence[Mapping[str, object]]) -> tuple[Check, ...]:
-    """Returns all checks. `settings` has the resolved and validated settings of the phases."""
-    checks = [Check(name, *check(case)) for name, check in CHECKS.items()]
-    for phase, resolved in zip(case.plan.phases, settings, strict=True):
-        count = len(resolved)
-        text = f"{count} settings are valid" if count else "a foreign program, not checked"
-        checks.append(Check(f"config {phase.name}", "pass", text))
-    return tuple(checks)
+PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
+DRIVER = "the NVIDIA driver"
+LIMIT_S: Mapping[str, float] = {NETWORK: 2.5, DRIVER: gpu_survey.LIMIT_S + 2}
+"""Time within which all rows that need this must answer; `USUAL_S` for any other need."""
+USUAL_S, SAID_S = 20.0, 2.5
+"""After `SAID_S` the needs that are still waited for are reported."""
+TABLE: tuple[Row, ...] = (
+    Row("python", _python), Row("torch", gpu_checks.torch), Row("device", gpu_checks.device, PLAN),
+    Row("program", _programs, PLAN), Row("gpus", gpu_checks.gpus, DRIVER),
+    Row("driver", gpu_checks.driver, DRIVER), Row("gpu memory", config_checks.gpu_memory, DRIVER),
+    Row("nccl", gpu_checks.nccl, PLAN), Row("leftovers", host_checks.leftovers),
+    Row("cores", _cores), Row("memory", _memory), Row("shm", host_checks.shm),
+    Row("limits", host_checks.limits), Row("ports", host_checks.ports),
+    Row("clock", host_checks.clock, DISK), Row("disk", config_checks.disk, DISK),
+    Row("directory", _directory, DISK), Row("data", config_checks.data, NETWORK),
+    Row("code", host_checks.code), Row("shell", _shell), Row("environment", _environment),
+    Row("logout", _logout), Row("hook", _hook),
+)  # fmt: skip
+ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
+
+
+def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
+    """Returns all checks. A row that hangs fails after its time, and `said` hears of it before."""
+    phases: dict[str, int] = {}
+    for index, phase in enumerate(case.plan.phases):  # one row for all runs of a variant
+        phases.setdefault(f"{phase.sweep} {phase.variant}" if phase.sweep else phase.name, index)
+    rows = [*TABLE, *(
+        Row(f"config {name}", functools.partial(config_checks.config, index=index), PLAN)
+        for name, index in phases.items()
+    )]  # fmt: skip
+    answers: dict[str, Future[Found]] = {row.name: Future() for row in rows}
+    for need in {row.needs for row in rows}:
+        work = [(row.check, answers[row.name]) for row in rows if row.needs == need]
+        threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True).start()
+    begun = time.monotonic()
+    late = wait(answers.values(), SAID_S).not_done
+    if late and said:
+        needs = sorted({row.needs for row in rows if answers[row.name] in late})
+        said(f"the preflight is still waiting for {' and '.join(needs)}")
+    return tuple(_in_time(case, row, answers[row.name], begun) for row in rows)
+
+
+def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Found]]]) -> None:
+    for check, answer in work:
+        try:
+            answer.set_result(check(case))
+        except BaseException as error:  # it is raised where the answer is read
+            answer.set_exception(error)
+
+
+def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check:
+    """Returns a check; with assumed GPUs, a fault of this machine is only a warning."""
+    limit_s = LIMIT_S.get(row.needs, USUAL_S)
+    try:
+        result, text = answer.result(max(0.0, begun + limit_s - time.monotonic()))
+    except TimeoutError:
+        result, text = "fail", f"no answer from {row.needs} within {limit_s:g} s"
+    if case.assumed and result == "fail" and row.needs not in (PLAN, DRIVER):
+        result, text = "unknown", f"on this machine: {text}"
+    return Check(row.name, result, text)

@@ -111,7 +111,7 @@ class Comparison:
             facts = variant.runs[0].facts
             routes = " ".join(f"{k}:{v}" for k, v in jsonl.mapping(facts, "backend").items())
             yield (
-                f"  {variant.name:<12} {variant.toks_per_s:>10,.0f} tok/s undisturbed; last "
+                f"  {variant.name:<12} {variant.toks_per_s:>10,.0f} tok/s in fast steps; last "
                 f"{LAST_STEPS} steps {mean:,.0f} ± {deviation:,.0f} tok/s, "
                 f"{len(variant.runs)} runs; {routes}, hook {facts.get('comm_hook')}"
             )

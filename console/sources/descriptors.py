@@ -153,7 +153,7 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 
 
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
-    """Returns a socket with the address of its peer, or with its own where it accepts."""
+    """Returns a socket by its peer's address, or by its own if it accepts connections."""
     here, peer, state = tcp.entry(socket_tables(pid), inode)
     if not state:
         table = read_text(f"/proc/{pid}/net/unix", TABLE_BYTES)

@@ -42,7 +42,7 @@ _SAME_SIZE = re.compile(
     r"all_reduce|broadcast|reduce|_?all_?gather_(?:base|into_tensor)|_?reduce_scatter_(?:base|tensor)"
 )
 _SAME_SIZE_GLOO = re.compile(rf"{_SAME_SIZE.pattern}|all_gather|gather")
-"""Operations that need as many elements from every rank; with gloo some more do."""
+"""Operations in which every rank must have the same number of elements; gloo has two more."""
 _ROOT_HAS = {"gather": "output_sizes", "scatter": "input_sizes"}
 """Operations of which only the root has these tensors."""
 _NAME = re.compile(r"flight_rank(?P<rank>[0-9]{1,9})_(?P<ms>[0-9]{1,16})\.json")

@@ -265,10 +265,17 @@ class Device:
             power_w=None if power is None else power / 1000,
             mem_used_mib=None if memory is None else round(memory.used / MIB, 1),
             temp_c=temp_c, sm_mhz=sm_mhz, ecc_uncorrected=ecc,
-            why=", ".join(set(self._refused.values())) if silent
-            else "; ".join(f"no {sensor} ({why})" for sensor, why in self._refused.items()),
+            why=", ".join(set(self._refused.values())) if silent else self._missing(),
             throttle=", ".join(word for bit, word in THROTTLES.items() if (reasons or 0) & bit),
         )  # fmt: skip
+
+    def _missing(self) -> str:
+        """Returns the sensors whose last read failed, grouped by reason."""
+        by_reason: dict[str, list[str]] = {}
+        for sensor, reason in self._refused.items():
+            by_reason.setdefault(reason, []).append(sensor)
+        parts = (f"no {', '.join(sensors)} ({reason})" for reason, sensors in by_reason.items())
+        return "; ".join(parts)
 
     def _read_sensor(self, sensor: str, ask: Callable[..., Any], *args: Any) -> Any:
         """Returns the value of a sensor, or None if the read fails; raises if the GPU is lost."""

@@ -121,7 +121,8 @@ def verdict(supervisor: Mapping[str, Any]) -> Verdict | None:
 def bounds(run: Mapping[str, Any]) -> dict[str, str]:
     """Returns the gates in run.json: the bound of each, as text, by name."""
     gates = list(jsonl.mapping(run, "gates").items())[:64]
-    return {clean(str(name))[:80]: clean(str(bound))[:80] for name, bound in gates}
+    plain = ((n, b.get("bound") if isinstance(b, Mapping) else b) for n, b in gates)
+    return {clean(str(name))[:80]: clean(str(bound))[:80] for name, bound in plain}
 
 
 def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:

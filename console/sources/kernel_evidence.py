@@ -3,8 +3,8 @@
 The only sources are /proc and the cgroup file systems, and no read can block: descriptors are
 resolved with readlink, because a stat of one asks its file system, which may hang. The holder of a
 file lock is found by the pid of the waiting process in /proc/locks; where a process asks for a lock
-again and again, by the inode in the fdinfo of a file that it has open. Memory of the process is not
-read: the path of an `open` and the descriptors of a `poll` are in it.
+again and again, by the inode in the fdinfo of a file that it has open. The memory of the
+process is not read, although it contains the path of an `open` and the descriptors of a `poll`.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def with_run_state(launch: LaunchState, run: str, state: State, why: str) -> Lau
 
 def _pending_flags(flags: Record) -> tuple[PendingFlag, ...]:
     return tuple(
-        read(PendingFlag, {"by": "?"} | entry, name=clean(str(name), 80))
+        read(PendingFlag, {"by": "?", "phases": "next"} | entry, name=clean(str(name), 80))
         for name, entry in flags.items()
         if isinstance(entry, dict)
     )

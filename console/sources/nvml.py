@@ -1,4 +1,4 @@
-"""Samples each GPU through pynvml in its own thread, and counts GPUs in a child process.
+"""Samples each GPU through pynvml in its own thread.
 
 A GPU that hangs does not delay the others. Until NVML is initialised, one thread retries, at first
 after 5 s, later once a minute.
@@ -6,11 +6,8 @@ after 5 s, later once a minute.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,22 +17,10 @@ from typing import Any
 
 from console.model import RECENT_XID_S, Gpu
 from console.sources.gpu import Device, XidLog, code_of, words_of, xid_words
-from trainers.contract.errors import ContractError
 
-COUNT_TIMEOUT_S = 10.0
-"""Time within which the driver must count its GPUs."""
-COUNT = """
-import pynvml
-try:
-    pynvml.nvmlInit()
-    print(pynvml.nvmlDeviceGetCount())
-except pynvml.NVMLError as error:
-    print(0 if error.value in (9, 12) else f"NVML cannot be initialised ({error})")
-"""
 LIBRARY = "libnvidia-ml.so.1"
 KERNEL_GPUS = "proc/driver/nvidia/gpus"
 SILENT_S = 5.0
-KILLED_S = 0.2
 RETRY_S, LONGEST_RETRY_S = 5.0, 60.0
 """Time between two attempts to initialise NVML; it doubles up to the longest."""
 NO_DRIVER_CODES = (9, 12)
@@ -68,33 +53,6 @@ def kernel_count(root: Path = Path("/")) -> int | None:
         return sum(1 for _ in (root / KERNEL_GPUS).iterdir())
     except OSError:
         return None
-
-
-def count(limit_s: float = COUNT_TIMEOUT_S) -> int:
-    """Returns the number of GPUs that NVML finds, or 0 without a driver.
-
-    A child process calls NVML, because KILL ends neither a call that hangs in the driver nor a
-    process with a thread in such a call. Raises TimeoutError, or ContractError with the reason.
-    """
-    if not has_library():
-        return 0
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-c", COUNT], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True, errors="replace",
-    )  # fmt: skip
-    try:
-        answer, _ = child.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(KILLED_S)
-        raise TimeoutError(f"the NVIDIA driver does not answer within {limit_s:g} s") from None
-    answer = answer.strip()
-    if answer.isdecimal():
-        return int(answer)
-    raise ContractError(
-        answer or f"the process that counts GPUs exited with code {child.returncode}"
-    )
 
 
 class Nvml:

@@ -7,19 +7,24 @@ step that they may belong to.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from console.sources import json_documents
+from console.sources.windows import Figures, Peak, Rows, Window, loaded_sum, saved_sum
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000
-KEPT_RECORDS = 256
-KEPT_PEAKS = 64
 KEPT_MISSING = 16
-FIRST_LOSSES = 5
+LAST_STEPS, KEPT_STEPS, KEPT_CHECKPOINTS = 50, 128, 64
+LIVE_STEPS = (100, 500, 1000, 5000)
+"""Steps at which the values of `FIGURES` are kept, for gates that are evaluated there."""
+FIGURES = (
+    "steps", "toks_per_s", "toks_per_s_stdev", "step_ratio", "memory_mib", "memory_growth_mib",
+    "entropy_min", "collapse_max", "fetch_max_s",
+)  # fmt: skip
 OF_EARLIER_STEPS = ("checkpoint", "checkpoint_failed", "checkpoint_skipped")
 """Kinds of records whose step may be earlier than the current step of the rank."""
 Record = Mapping[str, Any]
@@ -71,6 +76,8 @@ class AttemptTotals:
     losses: int = 0
     bad_losses: int = 0
     first_bad: int | None = None
+    hook: int | None = None
+    """1 if gradients are compressed by a communication hook, 0 if not; None if not recorded."""
     broken: bool = False
     """Some of its steps have no record with a loss."""
     _bare: bool = False
@@ -115,12 +122,14 @@ class AttemptTotals:
             self.at = step
         if msg in ("progress", "exit"):
             self._take_count(jsonl.integer(record, "nonfinite_loss_steps"))
+        if msg == "loader_ready" and (hook := jsonl.text(record, "comm_hook")):
+            self.hook = int(hook != "none")
         if msg == "exit":
             self.exit = (step, jsonl.integer(record, "exit_code") or 0)
 
     @property
     def missing_from(self) -> int:
-        """The first step that a record after the newest one may belong to."""
+        """The earliest possible step of a missing record that follows the newest one."""
         return max(self.at, self.step + 1, self.start or 1)
 
     def _add_missing(self, gap: Missing) -> None:
@@ -165,118 +174,11 @@ class AttemptTotals:
 _EMPTY = asdict(AttemptTotals())
 
 
-class Peak:
-    """The largest value so far; after a roll-back it may be too large, never too small."""
-
-    def __init__(self, found: Iterable[list[float | None]] = ()):
-        self.found = [(int(step or 0), value or 0.0) for step, value in found]
-
-    @property
-    def value(self) -> float | None:
-        return self.found[-1][1] if self.found else None
-
-    def add(self, step: int, value: float) -> None:
-        value = math.inf if math.isnan(value) else value
-        if not self.found or value > self.found[-1][1]:
-            self.found.append((step, value))
-        elif step < self.found[-1][0]:
-            self.found[-1] = (step, self.found[-1][1])
-        if len(self.found) > KEPT_PEAKS:
-            pairs = zip(self.found[::2], self.found[1::2], strict=False)
-            odd = self.found[-1:] if len(self.found) % 2 else []
-            self.found = [(first[0], second[1]) for first, second in pairs] + odd
-
-    def cut(self, step: int) -> None:
-        """Drops the values of `step` and of later steps."""
-        self.found = [each for each in self.found if each[0] < step]
-
-
-class Figures(NamedTuple):
-    """The figures of one progress record that the gates use."""
-
-    step: int
-    loss: float | None
-    toks_per_s: float | None
-    bytes_right: float | None
-
-
-class Window:
-    """The newest records of rank 0 and its first losses, for steps that no attempt repeated."""
-
-    def __init__(self) -> None:
-        self.first: list[tuple[int, float]] = []
-        self.newest: deque[Figures] = deque(maxlen=KEPT_RECORDS)
-        self.losses = 0
-        self.dropped = False
-        """Records older than the newest ones were dropped."""
-
-    def add(self, found: Figures) -> None:
-        self.dropped = self.dropped or len(self.newest) == KEPT_RECORDS
-        self.newest.append(found)
-        if found.loss is not None:
-            self.losses += 1
-            if len(self.first) < FIRST_LOSSES:
-                self.first.append((found.step, found.loss))
-
-    def cut(self, step: int) -> None:
-        """Drops the records of `step` and of later steps; counts are then lower bounds."""
-        gone = [each for each in self.newest if each.step >= step]
-        kept = [each for each in self.newest if each.step < step]
-        self.newest = deque(kept, maxlen=KEPT_RECORDS)
-        self.first = [each for each in self.first if each[0] < step]
-        self.losses -= sum(each.loss is not None for each in gone)
-        if not kept:
-            self.losses = len(self.first)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "first": list(self.first), "newest": list(self.newest), "losses": self.losses,
-            "dropped": self.dropped,
-        }  # fmt: skip
-
-    def load(self, saved: Record) -> None:
-        """Sets the window to the state that `as_dict` returned."""
-        self.first = [(int(step or 0), loss or 0.0) for step, loss in _rows(saved, "first")]
-        self.newest.extend(Figures(int(row[0] or 0), *row[1:]) for row in _rows(saved, "newest"))
-        self.losses = jsonl.integer(saved, "losses") or 0
-        self.dropped = saved.get("dropped") is True
-
-    def last(self, name: str, count: int) -> list[float] | None:
-        """Returns the newest `count` values of a figure, or None if some of them were dropped."""
-        values = (getattr(each, name) for each in self.newest)
-        found = [value for value in values if value is not None][-count:]
-        return None if self.dropped and len(found) < count else found
-
-
-def _rows(saved: Record, key: str) -> list[list[float | None]]:
-    """Returns rows of numbers. Raises TypeError for any other value."""
-    return [
-        [None if value is None else jsonl.number({"": value}, "") for value in row]
-        for row in saved[key]
-    ]
-
-
-def _saved(value: Any) -> Any:
-    """Returns one sum in the form that a snapshot stores."""
-    if isinstance(value, Peak):
-        return list(value.found)
-    return value.as_dict() if isinstance(value, Window) else value
-
-
-def _loaded(saved: Record, name: str, empty: Any) -> Any:
-    """Returns the sum of that name in a snapshot, with the type of the `empty` sum."""
-    if isinstance(empty, Peak):
-        return Peak(_rows(saved, name))
-    if isinstance(empty, Window):
-        empty.load(saved[name])
-        return empty
-    return jsonl.integer(saved, name) or 0 if isinstance(empty, int) else jsonl.number(saved, name)
-
-
 class RankTotals:
     """The totals of one rank. Its records are added in the order of the rank's file.
 
-    A new sum must be an int, a float or None, or a `Peak`, which is cut when an attempt resumes.
+    A new sum must be an int, a float or None, or a sum of `windows`, which is cut when an attempt
+    resumes.
     """
 
     def __init__(self, rank: int):
@@ -292,11 +194,24 @@ class RankTotals:
         self.norm_min: float | None = None
         self.norms = 0
         self.window = Window()
+        self.fetch_max_s: float | None = None
+        self.entropy_min: float | None = None
+        self.collapse_max: float | None = None
+        self.gated = 0
+        """Number of progress records with statistics of the gate."""
+        self.loads = 0
+        """Number of attempts after the first that loaded a checkpoint."""
+        self.steps = Rows(KEPT_STEPS)
+        """Step, duration and tokens of the newest steps of rank 0."""
+        self.saved = Rows(KEPT_CHECKPOINTS)
+        """The steps of the checkpoints."""
+        self.live = Rows(2 * len(LIVE_STEPS))
+        """Step of the record, one of `LIVE_STEPS`, and the values of `FIGURES` at that record."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the totals in the form that a snapshot stores: each field by its name."""
         parts = {str(number): part.as_dict() for number, part in self.attempts.items()}
-        return {"parts": parts} | {name: _saved(value) for name, value in self._sums()}
+        return {"parts": parts} | {name: saved_sum(value) for name, value in self._sums()}
 
     def _sums(self) -> list[tuple[str, Any]]:
         """Returns the names and values of the fields that are single sums."""
@@ -311,7 +226,7 @@ class RankTotals:
                 int(number): AttemptTotals.load(part) for number, part in saved["parts"].items()
             }  # fmt: skip
             for name, empty in found._sums():
-                setattr(found, name, _loaded(saved, name, empty))
+                setattr(found, name, loaded_sum(saved, name, empty))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError("these are no totals of a rank") from error
         whole = found.newest in found.attempts or not found.newest
@@ -339,9 +254,17 @@ class RankTotals:
         if record["msg"] == "resume":
             self._begin(part, record["step"] + 1)
             self.step = min(self.step, record["step"])
+            self.loads += attempt > 1 and record["step"] > 0
         elif record["msg"] == "progress":
             self._take_progress(part, record)
+        elif record["msg"] == "checkpoint" and record["step"] not in self.checkpoints:
+            self.saved.add(record["step"])
         return True
+
+    @property
+    def checkpoints(self) -> set[int]:
+        """The steps of the newest checkpoints that no attempt has to repeat."""
+        return {int(row[0] or 0) for row in self.saved.rows}
 
     def _begin(self, part: AttemptTotals, step: int) -> None:
         """Starts an attempt at a step; later steps of former attempts no longer count."""
@@ -349,7 +272,7 @@ class RankTotals:
             part.trouble = part.trouble or f"it resumes at step {part.start} and at step {step}"
         part.start = step
         for _, value in self._sums():
-            if isinstance(value, Peak | Window):
+            if isinstance(value, Peak | Window | Rows):
                 value.cut(step)
 
     def _take_progress(self, part: AttemptTotals, record: Record) -> None:
@@ -365,15 +288,81 @@ class RankTotals:
         memory = jsonl.number(record, "gpu_mem_reserved")
         if memory is not None:
             self.memory_mib.add(step, memory)
-        if self.rank:
-            return
+        fetch = jsonl.number(record, "dt_fetch_s")
+        self.fetch_max_s = _worst(self.fetch_max_s, fetch, max)
+        self.live.cut(step)  # of an absurd step before this one
+        if not self.rank:
+            self._take_figures(record, step, loss)
+        for at in LIVE_STEPS:
+            if step >= at and all(row[1] != at for row in self.live.rows):
+                self.live.add(step, at, *self.figures().values())
+
+    def _take_figures(self, record: Record, step: int, loss: float | None) -> None:
+        """Adds the figures that only rank 0 is asked for."""
         norm, speed = jsonl.number(record, "grad_norm"), jsonl.number(record, "toks_per_s")
-        if norm is not None:
-            self.norms += 1
-            if self.norm_min is None or math.isnan(norm) or norm < self.norm_min:
-                self.norm_min = norm
+        self.norms += norm is not None
+        self.norm_min = _worst(self.norm_min, norm, min)
+        entropy = jsonl.number(record, "gate_entropy_mean")
+        collapse = jsonl.number(record, "gate_collapse_frac")
+        self.gated += None not in (entropy, collapse)
+        self.entropy_min = _worst(self.entropy_min, entropy, min)
+        self.collapse_max = _worst(self.collapse_max, collapse, max)
+        self._take_steps(record, step, speed)
         self.window.add(Figures(
             step, loss if loss is not None and math.isfinite(loss) else None,
             speed if speed is None or math.isfinite(speed) else 0.0,
             jsonl.number(record, "bytes_right"),
         ))  # fmt: skip
+
+    def _take_steps(self, record: Record, step: int, toks_per_s: float | None) -> None:
+        """Adds the durations of the steps since the previous record, unless some were cut off."""
+        durations = jsonl.numbers(record, "steps_dt_s")
+        first = step - len(durations) + 1
+        self.steps.cut(max(first, 0))
+        if "cut" in record or toks_per_s is None:
+            return
+        tokens = toks_per_s * sum(durations) / max(len(durations), 1)
+        for number, took_s in enumerate(durations, first):
+            self.steps.add(number, took_s, tokens)
+
+    def figures(self) -> dict[str, float | None]:
+        """Returns the value of each of `FIGURES` over the steps so far."""
+        values = (*self._speed(), self.memory_mib.value, self.memory_mib.growth(self.step // 2),
+                  self.entropy_min, self.collapse_max, self.fetch_max_s)  # fmt: skip
+        return dict(zip(FIGURES, values, strict=True))
+
+    def figures_at(self, step: int) -> dict[str, float | None] | None:
+        """Returns the figures of the first record at or after one of `LIVE_STEPS`, None before."""
+        found = [row[2:] for row in self.live.rows if row[1] == step]
+        return dict(zip(FIGURES, found[-1], strict=False)) if found else None
+
+    def _speed(self) -> tuple[float | None, ...]:
+        """Returns count, tokens per second, its deviation and the longest step by the median.
+
+        The values are those of the last steps; all are None if some of these steps are missing.
+        Only the very last one may be: a foreign program cannot record the speed of its last step.
+        """
+        rows = list(self.steps.rows)[-LAST_STEPS:]
+        few = self.steps.dropped and len(rows) < LAST_STEPS
+        last = int(rows[-1][0] or 0) if rows else 0
+        wanted = range(last - len(rows) + 1, last + 1)
+        times = [row[1] or 0.0 for row in rows]
+        tokens = [row[2] or 0.0 for row in rows]
+        known = len(rows) > 1 and not few and self.step - last <= 1
+        known = known and [row[0] for row in rows] == list(wanted)
+        if not known or not all(0 < x < math.inf for x in (*times, *tokens)):
+            return None, None, None, None
+        rates = [each / took_s for each, took_s in zip(tokens, times, strict=True)]
+        mean = sum(rates) / len(rates)
+        deviation = math.sqrt(sum((x - mean) * (x - mean) for x in rates) / len(rates))
+        ratio = max(times) / statistics.median(times)
+        return len(rows), sum(tokens) / sum(times), deviation, ratio
+
+
+def _worst(
+    found: float | None, value: float | None, worst: Callable[[float, float], float]
+) -> float | None:
+    """Returns the worse of two values; a value that is not a number is the worst."""
+    if value is None or found is None:
+        return found if value is None else value
+    return found if math.isnan(found) else value if math.isnan(value) else worst(found, value)

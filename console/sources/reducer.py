@@ -235,6 +235,7 @@ class Reducer:
     def _take_sample(self, name: str, line: Line) -> None:
         if jsonl.number(line.record, "ts") is not None:
             self.newest_samples[name] = line
+            self.summary.gpus.add(line.record)
             self._chart(name, line.record)
 
     def _chart(self, name: str, record: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import json_documents, record_files
+from console.sources.gpu_totals import GpuTotals
 from console.sources.pace import UNTIMED
 from console.sources.rank_totals import RankTotals
 from console.sources.record_files import Cursor, Line, Place, rank_of
@@ -47,6 +48,7 @@ def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
             for name, each in reducer.cursors.items()
         },
         "folds": {str(rank): each.as_dict() for rank, each in reducer.summary.ranks.items()},
+        "gpus": reducer.summary.gpus.as_dict(),
         "heads": {
             str(rank): {
                 str(attempt): {
@@ -119,10 +121,12 @@ class _Loader:
         events = self._events(jsonl.mapping(self._saved, "events"))
         series = Series(reducer.series.keeps)
         series.load(jsonl.mapping(self._saved, "series"))
+        gpus = GpuTotals.load(self._saved["gpus"])
         # Nothing raises from here on: the reducer is filled completely or not at all.
         reducer.cursors.update(cursors)  # its `RecordFiles` may have them already
         reducer.all_heads, reducer.events = heads, events
         reducer.summary.ranks, reducer.series = ranks, series
+        reducer.summary.gpus = gpus
         reducer.newest_samples = {name: line for name, line in samples.items() if line}
 
     def _read_cursors(self) -> dict[str, Cursor]:

@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
+from console.sources.gate_files import GateFiles
+from console.sources.gpu_totals import GpuTotals
 from console.sources.rank_totals import MAX_ATTEMPTS, AttemptTotals, LastPulse, RankTotals, Record
 from console.sources.record_files import MAX_RANKS
 from trainers.contract import jsonl
 from trainers.contract.pulse import Pulse
+
+NO_END = "the number of records after"
 
 
 class Summary:
@@ -29,6 +33,11 @@ class Summary:
         self.stalls_seen = stalls or 0
         """Stalls that were counted, also where the count of an earlier supervisor is lost."""
         self.ranks: dict[int, RankTotals] = {}
+        self.gpus = GpuTotals()
+        self.files: GateFiles | None = None
+        """The logs and the newest checkpoint, read at the end of an attempt."""
+        self.is_live = False
+        """The newest attempt still writes records, so records after the newest are not missing."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
         """The last pulse of each process that has ended, by attempt and rank."""
 
@@ -120,7 +129,9 @@ class Summary:
             if until <= 1:
                 break
             part = self.of_attempt(rank, attempt)
-            why = self._gap_in(part, self.ends.get((attempt, rank)), until, tails)
+            is_open = self.is_live and attempt == self.attempts
+            why = self._gap_in(part, self.ends.get((attempt, rank)), until, tails or is_open)
+            why = "" if is_open and why.startswith(NO_END) else why
             if why:
                 return f"rank {rank}, attempt {attempt}: {why}"
             if surviving and part is not None and part.start is not None:
@@ -148,7 +159,7 @@ class Summary:
                 return f"its exit record has number {part.last}, its pulse counted {end.records}"
             return ""
         if end is None:
-            return f"the number of records after {part.last} is not available"
+            return f"{NO_END} {part.last} is not available"
         if end.records < part.last:
             return f"its newest record has number {part.last}, its pulse counted {end.records}"
         if end.records > part.last and not tails:

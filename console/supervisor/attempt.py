@@ -313,7 +313,7 @@ class Attempt:
     def _conclude(self, rest: FinalRead | None, _: object) -> None:
         rest = rest or FinalRead()
         self.tree.take_log(rest.log)
-        self._checkpoint_step = rest.checkpoint
+        self._checkpoint_step, self._reducer.summary.files = rest.checkpoint, rest.files
         self._ends.conclude(rest.last)
         self._learn(oom=oom_counts.since(self._oom_before), torchrun_signal=rest.torchrun_signal)
         if self.tree.agent_status and not self.tree.workers:

@@ -21,7 +21,7 @@ from console.sources.nvml import Nvml
 from console.supervisor import launch_spec, lock
 from console.supervisor.child_state import ChildState
 from console.supervisor.context import Services
-from console.supervisor.hooks import Hooks
+from console.supervisor.hooks import Alive, Hooks
 from console.supervisor.launch import Launch
 from console.supervisor.link import Channel, Link
 from console.supervisor.rundir_io import Directory
@@ -61,8 +61,12 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
         poller.register(fd, select.POLLIN)
     directory, nvml = Directory(lambda: _wake(wake_write), launch_lock.lost), Nvml()
     nvml.start()
-    hooks = Hooks(spec.operator, path, lambda *told: directory.event(path, 1, *told))
-    services = Services(directory, nvml, poller, hooks, launch_lock.token, link)
+
+    def event(*words: str) -> None:
+        directory.event(path, 1, *words)
+
+    hooks, alive = Hooks(spec.operator, path, event), Alive(spec.operator, path, event)
+    services = Services(directory, nvml, poller, hooks, alive, launch_lock.token, link)
     try:
         link.receive()
         launch = Launch(path, spec, services, former)
@@ -84,6 +88,7 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
     link.closing()
     nvml.stop()
     hooks.close()
+    alive.end(spec.launch)
     directory.close(FLUSH_S)
 
 

@@ -65,7 +65,7 @@ class ChildState:
     former_end: str = ""
     """The end of the former child in words, "" for the first child."""
     observer_deaths: dict[str, int] = field(default_factory=dict)
-    """By observer of the last death: the number of consecutive children that died in it."""
+    """The observers in which the last child died, each with its number of consecutive deaths."""
     activity: Activity = field(default_factory=Activity)
 
     def add_exit_code(self, pid: int, code: int) -> None:

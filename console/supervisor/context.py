@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from console.sources.nvml import Nvml
 from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
-from console.supervisor.hooks import Hooks
+from console.supervisor.hooks import Alive, Hooks
 from console.supervisor.link import Link
 from console.supervisor.observers import Observers
 from console.supervisor.rundir_io import Directory
@@ -22,12 +22,13 @@ from trainers.contract.plan import Phase, Watch
 @dataclass(frozen=True, slots=True)
 class Services:
     """The objects that a launch shares with its runs: the thread of the run directory, NVML, the
-    main loop's poller, the alert hook, the token in the lock file, and the link to the owner."""
+    main loop's poller, the hooks, the token in the lock file, and the link to the owner."""
 
     directory: Directory
     nvml: Nvml
     poller: select.poll
     hooks: Hooks
+    alive: Alive
     lock_token: str
     link: Link
 

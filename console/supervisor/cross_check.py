@@ -6,6 +6,7 @@ sentence says so. If two documents that must be equal differ, the launch is not 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,20 @@ class Evidence:
             for record in records if record.get("kind") == "answer"
         }  # fmt: skip
 
-    def confirms_flag(self, name: str, value: str, phase: str) -> bool:
-        """Returns whether a request set this value for a phase."""
-        done = ("answer", True, set_words(name, value, phase))
-        keys = ("kind", "ok", "text")
-        return any(tuple(map(each.get, keys)) == done for each in self._events[self._launch])
+    def confirms_flag(
+        self, name: str, value: str, phases: Sequence[str], only_all: bool = False
+    ) -> bool:
+        """Returns whether a request set this value for the last phase, or for all from another.
+
+        With `only_all`, a request for the last phase alone does not count.
+        """
+        texts = {set_words(name, value, phase, "all") for phase in phases}
+        if not only_all:
+            texts.add(set_words(name, value, phases[-1], "next"))
+        return any(
+            each.get("kind") == "answer" and each.get("ok") is True and each.get("text") in texts
+            for each in self._events[self._launch]
+        )
 
     def confirms_restart(self, run: Path) -> bool:
         """Returns whether the last event on the state of a run says that it waits for a restart."""
@@ -53,9 +63,10 @@ class Evidence:
 
 
 def check_launch(
-    plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path]
-) -> list[str]:
-    """Returns a sentence on each entry of plan_state.json that a take-over does not continue.
+    plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
+    evidence: Evidence,
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """Returns the confirmed flags for the next phase, and a sentence on each other flag.
 
     Raises RefusedError if plan.json or the runs contradict plan_state.json.
     """
@@ -63,8 +74,21 @@ def check_launch(
     for former in range(index):
         check_copies(former_documents.document(runs[former], rundir.RUN), spec, former)
     check_phase(index, runs, plan_state.get("state") == "waiting")
-    flags = ", ".join(jsonl.mapping(plan_state, "next_flags"))
-    return [f"the flags for the next phase are dropped: {flags[:400]}"] if flags else []
+    has_begun = (runs[index] / rundir.RUN).exists()
+    names = [phase.name for phase in spec.plan.phases[: index + has_begun + 1]]
+    entries = jsonl.mapping(plan_state, "next_flags")
+    flags, warnings = {}, []
+    for name, flag in former_documents.flags(entries, "by").items():
+        phases = "all" if entries[name].get("phases") == "all" else "next"
+        if evidence.confirms_flag(name, flag.value, names, phases == "all"):
+            flags[name] = {"value": flag.value, "by": flag.origin, "ts": time.time(),
+                           "phases": phases}  # fmt: skip
+        else:
+            warnings.append(
+                f"{rundir.PLAN_STATE} sets {name}={flag.value} for the next phase; no answer to a "
+                "request confirms it, so it is ignored"
+            )
+    return flags, warnings
 
 
 def check_run(
@@ -164,7 +188,8 @@ def check_flags(
     A plan never contains an operator's flag; the answer to the request, or a living process, must
     confirm such a flag.
     """
-    planned, phase = spec.flags(index, {}), spec.plan.phases[index].name
+    planned = spec.flags(index, {})
+    names = [phase.name for phase in spec.plan.phases[: index + 1]]
     recorded = jsonl.mapping(record, "flags")
     environments = [
         process.environment(pid)
@@ -178,7 +203,7 @@ def check_flags(
         by_operator = jsonl.text(entry, "origin").startswith("operator ") and value in living
         confirmed = value == in_plan or by_operator
         confirmed = confirmed or (
-            value is not None and evidence.confirms_flag(name, value, phase)
+            value is not None and evidence.confirms_flag(name, value, names)
         )  # fmt: skip
         other = "" if confirmed else f"{rundir.PLAN} says {_flag_words(name, in_plan)}"
         if confirmed and living and value not in living:

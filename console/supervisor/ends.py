@@ -14,7 +14,7 @@ from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
 from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.shm import LastPulses
-from trainers.contract import jsonl, rundir
+from trainers.contract import jsonl, pulse, rundir
 
 LATE_END_S = 5.0
 """The time that torchrun has to reap a rank, and the last record of a rank to arrive."""
@@ -34,7 +34,7 @@ class Ends:
         step = self._pulses.step(worker.rank, worker.handle.pid)
         head = self._heads().get(worker.rank, NO_RECORDS)
         found = end_of(worker, head, self.crashes.get(worker.rank), step)
-        return replace(found, phase=self._pulses.phase(worker.rank, found.step))
+        return replace(found, phase=self._pulses.phase(worker.rank, found.step) or found.phase)
 
     def so_far(self) -> list[RankEnd]:
         """Returns the ends of those ranks that have ended so far."""
@@ -107,13 +107,14 @@ def end_of(
     elif not worker.observed and not code:
         code = head.code  # exit 0 needs the record of the rank
     last, record = words or Crash(), head.last.record
+    phase = jsonl.text(record, "phase") if record.get("msg") == "exit" else ""
     said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))
     return RankEnd(
         rank, code, signal, max(step, head.step), head.error_words,
         last.error, worker.killed_after_failure,
         raised_at=last.raised_at, crashed_in=last.crashed_in,
         last_record=clean(said, 200), ts=None if worker.late else worker.over_ts,
-        observed=worker.observed, doubt=doubt,
+        observed=worker.observed, doubt=doubt, phase=phase if phase in pulse.CODES else "",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Runs the operator's alert hook: one process at a time, with a time limit and a minimum interval.
+"""Runs the operator's hooks: one process of each at a time, with a time limit and an interval.
 
 `timeout` of coreutils ends a hook that hangs, even if the supervisor has died.
 """
@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ class Hooks:
 
     `event(kind, text, level)` writes an event of the launch.
     """
+
+    name = "alert hook"
 
     def __init__(
         self, settings: Settings, folder: Path, event: Callable[[str, str, str], object],
@@ -87,8 +90,34 @@ class Hooks:
         before, self._failure = self._failure, failure
         if failure == before:
             return
-        text = f"the alert hook {self._argv[0]} {failure or 'works again'}"
+        text = f"the {self.name} {self._argv[0]} {failure or 'works again'}"
         self._event("hook", text, "warn" if failure else "info")
+
+
+class Alive(Hooks):
+    """Owns the alive hook, which runs again and again while the supervisor works."""
+
+    name = "alive hook"
+
+    def __init__(self, settings: Settings, *more: Any, **options: Any):
+        """Accepts the arguments of `Hooks`."""
+        own = {"hook": settings.alive, "hook_every_s": settings.alive_every_s}
+        super().__init__(replace(settings, **own, hook_levels=("info",)), *more, **options)
+
+    def beat(self, run: str, state: str) -> None:
+        """Starts the hook if it is due; `run` is the name of the run or launch. Never waits."""
+        if not self.busy and time.monotonic() >= self._next_at:
+            self._queue(run, state)
+        self.poll()
+
+    def end(self, launch: str) -> None:
+        """Runs the hook for the last time, with the state "ended", and waits for it."""
+        self._queue(launch, "ended")
+        self.close()
+
+    def _queue(self, run: str, state: str) -> None:
+        words = {"text": f"the supervisor works; {run} is {state}", "run": run, "state": state}
+        self.alert({"kind": "alive", "level": "info", "ts": time.time(), **words})
 
 
 def run(argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float) -> str:

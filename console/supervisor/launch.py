@@ -113,6 +113,7 @@ class Launch:
             return
         self._observers.run("stack dumps", lambda: self._dumps.poll(self._inbox.answer), None)
         self._observers.run("alert hook", self._services.hooks.poll, None)
+        self._observers.run("alive hook", self._beat, None)
         while self._directory.unexpected_errors:
             self._observers.failed(FILES_NAME, self._directory.unexpected_errors.popleft())
         if self.run is not None:
@@ -130,6 +131,10 @@ class Launch:
     def _observers(self) -> Observers:
         """The observers of the run; between two phases, the observers of the launch."""
         return self._own_observers if self.run is None else self.run.observers
+
+    def _beat(self) -> None:
+        name, state = (self.run.id, self.run.state) if self.run else (self.spec.launch, self.state)
+        self._services.alive.beat(name, state)
 
     def end(self, action: str, by: str) -> str:
         """Ends the running phase, and with it the plan; returns the answer to the request."""
@@ -155,7 +160,7 @@ class Launch:
         except UsageError as error:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
-        self._next_flags.pending = {}
+        self._next_flags.started()
         self.state, self.why = "running", ""
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
@@ -171,9 +176,12 @@ class Launch:
         self._index = min(max(0, jsonl.integer(former, "phase") or 0), len(self._phases) - 1)
         warnings: list[str] = []
         if link.stored(self.path / rundir.PLAN_STATE) is None:
-            warnings = cross_check.check_launch(former, self.spec, self._index, runs)
+            flags, warnings = cross_check.check_launch(
+                former, self.spec, self._index, runs, cross_check.Evidence(self.path, runs)
+            )
         else:
-            self._next_flags.pending = jsonl.mapping(former, "next_flags")
+            flags = jsonl.mapping(former, "next_flags")
+        self._next_flags.pending = flags
         for entry, progress in zip(self._phases, former_documents.phases(former), strict=False):
             entry |= progress
         self._ended_by = jsonl.text(former, "ended_by")[:400]
@@ -251,6 +259,18 @@ class Launch:
                 entry["state"] = "later"
         self._event("state", f"the plan has ended: {why}")
         self._publish()
+        self._directory.job(self._write_report, self._check_report)
+
+    def _write_report(self) -> None:
+        """Writes report.md and its charts; runs on the thread of the run directory."""
+        from console.plans import report
+
+        report.write(self.path, self.path / report.NAME)
+
+    def _check_report(self, _: object, error: Exception | None) -> None:
+        if error is not None:
+            text = f"the report is not written: {error}; run nsa-console report {self.path}"
+            self._event("note", text, "warn")
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -327,10 +347,11 @@ class Launch:
 
     def _do_set_flag(self, request: Request) -> Outcome:
         name, value = request.args["name"], request.args.get("value")
+        phases = request.args.get("phases", "next")
         index = self._index + 1
         if index >= len(self._phases):
             return False, "there is no next phase: the flag would have no effect", []
-        done, text = self._next_flags.set(index, name, value, request.by)
+        done, text = self._next_flags.set(index, name, value, request.by, phases)
         self._publish()
         return done, text, []
 

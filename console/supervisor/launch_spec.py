@@ -18,6 +18,7 @@ from typing import Any
 
 from console import user_config
 from console.plans.catalog import PROJECT, project_file
+from console.plans.gates import demand
 from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import plan as plans_module
@@ -76,7 +77,7 @@ class LaunchSpec:
         Raises UsageError if the settings are not valid together.
         """
         phase = self.plan.phases[index]
-        if not is_ours(phase):
+        if not phase.is_ours:
             return {}
         from trainers import settings
 
@@ -113,7 +114,9 @@ class LaunchSpec:
         """
         phase = self.plan.phases[index]
         settings = self.settings(index, flags)
-        planned = settings.get("train.steps", {}).get("value", phase.gates.get("steps_done"))
+        planned = settings.get("train.steps", {}).get(
+            "value", demand(phase.gates.get("steps_done")).bound
+        )
         return {
             **self.copies(index),
             "v": VERSION, "run": contract[environ.RUN_ID],
@@ -145,11 +148,6 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
         created_ts=jsonl.number(record, "created_ts") or 0.0,
         operator=user_config.parse(operator, rundir.PLAN),
     )  # fmt: skip
-
-
-def is_ours(phase: Phase) -> bool:
-    """Returns whether the phase starts a trainer of this project, whose settings are known."""
-    return not phase.script and phase.module.startswith("trainers.")
 
 
 @functools.cache
@@ -198,7 +196,7 @@ def environment(
     The trainers of this project import nothing from the working directory.
     """
     chosen = {name: flag.value for name, flag in flags.items()}
-    ours = {"PYTHONSAFEPATH": "1"} if is_ours(phase) else {}
+    ours = {"PYTHONSAFEPATH": "1"} if phase.is_ours else {}
     return inherited() | {"PYTHONUNBUFFERED": "1"} | ours | chosen | dict(contract)
 
 

@@ -14,9 +14,11 @@ from console.diagnose.stall import SAVING_PHASES, RankEvidence, unusable_pulses,
 from console.diagnose.verdict import case_of, diagnose
 from console.diagnose.watchdog import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
+from console.plans import gates
 from console.sources import process
 from console.sources.pace import Progress
 from console.sources.reducer import LatestRecords
+from console.status_text import gate_line
 from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.evidence import Collector
 from console.supervisor.sampling import Sampler
@@ -65,6 +67,8 @@ class Monitor:
         self._changing: set[int] = set()
         """The ranks whose pulse has changed since."""
         self._actions: list[Change] = []
+        self._evaluated: set[str] = set()
+        """The gates at a step that this attempt has evaluated."""
         self._evidence = Collector(
             context.services.directory, context.path, lambda: context.services.nvml.rows()
         )
@@ -85,6 +89,7 @@ class Monitor:
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
             self._diagnose(seen, halting)
+        self._context.observers.run("gates", self._evaluate_gates, None)
         found = readings(
             self._heads(), seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
             stall_doubt=unread or unchanged or why_unconfirmed(seen, self._watch), env=now.env,
@@ -118,6 +123,20 @@ class Monitor:
         """Returns the ranks whose stacks are needed as evidence since the last call."""
         wanted, self._evidence.wants_dump = self._evidence.wants_dump, frozenset()
         return wanted
+
+    def _evaluate_gates(self) -> None:
+        """Evaluates each gate at a step once, when all ranks have reached that step."""
+        summary = self._context.reducer.summary
+        summary.is_live = True
+        for gate in gates.reached(summary, self._context.phase.gates):
+            if gate.name not in self._evaluated:
+                self._evaluated.add(gate.name)
+                text = f"gate at a step: {gate_line(gate).strip()}"
+                if gate.blocks:
+                    self._alerts.raise_(f"gate-{gate.name}", text, "crit")
+                else:
+                    self._run.event("note", text)
+        summary.is_live = False
 
     # --- the verdict ---------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The flags that an operator has set for the next phase of a launch."""
+"""The flags that an operator has set for the next phase of a launch, or for all later phases."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from console.action_table import Phases
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from trainers.contract import flags
 from trainers.contract.errors import UsageError
 
 
-def set_words(name: str, value: str, phase: str) -> str:
+def set_words(name: str, value: str, phase: str, phases: Phases) -> str:
     """Returns the answer to a request that set a flag; an adoption compares both."""
-    return f"{name}={value} for {phase} only"
+    return f"{name}={value} for {phase} {'and all later phases' if phases == 'all' else 'only'}"
 
 
 class NextFlags:
-    """Owns the flags that an operator set for the next phase; no later phase gets them."""
+    """Owns the flags that an operator set for the next phase, or for it and all later phases."""
 
     def __init__(self, spec: LaunchSpec):
         self._spec = spec
@@ -31,23 +32,31 @@ class NextFlags:
             for name, flag in self.pending.items()
         }
 
-    def set(self, index: int, name: str, value: str | None, by: str) -> tuple[bool, str]:
-        """Sets a flag of the phase `index`, or removes it if `value` is None.
+    def started(self) -> None:
+        """Removes the flags of the phase that has started; those of all later phases remain."""
+        self.pending = {n: flag for n, flag in self.pending.items() if flag.get("phases") == "all"}
 
-        Returns success and a sentence. A flag that is not valid with the settings of the phase is
+    def set(
+        self, index: int, name: str, value: str | None, by: str, phases: Phases = "next"
+    ) -> tuple[bool, str]:
+        """Sets a flag of the phase `index`, or also of all later phases; None as value removes it.
+
+        Returns success and a sentence. A flag that is not valid with the settings of a phase is
         rejected.
         """
-        phase = self._spec.plan.phases[index].name
+        planned = self._spec.plan.phases
+        phase, last = planned[index].name, len(planned) if phases == "all" else index + 1
         changed = {key: flag for key, flag in self.pending.items() if key != name}
         try:
             if value is not None:
                 value = flags.format_value(flags.parse(name, value))
-                changed[name] = {"value": value, "by": by, "ts": time.time()}
+                changed[name] = {"value": value, "by": by, "ts": time.time(), "phases": phases}
             pending = {key: FlagValue(flag["value"], "operator") for key, flag in changed.items()}
-            self._spec.settings(index, self._spec.flags(index, pending))
+            for each in range(index, last):
+                self._spec.settings(each, self._spec.flags(each, pending))
         except UsageError as error:
             return False, str(error)
         self.pending = changed
         if value is None:
             return True, f"{name} is reset to the value of the plan for {phase}"
-        return True, set_words(name, value, phase)
+        return True, set_words(name, value, phase, phases)

@@ -358,9 +358,8 @@ class Run:
         }  # fmt: skip
         document = self.observers.run(rundir.SUPERVISOR, self._document, self._published)
         self._published = document | now
-        self._services.publish(
-            self.path / rundir.SUPERVISOR, self._published, alerts=self.alerts.open()
-        )  # fmt: skip
+        path, alerts = self.path / rundir.SUPERVISOR, self.alerts.open()
+        self._services.publish(path, self._published, alerts=alerts)
 
     def _document(self) -> dict[str, Any]:
         return dict(self._link.state.identity) | self.attempt.document() | {

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from console.sources import crash_log, json_documents, legacy, process
+from console.sources import crash_log, gate_files, json_documents, legacy, process
 from console.sources.crash_log import Crash
+from console.sources.gate_files import GateFiles
 from console.sources.pace import Progress, progress_of
 from console.sources.record_files import Batch, RecordFiles, read_end
 from trainers.contract import jsonl, rundir
@@ -50,6 +51,7 @@ class FinalRead:
     """The step of the newest complete checkpoint, 0 without one, None if it is unreadable."""
     torchrun_signal: str = ""
     """The signal that torchrun's log names; the exits have to confirm it."""
+    files: GateFiles | None = None
 
 
 def newest_checkpoint(run: Path) -> int | None:
@@ -167,4 +169,5 @@ class Files:
             last[rank] = own if own != Crash() else crash_log.read(log, rank)
         death = DEATH.search(log)
         signal = process.signal_name(int(death[1])) if death else ""
-        return FinalRead(log, last, newest_checkpoint(self._run), signal)
+        files = gate_files.read(self._run, self._attempt, self._world)
+        return FinalRead(log, last, newest_checkpoint(self._run), signal, files)

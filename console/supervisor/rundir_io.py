@@ -122,6 +122,11 @@ class Directory(Recorder):
             rundir.make_directory(folder)
         aside = rundir.set_aside_stale_halt(run)
         rundir.write_json(run / rundir.RUN, record)
+        git = jsonl.mapping(record, "git")
+        if sha := jsonl.text(git, "sha"):
+            changes = f"with local changes {jsonl.text(git, 'diff')}\n" if git.get("dirty") else ""
+            with contextlib.suppress(OSError):  # run.json has it too
+                rundir.write_atomic(run / "git_sha.txt", f"{sha}\n{changes}")
         return aside
 
     def check_token(self, run: Path, token: str) -> None:

@@ -37,7 +37,7 @@ class Sampler:
         self.evidence: tuple[RankEvidence, ...] = ()
 
     def clear(self) -> None:
-        """Drops the last sample, because there is no sample of this moment."""
+        """Drops the last sample; to be called when no sample could be made at this moment."""
         self.evidence, self.gpus, self.rss_mib = (), (), {}
 
     def sample(

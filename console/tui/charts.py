@@ -57,7 +57,6 @@ CATALOG = (
     Chart("bytes right", ("bytes_right",), "share", from_zero=True),
     Chart("grad norm", ("grad_norm",), "", from_zero=True),
 )
-TITLES = tuple(chart.title for chart in CATALOG)
 
 
 def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:

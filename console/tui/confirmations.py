@@ -121,7 +121,7 @@ FACTS = {
 """More facts of a confirmation by action; one with a label that is there already replaces it."""
 
 
-# --- questions of their own ----------------------------------------------------------------------
+# --- questions of actions without a title --------------------------------------------------------
 
 
 def acknowledge(state: RunState | None, alert: str, text: str) -> Question:

@@ -91,6 +91,8 @@ TABLE: tuple[Key, ...] = (
         "charts", 1, views=("dashboard",)),
     Key("toggle", ("space",), "Change the flag or choice under the cursor", "change", 4,
         views=("launch",)),
+    Key("phases", ("v",), "Set flags for the next phase, or for all later phases",
+        views=("launch",)),
     Key("open", ("enter",), "Launch: set the flag. Stall: read the whole stack", "details", 2,
         views=("launch", "stall")),
     Key("zoom", ("z",), "Zoom: the selected chart, or all of the phases, command, checks, gates",

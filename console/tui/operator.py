@@ -108,12 +108,12 @@ class Operator:
         alert, text = (notice.alert, notice.text) if notice else ("", "")
         self.ask(lambda state: confirmations.acknowledge(state, alert, text))
 
-    def set_flag(self, launch: LaunchState, name: str, value: str | None) -> None:
-        """Sends a changed flag for the next phase; None as value undoes the change."""
+    def set_flag(self, launch: LaunchState, name: str, value: str | None, phases: str) -> None:
+        """Sends a changed flag for the `next` phase or `all`; None as value undoes the change."""
         if not launch.rest:
             self._screen.say(f"{launch.id} has no next phase: {name} would have no effect", "error")
             return
-        self.send(Path(launch.path), "set-flag", {"name": name, "value": value})
+        self.send(Path(launch.path), "set-flag", {"name": name, "value": value, "phases": phases})
 
     # --- launching -----------------------------------------------------------------------------
 

@@ -188,8 +188,7 @@ def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys):
     assert "resume" not in said(capsys, "status", launch)[1]
     (run / rundir.CHECKPOINTS).mkdir()
     (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000088\n")
-    command = f"nsa-console launch cpu_smoke --phase first --set checkpoint.resume={run}"
-    sentence = f"to resume, run this with the options of that launch: {command}\n"
+    sentence = f"to resume, run: nsa-console resume {launch}\n"
     assert sentence in said(capsys, "status", launch)[1]
     state = rundir.read_json(launch / rundir.PLAN_STATE)
     directory.document(launch / rundir.PLAN_STATE, state | {"state": "ended"})

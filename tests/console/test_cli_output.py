@@ -119,7 +119,7 @@ PRINTS = {
     "launch PLAN --dry-run": "launch cpu_smoke --dry-run", "check PLAN": "check cpu_smoke",
     "runs": "runs", "status RUN": "status {}", "check RUN": "check {}", "logs RUN": "logs {}",
     "flags": "flags", "plans": "plans", "drill": "drill", "diagnose RUN": "diagnose {}",
-    "bundle RUN": "bundle {0} --output {0}/bundle.tar.gz",
+    "report RUN": "report {}", "bundle RUN": "bundle {0} --output {0}/bundle.tar.gz",
 }  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def test_data_is_a_document_a_line_with_the_documented_names(launch, command):
 def test_every_command_with_data_is_in_the_document():
     assert {name.split()[0] for name, _, _ in DOCUMENTED} == {
         "launch", "check", "runs", "status", "watch", "logs", "dump", "halt", "stop", "do",
-        "flags", "plans", "adopt", "watchdog", "diagnose", "bundle", "drill",
+        "flags", "plans", "adopt", "watchdog", "diagnose", "bundle", "drill", "report",
     }  # fmt: skip
 
 

@@ -19,8 +19,10 @@ GARBAGE = (
 RUN = "<run>"
 GOOD = {
     "runs": [], "status": [RUN], "watch": [RUN, "--plain"], "watchdog": [RUN, "--halt"],
-    "adopt": [RUN], "check": [RUN], "diagnose": [RUN], "bundle": [RUN, "--output", "/dev/null"],
-    "logs": [RUN], "flags": [], "plans": [], "drill": ["--list"],
+    "adopt": [RUN], "resume": [RUN, "--dry-run"], "check": [RUN], "compare": [RUN],
+    "diagnose": [RUN], "bundle": [RUN, "--output", "/dev/null"],
+    "report": [RUN, "--output", "/dev/null"], "logs": [RUN],
+    "flags": [], "plans": [], "drill": ["--list"],
     "launch": ["cpu_smoke", "--dry-run", "--phase=sanity"], "dump": [RUN], "halt": [RUN],
     "stop": [RUN], "do": [RUN, "note", "text=hello"],
 }  # fmt: skip

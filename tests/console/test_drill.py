@@ -30,7 +30,7 @@ FAULT_TS = 1_800_000_000.0
 def test_the_truth_of_each_drill_is_one_that_the_console_can_show():
     for name, kind in KINDS.items():
         truth = kind.truth
-        assert sum(map(bool, (truth.cause, truth.ends, truth.alert))) <= 1, name
+        assert sum(map(bool, (truth.cause, truth.ends, truth.alert))) == 1, name
         assert truth.cause in {"", *(cause.name for cause in CAUSES)}, name
         assert truth.ends in {"", *EXIT_CODES}, name
         assert truth.alert in {"", *RULES}, name
@@ -108,6 +108,17 @@ def test_the_end_or_the_alert_of_another_rank_is_not_the_one_of_the_drill(launch
                     text="rank 0 takes 3 times as long as the other ranks")  # fmt: skip
     found = drill.read_score(launched, Drill("slow", 10, 1))
     assert (found.right_rank, found.right_cause, found.shown_s) == (False, True, None)
+
+
+def test_an_alert_without_a_rank_is_right_only_where_no_record_shows_the_rank(launched):
+    directory.event(launched / "0-first", "alert", alert="non_finite", ts=FAULT_TS + 9.0,
+                    text="the loss of step 10 is not finite")  # fmt: skip
+    directory.event(launched / "0-first", "alert", alert="memory_growth", ts=FAULT_TS + 10.0,
+                    text="the memory of the ranks grows by 9 MiB a minute")  # fmt: skip
+    found = drill.read_score(launched, Drill("nan", 10, 1))
+    assert (found.right_verdict, found.shown_s, found.passed) == (True, 9.0, True)
+    found = drill.read_score(launched, Drill("leak", 10, 1))
+    assert (found.right_rank, found.right_cause, found.passed) == (False, True, False)
 
 
 def test_a_wrong_reaction_and_the_stop_of_the_drill_itself_do_not_pass(launched):
@@ -193,7 +204,7 @@ def test_a_real_drill_is_scored_without_a_terminal_and_leaves_nothing(tmp_path, 
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("nope", "no drill 'nope'"), ("leak --plain", "NSA_DRILL"), ("stop", "needs a terminal"),
+    [("nope", "no drill 'nope'"), ("stop", "needs a terminal"),
      ("stop --plain --rank 2", "--rank 2 --nproc 2"), ("stop --plain --nproc 17", "at most 16")],
 )  # fmt: skip
 def test_a_drill_that_cannot_be_is_one_sentence(tmp_path, words, said):

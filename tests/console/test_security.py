@@ -58,7 +58,7 @@ def test_an_empty_directory_that_was_open_is_closed(tmp_path, before):
 def test_a_directory_that_is_refused_keeps_its_mode_and_content(tmp_path):
     (tmp_path / "home").mkdir(mode=0o755)
     (tmp_path / "home" / "thesis.txt").touch()
-    with pytest.raises(RefusedError, match="not empty"):
+    with pytest.raises(RefusedError, match=r"not empty and holds no launch.*thesis.txt"):
         claim(tmp_path / "home")
     assert (mode(tmp_path / "home"), listing(tmp_path / "home")) == (0o755, ["thesis.txt"])
 
@@ -174,7 +174,8 @@ def test_shell_metacharacters_in_args_are_one_argument_each(tmp_path):
 
 
 def test_what_a_training_inherits_is_shown_before_the_start(tmp_path, monkeypatch):
-    monkeypatch.setenv("SECRET_KEY", "x")
+    for name in ("SECRET_KEY", "NCCL_DEBUG", "LD_PRELOAD"):
+        monkeypatch.setenv(name, "")
     monkeypatch.setenv("HF_HOME", "/data/hf")
     prepared = actions.prepare(options(tmp_path))
     (row,) = [check for check in prepared.checks if check.name == "environment"]

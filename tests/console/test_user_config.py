@@ -62,6 +62,8 @@ def test_a_hook_is_words_with_their_rate_and_levels(file):
         ("hook: ['']", "absolute path"),
         ("hook_every_s: 0", "1 to 86400 seconds"),
         ("hook_every_s: .nan", "1 to 86400 seconds"),
+        ("alive: [./ping]", "'alive' starts with './ping'"),
+        ("alive_every_s: 0.5", "1 to 86400 seconds"),
         ("hook_levels: [loud]", "info, warn, crit"),
         ("hook_levels: []", "info, warn, crit"),
         ("[1]", "must be key: value"),
@@ -108,17 +110,20 @@ def test_a_file_of_another_user_names_no_program(file):
 
 
 def test_a_launch_stores_the_hook_and_shows_it_before(file, tmp_path):
-    write(file, 'hook: [sh, "; x"]\nhook_every_s: 60')
+    write(file, 'hook: [sh, "; x"]\nhook_every_s: 60\nalive: [touch, x]')
     prepared = actions.prepare(options(tmp_path))
     (row,) = [check for check in prepared.checks if check.name == "hook"]
-    assert (row.result, row.text) == ("pass", "on crit alerts, at most every 60 s: sh '; x'")
+    assert (row.result, row.text) == (
+        "pass",
+        "on crit alerts, at most every 60 s: sh '; x'; alive, every 60 s: touch x",
+    )
     assert row.text in "\n".join(prepared.lines())
     assert prepared.as_dict()["hook"]["hook"] == ("sh", "; x")
     rundir.write_json(tmp_path / rundir.PLAN, prepared.spec.as_dict(1.0))
     assert (
         launch_spec.load(tmp_path).operator
         == prepared.spec.operator
-        == Settings(("sh", "; x"), 60.0)
+        == Settings(("sh", "; x"), 60.0, alive=("touch", "x"))
     )
 
 

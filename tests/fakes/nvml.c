@@ -1,11 +1,11 @@
 /* NVML's C interface over text files beside this library, read again at each call.
  *
  * gpus.txt, one line a GPU: index util_pct power_mw mem_used_mib mem_total_mib temp_c sm_mhz state
- * delay_ms throttle ecc refused name. `state` is ok, lost or error; `refused` lists sensors with the
+ * delay_ms throttle ecc mig refused name. `state` is ok, lost or error; `refused` lists sensors with the
  * code that each returns, as ecc=4,memory=999, or is -; `name` is the rest of the line, any bytes.
  * events.txt, one line an Xid: device via number. The event is about `device`, and is delivered to
  * event sets in which `via` is registered.
- * driver.txt: init_code init_delay_ms.
+ * driver.txt: init_code init_delay_ms cuda_version. processes.txt, one line each: gpu pid.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -17,11 +17,11 @@
 #include <string.h>
 #include <time.h>
 
-enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, TIMEOUT = 10,
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, TIMEOUT = 10,
        GPU_IS_LOST = 15, UNKNOWN = 999 };
 
-struct gpu { unsigned index, util, power, used, total, temp, mhz, delay, throttle, ecc; char state[16], refused[128], name[96]; };
-struct driver { int init; unsigned delay; };
+struct gpu { unsigned index, util, power, used, total, temp, mhz, delay, throttle, ecc, mig; char state[16], refused[128], name[96]; };
+struct driver { int init; unsigned delay; int cuda; };
 struct set { unsigned long long devices; unsigned read; };
 
 static struct set sets[64];
@@ -40,9 +40,9 @@ static void wait_ms(unsigned ms) {
     if (ms) nanosleep(&pause, NULL);
 }
 static struct driver driver(void) {
-    struct driver d = {0, 0};
+    struct driver d = {0, 0, 13000};
     FILE *stream = beside("driver.txt");
-    if (stream && fscanf(stream, "%d %u", &d.init, &d.delay) != 2) d.init = UNKNOWN;
+    if (stream && fscanf(stream, "%d %u %d", &d.init, &d.delay, &d.cuda) != 3) d.init = UNKNOWN;
     if (stream) fclose(stream);
     return d;
 }
@@ -54,9 +54,9 @@ static int look(unsigned index, struct gpu *gpu) {
     int found = 0;
     while (stream && fgets(line, sizeof line, stream)) {
         struct gpu g = {0};
-        if (sscanf(line, "%u %u %u %u %u %u %u %15s %u %u %u %127s %95[^\n]", &g.index, &g.util, &g.power,
-                   &g.used, &g.total, &g.temp, &g.mhz, g.state, &g.delay, &g.throttle, &g.ecc, g.refused,
-                   g.name) == 13) {
+        if (sscanf(line, "%u %u %u %u %u %u %u %15s %u %u %u %u %127s %95[^\n]", &g.index, &g.util, &g.power,
+                   &g.used, &g.total, &g.temp, &g.mhz, g.state, &g.delay, &g.throttle, &g.ecc, &g.mig, g.refused,
+                   g.name) == 14) {
             if (g.index == index) *gpu = g;
             found++;
         }
@@ -172,6 +172,38 @@ int nvmlDeviceGetTotalEccErrors(void *d, int type, int counter, unsigned long lo
     struct gpu g;
     int code = ask(d, &g, "ecc");
     *count = type == 1 && counter == 0 ? g.ecc : 0;
+    return code;
+}
+
+int nvmlDeviceGetMigMode(void *d, unsigned *now, unsigned *next) {
+    struct gpu g;
+    int code = ask(d, &g, "mig");
+    *now = *next = g.mig;
+    return code;
+}
+int nvmlSystemGetDriverVersion(char *text, unsigned size) {
+    snprintf(text, size, "580.00");
+    return ready() ? SUCCESS : UNINITIALIZED;
+}
+int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    *version = driver().cuda;
+    return SUCCESS;
+}
+int nvmlSystemGetCudaDriverVersion(int *version) { return nvmlSystemGetCudaDriverVersion_v2(version); }
+struct process { unsigned pid; unsigned long long used; unsigned gi, ci; };
+int nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *count, struct process *all) {
+    struct gpu g;
+    int code = ask(d, &g, "processes");
+    unsigned device, pid, found = 0;
+    FILE *stream = code == SUCCESS ? beside("processes.txt") : NULL;
+    while (stream && fscanf(stream, "%u %u", &device, &pid) == 2)
+        if (device == (unsigned)(uintptr_t)d - 1) {
+            if (all && found < *count) all[found] = (struct process){pid, 1ull << 30, 0, 0};
+            found++;
+        }
+    if (stream) fclose(stream);
+    code = code ? code : found && !all ? INSUFFICIENT_SIZE : SUCCESS;
+    *count = found;
     return code;
 }
 

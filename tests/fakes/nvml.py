@@ -9,9 +9,10 @@ from tests.fakes import compiled
 SOURCE = Path(__file__).with_name("nvml.c")
 GPU = {
     "util": 97, "power_mw": 321_500, "used": 61_000, "total": 81_920, "temp": 64, "mhz": 1410,
-    "state": "ok", "delay_ms": 0, "throttle": 4, "ecc": 0, "refused": "-",
+    "state": "ok", "delay_ms": 0, "throttle": 4, "ecc": 0, "mig": 0, "refused": "-",
     "name": "Fake A100-SXM4-80GB",
 }  # fmt: skip
+IDLE = {"util": 0, "used": 500}
 HANGS_MS = 60_000
 
 
@@ -32,9 +33,14 @@ def write(folder: Path, count: int = 8, **changed: dict[str, object]) -> None:
     _replace(folder / "gpus.txt", b"\n".join(lines) + b"\n")
 
 
-def driver(folder: Path, init: int = 0, delay_ms: int = 0) -> None:
-    """Sets the code and the delay of nvmlInit."""
-    _replace(folder / "driver.txt", f"{init} {delay_ms}\n".encode())
+def driver(folder: Path, init: int = 0, delay_ms: int = 0, cuda: int = 13_000) -> None:
+    """Sets the code and the delay of nvmlInit, and the newest CUDA version of the driver."""
+    _replace(folder / "driver.txt", f"{init} {delay_ms} {cuda}\n".encode())
+
+
+def processes(folder: Path, *pairs: tuple[int, int]) -> None:
+    """Sets the processes that compute, as pairs of GPU and pid."""
+    _replace(folder / "processes.txt", "".join(f"{gpu} {pid}\n" for gpu, pid in pairs).encode())
 
 
 def xid(folder: Path, gpu: int, number: int, via: int | None = None) -> None:

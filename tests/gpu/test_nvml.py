@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from console.sources import nvml
+from console.sources import gpu_survey, nvml
 from console.sources.gpu import Device, XidLog
 
 pytestmark = pytest.mark.gpu
@@ -68,7 +68,7 @@ def test_products_raise_utilisation_power_and_memory(device):
 
 def test_the_devices_are_counted_and_sampled_each_second(device):
     done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
-    assert nvml.count() == done.stdout.count("GPU ")
+    assert len(gpu_survey.survey().cards) == done.stdout.count("GPU ")
     samples = nvml.Nvml()
     samples.start()
     try:

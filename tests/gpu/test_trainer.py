@@ -38,8 +38,13 @@ def test_records_have_the_memory_and_the_phases_of_the_device(tmp_path):
         assert 0 < records[-1][f"dt_{phase}_s"] < 5
     audits = run.records(0, "sdpa_audit")
     assert len(audits) == 1, audits
-    dumps = sorted((run.path / "profiles").glob("memory_step*_rank0.json"))
-    assert [each.name[:19] for each in dumps] == ["memory_step00000010", "memory_step00000020"]
+    dumps = {path.name for path in run.path.glob("mem_*_rank0.*")}
+    when = ("boot", "step1", "pre_step10", "post_step10", "pre_step20", "post_step20")
+    assert dumps == {f"mem_{each}_rank0.{kind}" for each in when for kind in ("txt", "json")}
+    statistics = json.loads((run.path / "mem_step1_rank0.json").read_text())
+    assert statistics["reserved_bytes.all.current"] > 0
+    assert "CUDA memory summary" in (run.path / "mem_step1_rank0.txt").read_text()
+    assert "<nvidia_smi_log>" in (run.path / "nvidia_smi.xml").read_text()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

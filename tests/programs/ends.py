@@ -43,5 +43,6 @@ for step in range(1, 100_000):
         if mode == "native":
             forward()
         elif mode == "raise":
-            fetch(step)
+            with run.phase("fetch"):
+                fetch(step)
     time.sleep(0.02)

@@ -110,13 +110,40 @@ def test_csv_env_and_metrics_are_the_same_numbers(text_run):
     assert metrics["loss"] == progress[-1]["loss"] < metrics["first_loss"]
 
 
+def test_a_run_has_the_files_that_the_scripts_of_the_runbooks_read(text_run):
+    """The bucket sweep averages column 4 of the last 50 rows of training.csv."""
+    rows = [line.split(",") for line in (text_run.path / "training.csv").read_text().splitlines()]
+    assert rows[0][:4] == ["step", "loss", "lr", "toks_per_s"]
+    progress = text_run.records(0, "progress")
+    assert [float(row[3]) for row in rows[1:]] == [r["toks_per_s"] for r in progress]
+    held_out = text_run.records(0, "eval")
+    header, *values = (text_run.path / "val.csv").read_text().splitlines()
+    assert header == "step,val_loss,ppl"
+    assert [line.split(",")[:2] for line in values] == [
+        [str(r["step"]), str(r["loss"])] for r in held_out
+    ]
+    header, *values = (text_run.path / "k_stats.csv").read_text().splitlines()
+    assert header.startswith("step,sel_entropy,")
+    assert [float(line.split(",")[1]) for line in values] == [r["sel_entropy"] for r in progress]
+    counters = (text_run.path / "fallback_counters.csv").read_text().splitlines()
+    assert counters == ["step,fb_total", *(f"{r['step']},0" for r in progress)]
+    dtypes = (text_run.path / "dtypes_report.txt").read_text()
+    env = json.loads((text_run.path / "env.json").read_text())
+    assert f"torch.float32: {env['parameters']} (100.00%)" in dtypes
+    state_mib = float((text_run.path / "opt_state_mb.txt").read_text())
+    assert state_mib == pytest.approx(env["parameters"] * 8 / 2**20, abs=0.01)
+    assert "torch==" in (text_run.path / "collect_env.txt").read_text()
+    assert text_run.text().count("memory dumps (mem_*): not on CPU") == 1
+
+
 def test_nothing_is_written_outside_the_run_directory(text_run):
     assert not [p for p in (text_run.path.parent / "home").rglob("*") if p.is_file()]
     names = {path.name for path in text_run.path.iterdir()}
     assert names == {
         "heartbeat_rank0.jsonl", "heartbeat_rank1.jsonl", "stackdump_rank0.txt",
         "stackdump_rank1.txt", "pulse_rank0", "pulse_rank1", "training.csv", "env.json",
-        "metrics.json", "checkpoints", "tb",
+        "metrics.json", "checkpoints", "tb", "val.csv", "k_stats.csv", "fallback_counters.csv",
+        "dtypes_report.txt", "opt_state_mb.txt", "collect_env.txt",
     }  # fmt: skip
 
 

@@ -28,8 +28,7 @@ class Truth:
     """The right verdict on a fault in a run of two ranks, and the right reactions of an operator.
 
     The fault shows as a verdict with this `cause` in this `phase`, as the state in which the run
-    `ends`, or as an `alert`. A fault with none of these shows only in figures, or only after
-    minutes, and is not scored. `right` has the right actions; "resume" means that the rank steps
+    `ends`, or as an `alert`. `right` has the right actions; "resume" means that the rank steps
     again without an action, () that no reaction is needed.
     """
 
@@ -38,6 +37,10 @@ class Truth:
     ends: str = ""
     alert: str = ""
     right: tuple[str, ...] = ()
+    ranked: bool = True
+    """False where no record shows the rank, because all ranks record a sum over the ranks."""
+    after_s: float = 0.0
+    """The time that the alert needs to observe the fault."""
 
 
 STALLS = ("stop", "kill")
@@ -54,6 +57,8 @@ class Kind:
     lasts: bool = False
     """True where the fault happens at every step from the first one on."""
     truth: Truth = Truth()
+    step: int = 10
+    """The step in which `nsa-console drill` lets it happen."""
 
 
 KINDS: dict[str, Kind] = {
@@ -79,11 +84,14 @@ KINDS: dict[str, Kind] = {
                      truth=Truth("sleep", "backward", right=STALLS)),
     "loader": Kind("the loader's thread sleeps in the read for that step", FOREVER_S, "loader",
                    truth=Truth("loader", "fetch", right=STALLS)),
-    "nan": Kind("the loss is NaN", place="logits"),
-    "inf_grad": Kind("one gradient is Inf, the loss is finite", place="logits"),
+    "nan": Kind("the loss is NaN", place="logits",
+                truth=Truth(alert="non_finite", ranked=False)),
+    "inf_grad": Kind("one gradient is Inf, the loss is finite", place="logits", step=60,
+                     truth=Truth(alert="skipped_steps", ranked=False)),
     "slow": Kind("each step from then on takes SECONDS longer in the forward pass", 1.0,
                  lasts=True, truth=Truth(alert="imbalance", right=("halt",))),
-    "leak": Kind("the process grows by SECONDS MiB in each step from then on", 16.0, lasts=True),
+    "leak": Kind("the process grows by SECONDS MiB in each step from then on", 2.0, lasts=True,
+                 truth=Truth(alert="memory_growth", right=("halt",), after_s=400.0)),
 }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
 in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
-all threads and then torch the collective flight record; it touches no object of the program.
+the stacks of all threads; then torch writes the flight record of the collectives. It touches no
+object of the program.
 
 Where a rank holds the GIL in native code, the helper cannot run. Then `LAST_RESORT` lets
 faulthandler write the main thread from the signal handler itself. Send it only after SIGUSR1 had no

@@ -30,11 +30,13 @@ class RefusedError(ContractError):
     exit_code = 4
 
 
+MOST_SHOWN = 12
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean X?`, or the known words if none is similar."""
+    """Returns `; did you mean X?`, or the known words if none is similar and they are few."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]!r}?"
-    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
-    return f"; known: {shown}" if names else ""
+    return f"; known: {', '.join(names)}" if 0 < len(names) <= MOST_SHOWN else ""

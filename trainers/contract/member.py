@@ -44,6 +44,8 @@ COUNTING = ("progress", "exit")
 """Records that carry the number of steps with a non-finite loss."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
+RAISED_IN = "nsa_phase"
+"""The attribute of an exception with the phase in which it was raised."""
 _BOARD = struct.Struct("<qqq")
 _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 """Marks on the board: a requested halt, and a step that rank 0 decided on."""
@@ -118,9 +120,15 @@ class Member:
         """Queues one line for this rank's log."""
         self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
 
-    def close(self, step: int, **figures: Any) -> bool:
-        """Writes the exit record and waits for the disk; returns False if records are left."""
+    def close(self, step: int, phase: str = "", **figures: Any) -> bool:
+        """Writes the exit record and waits for the disk; returns False if records are left.
+
+        `phase` is the phase in which the rank ends, by default that of its pulse.
+        """
         self._stop.set()
+        phase = phase or self.pulse.phase
+        if phase in STEP_PHASES:
+            figures["phase"] = phase
         self.pulse.set(step, "exit")
         self.record("exit", step, dropped_records=self.recorder.dropped, **figures)
         written = self.recorder.close()
@@ -216,6 +224,8 @@ class Joined(Member):
         self._last_at = time.monotonic()
         self._in_step = False
         self._reason = "done"
+        self._left_in = ""
+        """The phase that a SystemExit has left."""
         self.pulse.nonfinite_steps = 0
         self.start()
         self.record("boot", 0)
@@ -251,6 +261,12 @@ class Joined(Member):
         self.pulse.set(self._last_step, name)
         try:
             yield
+        except SystemExit:
+            self._left_in = self._left_in or name
+            raise
+        except BaseException as error:
+            error.__dict__.setdefault(RAISED_IN, name)
+            raise
         finally:
             self.pulse.set(self._last_step, before)
 
@@ -276,10 +292,11 @@ class Joined(Member):
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end_step()
-            self.close(self._last_step, reason=self._reason)
+            self.close(self._last_step, self._left_in, reason=self._reason)
         else:
             reason = f"{type(error).__name__}: {error}"[:400]
-            self.close(self._last_step, reason=reason, exit_code=1)
+            phase = vars(error).get(RAISED_IN, "")
+            self.close(self._last_step, phase, reason=reason, exit_code=1)
 
 
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:

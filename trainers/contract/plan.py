@@ -21,10 +21,12 @@ LONGEST_BACKOFF_S = 600.0
 LIMITS: Mapping[str, tuple[float, float]] = {
     "nproc": (1, 1024), "gpus": (0, 1 << 20), "attempts": (1, 1000),
     "backoff_s": (0, LONGEST_BACKOFF_S), "threshold": (1e-9, 1e7), "for_s": (0, 1e7),
-    "hook_every_s": (1, 86_400), "rounds": (8, 14),
+    "hook_every_s": (1, 86_400), "alive_every_s": (1, 86_400), "parameters": (1, 1e15),
+    "seq_len": (1, 1e9), "tokens_per_step": (1, 1e12), "rounds": (8, 14),
 }  # fmt: skip
 """Smallest and largest allowed value by key; `ANY_SPAN` limits every other number."""
 ANY_SPAN = (1e-3, 1e7)
+DEVICE = "train.device"
 Between = Literal["go", "ask"]
 BETWEEN: tuple[Between, ...] = get_args(Between)
 RestartWhen = Literal["never", "crash", "stall"]
@@ -73,6 +75,16 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class Expects:
+    """Facts that the settings of a phase must have, or the preflight fails; None is not checked."""
+
+    parameters: int | None = None
+    seq_len: int | None = None
+    tokens_per_step: int | None = None
+    """Tokens of all ranks in one optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Phase:
     """One phase of a plan. torchrun starts `module` or `script` with `args`.
 
@@ -89,8 +101,14 @@ class Phase:
     set: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     gates: Mapping[str, Any] = field(default_factory=dict)
+    expects: Expects = Expects()
     sweep: str = ""
     variant: str = ""
+
+    @property
+    def is_ours(self) -> bool:
+        """True if the phase starts a trainer of this project, whose settings are known."""
+        return not self.script and self.module.startswith("trainers.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +129,10 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The phases of a launch, and the settings of the whole launch."""
+    """The phases of a launch, and the settings of the whole launch.
+
+    With `gpus` above 0 the trainers of this project train on CUDA, unless a phase sets a device.
+    """
 
     name: str
     phases: tuple[Phase, ...]
@@ -128,7 +149,7 @@ class Plan:
 
 
 FALSE_DIFFERENCE = 0.01
-"""The share of sweeps without a true difference in which one is found by chance, at most."""
+"""The highest probability that a sweep without a true difference finds one by chance."""
 
 
 def highest_p(variants: int) -> float:
@@ -136,13 +157,59 @@ def highest_p(variants: int) -> float:
     return FALSE_DIFFERENCE / math.comb(variants, 2)
 
 
-SHARED_KEYS = ("nproc", "module", "script", "config", "flags")
-"""Keys that a plan may set for all phases; a phase overrides them, flags are merged."""
+MERGED_KEYS = ("flags", "set", "gates", "expects")
+SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
+"""Keys that a plan may set for all phases; a phase overrides them, or entries of `MERGED_KEYS`."""
+EXTENDS, MOST_EXTENDED = "extends", 4
+PLANS = Path(__file__).resolve().parents[2] / "configs" / "plans"
 
 
 def load(path: Path) -> Plan:
     """Returns the plan in a YAML file. Raises UsageError with file, key and correction."""
-    return parse(yamlfile.load(path), str(path))
+    return parse(_extended(path, ()), str(path))
+
+
+def _extended(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
+    """Returns the content of a plan file over that of the plan which it extends, if it does.
+
+    Phases of the same name are merged, new ones follow; null removes an entry.
+    """
+    document, chain = yamlfile.load(path), (*extending, path)
+    name = document.pop(EXTENDS, None)
+    if name is None:
+        return document
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise UsageError(f"{path}: {EXTENDS!r} must be the name of a plan, not {name!r}")
+    files = (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
+    seen = {each.resolve() for each in chain}
+    other = next((each for each in files if each.resolve() not in seen and each.is_file()), None)
+    if other is None or len(chain) > MOST_EXTENDED:
+        raise UsageError(
+            f"{path}: {EXTENDS} {name}: there is no such plan beside it or in {PLANS}, or the "
+            f"plans extend each other, or are more than {MOST_EXTENDED} deep"
+        )
+    base = _extended(other, chain)
+    return _merged({key: base[key] for key in base if key not in ("name", "about")}, document)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `base` with the values of `over`; mappings and lists of phases are merged."""
+    found = {**base, **over}
+    for key in base.keys() & over.keys():
+        old, new = base[key], over[key]
+        if isinstance(old, dict) and isinstance(new, dict):
+            found[key] = _merged(old, new)
+        elif key == "phases" and isinstance(old, list) and isinstance(new, list):
+            names = [each.get("name") if isinstance(each, dict) else None for each in old]
+            found[key] = list(old)
+            for each in new:
+                name = each.get("name") if isinstance(each, dict) else None
+                if name is not None and name in names:
+                    place = names.index(name)
+                    found[key][place] = _merged(old[place], each)
+                else:
+                    found[key].append(each)
+    return found
 
 
 def parse(document: Mapping[str, Any], where: str) -> Plan:
@@ -165,7 +232,13 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
     _check_name(own.get("name"), where)
     if isinstance(own.get("restart"), str):
         own["restart"] = {"when": own["restart"]}
-    return section(Plan, own, where, phases=phases)
+    plan = section(Plan, own, where, phases=phases)
+    return replace(plan, phases=tuple(map(_on_gpus, phases))) if plan.gpus else plan
+
+
+def _on_gpus(phase: Phase) -> Phase:
+    """Returns a phase that trains on CUDA; a device that the phase sets is kept."""
+    return replace(phase, set={DEVICE: "cuda", **phase.set}) if phase.is_ours else phase
 
 
 def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
@@ -176,6 +249,8 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
     if not isinstance(raw, dict) or "variants" not in raw:
         yield _phase(raw, shared, where)
         return
+    variants = {k: v for k, v in _mapping(raw["variants"], where).items() if v is not None}
+    raw = {**raw, "variants": variants}
     own = {key: value for key, value in raw.items() if key not in get_type_hints(Sweep)}
     sweep = section(Sweep, {k: v for k, v in raw.items() if k not in own}, where)
     base = _phase(own, shared, where)
@@ -203,10 +278,11 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
     merged = {**shared, **raw}
     if "script" in raw or "module" in raw:
         merged = {k: v for k, v in merged.items() if k not in ("script", "module") or k in raw}
-    merged["flags"] = {
-        **_mapping(shared.get("flags", {}), where),
-        **_mapping(raw.get("flags", {}), where),
-    }
+    for key in MERGED_KEYS:
+        given = (raw,) if key == "set" and merged.get("script") else (shared, raw)
+        parts = (_mapping(each.get(key) or {}, f"{where}: {key}") for each in given)
+        both = {name: value for part in parts for name, value in part.items()}
+        merged[key] = {name: value for name, value in both.items() if value is not None}
     for key in ("module", "script"):
         if str(merged.get(key, "")).strip().startswith("-"):
             raise UsageError(

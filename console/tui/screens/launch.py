@@ -146,6 +146,8 @@ class Launch(Scrolls, View):
         super().__init__(console, id)
         self.draft = console.draft
         self._items: list[flag_list.Item] = []
+        self._phases = "next"
+        """The phases for which changed flags are sent to a running launch."""
 
     def compose(self) -> ComposeResult:
         with Container(id="plan"):
@@ -175,7 +177,8 @@ class Launch(Scrolls, View):
             now = {**state.decided, **state.environment}
             self._items = flag_list.items(now, snapshot.coming or None, changed)
             why_not = snapshot.coming_trouble and f": not available: {snapshot.coming_trouble}"
-            heading = f"flags now → {when}{why_not}" if when else "flags now, no phase left"
+            later = " and later" if self._phases == "all" else ""
+            heading = f"flags now → {when}{later}{why_not}" if when else "flags now, no phase left"
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
             self._items = flag_list.items({}, draft.planned_flags(), draft.flags, draft.between)
@@ -239,6 +242,11 @@ class Launch(Scrolls, View):
         else:
             self.do_open()
 
+    def do_phases(self) -> None:
+        """Chooses whether changed flags are for the next phase or for all later phases."""
+        self._phases = "next" if self._phases == "all" else "all"
+        self.fill()
+
     def do_zoom(self) -> None:
         """Opens the complete content of the panels that are cut."""
         from console.tui.widgets.reader import Reader
@@ -266,7 +274,7 @@ class Launch(Scrolls, View):
 
     def _set(self, name: str, value: str | None) -> None:
         if live := live_launch(self.snapshot):
-            self.console.operator.set_flag(live[1], name, value)
+            self.console.operator.set_flag(live[1], name, value, self._phases)
             return
         if value is None:
             self.draft.flags.pop(name, None)

@@ -93,7 +93,7 @@ class LogView(Scrolls, View):
         self.redraw()
 
     def _refresh_lines(self) -> None:
-        """Selects the lines of the source again if there are other lines."""
+        """Selects the lines of the source again if the lines or the source have changed."""
         seen = (self.book.epoch, self.book.total, self.source)
         if seen == self._seen:
             return

@@ -127,7 +127,14 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
 def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
     if missed := not_passed(gates):
         return [Notice("warn", missed, "2 gates")]
-    return [Notice("info", f"all gates of this phase passed ({len(gates)})")] if gates else []
+    overridden = sum(gate.result != "pass" for gate in gates)
+    text = f"all gates of this phase passed ({len(gates)})"
+    text = (
+        f"{overridden} of {len(gates)} gates did not pass, and the plan overrides them"
+        if overridden
+        else text
+    )
+    return [Notice("info", text)] if gates else []
 
 
 def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:

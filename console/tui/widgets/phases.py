@@ -77,7 +77,7 @@ def _phase_row(
         result = f"gates {passed}/{len(gates)}"
     mark, strong = ("▸", "strong") if is_current else (" ", "")
     row = columns([
-        (mark, 1, "now"), (phase.numbered, max(12, min(18, width - 45)), strong),
+        (mark, 1, "now"), (phase.numbered, max(12, min(18, width - 47)), strong),
         (phase.state, 11, STATE_STYLE.get(phase.state, "dim")),
         (steps, -STEPS, ""), (took, -5, "dim"), (result, 13, style),
     ])  # fmt: skip

@@ -139,6 +139,29 @@ def test_a_main_thread_that_never_waits_for_the_gil_runs_native_code(
     assert words in found.sentence
 
 
+@pytest.mark.parametrize(
+    ("waits", "ticks", "threads", "cause", "sure"),
+    [
+        (0.0, 0, True, "lock", "high"),
+        (0.0, 0, False, "lock", "medium"),  # its time is not available
+        (25.0, 22, True, "busy", "high"),  # it gets 11 % of a core
+        (10.0, 22, True, "busy", "high"),
+        (0.0, 22, True, "busy", "medium"),
+    ],
+)
+def test_a_thread_that_ran_waits_for_the_gil_and_not_for_a_lock(waits, ticks, threads, cause, sure):
+    """On a busy host both samples may find a computation where it gives up the GIL."""
+    asleep = {"state": "S", "wchan": IDLE.wchan, "main": IDLE.main}
+    samples = [replace(each, **asleep) for each in working(waits, (), ticks)]
+    samples = [each if threads else replace(each, threads=()) for each in samples]
+    found = evidence((OWN,))
+    found = replace(
+        found, before={0: IDLE, 1: samples[0]}, after={0: found.after[0], 1: samples[1]}
+    )
+    verdict = explained(found, rank(0), rank(1))
+    assert (verdict.cause, verdict.rank, verdict.sure) == (cause, 1, sure), verdict
+
+
 def test_a_computation_in_other_threads_says_nothing_about_the_main_thread():
     before, after = working(25.0)
     threads = after.threads[0], replace(after.threads[1], cpu_ticks=150)

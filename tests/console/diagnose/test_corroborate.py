@@ -204,10 +204,10 @@ SURE = {
     (STALLS, replace(EXITED, state="S")):
         (("exited-early", "medium"), decision("verdict-exited-early", "lie")),
     (MOVES, EXITED): (None, decision("verdict-exited-early", "absent")),
-    (rank(12.0, 12.0),): (("all-ranks", "high"), decision("verdict-alone", "true")),
-    (rank(12.0, 1.0),): (("all-ranks", "low"), decision("verdict-alone", "lie")),
-    (rank(12.0, 1.0, doubt="ahead"),): (None, decision("verdict-alone", "lie")),
-    (STALLS,): (("all-ranks", "low"), decision("verdict-alone", "absent")),
+    (rank(12.0, 12.0),): (("all-ranks", "medium"), ()),
+    (rank(12.0, 1.0),): (("all-ranks", "low"), ()),
+    (rank(12.0, 1.0, doubt="ahead"),): (None, ()),
+    (STALLS,): (("all-ranks", "low"), ()),
 }  # fmt: skip
 
 

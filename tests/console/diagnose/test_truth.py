@@ -163,7 +163,7 @@ TRUE = {
         Told(env={"parameters": 254_499, "parameters_counted": 254_499}),
         "the config m7c_125m.yaml names 125 M parameters and the model has 254,499",
     ),
-    "host_bound": (Told(gpu={"util_pct": 12.0, "power_w": 130.0}), "busy for 12% of a step, of"),
+    "host_bound": (Told(gpu={"util_pct": 12.0, "power_w": 130.0}), "busy for 12% of a step, and"),
     "no_power": (
         Told(gpu={"power_w": 110.0}), "report 97% utilisation and draw 16% of their power limit",
     ),

@@ -52,7 +52,7 @@ SENTENCES = {
         f"{SINCE}; kill -CONT 1001 resumes it; rank 0 waits in backward",
     ),
     "all stopped": (
-        (rank(0, state="T"), rank(1, state="T")), ("stopped", 0, "high"),
+        (rank(0, state="T"), rank(1, state="T")), ("stopped", None, "high"),
         "ranks 0-1 are stopped (SIGSTOP) in forward of step 41, last progress at "
         f"{SINCE}; kill -CONT 1000 1001 resumes them",
     ),

@@ -16,6 +16,7 @@ def test_a_healthy_run_of_uneven_steps_is_never_stopped(case):
     counts = replay(case, HOURS[case.median_s], seed=7, every_s=5)
     assert counts.looks == HOURS[case.median_s] * 720
     assert not counts.acted
+    assert not counts.said["high"]
 
 
 @pytest.mark.parametrize("name", HALTING)

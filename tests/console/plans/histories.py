@@ -13,7 +13,12 @@ Record = dict[str, Any]
 EVERY_BOUND: Record = {
     "steps_done": 1, "loss_finite": True, "grad_norm_above": 0, "no_stall": True, "loss_falls": -1,
     "bytes_right": 0.5, "toks_per_s_above": 1, "gpu_mem_below_mib": 100, "restarts_at_most": 9,
-    "stalls_at_most": 9,
+    "stalls_at_most": 9, "gpu_mem_growth_below_mib": 9, "toks_per_s_50_above": 1,
+    "step_ratio_below": 99, "entropy_above": 0.1, "collapse_below": 0.5, "fetch_below_s": 5,
+    "heartbeats_complete": True, "checkpoints_at_least": 1, "checkpoint_mib_above": 1,
+    "checkpoints_loaded_at_least": 0,
+    "no_log_errors": True, "scaling_above": 0.9, "comm_hook_active": True, "gpu_util_above_pct": 80,
+    "gpu_balance_below_pct": 10,
 }  # fmt: skip
 """Every gate with a bound that whole records pass."""
 _clock = itertools.count(1)
@@ -47,7 +52,7 @@ def attempt(
 ) -> Written:
     """An attempt with one record a step; from step 2 on it resumed. None: it was killed."""
     written = Written(rank, number)
-    written.add("boot", 0)
+    written.add("loader_ready", 0, comm_hook="bf16")
     if steps.start > 1:
         written.add("resume", steps.start - 1)
     for step in steps:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from console import actions
-from console.plans import catalog, preflight
+from console.actions import LaunchOptions
+from console.plans import catalog, gpu_checks, preflight
+from console.plans.case import Case
 from console.sources import nvml
 from trainers.contract import plan as plans_module
-from trainers.contract.errors import UsageError
+from trainers.contract.errors import RefusedError, UsageError
 from trainers.contract.flags import FLAGS
 
 PHASES = [{"name": "one", "script": __file__}]
@@ -27,11 +30,12 @@ def written(folder: Path, **document) -> str:
 
 def case(tmp_path, directory=None, devices="", root=Path("/"), **document):
     plan = plans_module.parse({"name": "mine", "phases": PHASES} | document, "test")
-    return preflight.Case(plan, directory or tmp_path / "launch", devices, root=root)
+    settings = ({},) * len(plan.phases)
+    return Case(plan, directory or tmp_path / "launch", devices, settings=settings, root=root)
 
 
 def checks(given):
-    return {check.name: check for check in preflight.run(given, [{}] * len(given.plan.phases))}
+    return {check.name: check for check in preflight.run(given)}
 
 
 def test_the_projects_plans_are_found_from_anywhere(tmp_path, monkeypatch):
@@ -66,9 +70,9 @@ def test_an_unknown_gate_names_file_and_phase(tmp_path):
 
 
 def test_a_plan_without_gpus_trains_on_the_cpu_also_where_there_is_one(tmp_path):
-    for plan in catalog.plans()[0]:
-        prepared = actions.prepare(actions.LaunchOptions(plan=plan.name, root=tmp_path))
-        for phase in prepared.phases if plan.gpus == 0 else ():
+    for plan in (each for each in catalog.plans()[0] if each.gpus == 0):
+        prepared = actions.prepare(LaunchOptions(plan=plan.name, root=tmp_path))
+        for phase in prepared.phases:
             assert phase["settings"]["train.device"]["value"] == "cpu", phase["run"]
 
 
@@ -172,3 +176,67 @@ def test_a_logout_is_among_the_checks(tmp_path):
     assert checks(case(tmp_path, root=tmp_path))["logout"].text == "no systemd-logind here"
     (tmp_path / "run/systemd/system").mkdir(parents=True)
     assert checks(case(tmp_path, root=tmp_path))["logout"].result in ("pass", "unknown")
+
+
+GPU_PLAN = {"name": "mine", "gpus": 2, "nproc": 2, "phases": [{"name": "one"}]}
+
+
+def test_a_plan_for_gpus_trains_on_cuda_and_is_refused_where_torch_has_none(tmp_path):
+    options = LaunchOptions(plan=written(tmp_path, **GPU_PLAN), root=tmp_path)
+    prepared = actions.prepare(options)
+    assert prepared.phases[0]["settings"]["train.device"]["value"] == "cuda"
+    assert "train.device=cuda" in prepared.phases[0]["argv"]
+    found = {check.name: check for check in prepared.checks}
+    if gpu_checks.torch_cuda() is None:
+        assert found["torch"].result == "fail"
+        assert "is built without CUDA, and the plan mine needs GPUs" in found["torch"].text
+    on_cpu = actions.prepare(replace(options, sets={"train.device": "cpu"}))
+    device = next(check for check in on_cpu.checks if check.name == "device")
+    assert (device.result, "trains on cpu (train.device, --set)" in device.text) == ("fail", True)
+    with pytest.raises(RefusedError, match="built without CUDA"):
+        actions.begin(prepared, "tester")
+
+
+def test_assumed_gpus_are_checked_for_and_never_launched(tmp_path):
+    path = written(tmp_path, **GPU_PLAN)
+    prepared = actions.prepare(LaunchOptions(plan=path, root=tmp_path, assume_gpus="2xA100"))
+    assert prepared.ok
+    found = {check.name: check for check in prepared.checks}
+    assert (found["gpus"].result, found["torch"].result) == ("unknown", "unknown")
+    with pytest.raises(UsageError, match="nothing was launched"):
+        actions.begin(prepared, "tester")
+    few = actions.prepare(LaunchOptions(plan=path, root=tmp_path, assume_gpus="1xH100"))
+    assert "needs 2 GPUs, but this machine has 1" in "".join(c.text for c in few.checks)
+    for wrong in ("2xA99", "A100", "0xA100", "-1xA100"):
+        with pytest.raises(UsageError, match="is not NxNAME"):
+            actions.prepare(LaunchOptions(plan=path, root=tmp_path, assume_gpus=wrong))
+
+
+EXPECTS = {"parameters": 450_712, "seq_len": 128, "tokens_per_step": 1024}
+
+
+def expected(folder, sets=None, **document):
+    phase = {"name": "one", "config": "configs/tiny_cpu.yaml"}
+    path = written(folder, **{"phases": [phase], "expects": EXPECTS} | document)
+    prepared = actions.prepare(LaunchOptions(plan=path, root=folder, sets=sets or {}))
+    return next(check for check in prepared.checks if check.name == "config one")
+
+
+def test_a_config_that_the_plan_does_not_mean_is_refused(tmp_path):
+    found = expected(tmp_path)
+    assert (found.result, found.text.endswith("of 5.2 MiB, as the plan expects")) == ("pass", True)
+    production = [{"name": "one"}]
+    toy = expected(tmp_path, phases=production, expects={"parameters": 81_894_576})
+    assert toy.result == "fail"
+    assert "parameters is 450,712, and the plan expects 81,894,576" in toy.text
+    assert "no config, which trains the built-in toy" in toy.text
+    halved = expected(tmp_path, phases=[{"name": "one", "set": {"data.seq_len": 64}}])
+    assert (halved.result, "seq_len is 64" in halved.text) == ("fail", True)
+    assert "tokens_per_step is 512, and the plan expects 1,024" in halved.text
+
+
+def test_a_difference_that_set_makes_is_a_warning(tmp_path):
+    found = expected(tmp_path, {"data.seq_len": "112"})
+    assert (found.result, "changed by --set data.seq_len" in found.text) == ("unknown", True)
+    both = expected(tmp_path, {"train.batch_size": "4"}, expects={**EXPECTS, "parameters": 9})
+    assert both.result == "fail"

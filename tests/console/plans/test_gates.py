@@ -8,6 +8,7 @@ import pytest
 
 from console.plans import gates
 from console.plans.gates import Summary, evaluate, overall
+from console.sources.gate_files import GateFiles
 from tests.console.plans.histories import EVERY_BOUND, Written, attempt, lines, summed
 from tests.console.plans.test_histories import Truth
 from trainers.contract.errors import UsageError
@@ -174,11 +175,146 @@ def test_a_window_that_lost_records_in_a_resume_is_unknown():
 
 # --- gaps ---------------------------------------------------------------------------------------
 
-FIGURES = {"grad_norm": 1.0, "bytes_right": 1.0, "toks_per_s": 9.0, "gpu_mem_reserved": 1.0}
+FIGURES = {
+    "grad_norm": 1.0, "bytes_right": 1.0, "toks_per_s": 9.0, "gpu_mem_reserved": 1.0,
+    "steps_dt_s": [1.0], "gate_entropy_mean": 0.9, "gate_collapse_frac": 0.0, "dt_fetch_s": 0.1,
+}  # fmt: skip
 
 
 def whole(rank: int = 0) -> Written:
     return attempt(1, range(1, 31), rank, **FIGURES)
+
+
+def saved() -> Written:
+    """Records with a checkpoint before the exit record."""
+    written = whole()
+    last = written.records.pop()
+    written.add("checkpoint", 30)
+    written.add("exit", 30, exit_code=0, nonfinite_loss_steps=last["nonfinite_loss_steps"])
+    return written
+
+
+def with_files(*written: Written, use_pct: float = 95.0, **counted: int) -> Summary:
+    """The sums of records, with logs without error, a checkpoint, and a sample for each step."""
+    found = summed(*written, **counted)
+    found.files = GateFiles(
+        checkpoint="step_00000030", checkpoint_mib=940.0, single="0-one", single_toks_per_s=9.0
+    )
+    for step in range(1, 31):
+        gpus = [{"index": i, "state": "ok", "util_pct": use_pct} for i in range(found.world)]
+        pulses = [{"pulse": {"phase": "forward", "step": step}}] * found.world
+        found.gpus.add({"mono": float(step), "attempt": 1, "gpus": gpus, "ranks": pulses})
+    return found
+
+
+PLANTED = {
+    "gpu_mem_growth_below_mib": ("second half", {"gpu_mem_reserved": 50.0}),
+    "toks_per_s_50_above": ("all", {"toks_per_s": 0.5}),
+    "step_ratio_below": ("one", {"steps_dt_s": [100.0]}),
+    "entropy_above": ("one", {"gate_entropy_mean": 0.05}),
+    "collapse_below": ("one", {"gate_collapse_frac": 0.9}),
+    "fetch_below_s": ("one", {"dt_fetch_s": 6.0}),
+    "comm_hook_active": ("start", {"comm_hook": "none"}),
+}
+"""The fault that each gate has to find: in which records, and their figures."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_gate_finds_its_planted_fault(name):
+    where, figures = PLANTED[name]
+    written = saved()
+    parts = {"all": slice(1, 31), "second half": slice(25, 31), "one": slice(20, 21),
+             "start": slice(0, 1)}  # fmt: skip
+    for record in written.records[parts[where]]:
+        record |= figures
+    (gate,) = evaluate(with_files(written), {name: EVERY_BOUND[name]})
+    assert (gate.name, gate.result) == (name, "fail"), gate
+
+
+def test_gates_over_files_and_samples_find_their_planted_fault():
+    found = with_files(saved(), use_pct=50.0)
+    assert result(found, gpu_util_above_pct=80).result == "fail"
+    assert result(with_files(saved()), gpu_util_above_pct=80).value == pytest.approx(29 / 30 * 95)
+    pair = with_files(saved(), attempt(1, range(1, 31), 1, **FIGURES))
+    pair.gpus.busy_s[1] /= 3
+    gate = result(pair, gpu_balance_below_pct=10)
+    assert (gate.result, gate.why) == ("fail", "GPU 0 92 %, GPU 1 31 %")
+    assert result(with_files(whole()), checkpoints_at_least=1).result == "fail"
+    assert result(with_files(whole()), checkpoints_loaded_at_least=1).result == "fail"
+    again = summed(*killed_then_resumed())
+    again.take_end(1, 0, killed_then_resumed()[0].pulse(26, 0))
+    assert result(again, checkpoints_loaded_at_least=1).result == "pass"
+    found.files = GateFiles(1, "rank0.log: NCCL error", "", "step_00000030", 0.5)
+    gate = result(found, no_log_errors=True)
+    assert (gate.result, gate.why) == ("fail", "rank0.log: NCCL error")
+    assert result(found, checkpoint_mib_above=1).result == "fail"
+    found.files = GateFiles(0, "", "rank0.log is missing", "", None, "")
+    assert result(found, no_log_errors=True).result == "unknown"
+    assert result(found, checkpoint_mib_above=1).result == "unknown"
+    assert result(found, scaling_above=0.9).result == "unknown"
+    found.files = GateFiles(single="0-one", single_toks_per_s=11.0)
+    gate = result(found, scaling_above=0.9)
+    assert (gate.result, gate.value) == ("fail", pytest.approx(9 / 11))
+    found.files = None
+    assert result(found, no_log_errors=True).why == "the logs were not read"
+
+
+def long(rate: float, until: int = 140, **figures: float) -> Written:
+    """Steps of one second; `rate` tokens per second from step 100 on, 100 before."""
+    written = attempt(1, range(1, until + 1), exit_code=None, **FIGURES | figures)
+    for record in written.records[1:]:
+        record["toks_per_s"] = rate if record["step"] > 100 else 100.0
+    return written
+
+
+def test_a_gate_at_a_step_keeps_its_value_of_that_step():
+    """Later steps do not change it, and before that step there is no result."""
+    bounds = {"toks_per_s_50_above": {"bound": 50, "at": [100, 500]}}
+    written = long(1.0)
+    found = summed(written)
+    found.is_live = True
+    assert gates.reached(summed(long(1.0, 99)), bounds) == ()
+    (gate,) = gates.reached(found, bounds)
+    assert (gate.name, gate.value, gate.result) == ("toks_per_s_50_above@100", 100.0, "pass")
+    assert gate.window == "surviving steps, last 50 steps at step 100"
+    written.add("exit", 140, exit_code=0)
+    at_end = {gate.name: gate for gate in evaluate(summed(written), bounds)}
+    assert [gate.result for gate in at_end.values()] == ["fail", "pass", "unknown"]
+    assert at_end["toks_per_s_50_above@500"].why == "rank 0 has no record at or after step 500"
+    absurd = long(1.0, 99)
+    absurd.records[50]["step"] = 5000
+    assert gates.reached(summed(absurd), bounds) == (), "the next record corrects it"
+    again = attempt(2, range(81, 141), **FIGURES)
+    resumed = summed(long(1.0, 120), again)
+    resumed.take_end(1, 0, long(1.0, 120).pulse(121, 0))
+    assert [gate.value for gate in evaluate(resumed, bounds)][1] == pytest.approx(63.6), "repeated"
+
+
+def test_an_override_needs_a_reason_and_leaves_the_result():
+    bounds = {"entropy_above": {"bound": 5, "override": "A new gate; see the notes."}}
+    gates.check(bounds, "plan")
+    (gate,) = found = evaluate(with_files(saved()), bounds)
+    assert (gate.result, gate.blocks, overall(found)) == ("fail", False, "pass")
+    assert gate.override == "A new gate; see the notes."
+    for wrong in ({"bound": 5, "override": " "}, {"bound": 5, "override": True}, {"at": 100},
+                  {"bound": 5, "at": 7}, {"bound": 5, "att": 100}):  # fmt: skip
+        with pytest.raises(UsageError, match="entropy_above"):
+            gates.check({"entropy_above": wrong}, "plan")
+    with pytest.raises(UsageError, match="at the end only"):
+        gates.check({"no_stall": {"bound": True, "at": 100}}, "plan")
+
+
+def test_a_live_run_is_judged_so_far_and_unknown_is_not_a_pass():
+    bounds = EVERY_BOUND | {"steps_done": 200, "toks_per_s_50_above": 1000}
+    found = {gate.name: gate for gate in gates.so_far(summed(long(1.0)), bounds)}
+    assert (found["steps_done"].result, found["steps_done"].value) == ("unknown", 140)
+    assert found["toks_per_s_50_above"].result == "unknown", "it can still rise"
+    assert found["grad_norm_above"].result == "pass"
+    assert found["grad_norm_above"].window.endswith(", so far")
+    assert found["no_log_errors"].result == "unknown"
+    bad = long(1.0, gate_entropy_mean=0.0)
+    gate = {gate.name: gate for gate in gates.so_far(summed(bad), bounds)}["entropy_above"]
+    assert gate.result == "fail", "no later record can change that"
 
 
 def test_every_gate_has_a_bound_and_a_true_value_here():
@@ -188,22 +324,22 @@ def test_every_gate_has_a_bound_and_a_true_value_here():
 @pytest.mark.parametrize("name", EVERY_BOUND)
 def test_a_gate_passes_over_whole_records_only(name):
     bounds = {name: EVERY_BOUND[name]}
-    assert overall(evaluate(summed(whole()), bounds)) == "pass"
-    holed = whole()
+    assert overall(evaluate(with_files(saved()), bounds)) == "pass"
+    holed = saved()
     del holed.records[10:13]
-    (gate,) = evaluate(summed(holed), bounds)
+    (gate,) = evaluate(with_files(holed), bounds)
     assert gate.result == "unknown"
     assert "rank 0, attempt 1: records 11 to 13 are missing" in gate.why
-    cut = whole()
+    cut = saved()
     del cut.records[-1:]
-    (gate,) = evaluate(summed(cut), bounds)
+    (gate,) = evaluate(with_files(cut), bounds)
     assert (gate.result, "the number of records after" in gate.why) == ("unknown", True)
-    without = whole()
+    without = saved()
     for record in without.records:
         del record["n"]
-    assert overall(evaluate(summed(without), bounds)) == "unknown"
+    assert overall(evaluate(with_files(without), bounds)) == "unknown"
     assert overall(evaluate(Summary(1, 1, 0), bounds)) == "unknown"
-    two = evaluate(summed(whole(), world=2), bounds)
+    two = evaluate(with_files(saved(), world=2), bounds)
     source = gates.RULES[name].source
     assert overall(two) == ("pass" if source == gates.RANK0 else "unknown"), source
 

@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from console.plans import preflight
+from console.plans import gpu_checks, preflight
+from console.plans.case import Case
+from console.sources import nvml
 from tests.fakes import nvml as fake
-
-ROOT = Path(__file__).parents[3]
-PROGRAM = """
-import json, pathlib, sys
-from console.plans import preflight
 from trainers.contract import plan
-root, limit_s, document, devices = sys.argv[1:]
-given = plan.parse(json.loads(document), "test")
-root = pathlib.Path(root)
-case = preflight.Case(given, root / "launch", devices, root=root, driver_s=float(limit_s))
-print(json.dumps(preflight.check_gpus(case)))
-"""
 
 
 class Machine:
-    """Checks in a process of its own, which finds the fake by LD_LIBRARY_PATH."""
+    """A machine with a fake of NVML, which the child process finds by LD_LIBRARY_PATH."""
 
     def __init__(self, root: Path):
         self.root = root
 
-    def check(self, devices="", limit_s=30.0, flags=None, **more) -> tuple[str, str]:
+    def gpus(self, **changed):
+        """Writes eight idle GPUs; `gpu3={"state": "lost"}` changes one."""
+        idle = {f"gpu{index}": fake.IDLE for index in range(8)}
+        fake.write(self.root, **{name: idle[name] | changed.get(name, {}) for name in idle})
+
+    def check(self, devices="", limit_s=30.0, flags=None, row="gpus", **more) -> tuple[str, str]:
         phase = {"name": "one", "script": "x.py", "flags": flags or {}}
-        plan = json.dumps({"name": "mine", "phases": [phase]} | more)
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(self.root), str(limit_s), plan, devices],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(self.root)},
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return tuple(json.loads(done.stdout))
+        given = plan.parse({"name": "mine", "phases": [phase]} | more, "test")
+        case = Case(
+            given, self.root / "launch", devices, settings=({},), root=self.root, driver_s=limit_s
+        )
+        return preflight.ROWS[row].check(case)
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +40,74 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture
-def machine(built, tmp_path):
+def machine(built, tmp_path, monkeypatch):
     """NVML counts eight GPUs; the kernel lists none yet."""
     shutil.copy(built, tmp_path)
-    fake.write(tmp_path)
-    return Machine(tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr(nvml, "has_library", lambda: True)
+    monkeypatch.setattr(gpu_checks, "torch_cuda", lambda: (13, 0))
+    made = Machine(tmp_path)
+    made.gpus()
+    return made
 
 
 @pytest.mark.decision("go-plan", "true")
 def test_gpus_that_nvml_and_the_kernel_count_pass(machine):
     fake.kernel(machine.root, 8)
-    text = "8 needed, NVML counts 8, the kernel's driver lists 8"
+    text = "8 needed, NVML counts 8, the kernel's driver lists 8; those needed are healthy and idle"
     assert machine.check(gpus=8) == ("pass", text)
+
+
+SICK = [
+    ({"state": "lost"}, "GPU 0 is not usable (lost: GPU is lost)"),
+    ({"state": "error"}, "GPU 0 is not usable (Unknown Error)"),
+    ({"util": 97, "used": 61 << 10}, "GPU 0 is busy (97 %, 61.0 GiB, pid 4242)"),
+    ({"used": 3000}, "GPU 0 is busy (0 %, 2.9 GiB, pid 4242)"),
+    ({"ecc": 7}, "GPU 0 has 7 uncorrected ECC errors"),
+    ({"throttle": 0x40}, "GPU 0 is throttled (hardware thermal)"),
+    ({"mig": 1}, "GPU 0 is divided by MIG"),
+]
+
+
+@pytest.mark.parametrize(("changed", "text"), SICK)
+def test_a_gpu_that_cannot_train_now_does_not_count(machine, changed, text):
+    fake.kernel(machine.root, 8)
+    machine.gpus(gpu0=changed)
+    if "pid" in text:
+        fake.processes(machine.root, (0, 4242))
+    result, said = machine.check(gpus=2)
+    assert (result, text in said) == ("fail", True), said
+    assert said.endswith("; pass --devices 1,2")
+    assert "needs 2 GPUs, and 1 of those it would use can be used" in said
+
+
+def test_healthy_gpus_can_be_chosen_and_a_sick_one_that_is_needed_must_be_repaired(machine):
+    fake.kernel(machine.root, 8)
+    machine.gpus(gpu0={"ecc": 7})
+    assert machine.check(gpus=2, devices="1,2")[0] == "pass"
+    assert "; free or repair it" in machine.check(gpus=8)[1]
+
+
+def test_one_gpu_that_hangs_is_named_and_a_sensor_that_fails_is_no_pass(machine):
+    fake.kernel(machine.root, 8)
+    machine.gpus(gpu1={"delay_ms": fake.HANGS_MS})
+    result, said = machine.check(gpus=2, limit_s=2.0)
+    assert (result, "GPU 1 is not usable (NVML has not answered within 2 s)" in said) == (
+        "fail", True,
+    ), said  # fmt: skip
+    machine.gpus(gpu0={"refused": "ecc=999"})
+    result, said = machine.check(gpus=2)
+    assert (result, "GPU 0: no ECC errors (Unknown Error)" in said) == ("unknown", True)
+
+
+def test_a_driver_that_is_too_old_for_torch_fails(machine):
+    fake.driver(machine.root, cuda=12_040)
+    result, said = machine.check(gpus=1, row="driver")
+    assert (result, said.startswith("the driver 580.00 supports CUDA 12.4, and torch")) == (
+        "fail", True,
+    )  # fmt: skip
+    fake.driver(machine.root, cuda=13_010)
+    assert machine.check(gpus=1, row="driver")[0] == "pass"
 
 
 @pytest.mark.decision("go-plan", "lie")
@@ -109,7 +154,7 @@ def test_nvml_that_cannot_be_initialised_is_reported_with_its_reason(machine):
     [("", 8), ("0,1", 2), ("0,9,1", 1), ("-1", 0), ("3,3", 1), ("GPU-fake-1, 2", 2)],
 )
 def test_cuda_stops_at_the_first_entry_that_names_no_gpu(devices, leaves):
-    assert preflight.usable_of(devices, 8) == leaves
+    assert len(gpu_checks.visible(devices, [f"GPU-fake-{i}" for i in range(8)])) == leaves
 
 
 def test_only_the_gpus_that_the_ranks_will_see_count(machine):

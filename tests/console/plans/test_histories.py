@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.plans import gates
+from console.plans import gates, measures
+from console.sources.gate_files import GateFiles
 from console.sources.summary import Summary
+from tests.console.plans.extras import GPUS, Extras
 from tests.console.plans.histories import Written
 from trainers.contract import heartbeat, jsonl
 from trainers.contract.pulse import Pulse
@@ -43,11 +45,12 @@ class Truth:
     is_known: bool = False
     """A record says of a step whether its loss was finite."""
     completed: bool = False
+    extras: Extras = field(default_factory=lambda: Extras(random.Random(0), "ours", 1))
 
     def values(self) -> dict[str, float | None]:
         """Returns the value of each gate, None where there is none."""
         losses = [f["loss"] for f in self.figures if math.isfinite(f["loss"])]
-        speeds = sorted(f["toks_per_s"] for f in self.figures[-gates.MEDIAN_RECORDS :])
+        speeds = sorted(f["toks_per_s"] for f in self.figures[-measures.MEDIAN_RECORDS :])
         enough, few = len(losses) >= 10, self.figures
         return {
             "steps_done": self.steps,
@@ -62,11 +65,12 @@ class Truth:
             "bytes_right": few[-1]["bytes_right"] if few else None,
             "toks_per_s_above": speeds[len(speeds) // 2] if speeds else None,
             "gpu_mem_below_mib": max((value for _, value in self.memory), default=None),
-        }
+        } | self.extras.values()
 
     def cut(self, step: int) -> None:
         self.figures = [each for each in self.figures if each["step"] < step]
         self.memory = [each for each in self.memory if each[0] < step]
+        self.extras.cut(step)
 
 
 @dataclass
@@ -77,6 +81,8 @@ class Remains:
     ends: list[tuple[int, int, Pulse | None]] = field(default_factory=list)
     attempts: int | None = 0
     stalls: int | None = 0
+    samples: Records = field(default_factory=list)
+    files: GateFiles | None = None
 
 
 class History:
@@ -89,12 +95,14 @@ class History:
         self.kind = rng.choice(("ours", "joined", "plain"))
         self.every = rng.choice((1, 3, 7)) if self.kind == "ours" else 1
         self.truth = Truth(world=rng.choice((1, 1, 2)))
+        self.extras = self.truth.extras = Extras(rng, self.kind, self.truth.world)
         self.left = Remains({rank: [] for rank in range(self.truth.world)})
         done, attempts = 0, rng.choice((1, 1, 2, 3, 4))
         for number in range(1, attempts + 1):
             resumed = rng.choice((0, done, rng.randint(0, done))) if done else 0
             done = self.attempt(number, resumed, last=number == attempts)
         self.left.attempts, self.left.stalls = self.truth.attempts, self.truth.stalls
+        self.left.samples, self.left.files = self.extras.samples, self.extras.files()
 
     def attempt(self, number: int, resumed: int, last: bool) -> int:
         """Does some steps after `resumed` and exits; returns the number of steps done in all."""
@@ -110,6 +118,7 @@ class History:
             self.left.ends += [(number, rank, None) for rank in range(truth.world)]
             return truth.steps
         ranks = [Written(rank, number) for rank in range(truth.world) if joined[rank]]
+        self.extras.begin(number)
         for each in ranks:
             each.add("boot", 0)
         if len(ranks) < truth.world:
@@ -117,8 +126,12 @@ class History:
         elif self.kind == "ours" and (resumed or rng.random() < 0.5):
             truth.cut(resumed + 1)
             truth.steps = min(truth.steps, resumed)
+            self.extras.resume(resumed)
             for each in ranks:
                 each.add("resume", resumed)
+        has_hook = self.kind == "ours" and len(ranks) == truth.world
+        for each in ranks if has_hook else ():
+            each.add("loader_ready", 0, comm_hook=self.extras.hook)
         bad = self.take_steps(ranks, resumed, count, end == "done")
         self.finish(ranks, number, resumed + count, count, end, bad)
         for each in ranks:
@@ -134,6 +147,7 @@ class History:
             if step == resumed + 1:
                 truth.cut(step)
             final = step == resumed + count and done
+            self.extras.step(step)
             loss = math.nan if rng.random() < NAN_SHARE else rng.uniform(1, 5)
             is_recorded = not (final and self.kind != "ours")
             if not is_recorded:
@@ -142,6 +156,7 @@ class History:
             truth.steps = step
             if (step <= 5 and self.kind == "ours") or step % self.every == 0 or final:
                 self.record(ranks, step, loss, bad, is_recorded)
+                self.extras.times = []
         truth.nonfinite += bad
         return bad
 
@@ -155,10 +170,14 @@ class History:
                 each.add("step_start", step)
                 if rng.random() < 0.1 and step > 2:
                     each.add("checkpoint", step - 2)
+                    if each.rank == 0:
+                        self.extras.saved.add(step - 2)
             figures = {
                 "grad_norm": rng.choice((0.5, 1.0, rng.random())), "bytes_right": rng.random(),
                 "toks_per_s": rng.uniform(50, 150), "gpu_mem_reserved": rng.choice((10, 20, 30)),
             }  # fmt: skip
+            speed, mib = figures["toks_per_s"], figures["gpu_mem_reserved"]
+            figures |= self.extras.record(step, each.rank, speed, mib)
             losses = {"loss": loss} if is_recorded else {}
             truth.is_known = truth.is_known or is_recorded or bool(count)
             each.add("progress", step, **figures, **losses, **count)
@@ -177,6 +196,8 @@ class History:
         at = step if end == "done" or not count else step + 1
         if not count and self.kind != "ours":
             at = 0  # it never began a step
+        has_hook = self.kind == "ours" and len(ranks) == self.truth.world
+        self.extras.finish(len(ranks) if at or count else 0, has_hook)
         for each in ranks:
             pulse = each.pulse(at, counted)
             if end != "killed":
@@ -230,6 +251,27 @@ HARMFUL = {
 }  # fmt: skip
 
 
+def damage_samples(rng: random.Random, left: Remains) -> None:
+    """Drops, delays or falsifies samples, and loses files or parts of them."""
+    samples, files = list(left.samples), left.files
+    for _ in range(rng.choice((0, 1, 1, 3))):
+        if samples:
+            place = rng.randrange(len(samples))
+            late = samples.pop(place)
+            how = rng.choice(("drop", "delay", "mono", "attempt", "truncate", "head"))
+            if how == "delay":
+                samples.insert(rng.randint(0, len(samples)), late)
+            elif how in ("mono", "attempt"):
+                samples.insert(place, late | {how: 10**6})
+            elif how != "drop":
+                samples = samples[:place] if how == "truncate" else samples[place:]
+    left.samples = samples
+    assert files is not None
+    partly = replace(files, errors=0, log_doubt="rank0.log is too long")
+    older = replace(files, checkpoint="step_00000000", checkpoint_mib=9e9)
+    left.files = rng.choice((files, files, None, partly, older))
+
+
 def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Random) -> Summary:
     """Reads the files in small portions, in whatever order they come."""
     summary = Summary(len(files), left.attempts, left.stalls)
@@ -247,12 +289,15 @@ def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Rando
             del tails[rank]
     for number, rank, pulse in left.ends:
         summary.take_end(number, rank, pulse)
+    for sample in left.samples:
+        summary.gpus.add(sample)
+    summary.files = left.files
     return summary
 
 
 def bounds_around(rng: random.Random, values: dict[str, float | None]) -> dict[str, Any]:
     """Bounds that the truth just keeps or just breaks."""
-    found: dict[str, Any] = {"loss_finite": True, "no_stall": True}
+    found: dict[str, Any] = {name: True for name, r in gates.RULES.items() if r.bound == "yes"}
     for name, value in values.items():
         step = 1 if gates.RULES[name].unit in ("steps", "stalls", "restarts", "MiB") else 1e-6
         if name not in found:
@@ -283,8 +328,10 @@ def test_over_whole_records_a_gate_passes_exactly_when_the_truth_keeps_its_bound
         if not history.truth.completed or not any_record:
             assert gate.result != "pass" or truth, gate
         else:
-            assert (gate.result == "pass") == truth, gate
-            assert gate.value is None or gate.value == values[gate.name], gate
+            assert gate.result != "pass" or truth, gate
+            if gate.name not in GPUS:
+                assert (gate.result == "pass") == truth, gate
+                assert None in (gate.value, values[gate.name]) or gate.value == values[gate.name]
 
 
 @given(st.integers(0, 2**32), st.sampled_from(sorted(HARMFUL)), st.booleans())
@@ -304,6 +351,9 @@ def test_no_gate_passes_whose_bound_the_truth_breaks(tmp_path_factory, seed, har
         left.ends = [each for each in left.ends if rng.random() < 0.5]
     left.stalls = rng.choice((left.stalls, left.stalls, None))
     left.attempts = rng.choice((left.attempts, left.attempts, None))
+    lost = sum(files[rank].count(b"\n") - len(each) for rank, each in left.records.items())
+    values["heartbeats_complete"] = -lost or (1 if harm == "garble" else 0)
+    damage_samples(rng, left)
     folder, bounds = tmp_path_factory.mktemp("h"), bounds_around(rng, values)
     found = gates.evaluate(read(folder, left, files, rng), bounds)
     for gate in found:

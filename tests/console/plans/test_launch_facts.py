@@ -16,7 +16,7 @@ def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
     facts = dict(prepared.training)
     assert facts["parameters"] == "450,712"
     assert (facts["sequence"], facts["tokens per step"]) == ("128 tokens", "2,048")
-    assert (facts["device"], facts["checkpoint"]) == ("cpu ×2", "5 MiB")
+    assert (facts["device"], facts["checkpoint"]) == ("cpu ×2", "5.2 MiB")
     assert facts["time"] == "not available (no earlier run)"
     phase = {"name": "plumbing", "state": "completed", "dir": "0-plumbing",
              "started_ts": 100.0, "ended_ts": 142.0}  # fmt: skip

@@ -43,8 +43,8 @@ def same_state(run: Path) -> None:
     whole, recent, drawn = (RunSource(run, reads=each) for each in ("all", "recent", "charts"))
     expected = told(whole.poll())
     found = told(recent.poll())
-    if RunRecords(run, "recent").has_snapshot:  # else it may begin just after a part
-        assert found == expected
+    has_snapshot = RunRecords(run, "recent").has_snapshot  # else it may begin just after a part
+    assert found == expected or not has_snapshot
     drawn.poll()
     assert told(drawn.poll()) == expected
     for name in DRAWN:
@@ -53,7 +53,8 @@ def same_state(run: Path) -> None:
     sums = [source.summary for source in (whole, recent, drawn)]
     results = [gates.evaluate(each, EVERY_BOUND) for each in sums if each is not None]
     assert len(results) == 3
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[2]
+    assert results[0] == results[1] or not has_snapshot
 
 
 def bands(series: Series, name: str) -> list[object]:

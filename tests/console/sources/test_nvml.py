@@ -241,35 +241,3 @@ def test_an_initialisation_that_hangs_is_an_error_without_any_answer_of_nvml(mac
     rows = machine.start().wait(lambda rows: True)
     assert (len(rows), rows[0]["state"]) == (1, "error")
     assert "has not answered for" in rows[0]["why"]
-
-
-# --- counting, for the preflight -------------------------------------------------------------
-
-
-def count(folder: Path, limit_s: float) -> tuple[str, float]:
-    """Returns what `nvml.count` gives in a process of its own, and for how long that lived."""
-    begun = time.monotonic()
-    program = f"from console.sources import nvml\nprint(nvml.count({limit_s}))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(folder)},
-    )  # fmt: skip
-    return done.stdout.strip() or done.stderr.splitlines()[-1], time.monotonic() - begun
-
-
-def test_gpus_are_counted_and_a_driver_that_is_not_loaded_has_none(machine):
-    assert count(machine.folder, 30)[0] == "0"
-    machine.install()
-    assert count(machine.folder, 30)[0] == "2"
-    fake.driver(machine.folder, init=9)
-    assert count(machine.folder, 30)[0] == "0"
-    fake.driver(machine.folder, init=999)
-    assert count(machine.folder, 30)[0].endswith("NVML cannot be initialised (Unknown Error)")
-
-
-def test_counting_gpus_times_out_where_the_driver_hangs(machine):
-    machine.install()
-    fake.driver(machine.folder, delay_ms=fake.HANGS_MS)
-    said, took_s = count(machine.folder, 0.5)
-    assert said == "TimeoutError: the NVIDIA driver does not answer within 0.5 s"
-    assert took_s < fake.HANGS_MS / 1000

@@ -58,15 +58,19 @@ class Writer:
                 "loss": loss, "grad_norm": self.rng.random(), "steps_dt_s": [self.rng.random()],
                 "gate_entropy_mean": self.rng.random(), "gpu_mem_reserved": self.rng.random(),
                 "bytes_right": self.rng.random(), "toks_per_s": self.rng.random(),
+                "gate_collapse_frac": self.rng.random(),
+                "dt_fetch_s": self.rng.random(), "comm_hook": self.rng.choice(("bf16", "none")),
             }  # fmt: skip
             directory.beat(self.run, rank, self.steps, msg, **(record | figures | more))
 
     def word(self) -> None:
-        msg = self.rng.choice(("checkpoint", "error", "halt", "exit"))
+        msg = self.rng.choice(("checkpoint", "error", "halt", "exit", "loader_ready"))
         self.beat(msg, reason=f"reason {self.ts}", error=f"{msg} {self.ts}", exit_code=0)
 
     def sample(self) -> None:
-        ranks = [{"rank": rank, "rss_mib": self.rng.random() * 100} for rank in (0, 1)]
+        pulse = {"phase": self.rng.choice(("forward", "forward", "save")), "step": self.steps}
+        ranks = [{"rank": rank, "rss_mib": self.rng.random() * 100, "pulse": pulse}
+                 for rank in (0, 1)]  # fmt: skip
         gpus = [{"index": 0, "util_pct": self.rng.random(), "state": "ok", "name": "x"}]
         directory.sample(
             self.run, ts=self.ts, attempt=self.attempt, ranks=ranks, gpus=gpus, host="here"

@@ -74,7 +74,8 @@ def read_run(launch):
 def read_launch(launch):
     runs = [launch / "0-one", launch / "1-two"]
     state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
-    return cross_check.check_launch(state, launch_spec.load(launch), 0, runs)
+    evidence = cross_check.Evidence(launch, runs)
+    return cross_check.check_launch(state, launch_spec.load(launch), 0, runs, evidence)
 
 
 @pytest.mark.parametrize(
@@ -141,17 +142,51 @@ def test_a_flag_of_the_run_needs_the_plan_an_answer_or_a_process(launch, monkeyp
         read_run(launch)
 
 
-def test_flags_for_the_next_phase_are_dropped_by_name(launch):
-    change(launch / rundir.PLAN_STATE, next_flags={"NSA_LR": {"value": "0.5"}})
-    assert read_launch(launch) == ["the flags for the next phase are dropped: NSA_LR"]
+@pytest.mark.parametrize(
+    ("phases", "answer", "is_confirmed"),
+    [
+        ("next", "", False), ("next", "NSA_LR=0.4 for two only", False),
+        ("next", "NSA_LR=0.5 for two only", True), ("all", "NSA_LR=0.5 for two only", False),
+        ("all", "NSA_LR=0.5 for two and all later phases", True),
+        ("next", "NSA_LR=0.5 for one only", False),
+    ],
+)  # fmt: skip
+def test_a_flag_for_the_next_phase_needs_the_answer_to_its_request(
+    launch, phases, answer, is_confirmed
+):
+    flag = {"NSA_LR": {"value": "0.5", "by": "x", "phases": phases}}
+    change(launch / rundir.PLAN_STATE, next_flags=flag)
+    tell(launch, DONE | {"text": answer})
+    flags, warnings = read_launch(launch)
+    assert [(name, each["phases"]) for name, each in flags.items()] == (
+        [("NSA_LR", phases)] if is_confirmed else []
+    )
+    assert ("NSA_LR=0.5" in "".join(warnings)) is not is_confirmed
 
 
 def test_the_words_that_confirm_a_flag_are_those_of_the_answer(launch):
     answer = NextFlags(launch_spec.load(launch)).set(1, "NCCL_DEBUG", "warn", "x")[1]
     tell(launch, DONE | {"text": answer, "ok": False})
-    assert not cross_check.Evidence(launch, []).confirms_flag("NCCL_DEBUG", "WARN", "two")
+    assert not cross_check.Evidence(launch, []).confirms_flag("NCCL_DEBUG", "WARN", ["one", "two"])
     tell(launch, DONE | {"text": answer})
-    assert cross_check.Evidence(launch, []).confirms_flag("NCCL_DEBUG", "WARN", "two")
+    assert cross_check.Evidence(launch, []).confirms_flag("NCCL_DEBUG", "WARN", ["one", "two"])
+
+
+def test_a_flag_of_all_later_phases_stays_until_it_is_undone_and_is_confirmed_for_each(launch):
+    flags = NextFlags(launch_spec.load(launch))
+    assert flags.set(0, "OMP_NUM_THREADS", "2", "x")[0]
+    done, answer = flags.set(0, "NCCL_DEBUG", "warn", "x", "all")
+    assert (done, answer) == (True, "NCCL_DEBUG=WARN for one and all later phases")
+    assert set(flags.values()) == {"NCCL_DEBUG", "OMP_NUM_THREADS"}
+    flags.started()
+    assert set(flags.values()) == {"NCCL_DEBUG"}, "the other flag was for one phase"
+    tell(launch, DONE | {"text": answer})
+    evidence = cross_check.Evidence(launch, [])
+    assert evidence.confirms_flag("NCCL_DEBUG", "WARN", ["one", "two"])
+    assert evidence.confirms_flag("NCCL_DEBUG", "WARN", ["one"])
+    assert not evidence.confirms_flag("NCCL_DEBUG", "WARN", ["two"])
+    flags.set(1, "NCCL_DEBUG", None, "x")
+    assert not flags.pending
 
 
 def test_a_restart_is_due_where_the_last_event_says_so_too(launch):
@@ -270,7 +305,7 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin):
     assert all(process.state(pid) in "RSD" for pid in pids.values())
     notes = " ".join(e["text"] for i in (None, 0) for e in started.events(i) if e["kind"] == "note")
     assert "kill was requested from the former supervisor and is not continued" in notes
-    assert "the flags for the next phase are dropped: NSA_LR" in notes
+    assert "plan_state.json sets NSA_LR=9.5 for the next phase; no answer" in notes
     ended = started.wait_end()
     assert [entry["state"] for entry in ended["phases"]] == ["completed", "later"]
     assert ended["why"] == "one: stop requested by x"

@@ -55,7 +55,8 @@ def test_an_exception_is_named_with_its_line_and_has_a_signature_without_its_ste
     line = line_of("raise ValueError")
     state, why, end = last_end(ending("raise"))
     assert state == "crashed"
-    assert why.startswith(f"rank 1: ValueError: the batch of step 3 is broken (ends.py:{line})")
+    said = f"rank 1: ValueError: the batch of step 3 is broken (ends.py:{line}) at step 3 in fetch"
+    assert why.startswith(said)
     assert end["signature"] == f"exit:1:ValueError: the batch of step # is broken:ends.py:{line}"
 
 

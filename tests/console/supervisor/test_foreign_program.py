@@ -86,6 +86,8 @@ def check_that_the_next_phase_gets_the_flag(started):
     assert started.ask("set-flag", name="NSA_DDP_BUCKET_MB")["ok"]
     assert not started.ask("set-flag", name="NCCL_DEBUG", value="shout")["ok"]
     assert list(started.plan_state["next_flags"]) == ["NCCL_DEBUG"]
+    every = started.ask("set-flag", name="NSA_TB_DISABLE", value=1, phases="all")
+    assert (every["ok"], every["text"]) == (True, "NSA_TB_DISABLE=1 for two and all later phases")
     refused = started.ask("proceed")
     assert (refused["ok"], "one is still running" in refused["text"]) == (False, True)
     started.wait(lambda: started.plan_state["state"] == "waiting")
@@ -97,7 +99,8 @@ def check_that_the_next_phase_gets_the_flag(started):
     assert flags[1]["NCCL_DEBUG"] == {"value": "WARN", "origin": "operator tester"}
     for pid in started.pids(1).values():
         assert process.environment(pid)["NCCL_DEBUG"] == "WARN"
-    assert started.plan_state["next_flags"] == {}
+    assert list(started.plan_state["next_flags"]) == ["NSA_TB_DISABLE"]
+    assert flags[1]["NSA_TB_DISABLE"]["origin"] == "operator tester"
 
 
 def check_that_the_guide_names_every_key(started):

@@ -44,6 +44,17 @@ if mode == "no records":
     os.unlink(os.path.join(run.run, "heartbeat_rank0.jsonl"))
 """
 
+SPEED = """
+import sys, time
+from trainers.contract.member import join
+run = join()
+if sys.argv[1] == "ill" and run.rank == 1:
+    print("ncclInternalError: planted \\x1b[2J", flush=True)
+for step in range(1, 201):
+    time.sleep(0.02)
+    run.step(step, loss=1.0, toks_per_s=run.world * 100.0, dt_fetch_s=9.0)
+"""
+
 
 def script(folder: Path, text: str) -> str:
     path = folder / "program.py"
@@ -100,6 +111,9 @@ def test_the_next_phase_starts_when_exits_and_whole_records_say_so(begin, tmp_pa
     started, ended = ended_with(begin, tmp_path, "whole")
     assert [p["state"] for p in ended["phases"]] == ["completed", "completed"], ended["why"]
     assert main(["check", str(started.path)]) == 0
+    report = started.path / "report.md"
+    started.wait(report.exists, 20)
+    assert "**go**" in report.read_text()
 
 
 @pytest.mark.parametrize(
@@ -118,3 +132,33 @@ def test_the_plan_ends_where_exits_and_records_disagree(begin, tmp_path, mode, s
     _, ended = ended_with(begin, tmp_path, mode)
     assert [p["state"] for p in ended["phases"]] == [state, "later"]
     assert why in ended["why"]
+
+
+def test_gates_at_a_step_of_the_logs_and_of_the_phase_before(begin, tmp_path):
+    program, late = script(tmp_path, SPEED), {"bound": 5, "at": 100, "override": "It is planted."}
+    started = begin(
+        {"name": "single", "script": program, "args": ["well"], "nproc": 1,
+         "gates": {"toks_per_s_50_above": 1, "no_log_errors": True, "fetch_below_s": late}},
+        {"name": "both", "script": program, "args": ["ill"], "nproc": 2,
+         "gates": {"scaling_above": 0.3, "no_log_errors": True, "heartbeats_complete": True,
+                   "fetch_below_s": {"bound": 5, "at": 100}}}, shell=STUB,
+    )  # fmt: skip
+    ended = started.wait_end(60)
+    assert [(p["name"], p["result"]) for p in ended["phases"]] == [
+        ("single", "pass"), ("both", "fail"),
+    ], ended["why"]  # fmt: skip
+    held = rundir.read_json(started.run(1) / rundir.GATES) or {}
+    found = {gate["name"]: (gate["result"], gate["value"]) for gate in held["gates"]}
+    assert found.pop("scaling_above")[0] == "pass", held
+    assert found == {
+        "no_log_errors": ("fail", 1), "heartbeats_complete": ("pass", 0),
+        "fetch_below_s": ("fail", 9), "fetch_below_s@100": ("fail", 9),
+    }  # fmt: skip
+    assert started.alerts("gate-fetch_below_s@100", 1)[0]["level"] == "crit"
+    assert not started.alerts("gate-fetch_below_s@100", 0), "it has an override"
+    assert any("fetch_below_s@100" in event["text"] for event in started.events(0))
+    assert main(["check", str(started.path)]) == 1
+    assert main(["check", str(started.run(0))]) == 0
+    report = started.path / "report.md"
+    started.wait(report.exists, 20)
+    assert "It is planted." in report.read_text()

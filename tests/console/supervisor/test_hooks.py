@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from console.sources import process
-from console.supervisor.hooks import Hooks, document, variables
+from console.supervisor.hooks import Alive, Hooks, document, variables
 from console.user_config import Settings
 from tests.launches import phase, set_hook
 from trainers.contract import rundir
@@ -119,7 +119,7 @@ def test_what_comes_meanwhile_is_told_at_once_with_its_count(tmp_path):
 
 
 def test_a_hook_that_hangs_is_ended_with_everything_it_started_and_nothing_waits_for_it(tmp_path):
-    t = Trial(tmp_path, "hang", limit_s=0.5)
+    t = Trial(tmp_path, "hang", limit_s=2.0)
     slowest = 0.0
 
     def measured() -> None:
@@ -135,7 +135,7 @@ def test_a_hook_that_hangs_is_ended_with_everything_it_started_and_nothing_waits
     assert is_gone(kept["child"])
     ((kind, text, level),) = t.events
     assert (kind, level) == ("hook", "warn")
-    assert "ran longer than 0.5 s and was ended" in text
+    assert "ran longer than 2 s and was ended" in text
     assert slowest < 1.0, "the program ignored TERM for two seconds"
 
 
@@ -148,7 +148,7 @@ def test_what_a_hook_leaves_behind_is_ended(tmp_path):
 
 
 def test_a_hook_lives_no_longer_when_the_supervisor_is_gone(tmp_path):
-    t = Trial(tmp_path, "hang", limit_s=0.5)
+    t = Trial(tmp_path, "hang", limit_s=2.0)
     child = os.fork()
     if child == 0:
         try:
@@ -192,12 +192,62 @@ def test_a_launch_directory_that_is_gone_is_only_a_failure(tmp_path):
     assert "cannot be started: No such file" in t.events[0][1]
 
 
+def alive(t: Trial, *words: str, limit_s: float = 10.0) -> Alive:
+    program = (sys.executable, str(PROGRAM), str(t.kept), *words)
+    settings = Settings(("no-hook",), alive=program, alive_every_s=0.3)
+    return Alive(settings, t.launch, lambda *e: t.events.append(e), limit_s)
+
+
+def test_the_alive_hook_runs_at_its_interval_and_once_more_at_the_end(tmp_path):
+    t = Trial(tmp_path)
+    hook, begun = alive(t), time.monotonic()
+    while len(t.records()) < 3:
+        assert time.monotonic() < begun + HANG_GUARD_S
+        hook.beat("tested/0-one", "running")
+        time.sleep(0.01)
+    assert time.monotonic() - begun >= 0.6
+    hook.end("tested")
+    found = [{k: r["env"][f"NSA_ALERT_{k}"] for k in ("NAME", "RUN", "STATE")} for r in t.records()]
+    assert found[0] == {"NAME": "alive", "RUN": "tested/0-one", "STATE": "running"}
+    assert found[3:] == [{"NAME": "alive", "RUN": "tested", "STATE": "ended"}]
+    assert t.events == []
+
+
+def test_an_alive_hook_that_hangs_is_ended_and_never_waited_for(tmp_path):
+    t = Trial(tmp_path)
+    hook, begun, slowest = alive(t, "hang", limit_s=0.3), time.monotonic(), 0.0
+    while not t.events:
+        assert time.monotonic() < begun + HANG_GUARD_S
+        at = time.monotonic()
+        hook.beat("tested/0-one", "running")
+        slowest = max(slowest, time.monotonic() - at)
+        time.sleep(0.01)
+    assert slowest < 0.2
+    assert "alive hook" in t.events[0][1]
+    assert "ran longer than 0.3 s" in t.events[0][1]
+    hook.close()
+    assert all(is_gone(record["child"]) for record in t.records())
+
+
+def test_without_the_key_nothing_runs(tmp_path):
+    t = Trial(tmp_path)
+    hook = Alive(Settings(("no-such-program",)), t.launch, lambda *e: t.events.append(e))
+    hook.beat("tested", "running")
+    hook.end("tested")
+    assert t.events == []
+
+
 def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, monkeypatch):
     kept = tmp_path / "kept"
     kept.mkdir()
     set_hook(tmp_path, monkeypatch, str(kept))
+    settings = tmp_path / "nsa-console" / "settings.yaml"
+    touch = {"alive": ["touch", "is-alive"], "alive_every_s": 1}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | touch))
     started = begin(phase("one", "member.py", 100_000))
     started.wait_steps(2)
+    first = started.wait(lambda: (p := started.path / "is-alive").exists() and p.stat().st_mtime)
+    started.wait(lambda: (started.path / "is-alive").stat().st_mtime > first)
     os.kill(started.pids()[1], signal.SIGKILL)
     started.wait_end()
     started.wait(lambda: not rundir.is_alive(started.plan_state["supervisor"]), 40)

@@ -18,7 +18,7 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.monitor import Monitor
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
-from trainers.contract.plan import Watch
+from trainers.contract.plan import Phase, Watch
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
 SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None, env={})
@@ -48,7 +48,7 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
     clock = SimpleNamespace(monotonic=lambda: second, time=time.time)
     monkeypatch.setattr(monitor, "time", clock)
     context = SimpleNamespace(
-        watch=WATCH, actions={"stall": "restart"}, path=tmp_path,
+        watch=WATCH, phase=Phase("one"), actions={"stall": "restart"}, path=tmp_path,
         reducer=Reducer(Series(keeps=False), Summary(2, 1, 0)),
         observers=SimpleNamespace(
             alerts=Alerts(event, directory), run=lambda name, look, otherwise: look()
@@ -75,7 +75,7 @@ class Stage:
         self.events, self.directory, self.path = [], Directory(), path / "run"
         (self.path / rundir.VERDICTS).mkdir(parents=True)
         self.context = SimpleNamespace(
-            watch=WATCH, actions={}, path=self.path,
+            watch=WATCH, phase=Phase("one"), actions={}, path=self.path,
             reducer=Reducer(Series(keeps=False), Summary(2, 1, 0)),
             observers=SimpleNamespace(
                 alerts=Alerts(self.event, self.directory),

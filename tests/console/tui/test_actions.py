@@ -178,14 +178,17 @@ def test_the_alert_that_is_shown_is_acknowledged():
 
 def test_a_flag_is_changed_while_a_launch_waits():
     sent = played(recorded.waiting(), "2", "j", "j", "space")
-    assert sent == [(LAUNCH, "set-flag", {"name": "NSA_OPT_FUSED", "value": "1"})]
+    change = {"name": "NSA_OPT_FUSED", "value": "1", "phases": "next"}
+    assert sent == [(LAUNCH, "set-flag", change)]
+    sent = played(recorded.waiting(), "2", "v", "j", "j", "space")
+    assert sent == [(LAUNCH, "set-flag", change | {"phases": "all"})]
 
 
 def test_a_value_is_typed_and_a_wrong_one_is_said_before_it_is_sent():
     field, wrong = "…a number from 0 to 1000", "…cannot be 'fast'"
     keys = ("2", "enter", field, "ctrl+a", "ctrl+k", *"fast", wrong, "enter")
     sent = played(recorded.waiting(), *keys, *["backspace"] * 4, *"0.01", "enter")
-    assert [args for _, _, args in sent] == [{"name": "NSA_LR", "value": "0.01"}]
+    assert [args for _, _, args in sent] == [{"name": "NSA_LR", "value": "0.01", "phases": "next"}]
 
 
 def test_proceed_names_the_phase_and_shows_the_phase_that_starts():

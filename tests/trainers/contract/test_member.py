@@ -381,3 +381,35 @@ def test_a_phase_lasts_as_long_as_its_with_and_has_a_name_of_the_contract(tmp_pa
     assert (tmp_path / "seen").read_text().split() == ["step", "eval", "step"]
     reason = beats(tmp_path)[-1]["reason"]
     assert reason == "UsageError: there is no phase 'evall'; did you mean 'eval'?"
+
+
+ENDS = """
+import sys
+from trainers.contract.member import join
+run = join()
+run.step(7)
+try:
+    with run.phase("eval"):
+        raise KeyError("caught")
+except KeyError:
+    pass
+with run.phase("log"):
+    with run.phase("fetch"):
+        if sys.argv[1] == "raise":
+            raise ValueError("no column")
+        if sys.argv[1] == "leave":
+            sys.exit(0)
+if sys.argv[1] == "close":
+    run.pulse.set(7, "save")
+    run.close(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "phase"), [("raise", "fetch"), ("leave", "fetch"), ("close", "save"), ("end", None)]
+)
+def test_the_exit_record_has_the_phase_in_which_the_rank_ended(tmp_path, how, phase):
+    words = [sys.executable, "-c", ENDS, how]
+    subprocess.run(words, env=environment(tmp_path), timeout=30, cwd=tmp_path, check=False)
+    last = next(each for each in reversed(beats(tmp_path)) if each["msg"] == "exit")
+    assert last.get("phase") == phase

@@ -1,0 +1,99 @@
+"""The inputs of an explanation: collected from a stalled run, kept as JSON, and explained again.
+
+This process collects them with the functions of `nsa-console diagnose`, a moment after the
+supervisor's verdict and from the same dumps.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from console.diagnose.causes import explain
+from console.diagnose.evidence import Evidence
+from console.diagnose.stall import RankEvidence
+from console.diagnose.verdict import case_of, diagnose
+from console.model import Verdict
+from console.supervisor.diagnosis import Diagnoser, collect
+from trainers.contract import rundir
+from trainers.contract.plan import Watch
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that `explained` reads."""
+
+    ranks: tuple[RankEvidence, ...]
+    watch: Watch
+    ts: float
+    evidence: Evidence
+
+
+def collected(path: Path) -> Inputs | None:
+    """Returns the inputs about a stalled launch; None where it has ended or no rank runs."""
+    reader = Diagnoser(path)
+    ranks = _ranks(reader)
+    if not ranks or reader._source.of is None:
+        return None
+    evidence = collect(reader._source.of[0], ranks)
+    found = Inputs(_ranks(reader), reader._source.watch, time.time(), evidence)
+    return found if case_of(found.ranks, found.watch, found.ts) else None
+
+
+def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
+    """Returns the ranks; one without a pulse has not moved since the run began, as its supervisor
+    knows."""
+    state, run, now = reader._poll()
+    if run is None or now is None or reader._source.over:
+        return ()
+    since_s = time.time() - (run / rundir.RUN).stat().st_mtime
+    return tuple(
+        each if each.phase else replace(each, unchanged_s=since_s, doubt="")
+        for each in reader._ranks(state, run, now)
+    )
+
+
+def explained(inputs: Inputs) -> Verdict | None:
+    """Returns the verdict that a supervisor gives on these inputs."""
+    case = case_of(inputs.ranks, inputs.watch, inputs.ts)
+    found = diagnose(inputs.ranks, inputs.watch, inputs.ts)
+    if case is None or found is None or any(each.doubt for each in inputs.ranks):
+        return found
+    return explain(found, case, inputs.evidence)
+
+
+def write(path: Path, inputs: Inputs, **more: Any) -> None:
+    """Writes the inputs, and `more` of the same case, into a file."""
+    document = asdict(inputs)
+    del document["evidence"]["_known"]
+    rundir.write_atomic(path, json.dumps(more | {"inputs": document}))
+
+
+def read(path: Path) -> tuple[dict[str, Any], Inputs]:
+    """Returns what `write` wrote: what it was given beside the inputs, and the inputs."""
+    document = json.loads(path.read_text())
+    return document, decoded(Inputs, document.pop("inputs"))
+
+
+def decoded(kind: Any, value: Any) -> Any:
+    """Returns an object of a type from the JSON of its fields."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        types_ = get_type_hints(kind)
+        names = (each.name for each in fields(kind) if each.init)
+        return kind(**{name: decoded(types_[name], value[name]) for name in names})  # pyright: ignore
+    if origin in (Union, types.UnionType):
+        known = next(each for each in inner if each is not types.NoneType)
+        return None if value is None else decoded(known, value)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return tuple(decoded(of, each) for of, each in zip(inner, value, strict=True))
+    if origin in (tuple, Sequence):
+        return tuple(decoded(inner[0], each) for each in value)
+    if origin is Mapping:
+        return {decoded(inner[0], k): decoded(inner[1], v) for k, v in value.items()}
+    return int(value) if kind is int else value

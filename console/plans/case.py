@@ -1,0 +1,85 @@
+"""The launch that a preflight checks, and the result of one check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from console.model import Gpu, Result
+from console.sources import gpu_survey
+from console.sources.gpu_survey import Card, Survey
+from console.user_config import Settings
+from trainers.contract.errors import ContractError, UsageError
+from trainers.contract.plan import Plan
+
+Found = tuple[Result, str]
+CARDS_MIB: Mapping[str, int] = {"A100": 81_920, "A100-40": 40_960, "H100": 81_559, "H200": 143_771}
+"""Memory of the GPUs that `--assume-gpus` knows, in MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one check. "fail" rejects the launch; "unknown" is a warning."""
+
+    name: str
+    result: Result
+    text: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """The plan to launch, and the directory that the launch will write to.
+
+    `settings` has the resolved settings of each phase, {} for a foreign program. With `assumed`
+    GPUs, as 2xA100, the GPUs of this machine are not read.
+    """
+
+    plan: Plan
+    directory: Path
+    devices: str = ""
+    operator: Settings = field(default_factory=Settings)
+    settings: tuple[Mapping[str, Any], ...] = ()
+    assumed: str = ""
+    artifacts: Path = Path("artifacts")
+    """The directory of earlier launches."""
+    git: Mapping[str, Any] = field(default_factory=dict)
+    """The commit of the code, as in plan.json."""
+    root: Path = Path("/")
+    """The root of the file system that is inspected."""
+    driver_s: float = gpu_survey.LIMIT_S
+    """Longest time to wait for the NVIDIA driver."""
+
+    @property
+    def nproc(self) -> int:
+        return max(phase.nproc for phase in self.plan.phases)
+
+    @cached_property
+    def survey(self) -> Survey | str:
+        """The GPUs, read once, or the reason why they cannot be read."""
+        if self.assumed:
+            return assume(self.assumed)
+        try:
+            return gpu_survey.survey(self.driver_s)
+        except (TimeoutError, ContractError) as error:
+            return str(error)
+
+    def value(self, index: int, key: str) -> Any:
+        """Returns a setting of a phase, or None for a foreign program."""
+        return self.settings[index][key]["value"] if self.settings[index] else None
+
+
+def assume(text: str) -> Survey:
+    """Returns idle, healthy GPUs, as many as "2xA100" says. Raises UsageError."""
+    number, _, name = text.partition("x")
+    is_number = number.isdecimal() and len(number) <= 2 and int(number) > 0
+    if not is_number or name not in CARDS_MIB:
+        known = ", ".join(CARDS_MIB)
+        raise UsageError(f"--assume-gpus {text[:40]!r} is not NxNAME, as in 2xA100; names: {known}")
+    gpus = (
+        Gpu(i, name, "ok", util_pct=0.0, mem_used_mib=0.0, mem_total_mib=CARDS_MIB[name])
+        for i in range(int(number))
+    )
+    return Survey(tuple(map(Card, gpus)))

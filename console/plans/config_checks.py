@@ -1,0 +1,188 @@
+"""The checks of the settings of each phase, and of the data, disk and memory that they need."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from console.plans import launch_facts
+from console.plans.case import Case, Found
+from console.status_text import size
+from trainers import settings
+from trainers.contract import remote
+from trainers.contract.plan import Phase
+
+KEYS = {
+    "parameters": ("model.",),
+    "seq_len": ("data.seq_len",),
+    "tokens_per_step": ("train.batch_size", "train.accumulate", "data.seq_len"),
+}
+"""The beginnings of the settings that each expected fact depends on."""
+RECORDS_BYTES = 1 << 30
+"""Space for the records and logs of a launch."""
+STATE_BYTES = 16
+"""Bytes per parameter on a GPU: weight, gradient and two moments in fp32."""
+NEARLY_FULL = 0.9
+
+
+def config(case: Case, index: int) -> Found:
+    """Checks the settings of a phase against the facts that the plan expects.
+
+    A difference that `--set` made on purpose is a warning.
+    """
+    phase, resolved = case.plan.phases[index], case.settings[index]
+    if not resolved:
+        return "pass", "a foreign program, not checked"
+    found = _figures(case, index)
+    text = (
+        f"{len(resolved)} settings are valid: {found.parameters:,} parameters, sequences of "
+        f"{found.seq_len:,}, {found.tokens_per_step:,} tokens per step, checkpoints of "
+        f"{size(found.checkpoint_bytes)}"
+    )
+    expected = {name: fact for name, fact in asdict(phase.expects).items() if fact is not None}
+    wrong = {name: fact for name, fact in expected.items() if getattr(found, name) != fact}
+    if not wrong:
+        return "pass", f"{text}{', as the plan expects' if expected else ''}"
+    said = "; ".join(
+        f"{name} is {getattr(found, name):,}, and the plan expects {fact:,}"
+        for name, fact in wrong.items()
+    )
+    chosen = {
+        key for key, entry in resolved.items()
+        if entry["origin"] == settings.COMMAND_LINE and key.startswith(_keys(wrong))
+    }  # fmt: skip
+    if chosen and all(_is_chosen(name, chosen) for name in wrong):
+        return "unknown", f"{said}; changed by --set {', '.join(sorted(chosen))}"
+    return "fail", f"{said}; {_source(phase)}"
+
+
+def _keys(names: dict[str, int]) -> tuple[str, ...]:
+    return tuple(key for name in names for key in KEYS[name])
+
+
+def _is_chosen(name: str, chosen: set[str]) -> bool:
+    return any(key.startswith(KEYS[name]) for key in chosen)
+
+
+def _source(phase: Phase) -> str:
+    config = phase.config or "no config, which trains the built-in toy"
+    return f"the phase uses {config}; correct its config, set or nproc, or expects in the plan"
+
+
+def checkpoint_bytes(case: Case) -> int:
+    """Returns the size of the largest checkpoint of the plan."""
+    return max(_figures(case, i).checkpoint_bytes if s else 0 for i, s in enumerate(case.settings))
+
+
+def _figures(case: Case, index: int) -> launch_facts.Figures:
+    return launch_facts.figures(case.settings[index], case.plan.phases[index].nproc)
+
+
+def disk(case: Case) -> Found:
+    """Checks the free space for all checkpoints that the plan keeps, and for records."""
+    folder = nearest_folder(case.directory)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return "unknown", f"{folder}: {error.strerror}"
+    checkpoints = sum(_kept_bytes(case, i) for i, held in enumerate(case.settings) if held)
+    needed = checkpoints + RECORDS_BYTES
+    if free < needed:
+        return "fail", (
+            f"{folder} has {size(free)} free, and the launch needs {size(needed)} "
+            f"({size(checkpoints)} for checkpoints); free some, or pass --run-dir"
+        )
+    return "pass", f"{size(free)} free at {folder}, {size(needed)} are needed"
+
+
+def _kept_bytes(case: Case, index: int) -> int:
+    """Returns the size of the checkpoints that a phase keeps, and of the one that it writes."""
+    every, last, forever, at_end = (
+        case.value(index, f"checkpoint.{key}")
+        for key in ("every", "keep_last", "keep_every", "at_end")
+    )
+    steps = case.value(index, "train.steps")
+    written = (steps // every if every else 0) + at_end
+    kept = min(written, last + 1 + (steps // forever if forever else 0))
+    return kept * _figures(case, index).checkpoint_bytes
+
+
+def nearest_folder(path: Path) -> Path:
+    """Returns the deepest existing folder of a path."""
+    path = path.absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def gpu_memory(case: Case) -> Found:
+    """Compares a lower bound of each rank's memory with its GPU: a plan above it cannot fit."""
+    sizes = [] if isinstance(case.survey, str) else [
+        card.gpu.mem_total_mib for card in case.survey.cards if card.gpu.mem_total_mib
+    ]  # fmt: skip
+    if case.plan.gpus == 0 or not any(case.settings):
+        return "pass", "no GPU is needed"
+    if not sizes:
+        return "unknown", "the memory of the GPUs is not available"
+    needed, name = max(
+        (_least_bytes(case, i), case.plan.phases[i].name) for i, s in enumerate(case.settings) if s
+    )
+    has = int(min(sizes) * (1 << 20))
+    text = f"the phase {name!r} needs at least {size(needed)} of {size(has)} per GPU"
+    if needed > has:
+        advice = "lower train.batch_size or data.seq_len, or set train.recompute=all"
+        return "fail", f"{text}; {advice}"
+    return ("unknown" if needed > NEARLY_FULL * has else "pass"), text
+
+
+def _least_bytes(case: Case, index: int) -> int:
+    """Returns a lower bound: weights, gradients and moments, activations for the backward, logits.
+
+    What the attention itself keeps depends on its route, and is not in it.
+    """
+    batch, sequence, layers, dim, hidden, vocabulary, precision, recompute, strategy = (
+        case.value(index, key)
+        for key in ("train.batch_size", "data.seq_len", "model.n_layers", "model.dim",
+                    "model.mlp_hidden", "model.vocab_size", "train.precision", "train.recompute",
+                    "train.strategy")
+    )  # fmt: skip
+    ranks = case.plan.phases[index].nproc if strategy == "fsdp" else 1
+    state = STATE_BYTES * _figures(case, index).parameters // ranks
+    kept = dim if recompute == "all" else 8 * dim + 3 * hidden
+    value = 2 if precision in ("bf16", "fp16") else 4
+    return state + batch * sequence * (layers * kept * value + vocabulary * 8)
+
+
+def data(case: Case) -> Found:
+    """Checks that the source of each phase can be reached: folder, mirror or hub, and tokenizer."""
+    used = {
+        tuple(case.value(i, f"data.{key}") for key in ("source", "path", "pattern", "tokenizer")): i
+        for i, held in reversed([*enumerate(case.settings)]) if held
+    }  # fmt: skip
+    for (source, path, pattern, tokenizer), index in used.items():
+        if why := _data_problem(source, path, pattern) or _tokenizer_problem(tokenizer):
+            return "fail", f"phase {case.plan.phases[index].name!r}: {why}"
+    return "pass", ", ".join(sorted({source for source, *_ in used})) or "a foreign program"
+
+
+def _data_problem(source: str, path: str, pattern: str) -> str:
+    if source == "fineweb_edu" and not path:
+        return remote.hub_problem()
+    if source == "fineweb_edu" and not (Path(path) / "README.md").is_file():
+        return f"{path} has no README.md, so it is no mirror of {remote.DATASET}; correct data.path"
+    if source in ("text", "jsonl", "parquet") and path:
+        files = (each for each in Path(path).glob(pattern) if each.is_file())
+        if next(files, None) is None:
+            return f"{path} has no file {pattern}; correct data.path or data.pattern"
+    return ""
+
+
+def _tokenizer_problem(name: str) -> str:
+    if name != "gpt2":
+        return ""
+    if importlib.util.find_spec("tiktoken") is None:
+        return "gpt2 needs tiktoken; pip install 'nsa-console[gpt2]', or use data.tokenizer=byte"
+    why = remote.gpt2_problem()
+    return f"{why}; fetch them on a machine with a network" if why else ""

@@ -1,0 +1,212 @@
+"""The checks of GPUs, driver and torch: GPUs count if they are healthy and idle."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from console.plans.case import Case, Found
+from console.sources import nvml
+from console.sources.gpu_survey import Card
+from trainers.contract import environ, flags
+from trainers.contract.plan import Plan
+
+BUSY_PCT, BUSY_MIB = 20.0, 2048.0
+"""A GPU with more utilization or more used memory is busy, also if NVML names no process."""
+BY_UUID = ("GPU-", "MIG-")
+FUNCTIONS = {"broadcast", "reduce", "allgather", "reducescatter", "allreduce"}
+NCCL_WORDS = {
+    "NCCL_ALGO": {"ring", "tree", "collnetdirect", "collnetchain", "nvls", "nvlstree", "pat",
+                  *FUNCTIONS},
+    "NCCL_PROTO": {"ll", "ll128", "simple", *FUNCTIONS},
+}  # fmt: skip
+CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
+
+
+def torch_cuda() -> tuple[int, int] | None:
+    """Returns the CUDA version that torch was built with, None for CPU only; imports no torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text(errors="replace")
+    found = CUDA_OF_TORCH.search(text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def torch(case: Case) -> Found:
+    """Checks that torch is installed, and has CUDA if the plan needs GPUs."""
+    if importlib.util.find_spec("torch") is None:
+        return "fail", "torch is not installed; run make console, or pip install -e ."
+    text = f"torch {importlib.metadata.version('torch')}"
+    if case.plan.gpus == 0:
+        return "pass", text
+    built = torch_cuda()
+    if built is None:
+        return "fail", (
+            f"{text} is built without CUDA, and the plan {case.plan.name} needs GPUs; install a "
+            "CUDA build of torch, or use a plan for CPUs"
+        )
+    return "pass", f"{text}, CUDA {built[0]}.{built[1]}"
+
+
+def device(case: Case) -> Found:
+    """Checks that each phase of a plan for GPUs trains on them, with at most one rank per GPU."""
+    plan = case.plan
+    for index, phase in enumerate(plan.phases if plan.gpus else ()):
+        setting = case.settings[index].get("train.device")
+        if setting and setting["value"] != "cuda":
+            return "fail", (
+                f"the plan {plan.name} needs GPUs, and the phase {phase.name!r} trains on "
+                f"{setting['value']} (train.device, {setting['origin']}); remove that setting, or "
+                "set gpus: 0"
+            )
+        if setting and phase.nproc > plan.gpus:
+            return "fail", (
+                f"the phase {phase.name!r} has {phase.nproc} ranks for gpus: {plan.gpus}; each "
+                "rank needs a GPU of its own"
+            )
+    return "pass", "cuda" if plan.gpus else "no GPU is needed"
+
+
+def gpus(case: Case) -> Found:
+    """Checks the GPUs of a plan: NVML reads each, and the kernel's driver lists them.
+
+    A plan that uses no GPU needs neither source.
+    """
+    plan, survey, needed = case.plan, case.survey, case.plan.gpus
+    if isinstance(survey, str):
+        return "fail" if needed else "unknown", f"{survey}; check nvidia-smi and dmesg"
+    counted, listing = len(survey.cards), case.root / nvml.KERNEL_GPUS
+    if case.devices and counted == 0:
+        return "fail", (
+            f"--devices {case.devices} names GPUs and this machine has none; omit --devices"
+        )
+    if needed == 0:
+        return "pass", f"none needed, NVML counts {counted}"
+    listed = counted if case.assumed else nvml.kernel_count(case.root)
+    if listed is not None and counted > listed:
+        return "fail", (
+            f"NVML counts {counted} GPUs and the kernel's driver lists {listed}; compare "
+            f"nvidia-smi -L with {listing}"
+        )
+    gaps = ""
+    for words in dict.fromkeys(case.devices or _chosen(plan, i) for i in range(len(plan.phases))):
+        why, unknown = _not_usable(plan, survey.cards, words)
+        if why:
+            return "fail", why
+        gaps = gaps or unknown
+    if case.assumed:
+        return "unknown", f"{needed} needed, {case.assumed} assumed and not read"
+    text = f"{needed} needed, NVML counts {counted}"
+    if listed is None:
+        return "unknown", (f"{text}; {listing} cannot be read, so no second source confirms it")
+    if gaps:
+        return "unknown", f"{text}, but not all of their state is known: {gaps}"
+    return "pass", f"{text}, the kernel's driver lists {listed}; those needed are healthy and idle"
+
+
+def _chosen(plan: Plan, index: int) -> str:
+    """Returns the CUDA_VISIBLE_DEVICES of a phase, or "" if the variable is not set."""
+    return plan.phases[index].flags.get(flags.DEVICES) or plan.env.get(flags.DEVICES, "")
+
+
+def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
+    """Returns the GPUs that CUDA sees with this CUDA_VISIBLE_DEVICES, None for a MIG slice.
+
+    CUDA stops at the first entry that is not a GPU.
+    """
+    if not devices:
+        return list(range(len(uuids)))
+    words, found = [word.strip() for word in devices.split(",")], list[int | None]()
+    for place, word in enumerate(words):
+        named = word.isdecimal() and int(word) < len(uuids)
+        if not (named or word.startswith(BY_UUID)) or word in words[:place]:
+            break
+        of_uuid = (i for i, uuid in enumerate(uuids) if uuid.startswith(word))
+        found.append(int(word) if named else next(of_uuid, None))
+    return found
+
+
+def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, str]:
+    """Returns why the first GPUs that the ranks would see cannot be used, and what is not known."""
+    seen = visible(devices, [card.gpu.uuid for card in cards])[: plan.gpus]
+    needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''}"
+    if len(seen) < min(plan.gpus, len(cards)):
+        return f"{needs}, but {flags.DEVICES}={devices} leaves {len(seen)} of {len(cards)} GPUs", ""
+    if len(seen) < plan.gpus:
+        return (
+            f"{needs}, but this machine has {len(seen)}; use the plan cpu_smoke, or a machine with "
+            "more GPUs"
+        ), ""
+    sick = {card.gpu.index: why for card in cards if (why := not_healthy(card))}
+    bad = [index for index in seen if index in sick]
+    if not bad:
+        gaps = (f"GPU {card.gpu.index}: {card.gpu.why}" for card in cards
+                if card.gpu.index in seen and card.gpu.why)  # fmt: skip
+        return "", "; ".join([*gaps, *(["a MIG slice is not checked"] * (None in seen))])
+    good = [str(card.gpu.index) for card in cards if card.gpu.index not in sick][: plan.gpus]
+    enough = len(good) == plan.gpus
+    then = f"pass --devices {','.join(good)}" if enough else "free or repair it, and check again"
+    reasons = "; ".join(f"GPU {index} {sick[index]}" for index in bad if index is not None)
+    able = len(seen) - len(bad)
+    return f"{needs}, and {able} of those it would use can be used: {reasons}; {then}", ""
+
+
+def not_healthy(card: Card) -> str:
+    """Returns why no training can use a GPU now, or "" if the GPU is healthy and idle."""
+    gpu, found = card.gpu, []
+    if gpu.state != "ok":
+        return f"is not usable ({gpu.why or gpu.state})"
+    if gpu.ecc_uncorrected:
+        found.append(f"has {gpu.ecc_uncorrected} uncorrected ECC errors")
+    if gpu.throttle:
+        found.append(f"is throttled ({gpu.throttle})")
+    if card.mig:
+        found.append("is divided by MIG")
+    util, used = gpu.util_pct or 0.0, gpu.mem_used_mib or 0.0
+    if card.pids or util > BUSY_PCT or used > BUSY_MIB:
+        pids = f", pid {', '.join(map(str, card.pids))}" if card.pids else ""
+        found.append(f"is busy ({util:.0f} %, {used / 1024:.1f} GiB{pids})")
+    return " and ".join(found)
+
+
+def driver(case: Case) -> Found:
+    """Checks that the driver supports the CUDA version that torch was built with."""
+    survey, built = case.survey, torch_cuda()
+    if case.plan.gpus == 0 or case.assumed:
+        return "pass", f"{case.assumed} assumed" if case.assumed else "no GPU is needed"
+    if isinstance(survey, str) or built is None or not survey.cards or not survey.cuda[0]:
+        return "unknown", "not available, see torch and gpus"
+    newest = f"the driver {survey.driver} supports CUDA {survey.cuda[0]}.{survey.cuda[1]}"
+    if survey.cuda[0] < built[0]:
+        return "fail", (
+            f"{newest}, and torch needs CUDA {built[0]}; install a newer driver, or torch for CUDA "
+            f"{survey.cuda[0]}"
+        )
+    return "pass", f"{newest}, torch needs {built[0]}.{built[1]}"
+
+
+def nccl(case: Case) -> Found:
+    """Reports settings of NCCL that slow a run down, and files that configure NCCL."""
+    found = []
+    for name, value in _nccl_flags(case.plan).items():
+        if name == "NCCL_DEBUG" and value in ("INFO", "TRACE"):
+            found.append(f"NCCL_DEBUG={value} slows the run down; use WARN to measure")
+        if name == "NCCL_P2P_DISABLE" and value == "1":
+            found.append("NCCL_P2P_DISABLE=1 copies between GPUs through the host")
+        words = set(re.split(r"[\s,:;^]+", value.lower())) - {""}
+        if name in NCCL_WORDS and (unknown := words - NCCL_WORDS[name]):
+            found.append(f"{name} has unknown words: {', '.join(sorted(unknown))}")
+    files = [case.root / "etc/nccl.conf", Path(environ.get("HOME") or "/") / ".nccl.conf"]
+    found += [f"{each} configures NCCL too" for each in files if each.is_file()]
+    if not found or not case.plan.gpus:
+        return "pass", "NCCL chooses by the topology, except for the flags of the plan"
+    return "unknown", "; ".join(found)
+
+
+def _nccl_flags(plan: Plan) -> dict[str, str]:
+    flags_of = (plan.env, *(phase.flags for phase in plan.phases))
+    return {k: v for each in flags_of for k, v in each.items() if k.startswith("NCCL_")}

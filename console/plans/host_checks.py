@@ -1,0 +1,163 @@
+"""The checks of this host: clock, limits, shared memory, ports, other trainers, and the code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import socket
+import time
+from pathlib import Path
+
+from console.plans.case import Case, Found
+from console.plans.config_checks import checkpoint_bytes
+from console.sources import launches
+from console.sources.sanitize import clean
+from console.status_text import age, size
+from trainers.contract import jsonl, rundir
+
+JUMP_S = 60.0
+LEAST_FILES, ENOUGH_FILES = 256, 1024
+SHM_PER_RANK = 1 << 20
+NCCL_SHM_PER_RANK = 64 << 20
+"""Order of the buffers of NCCL in /dev/shm; the default of Docker is 64 MiB for all ranks."""
+TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
+SUPERVISOR = "console.supervisor"
+MAX_DEPTH, MAX_SHOWN, MAX_COMMAND = 32, 8, 4096
+
+
+def clock(case: Case) -> Found:
+    """Compares the clock with the newest launch: its time, and the uptime of the host then.
+
+    A time in the future needs two signs: the record, and the modification time of its file.
+    """
+    newest = next(iter(launches.launches(case.artifacts)), None)
+    record = (rundir.read_json(newest / rundir.PLAN) if newest else None) or {}
+    created, up_s = jsonl.number(record, "created_ts"), jsonl.number(record, "up_s")
+    if newest is None or created is None:
+        return "pass", "no earlier launch to compare with"
+    now, name = time.time(), clean(newest.name)
+    ahead_s = created - now
+    with contextlib.suppress(OSError):
+        ahead_s = min(ahead_s, (newest / rundir.PLAN).stat().st_mtime - now)
+    if ahead_s > JUMP_S:
+        return "fail", (
+            f"the clock is {age(ahead_s)} behind the launch {name}; set it (timedatectl), or pass "
+            "another --root if that launch had a wrong clock"
+        )
+    if up_s is not None and jsonl.text(record, "boot_id") == rundir.boot_id():
+        jumped_s = now - created - (time.clock_gettime(time.CLOCK_BOOTTIME) - up_s)
+        if abs(jumped_s) > JUMP_S:
+            way = "forward" if jumped_s > 0 else "back"
+            return "unknown", f"the clock jumped {way} by {age(abs(jumped_s))} since {name}"
+    return "pass", "no jump since the newest launch"
+
+
+def limits(case: Case) -> Found:
+    """Checks the limits of the shell that a training inherits."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    needed = checkpoint_bytes(case)
+    if 0 <= files < LEAST_FILES:
+        return "fail", f"only {files} open files are allowed; run ulimit -n 65536 first"
+    if 0 <= largest < needed:
+        return "fail", (
+            f"files of at most {size(largest)} are allowed, and a checkpoint has {size(needed)}; "
+            "run ulimit -f unlimited first"
+        )
+    if space >= 0 and case.plan.gpus:
+        return "fail", f"CUDA needs more than {size(space)} of addresses; run ulimit -v unlimited"
+    if 0 <= files < ENOUGH_FILES:
+        return "unknown", f"only {files} open files are allowed; ulimit -n 65536 raises that"
+    return "pass", f"{files if files >= 0 else 'unlimited'} open files"
+
+
+def shm(case: Case) -> Found:
+    """Checks the shared memory for the pulses, and for NCCL between several GPUs."""
+    folder = case.root / "dev/shm"
+    nccl = case.plan.gpus > 0 and case.nproc > 1
+    needed = case.nproc * (NCCL_SHM_PER_RANK if nccl else SHM_PER_RANK)
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return "unknown", f"{folder}: {error.strerror}; no stall is detected without pulses"
+    free = found.f_bavail * found.f_frsize
+    if free < needed:
+        advice = "; start the container with --shm-size=1g" if nccl else ""
+        return "fail", f"{folder} has {size(free)} free, and {size(needed)} are needed{advice}"
+    return "pass", f"{size(free)} free at {folder}"
+
+
+def ports(_case: Case) -> Found:
+    """Checks that torchrun can get a free port; no launch uses a fixed one."""
+    try:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+    except OSError as error:
+        return "fail", (
+            f"no free port on 127.0.0.1 ({error.strerror}), which torchrun needs; see ss -s, and "
+            "ip link show lo"
+        )
+    return "pass", "torchrun finds free ports by itself"
+
+
+def leftovers(case: Case) -> Found:
+    """Lists trainers without a living supervisor; those with an NVIDIA device open reject the plan.
+
+    A trainer without a GPU is only listed, because it can belong to somebody else.
+    """
+    proc = case.root / "proc"
+    commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
+    found = [pid for pid, command in sorted(commands.items())
+             if TRAINER.search(command) and not _is_supervised(pid, proc, commands)]  # fmt: skip
+    if not found:
+        return "pass", "no trainer runs without a supervisor"
+    on_gpu = [pid for pid in found if case.plan.gpus and _has_gpu(proc / f"{pid}/fd")]
+    pids = " ".join(map(str, (on_gpu or found)[:MAX_SHOWN]))
+    if on_gpu:
+        text = f"trainers without a supervisor have GPUs open: kill {pids}, or wait for them"
+        return "fail", text
+    text = f"trainers without a supervisor share this machine: pid {pids}; kill ends them"
+    return "unknown" if case.plan.gpus else "pass", text
+
+
+def _command(folder: Path) -> str:
+    """Returns the command line of a process, or "" if it has ended."""
+    data = jsonl.read_bytes(folder / "cmdline", MAX_COMMAND, 0)
+    return data.replace(b"\0", b" ").decode(errors="replace")
+
+
+def _is_supervised(pid: int, proc: Path, commands: dict[int, str]) -> bool:
+    """Returns whether an ancestor of a process is a supervisor."""
+    for _ in range(MAX_DEPTH):
+        if SUPERVISOR in commands.get(pid, ""):
+            return True
+        try:
+            fields = (proc / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            pid = int(fields[1])
+        except (OSError, ValueError, IndexError):
+            return False
+    return False
+
+
+def _has_gpu(folder: Path) -> bool:
+    """Returns whether a process has a file of an NVIDIA GPU open."""
+    with contextlib.suppress(OSError):
+        for each in folder.iterdir():
+            with contextlib.suppress(OSError):
+                if re.match(r"/dev/nvidia\d", str(each.readlink())):
+                    return True
+    return False
+
+
+def code(case: Case) -> Found:
+    """Names the commit; a plan for GPUs warns of code that no commit holds."""
+    sha = jsonl.text(dict(case.git), "sha")[:12]
+    if not sha:
+        return "unknown" if case.plan.gpus else "pass", "the code is in no git repository"
+    if case.git.get("dirty"):
+        text = f"commit {sha} with local changes; commit them, or nobody can repeat the run"
+        return "unknown" if case.plan.gpus else "pass", text
+    return "pass", f"commit {sha}"

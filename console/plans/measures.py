@@ -1,0 +1,252 @@
+"""The values of the gates, measured from the totals of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from console.sources.rank_totals import RankTotals
+from console.sources.summary import Summary
+from console.sources.windows import FIRST_LOSSES
+from console.status_text import counted, number
+
+MEDIAN_RECORDS = 50
+OF_LAST_STEPS, OF_ATTENTION = ("toks_per_s", "step_ratio"), ("entropy_min", "collapse_max")
+UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The value of a gate (None if there is none), its window, and in `why` an explanation.
+
+    A gate with a `doubt` does not pass, whatever its value.
+    """
+
+    value: float | None
+    window: str = ""
+    why: str = ""
+    doubt: str = ""
+
+
+def steps_reached(s: Summary) -> Measured:
+    """Returns the step that every rank has completed; two sources must agree for each rank."""
+    done: list[int] = []
+    newest = [totals.attempts.get(totals.newest) for totals in s.ranks.values()]
+    exits = [part.exit[0] for part in newest if part is not None and part.exit is not None]
+    for rank, totals in sorted(s.ranks.items()):
+        step, doubt = _steps_of(s, totals, exits)
+        if doubt:
+            return Measured(None, doubt=f"rank {rank}: {doubt}")
+        if step or rank == 0:
+            done.append(step)
+    return Measured(float(min(done)) if s.of_rank(0).progress else None)
+
+
+def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
+    """Returns the last step of a rank, and the contradiction between its sources, or "" for none.
+
+    Progress records are not written at every step, so the exit record may have a later step. The
+    rank's pulse, or another rank, must then confirm that step.
+    """
+    part, end = totals.attempts.get(totals.newest), s.ends.get((totals.newest, totals.rank))
+    if part is None or part.exit is None:
+        if end is not None and part is not None and part.step > end.step:
+            return 0, f"its newest record has step {part.step}, its pulse step {end.step}"
+        return totals.step, ""
+    step, code = part.exit
+    if part.start is None and step == 0:
+        return totals.step, ""  # no step was left
+    if end is not None and end.step != step:
+        return 0, f"its exit record has step {step}, its pulse step {end.step}"
+    if part.step > step:
+        return 0, f"its newest record has step {part.step}, its exit record step {step}"
+    confirmed = code == 0 and (end is not None or exits.count(step) > 1)
+    return step if confirmed else min(step, totals.step), ""
+
+
+def loss_finite(s: Summary) -> Measured:
+    """Counts the steps with a non-finite loss in all attempts, from records and pulses."""
+    worst: dict[int, int] = {}
+    first, doubt, known = "", "", False
+    for attempt, rank, part, end in s.all_parts():
+        by_pulse = end.nonfinite_steps if end is not None else -1
+        count = max(part.counted or 0, part.bad_losses, by_pulse)
+        worst[attempt] = max(count, worst.get(attempt, 0))
+        has_losses = part.counted is not None or part.losses > 0
+        known = known or (has_losses and rank == 0)
+        if part.first_bad is not None and not first:
+            first = f"first non-finite loss on record: step {part.first_bad} of attempt {attempt}"
+        has_newest = part.exit is not None or (s.is_live and attempt == s.attempts)
+        counts = has_newest and part.counts_at_last
+        counts = counts or by_pulse >= 0 or not part.has_stepped(end)
+        if (has_losses or rank == 0) and not counts and not part.every_loss_is_recorded(end):
+            doubt = doubt or f"rank {rank}, attempt {attempt}: {UNCOUNTED}"
+    total = sum(worst.values())
+    return Measured(float(total) if known or total else None, "", first, doubt)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Returns the mean, or nan if the sum of the values overflows."""
+    try:
+        return math.fsum(values) / len(values)
+    except (OverflowError, ValueError):
+        return math.nan
+
+
+def loss_fall(s: Summary) -> Measured:
+    window, last = s.of_rank(0).window, s.of_rank(0).window.last("loss", FIRST_LOSSES)
+    few = window.losses < 2 * FIRST_LOSSES or len(window.first) < FIRST_LOSSES
+    if last is None or len(last) < FIRST_LOSSES or few:
+        needs = f"{2 * FIRST_LOSSES} progress records are needed, {window.losses} exist"
+        return Measured(None, why=needs)
+    before, after = _mean([loss for _, loss in window.first]), _mean(last)
+    text = f"mean of the first {FIRST_LOSSES} records minus mean of the last {FIRST_LOSSES}"
+    return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
+
+
+def toks_per_s(s: Summary) -> Measured:
+    found = s.of_rank(0).window.last("toks_per_s", MEDIAN_RECORDS)
+    if found is None:
+        return Measured(None, why="too few records of the steps before the restart are kept")
+    ordered = sorted(found)
+    median = ordered[len(ordered) // 2] if ordered else None
+    return Measured(median, f"median of the last {counted(len(ordered), 'record')}")
+
+
+def bytes_right(s: Summary) -> Measured:
+    found = [each for each in s.of_rank(0).window.newest if each.bytes_right is not None]
+    if not found:
+        return Measured(None)
+    return Measured(found[-1].bytes_right, f"record of step {found[-1].step}")
+
+
+def grad_norm(s: Summary) -> Measured:
+    totals = s.of_rank(0)
+    return Measured(totals.norm_min, f"lowest of {counted(totals.norms, 'record')}")
+
+
+def stalls(s: Summary) -> Measured:
+    lost = "" if s.stalls is not None else "the count of earlier stalls is not available"
+    return Measured(float(s.stalls_seen), doubt=lost)
+
+
+def restarts(s: Summary) -> Measured:
+    return Measured(None if s.attempts is None else float(s.attempts - 1))
+
+
+def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
+    """Returns the worst value of one of the `FIGURES` of the ranks; `at` 0 means now.
+
+    Figures of the attention gate need a value in each progress record.
+    """
+    found = {r: s.of_rank(r).figures_at(at) if at else s.of_rank(r).figures() for r in ranks}
+    if early := [rank for rank, figures in found.items() if figures is None]:
+        return Measured(None, why=f"rank {early[0]} has no record at or after step {at}")
+    values = {r: x for r, figures in found.items() if figures and (x := figures[name]) is not None}
+    lacking, totals, first = [r for r in ranks if r not in values], s.of_rank(0), found[0] or {}
+    doubt = f"rank {lacking[0]} recorded no value" if lacking else ""
+    if name in OF_ATTENTION and totals.gated != totals.progress:
+        missing = counted(totals.progress - totals.gated, "record")
+        doubt = f"{missing} of {totals.progress} without {name}"
+    when, why = f"at step {at}" if at else "", ""
+    if name in OF_LAST_STEPS:
+        when = f"last {first['steps'] or 0:.0f} steps {when}".rstrip()
+        why = f"standard deviation {number(first['toks_per_s_stdev'])} tok/s"
+    if not values:
+        return Measured(None)
+    is_known = not any(map(math.isnan, values.values()))
+    return Measured(worst(values.values()) if is_known else math.nan, when, why, doubt)
+
+
+def heartbeats(s: Summary) -> Measured:
+    """Counts the missing records of all attempts."""
+    missing = sum(gap.last - gap.first + 1 for *_, part, _ in s.all_parts() for gap in part.holes)
+    return Measured(float(missing) if s.of_rank(0).progress else None)
+
+
+def checkpoints(s: Summary) -> Measured:
+    """Counts the checkpoints that rank 0 recorded; at most the newest are known."""
+    return Measured(float(len(s.of_rank(0).checkpoints)))
+
+
+def loads(s: Summary) -> Measured:
+    """Counts the attempts that loaded a checkpoint, each in a new process."""
+    return Measured(float(s.of_rank(0).loads))
+
+
+def checkpoint_size(s: Summary) -> Measured:
+    """Returns the size of the newest checkpoint, whose files are those of its manifest."""
+    files, recorded = s.files, max(s.of_rank(0).checkpoints, default=0)
+    if files is None or files.checkpoint_mib is None or not recorded:
+        why = files.checkpoint_doubt if files else "the checkpoints were not read"
+        return Measured(None, why=why or "no checkpoint was recorded")
+    doubt = "" if files.checkpoint == f"step_{recorded:08d}" else (
+        f"the newest checkpoint is {files.checkpoint}, the newest record is of step {recorded}"
+    )  # fmt: skip
+    return Measured(files.checkpoint_mib, files.checkpoint, doubt=doubt)
+
+
+def scaling(s: Summary) -> Measured:
+    """Returns the speed of this run by that of as many single-rank runs."""
+    rate, files = s.of_rank(0).figures()["toks_per_s"], s.files
+    if files is None or not files.single_toks_per_s or rate is None:
+        why = f"{files.single if files else ''} has no passed gate toks_per_s_50_above"
+        why = why if files and files.single else "no earlier phase of the launch has one rank"
+        return Measured(None, why=why if rate else "the last steps are not complete")
+    single = files.single_toks_per_s
+    text = f"{number(rate)} tok/s on {counted(s.world, 'rank')}, {number(single)} tok/s on one"
+    return Measured(rate / s.world / single, f"last steps, against {files.single}", text)
+
+
+def log_errors(s: Summary) -> Measured:
+    """Counts the lines of the logs that report an error of CUDA or of the collectives."""
+    if s.files is None:
+        return Measured(None, why="the logs were not read")
+    return Measured(float(s.files.errors), "", s.files.first_error, s.files.log_doubt)
+
+
+def without_hook(s: Summary) -> Measured:
+    """Counts the ranks and attempts that trained without a communication hook."""
+    parts = [part for *_, part, end in s.all_parts() if part.has_stepped(end)]
+    unknown = sum(part.hook is None for part in parts)
+    doubt = f"{counted(unknown, 'start')} of ranks did not record it" if unknown else ""
+    count = sum(part.hook == 0 for part in parts)
+    return Measured(float(count) if count or (parts and not unknown) else None, why=doubt)
+
+
+def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
+    """Returns the use of each GPU in %, the share of the time without samples, and the window.
+
+    Steps without a sample count as idle, each as long as the longest of the newest steps.
+    """
+    longest_s = max((row[1] or 0.0 for row in s.of_rank(0).steps.rows), default=0.0)
+    missing = 0
+    for attempt, rank, part, end in s.all_parts():
+        if rank == 0 and part.start is not None:
+            done = max(part.step, part.exit[0] if part.exit else 0, end.step if end else 0)
+            missing += max(0, done - part.start + 1 - s.gpus.covered.get(attempt, 0))
+    whole_s = s.gpus.seconds + missing * longest_s
+    if not 0 < whole_s < math.inf:
+        return {}, 1.0, Measured(None)
+    use = {index: 100 * busy_s / whole_s for index, busy_s in sorted(s.gpus.busy_s.items())}
+    doubt = s.gpus.trouble or ("" if longest_s else "the durations of the steps are not recorded")
+    if len(use) != s.world:
+        doubt = f"{counted(s.world, 'rank')} and {len(use)} GPUs: it is unknown which are used"
+    words = ", ".join(f"GPU {index} {value:.0f} %" for index, value in use.items())
+    without = (s.gpus.missing_s + missing * longest_s) / whole_s
+    window = f"{whole_s:.0f} s of steps, {without:.0%} of it without a sample"
+    return use, without, Measured(None, window, words, doubt)
+
+
+def gpu_use(s: Summary) -> Measured:
+    """Returns the mean use of the least used GPU while all ranks step, at least."""
+    use, _, found = _use_of_gpus(s)
+    return replace(found, value=min(use.values(), default=None))
+
+
+def gpu_balance(s: Summary) -> Measured:
+    """Returns the largest difference between the mean use of two GPUs, at most."""
+    use, without, found = _use_of_gpus(s)
+    spread = max(use.values()) - min(use.values()) + 100 * without if use else None
+    return replace(found, value=spread)

@@ -1,0 +1,342 @@
+"""Writes the report of a launch or run as Markdown, with charts as SVG.
+
+Each figure has its file and its window. Text from the run directory is cleaned, escaped and
+bounded. What was not measured has a section of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from console import status_text
+from console.model import LIVE_STATES, RESULTS, LaunchState, RunState
+from console.plans import gates, report_chart, sweep
+from console.plans.gate_check import poll_confirmed, so_far
+from console.sources import launches
+from console.sources.rank_totals import FIGURES
+from console.sources.record_files import read_end
+from console.sources.run import RunSource
+from console.sources.sanitize import clean
+from console.status_text import counted, number
+from trainers.contract import jsonl, rundir
+from trainers.contract.errors import ContractError
+
+NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 64, 64
+HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
+LATEST_S = 1 << 36
+CHARTS = (("loss", "loss", "nats/token"), ("toks_per_s", "speed", "tok/s"))
+"""Series, word in the file name and unit of each chart."""
+FILES = (
+    "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "heartbeat_rank0.jsonl",
+    "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
+    "nvidia_smi.xml", "mem_", "checkpoints",
+)  # fmt: skip
+"""The files that the runbooks ask for, or how their names begin."""
+ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
+LAST = "last {steps} steps"
+FIGURE_ROWS: Mapping[str, tuple[str, str]] = {
+    "toks_per_s": ("tok/s", f"{LAST}, their tokens by their time"),
+    "toks_per_s_stdev": ("tok/s", f"{LAST}, standard deviation"),
+    "step_ratio": ("", f"{LAST}, longest by median"),
+    "memory_mib": ("MiB", "largest gpu_mem_reserved, surviving steps"),
+    "memory_growth_mib": ("MiB", "its growth in the second half of the steps"),
+    "entropy_min": ("nats", "lowest gate_entropy_mean, all attempts"),
+    "collapse_max": ("share", "largest gate_collapse_frac, all attempts"),
+    "fetch_max_s": ("s", "largest dt_fetch_s, all attempts"),
+}
+"""Unit and window of each of the `FIGURES` of rank 0."""
+ENVIRONMENT = (
+    "config", "parameters", "tokens_per_step", "python", "versions", "cuda", "device",
+    "device_count", "world", "strategy", "comm_backend", "comm_hook", "backend", "host", "machine",
+    "git",
+)  # fmt: skip
+"""Keys of env.json, or else of run.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """All that the report shows of one run."""
+
+    name: str
+    path: Path
+    source: RunSource
+    state: RunState
+    run: Mapping[str, Any]
+    env: Mapping[str, Any]
+    planned: Mapping[str, Any]
+    """The phase in plan.json."""
+
+    @property
+    def figures(self) -> Mapping[str, float | None]:
+        """The `FIGURES` of rank 0; all are None where not all records can be read."""
+        summary = self.source.summary
+        if summary is None or not self.source.has_all_records:
+            return dict.fromkeys(FIGURES)
+        return summary.of_rank(0).figures()
+
+
+def build(path: Path, stem: str = "") -> tuple[str, dict[str, str]]:
+    """Returns the Markdown of a launch or run, and each chart by the name of its file.
+
+    Without a `stem` of the file names there are no charts.
+    """
+    source = RunSource(path)
+    state = poll_confirmed(source)
+    phases = list(_phases(path, source))
+    charts = _charts(phases, stem) if stem and phases else {}
+    sections = (
+        _head(state, source.is_launch, phases), _gates(phases), _speed(phases), _figures(phases),
+        _sweeps(path) if source.is_launch else (), _expected(phases), _environment(phases),
+        _files(phases), _notes(source, phases), _not_measured(phases),
+        ("", *(f"![{name}]({name})" for name in charts)),
+    )  # fmt: skip
+    return "\n".join(line for section in sections for line in section) + "\n", charts
+
+
+def write(path: Path, output: Path) -> list[Path]:
+    """Writes the report and its charts beside it; returns the paths. Raises OSError."""
+    text, charts = build(path, output.stem)
+    files = {output: text} | {output.with_name(name): chart for name, chart in charts.items()}
+    for each, content in files.items():
+        rundir.write_atomic(each, content)
+    return list(files)
+
+
+def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
+    """Yields the runs of a launch, or the one run."""
+    launch = source.launch_path
+    plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {} if launch else {}
+    entries = jsonl.entries(plan, "phases")
+    runs = launches.run_directories(path)[:MAX_PHASES] if source.is_launch else [path]
+    for each in runs:
+        run = RunSource(each, reads="charts")
+        run.read_all()
+        state = run.poll()  # with a snapshot, the series follow after the present state
+        if state.state in LIVE_STATES and not state.gates:
+            state = replace(state, gates=so_far(run, state))
+        born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
+        index = each.name.partition("-")[0]
+        planned = entries[int(index[:4]) :] if index.isdecimal() else []
+        yield Phase(each.name, each, run, state, born, env, planned[0] if planned else {})
+
+
+# --- Markdown ------------------------------------------------------------------------------------
+
+
+def cell(value: object) -> str:
+    """Returns a value as safe text of one line in a table: no markup, link or HTML."""
+    text = number(value) if isinstance(value, float) else "–" if value is None else value
+    text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
+    for mark in "|`*[]!#":
+        text = text.replace(mark, f"\\{mark}")
+    return text.replace("<", "&lt;")
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Yields a section with a table, nothing without rows."""
+    found = list(rows)
+    if not found:
+        return
+    yield from ("", f"## {title}", "", f"| {' | '.join(head)} |", "| --- " * len(head) + "|")
+    yield from (f"| {' | '.join(map(cell, row))} |" for row in found[:MAX_ROWS])
+    if len(found) > MAX_ROWS:
+        yield f"\n{len(found) - MAX_ROWS} more rows are left out."
+
+
+def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator[str]:
+    launch = state.launch if is_launch else None
+    word, why = status_text.outcome(state)
+    result = "no go" if status_text.exit_code(state, is_launch) else "go"
+    result = result if status_text.is_over(state) else "no go yet: it has not ended"
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    count = sum(gate.result != "pass" and not gate.blocks for p in phases for gate in p.state.gates)
+    overridden = f" with {counted(count, 'override')}" if count else ""
+    yield from (f"# Report of {cell(launch.id if launch else state.id)}", "")
+    yield from (f"**{result}**{overridden}: {cell(word)}. {cell(why)}", "", f"Written {stamp}.")
+    yield from _table(
+        "Phases", ("phase", "state", "steps", "attempts", "stalls", "gates", "why"),
+        (_phase_row(each, launch) for each in phases),
+    )  # fmt: skip
+
+
+def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
+    state, summary = phase.state, phase.source.summary
+    result = next((p.result for p in launch.phases if p.dir == phase.name), "") if launch else ""
+    counts = Counter(gate.result for gate in state.gates)
+    words = [f"{counts[r]} {status_text.RESULT_WORDS[r]}" for r in reversed(RESULTS)]
+    steps = f"{state.step or 0:,} of {state.steps_planned or 0:,}"
+    stalls = None if summary is None else summary.stalls
+    gates_text = f"{result}: {', '.join(words)}" if state.gates else "none"
+    return phase.name, state.state, steps, state.attempt, stalls, gates_text, state.why
+
+
+def _gates(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields the checklist: expected against actual, and the reason of each override."""
+    rows = (
+        (each.name, gate.result.upper() if gate.blocks else gate.result, gate.name,
+         status_text.gate_value(gate), gate.bound, gate.window, gate.source, gate.why,
+         gate.override)
+        for each in phases for gate in each.state.gates
+    )  # fmt: skip
+    head = ("phase", "", "gate", "actual", "expected", "window", "file", "why", "override")
+    yield from _table("Gates", head, rows)
+
+
+def _speed(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields the table of the runbooks: flags, and mean and deviation of the last steps."""
+    rows = []
+    for each in phases:
+        found = each.figures
+        if found["toks_per_s"] is not None:
+            own = jsonl.mapping(each.planned, "flags") | jsonl.mapping(each.planned, "set")
+            text = " ".join(f"{name}={value}" for name, value in own.items())
+            rows.append((
+                each.name, text or "none", found["toks_per_s"], found["toks_per_s_stdev"],
+                f"last {found['steps'] or 0:.0f} steps", f"{each.name}/{gates.RANK0}",
+            ))  # fmt: skip
+    head = ("phase", "its flags and settings", "mean tok/s", "± stdev", "window", "file")
+    yield from _table("Speed", head, rows)
+
+
+def _figures(phases: Sequence[Phase]) -> Iterator[str]:
+    rows: list[Sequence[object]] = []
+    for each in phases:
+        found = each.figures
+        for name, (unit, window) in FIGURE_ROWS.items():
+            if (value := found[name]) is not None:
+                text = window.format(steps=f"{found['steps'] or 0:.0f}")
+                rows.append((each.name, name, value, unit, text, f"{each.name}/{gates.RANK0}"))
+        for name, figure in each.state.figures.items():
+            rows.append((each.name, name, figure.value, figure.unit, figure.window,
+                         f"{each.name}, newest record or sample"))  # fmt: skip
+    head = ("phase", "figure", "value", "unit", "window", "file")
+    yield from _table("Figures", head, rows)
+
+
+def _sweeps(path: Path) -> Iterator[str]:
+    """Yields the comparison of each sweep, nothing for a plan without one."""
+    try:
+        found = sweep.sweeps(path)
+    except ContractError:
+        return
+    yield from ("", "## Sweeps", "")
+    yield from (f"    {clean(line, MAX_CELL)}" for each in found for line in each.lines())
+
+
+def _expected(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields what the plan expects against what was measured, and what it implies."""
+    rows = [row for each in phases for row in _expectations(each)]
+    yield from _table("Expected and actual", ("phase", "figure", "expected", "actual", ""), rows)
+
+
+def _expectations(phase: Phase) -> Iterator[Sequence[object]]:
+    settings = jsonl.mapping(phase.run, "settings")
+    actual = {name: jsonl.integer(phase.env, name) for name in ("parameters", "tokens_per_step")}
+    actual["seq_len"] = jsonl.integer(jsonl.mapping(settings, "data.seq_len"), "value")
+    for name, value in actual.items():
+        expected = jsonl.integer(jsonl.mapping(phase.planned, "expects"), name)
+        if expected is not None:
+            same = "" if expected == value else "DIFFERS"
+            yield phase.name, name, f"{expected:,}", value and f"{value:,}", same
+    yield from _durations(phase, actual["tokens_per_step"])
+
+
+def _durations(phase: Phase, tokens: int | None) -> Iterator[Sequence[object]]:
+    """Yields the hours of all planned steps, at the speed of the gates and at the measured one."""
+    steps, speed = phase.state.steps_planned, phase.figures["toks_per_s"]
+    if not steps or not tokens:
+        return
+    measured = _hours(steps * tokens, speed)
+    for name, value in jsonl.mapping(phase.run, "gates").items():
+        bound = gates.demand(value).bound
+        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+        if name in ("toks_per_s_above", "toks_per_s_50_above") and is_number and bound > 0:
+            implied = _hours(steps * tokens, bound)
+            note = f"the bound of {name} implies {implied} for {steps:,} steps of {tokens:,} tokens"
+            yield phase.name, "time of all steps", implied, measured, note
+
+
+def _hours(tokens: float, toks_per_s: float | None) -> str:
+    return f"{number(tokens / toks_per_s / HOUR_S, 3)} h" if toks_per_s else "not measured"
+
+
+def _environment(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields versions, device, routes and commit, once for phases with the same values."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in phases:
+        for name in ENVIRONMENT:
+            value = each.env.get(name, each.run.get(name))
+            if isinstance(value, Mapping):
+                value = ", ".join(
+                    f"{clean(str(k), 40)} {clean(str(x), 80)}" for k, x in value.items()
+                )
+            if value not in (None, ""):
+                found.setdefault((name, str(value)), []).append(each.name)
+    rows = ((*fact, "all" if len(names) == len(phases) else ", ".join(names))
+            for fact, names in found.items())  # fmt: skip
+    yield from _table("Environment", ("fact", "value", "phases"), rows)
+
+
+def _files(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields the checklist of the files that the runbooks ask for."""
+    rows = []
+    for each in phases:
+        on_cpu = jsonl.mapping(each.env, "device").get("type") == "cpu"
+        try:
+            there = sorted(os.listdir(each.path))
+        except OSError:
+            there = []
+        wanted = [name for name in FILES if not (on_cpu and name in ON_CUDA_ONLY)]
+        missing = [x for x in wanted if not any(name.startswith(x) for name in there)]
+        found = [name for name in there if name.startswith(FILES)]
+        rows.append((each.name, ", ".join(found), ", ".join(missing) or "none"))
+    yield from _table("Artefacts", ("phase", "present", "missing"), rows)
+
+
+def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields the notes and requests of operators, the newest `MAX_ROWS`."""
+    launch = source.launch_path if source.is_launch else None
+    rows: list[Sequence[object]] = []
+    for folder in (*([launch] if launch else []), *(each.path for each in phases)):
+        for line in read_end(folder / rundir.EVENTS, EVENT_BYTES, folder).split(b"\n"):
+            event = jsonl.decode(line) or {}
+            kind, by = jsonl.text(event, "kind"), jsonl.text(event, "by")
+            if kind in ("note", "request", "ack") and by not in ("", "supervisor"):
+                at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
+                stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
+                rows.append((folder.name, stamp, by, kind, jsonl.text(event, "text")))
+    head = ("in", "time (UTC)", "by", "kind", "text")
+    yield from _table("Notes and requests", head, rows[-MAX_ROWS:])
+
+
+def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields what has no value: unknown gates, figures, and records that were not read."""
+    rows: list[Sequence[object]] = []
+    for each in phases:
+        rows += [(each.name, f"gate {gate.name}", gate.why) for gate in each.state.gates
+                 if gate.result == "unknown"]  # fmt: skip
+        if lacking := [name for name in FIGURE_ROWS if each.figures[name] is None]:
+            rows.append((each.name, ", ".join(lacking), "no record, or records are missing"))
+        if not each.state.gpus:
+            rows.append((each.name, "use, power and memory of GPUs", "no sample has a GPU"))
+        if each.state.skipped_records:
+            rows.append((each.name, counted(each.state.skipped_records, "record"), "not readable"))
+    yield from _table("Not measured", ("phase", "what", "why"), rows)
+
+
+def _charts(phases: Sequence[Phase], stem: str) -> dict[str, str]:
+    """Returns the charts of the phase with the most steps, by file name."""
+    longest = max(phases, key=lambda each: each.state.step or 0)
+    drawn = {
+        f"{stem}-{word}.svg": report_chart.svg(
+            f"{name} of {clean(longest.name, 60)}", unit, longest.source.series.points(name)
+        )
+        for name, word, unit in CHARTS
+    }
+    return {name: text for name, text in drawn.items() if text}

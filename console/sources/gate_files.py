@@ -1,0 +1,117 @@
+"""Reads the files that gates need beside the records: the logs, and the newest checkpoint.
+
+All sizes are bounded, and no link is followed. A log that cannot be read completely leaves its gate
+unknown, unless the part that was read has an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from console import error_patterns
+from console.sources import json_documents
+from console.sources.record_files import read_end
+from console.sources.sanitize import clean
+from trainers.contract import jsonl, rundir
+
+LOG_BYTES, ALL_BYTES = 2 << 20, 64 << 20
+MAX_FILES, SPEED = 4096, "toks_per_s_50_above"
+ERROR = re.compile(
+    r"CUDA error|CUDA driver error|cudaError|CUBLAS_STATUS_|CUDNN_STATUS_|device-side assert|"
+    r"NCCL error|NCCL WARN|nccl\w*Error|DistBackendError|illegal memory access|\bXid\b"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GateFiles:
+    """The errors in the logs, and the size of the newest checkpoint; `*_doubt`: what is missing."""
+
+    errors: int = 0
+    first_error: str = ""
+    log_doubt: str = ""
+    checkpoint: str = ""
+    checkpoint_mib: float | None = None
+    checkpoint_doubt: str = ""
+    single: str = ""
+    """The newest earlier run of the launch with one rank."""
+    single_toks_per_s: float | None = None
+
+
+def read(run: Path, attempts: int, world: int) -> GateFiles:
+    """Returns what the logs of all attempts and the newest checkpoint show."""
+    name, left = json_documents.latest_checkpoint(run), ""
+    size_bytes = 0
+    if name:
+        size_bytes, left = _size(run / rundir.CHECKPOINTS / name, run)
+    mib = size_bytes / (1 << 20) if name and not left else None
+    return GateFiles(*_read_logs(run, attempts, world), name, mib, left, *_single(run))
+
+
+def _single(run: Path) -> tuple[str, float | None]:
+    """Returns the newest earlier run with one rank, and its speed if that gate passed there."""
+    try:
+        names = [name for name in os.listdir(run.parent) if rundir.RUN_NAME.fullmatch(name)]
+    except OSError:
+        return "", None
+    own = _index(run.name) if run.name in names else 0
+    for name in sorted((each for each in names if _index(each) < own), key=_index, reverse=True):
+        folder = run.parent / name
+        if (rundir.read_json(folder / rundir.RUN, below=folder) or {}).get("world") == 1:
+            record = rundir.read_json(folder / rundir.GATES, below=folder) or {}
+            passed = (each for each in jsonl.entries(record, "gates")
+                      if (each.get("name"), each.get("result")) == (SPEED, "pass"))  # fmt: skip
+            return name, next((jsonl.number(each, "value") for each in passed), None)
+    return "", None
+
+
+def _index(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
+    """Returns the number of errors, the first one, and which log was not read completely."""
+    count, first, doubt, left = 0, "", "", ALL_BYTES
+    for attempt in range(1, attempts + 1):
+        paths = [rundir.rank_log(run, attempt, rank) for rank in range(world)]
+        for path in (*paths, rundir.logs(run, attempt) / rundir.TORCHRUN_LOG):
+            name = f"{path.parent.name}/{path.name}"
+            data = read_end(path, min(LOG_BYTES, left), run)
+            if len(data) != _size_of(path):
+                doubt = doubt or f"{name} is missing, unreadable or longer than {LOG_BYTES:,} bytes"
+            left -= len(data)
+            for line in data.decode("utf-8", "replace").splitlines():
+                if ERROR.search(line) or error_patterns.lost_peer(line):
+                    count += 1
+                    first = first or f"{name}: {clean(line.strip(), 160)}"
+    return count, first, doubt
+
+
+def _size_of(log: Path) -> int:
+    """Returns the size of a log in bytes; -1 if it cannot be read or was rotated."""
+    try:
+        with jsonl.opened(log) as fd:
+            return -1 if os.path.lexists(rundir.rotated_log(log)) else os.fstat(fd).st_size
+    except OSError:
+        return -1
+
+
+def _size(folder: Path, run: Path) -> tuple[int, str]:
+    """Returns the size of a checkpoint, and which of its files differs from its manifest."""
+    record: dict[str, Any] = rundir.read_json(folder / "manifest.json", below=run) or {}
+    files = list(jsonl.mapping(record, "files").items())[:MAX_FILES]
+    total = 0
+    for name, entry in files:
+        listed = entry[0] if isinstance(entry, list) and entry else None
+        try:
+            status = os.lstat(folder / Path(name).name)
+        except OSError:
+            return 0, f"{folder.name}: {clean(name, 80)} is missing"
+        if not stat.S_ISREG(status.st_mode) or status.st_size != listed:
+            return 0, f"{folder.name}: {clean(name, 80)} has another size than in its manifest"
+        total += status.st_size
+    return total, "" if files else f"{folder.name} has no readable manifest"

@@ -1,0 +1,125 @@
+"""Reads all GPUs of this host once, in a child process, because a call may hang in the driver.
+
+KILL ends neither a call that hangs in the driver nor a process with a thread in such a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from console.model import Gpu
+from console.sources import json_documents, nvml
+from console.sources.gpu import Device, XidLog, words_of
+from trainers.contract import jsonl
+from trainers.contract.errors import ContractError
+
+LIMIT_S = 10.0
+"""Time within which the driver must answer."""
+KILLED_S = 0.2
+MAX_PIDS = 64
+PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from console.sources import gpu_survey as s"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU, the processes that compute on it, and whether MIG divides it."""
+
+    gpu: Gpu
+    pids: tuple[int, ...] = ()
+    mig: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """All GPUs of a host. `cuda` is the newest CUDA version of the driver, (0, 0) if not known."""
+
+    cards: tuple[Card, ...] = ()
+    driver: str = ""
+    cuda: tuple[int, int] = (0, 0)
+
+
+def survey(limit_s: float = LIMIT_S) -> Survey:
+    """Returns the GPUs that NVML finds, none without a driver; a GPU that hangs is an error.
+
+    Raises TimeoutError, or ContractError with the reason.
+    """
+    if not nvml.has_library():
+        return Survey()
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", f"{PROGRAM}; s.main()", str(ROOT)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        answer, _ = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired as late:
+        answer = late.output or b""
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(KILLED_S)
+        if b"\n" not in answer:
+            text = f"the NVIDIA driver does not answer within {limit_s:g} s"
+            raise TimeoutError(text) from None
+    return _parsed(answer, limit_s, child.returncode)
+
+
+def _parsed(answer: bytes, limit_s: float, code: int | None) -> Survey:
+    header, *rows = [jsonl.decode(line) or {} for line in (*answer.split(b"\n"), b"")]
+    if not header or "error" in header:
+        what = jsonl.text(header, "error") or f"the process that reads the GPUs exited with {code}"
+        raise ContractError(what)
+    silent = f"NVML has not answered within {limit_s:g} s"
+    count = min(jsonl.integer(header, "count") or 0, json_documents.MAX_GPUS)
+    cuda = jsonl.integer(header, "cuda") or 0
+    cards = {index: Card(Gpu(index, "GPU", "error", why=silent)) for index in range(count)}
+    for row in rows:
+        for gpu in json_documents.gpus({"gpus": [row.get("gpu")]}):
+            cards[gpu.index] = Card(gpu, tuple(jsonl.integers(row, "pids")), row.get("mig") is True)
+    numbers = (cuda // 1000, cuda % 1000 // 10)
+    return Survey(tuple(cards.values()), jsonl.text(header, "driver"), numbers)
+
+
+def main() -> None:
+    """Prints the survey as JSON lines, in the child process: the header, then a line per GPU."""
+    import pynvml
+
+    lock = threading.Lock()
+
+    def say(record: dict[str, Any]) -> None:
+        with lock:
+            sys.stdout.write(f"{json.dumps(record)}\n")
+            sys.stdout.flush()
+
+    def value(ask: Callable[..., Any], *args: Any) -> Any:
+        with contextlib.suppress(pynvml.NVMLError):
+            return ask(*args)
+        return None
+
+    def read(index: int) -> None:
+        gpu = Device(pynvml, index, XidLog(pynvml, threading.Event())).read()
+        handle = value(pynvml.nvmlDeviceGetHandleByIndex, index)
+        processes = value(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+        mig = value(pynvml.nvmlDeviceGetMigMode, handle) or (0, 0)
+        pids = [process.pid for process in processes][:MAX_PIDS]
+        say({"gpu": asdict(gpu), "pids": pids, "mig": mig[0] == 1})
+
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        why = f"NVML cannot be initialised ({words_of(error)})"
+        is_absent = getattr(error, "value", None) in nvml.NO_DRIVER_CODES
+        return say({"count": 0} if is_absent else {"error": why})
+    driver = value(pynvml.nvmlSystemGetDriverVersion)
+    say({"count": count, "driver": driver, "cuda": value(pynvml.nvmlSystemGetCudaDriverVersion)})
+    for index in range(count):
+        threading.Thread(target=read, args=(index,)).start()
+    return None

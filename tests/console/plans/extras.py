@@ -1,0 +1,134 @@
+"""What a drawn history says of speed, memory, attention gate, checkpoints, logs, hook and GPUs."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from typing import Any
+
+from console.sources.gate_files import GateFiles
+
+Record = dict[str, Any]
+GPUS = ("gpu_util_above_pct", "gpu_balance_below_pct")
+"""Gates whose value is only a bound of the true one."""
+
+
+class Extras:
+    """Draws these figures step by step, and keeps the true ones."""
+
+    def __init__(self, rng: random.Random, kind: str, world: int):
+        self.rng, self.kind, self.world = rng, kind, world
+        self.rows: list[tuple[int, float, float]] = []
+        self.reached = 0
+        self.saved: set[int] = set()
+        self.memory: dict[int, list[tuple[int, float]]] = {rank: [] for rank in range(world)}
+        self.entropies: list[float] = []
+        self.collapses: list[float] = []
+        self.fetches: list[float] = []
+        self.has_all_statistics = True
+        self.unhooked, self.unknown_hooks, self.hooked = 0, 0, 0
+        self.samples: list[Record] = []
+        self.uses: dict[int, list[float]] = {index: [] for index in range(world)}
+        self.mono = 0.0
+        self.loads = 0
+        self.errors = rng.choice((0, 0, 0, 1))
+        self.mib = rng.uniform(1, 2)
+
+    def begin(self, attempt: int) -> None:
+        self.attempt, self.times = attempt, []
+        self.aux, self.hook = self.rng.random() > 0.1, self.rng.choice(("bf16", "bf16", "none"))
+        self.mono += 60
+        self.samples.append({"mono": self.mono, "attempt": attempt, "ranks": [{"pulse": None}]})
+
+    def resume(self, step: int) -> None:
+        self.reached = min(self.reached, step)
+        self.loads += self.attempt > 1 and step > 0
+
+    def cut(self, step: int) -> None:
+        self.rows = [row for row in self.rows if row[0] < step]
+        self.saved = {each for each in self.saved if each < step}
+        self.memory = {r: [x for x in each if x[0] < step] for r, each in self.memory.items()}
+
+    def step(self, step: int) -> None:
+        """A step of 1 to 2 s, and a sample a second after the last."""
+        self.times.append(self.rng.uniform(1, 2))
+        self.mono += 1
+        used = {index: self.rng.choice((0.0, 50.0, 100.0)) for index in self.uses}
+        for index, use in used.items():
+            self.uses[index].append(use)
+        self.samples.append({
+            "mono": self.mono, "attempt": self.attempt,
+            "ranks": [{"pulse": {"phase": "forward", "step": step}}] * self.world,
+            "gpus": [{"index": i, "state": "ok", "util_pct": use} for i, use in used.items()],
+        })  # fmt: skip
+
+    def record(self, step: int, rank: int, toks_per_s: float, mib: float) -> Record:
+        """Returns the figures of a progress record of a rank."""
+        self.memory[rank].append((step, mib))
+        found: Record = {"steps_dt_s": self.times, "dt_fetch_s": self.rng.random()}
+        self.fetches.append(found["dt_fetch_s"])
+        if self.aux:
+            found |= {"gate_entropy_mean": self.rng.random()}
+            found |= {"gate_collapse_frac": self.rng.choice((0.0, 0.0, self.rng.random()))}
+        if rank == 0:
+            self.has_all_statistics &= self.aux
+            if self.aux:
+                self.entropies.append(found["gate_entropy_mean"])
+                self.collapses.append(found["gate_collapse_frac"])
+            first = step - len(self.times) + 1
+            tokens = toks_per_s * sum(self.times) / len(self.times)
+            self.rows += [(number, dt, tokens) for number, dt in enumerate(self.times, first)]
+            self.reached = step
+        return found
+
+    def finish(self, stepped: int, has_hook: bool) -> None:
+        """`stepped` ranks end an attempt in which they may have stepped."""
+        self.unknown_hooks += 0 if has_hook else stepped
+        self.unhooked += stepped if has_hook and self.hook == "none" else 0
+        self.hooked += stepped
+
+    def files(self) -> GateFiles:
+        name = f"step_{max(self.saved):08d}" if self.saved else ""
+        mib = self.mib if name else None
+        return GateFiles(
+            self.errors, checkpoint=name, checkpoint_mib=mib, single="0-one", single_toks_per_s=60.0
+        )
+
+    def growth(self) -> float | None:
+        """Returns by how much the largest memory of a rank grew in the second half."""
+        half, found = self.reached // 2, []
+        for each in self.memory.values():
+            early = [value for step, value in each if step <= half]
+            if not early:
+                return None
+            found.append(max(value for _, value in each) - max(early))
+        return max(found)
+
+    def values(self) -> dict[str, Any]:
+        """Returns the true value of each gate, None where there is none."""
+        rows = self.rows[-50:]
+        last = rows[-1][0] if rows else 0
+        whole = len(rows) > 1 and self.reached - last <= 1
+        whole &= [row[0] for row in rows] == list(range(last - len(rows) + 1, last + 1))
+        times, tokens = [row[1] for row in rows], [row[2] for row in rows]
+        all_known = self.unhooked or (self.hooked and not self.unknown_hooks)
+        means = [statistics.fmean(each) for each in self.uses.values() if each]
+        return {
+            "toks_per_s_50_above": sum(tokens) / sum(times) if whole else None,
+            "step_ratio_below": max(times) / statistics.median(times) if whole else None,
+            "gpu_mem_growth_below_mib": self.growth(),
+            "entropy_above": min(self.entropies, default=None) if self.has_all_statistics else None,
+            "collapse_below": max(self.collapses, default=None)
+            if self.has_all_statistics
+            else None,
+            "fetch_below_s": max(self.fetches, default=None),
+            "heartbeats_complete": 0 if self.fetches else None,
+            "checkpoints_at_least": len(self.saved),
+            "checkpoints_loaded_at_least": self.loads,
+            "checkpoint_mib_above": self.mib if self.saved else None,
+            "no_log_errors": self.errors,
+            "scaling_above": sum(tokens) / sum(times) / self.world / 60.0 if whole else None,
+            "comm_hook_active": self.unhooked if all_known else None,
+            "gpu_util_above_pct": min(means, default=None),
+            "gpu_balance_below_pct": max(means) - min(means) if means else None,
+        }

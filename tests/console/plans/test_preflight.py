@@ -1,0 +1,307 @@
+"""What is planted before a launch is refused by the row of the preflight that names it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from console import actions
+from console.actions import LaunchOptions
+from console.plans import gpu_checks, host_checks, preflight
+from console.plans.case import Case
+from trainers.contract import plan, rundir
+
+TINY = {"name": "one", "config": "configs/tiny_cpu.yaml", "nproc": 2}
+ROOT = Path(__file__).parents[3]
+
+
+def prepared(folder, sets=None, assume="", phase=None, root=None, **document):
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({"name": "mine", "phases": [TINY | (phase or {})]} | document))
+    options = LaunchOptions(
+        str(path), sets=sets or {}, root=root or folder / "artifacts", assume_gpus=assume
+    )
+    return actions.prepare(options)
+
+
+def row(name, *args, **more):
+    """Returns result and text of one row for a plan of one phase at toy size."""
+    return next((c.result, c.text) for c in prepared(*args, **more).checks if c.name == name)
+
+
+def bare(root, gpus=0, nproc=2, host=None, **more):
+    """Returns a case without settings, whose files lie below `root`."""
+    phase = {"name": "one", "script": "x.py", "nproc": nproc, **more}
+    given = plan.parse({"name": "mine", "gpus": gpus, "phases": [phase]}, "test")
+    return Case(given, root / "launch", settings=({},), root=host or root)
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_of_the_plan_is_refused(tmp_path):
+    kept = {"checkpoint.every": "10", "train.steps": "2000000", "checkpoint.keep_every": "10"}
+    result, text = row("disk", tmp_path, kept | {"model.mlp_hidden": "4096"})
+    assert (result, "for checkpoints); free some" in text) == ("fail", True), text
+    result, text = row("disk", tmp_path, {"checkpoint.every": "10"})
+    # 5.2 MiB × (3 newest and the one that is written), and 1 GiB for the records
+    assert (result, text.endswith("1.0 GiB are needed")) == ("pass", True)
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A file system of 1 MiB."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this machine cannot mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_refused(tmp_path, full):
+    result, text = row("disk", tmp_path, root=full)
+    assert (result, text.startswith(f"{full} has 1.0 MiB free, and the launch needs 1.0 GiB")) == (
+        "fail", True,
+    ), text  # fmt: skip
+
+
+def test_shared_memory_that_is_too_small_for_the_pulses_or_for_nccl_is_refused(tmp_path, full):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/shm").symlink_to(full)
+    assert host_checks.shm(bare(tmp_path, nproc=1))[0] == "pass"
+    result, text = host_checks.shm(bare(tmp_path, gpus=2))
+    assert (result, "128.0 MiB are needed; start the container with --shm-size" in text) == (
+        "fail", True,
+    ), text  # fmt: skip
+    assert host_checks.shm(bare(tmp_path))[0] == "fail"
+    (tmp_path / "dev/shm").unlink()
+    assert host_checks.shm(bare(tmp_path))[0] == "unknown"
+
+
+PORTS = """
+import pathlib, socket, subprocess
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("50000 50001")
+from console.plans import host_checks
+print(host_checks.ports(None)[0])
+held = [socket.create_server(("127.0.0.1", port)) for port in (50000, 50001)]
+print(*host_checks.ports(None))
+"""
+
+
+def test_ports_that_are_all_in_use_are_refused():
+    done = subprocess.run(
+        ["unshare", "-rn", sys.executable, "-c", PORTS], capture_output=True, text=True, cwd=ROOT
+    )
+    if done.returncode:
+        pytest.skip(f"this machine makes no network for a test: {done.stderr[-200:]}")
+    first, second = done.stdout.splitlines()
+    assert first == "pass"
+    assert second.startswith("fail no free port on 127.0.0.1 (Address already in use)")
+
+
+def test_a_data_set_that_is_missing_is_refused(tmp_path):
+    phase = {"set": {"data.source": "jsonl", "data.path": str(tmp_path / "empty")}}
+    (tmp_path / "empty").mkdir()
+    result, text = row("data", tmp_path, phase=phase)
+    assert (result, f"phase 'one': {tmp_path / 'empty'} has no file **/*" in text) == ("fail", True)
+    (tmp_path / "empty/a.jsonl").write_text("{}")
+    assert row("data", tmp_path, phase=phase) == ("pass", "jsonl")
+    result, text = row(
+        "data", tmp_path, phase={"set": phase["set"] | {"data.source": "fineweb_edu"}}
+    )
+    assert (result, "has no README.md, so it is no mirror" in text) == ("fail", True)
+
+
+def test_a_hub_that_is_dead_is_refused_within_a_second(tmp_path, monkeypatch):
+    hub = {"set": {"data.source": "fineweb_edu"}}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert row("data", tmp_path, phase=hub) == ("pass", "fineweb_edu")
+    begun = time.monotonic()
+    result, text = row("data", tmp_path, phase=hub)
+    assert (result, "127.0.0.1 does not answer, so HuggingFaceFW" in text) == ("fail", True)
+    assert time.monotonic() - begun < 5
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set" in row("data", tmp_path, phase=hub)[1]
+    result, text = row("data", tmp_path, phase=hub, gpus=2, assume="2xA100")
+    assert (result, text.startswith("on this machine: ")) == ("unknown", True)
+
+
+def test_a_tokenizer_without_its_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    sets = {"data.source": "text", "data.tokenizer": "gpt2", "model.vocab_size": 50257}
+    result, text = row("data", tmp_path, phase={"set": sets})
+    assert (result, "tiktoken" in text or f"not in {tmp_path}" in text) == ("fail", True)
+
+
+def earlier(folder, ahead_s=0.0, since_s=0.0, file_ahead_s=None):
+    """Writes a launch that was created `since_s` ago by the uptime, `ahead_s` from now."""
+    launch = folder / "artifacts" / "mine" / "20261120-031500"
+    launch.mkdir(parents=True, exist_ok=True)
+    now, up_s = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
+    record = {
+        "v": 1,
+        "created_ts": now + ahead_s,
+        "boot_id": rundir.boot_id(),
+        "up_s": up_s - since_s,
+    }
+    rundir.write_json(launch / rundir.PLAN, record)
+    stamp = now + (ahead_s if file_ahead_s is None else file_ahead_s)
+    os.utime(launch / rundir.PLAN, (stamp, stamp))
+
+
+def test_a_clock_that_was_set_back_is_refused_and_a_jump_is_reported(tmp_path):
+    assert row("clock", tmp_path)[0] == "pass"
+    earlier(tmp_path, ahead_s=-1000, since_s=1000)
+    assert row("clock", tmp_path) == ("pass", "no jump since the newest launch")
+    earlier(tmp_path, ahead_s=7200)
+    result, text = row("clock", tmp_path)
+    assert (result, "the clock is 2h" in text or "behind the launch" in text) == ("fail", True)
+    earlier(tmp_path, ahead_s=7200, file_ahead_s=0)
+    assert row("clock", tmp_path)[0] == "unknown", "one sign alone rejects nothing"
+    earlier(tmp_path, ahead_s=-7200, since_s=60)
+    result, text = row("clock", tmp_path)
+    assert (result, "the clock jumped forward by" in text) == ("unknown", True)
+
+
+LIMITS = [
+    (resource.RLIMIT_NOFILE, 200, {}, "fail", "only 200 open files"),
+    (resource.RLIMIT_NOFILE, 600, {}, "unknown", "only 600 open files"),
+    (resource.RLIMIT_FSIZE, 1 << 20, {}, "fail", "files of at most 1.0 MiB are allowed"),
+    (resource.RLIMIT_AS, 1 << 40, {"gpus": 2, "assume": "2xA100"}, "unknown", "CUDA needs more"),
+]
+
+
+@pytest.mark.parametrize(("limit", "value", "more", "result", "text"), LIMITS)
+def test_a_limit_of_the_shell_that_a_training_would_meet_is_refused(
+    tmp_path, limit, value, more, result, text
+):
+    given = prepared(tmp_path, **more)
+    case = Case(given.plan, tmp_path, settings=tuple(p["settings"] for p in given.phases))
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, before[1]))
+    try:
+        found = host_checks.limits(case)
+    finally:
+        resource.setrlimit(limit, before)
+    assert (found[0], text in found[1]) == ("fail" if more else result, True), found
+
+
+def process(root, pid, parent, command, opens=""):
+    """Writes one process of a /proc that is made of files."""
+    folder = root / f"proc/{pid}"
+    (folder / "fd").mkdir(parents=True)
+    (folder / "cmdline").write_bytes(command.replace(" ", "\0").encode())
+    (folder / "stat").write_text(f"{pid} (a ) b) S {parent} 0 0\n")
+    if opens:
+        (folder / "fd/7").symlink_to(opens)
+
+
+def test_a_leftover_trainer_on_a_gpu_is_refused_by_its_pid(tmp_path):
+    process(tmp_path, 1, 0, "init")
+    process(tmp_path, 10, 1, "python -P -m console.supervisor /launch")
+    process(tmp_path, 11, 10, "python -m torch.distributed.run -m trainers.ddp")
+    process(tmp_path, 12, 11, "python -u -m trainers.ddp", "/dev/nvidia0")
+    process(tmp_path, 13, 1, "vim trainers/ddp.py")
+    assert host_checks.leftovers(bare(tmp_path, gpus=2))[0] == "pass"
+    process(tmp_path, 20, 1, "python -u -m trainers.ddp --config x", "/dev/null")
+    result, text = host_checks.leftovers(bare(tmp_path, gpus=2))
+    assert (result, "pid 20;" in text) == ("unknown", True), text
+    process(tmp_path, 21, 1, "python scripts/train_showcase.py --steps 5", "/dev/nvidia1")
+    result, text = host_checks.leftovers(bare(tmp_path, gpus=2))
+    assert (result, "have GPUs open: kill 21," in text) == ("fail", True), text
+    result, text = host_checks.leftovers(bare(tmp_path))
+    assert (result, "pid 20 21;" in text or "pid 21 20;" in text) == ("pass", True), text
+
+
+def test_a_living_trainer_without_a_supervisor_is_found(tmp_path):
+    script = tmp_path / "train_showcase.py"
+    script.write_text("import time; time.sleep(60)")
+    child = subprocess.Popen([sys.executable, str(script)])
+    try:
+        text = host_checks.leftovers(bare(tmp_path, gpus=2, host=Path("/")))[1]
+        assert str(child.pid) in text
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_phase_that_cannot_fit_into_a_gpu_is_refused(tmp_path):
+    gpus = {"gpus": 2, "assume": "2xA100-40"}
+    production = {"phase": {"config": "configs/m7c_125m_2xa100_production.yaml"}}
+    result, text = row("gpu memory", tmp_path, **gpus, **production)
+    assert (result, "at least 1.8 GiB" in text, "of 40.0 GiB per GPU" in text) == (
+        "pass",
+        True,
+        True,
+    )
+    large = {"train.batch_size": "256"}
+    result, text = row("gpu memory", tmp_path, large, **gpus, **production)
+    assert (result, "lower train.batch_size" in text) == ("fail", True), text
+    fsdp = {"model.dim": "16384", "model.n_heads": "128", "model.mlp_hidden": "4096"}
+    assert row("gpu memory", tmp_path, fsdp, **gpus, **production)[0] == "fail"
+
+
+def test_settings_of_nccl_that_slow_it_down_or_mean_nothing_are_warnings(tmp_path):
+    flags = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_P2P_DISABLE": 1,
+        "NCCL_ALGO": "Rong",
+        "NCCL_PROTO": "LL,Simple",
+    }
+    result, text = gpu_checks.nccl(bare(tmp_path, gpus=2, flags=flags))
+    assert result == "unknown"
+    for part in (
+        "NCCL_DEBUG=INFO slows",
+        "NCCL_P2P_DISABLE=1 copies",
+        "NCCL_ALGO has unknown words: rong",
+    ):
+        assert part in text
+    assert "PROTO" not in text
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text("NCCL_ALGO=Tree")
+    assert "etc/nccl.conf configures NCCL too" in gpu_checks.nccl(bare(tmp_path, gpus=2))[1]
+    assert gpu_checks.nccl(bare(tmp_path))[0] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("git", "gpus", "result", "text"),
+    [({}, 2, "unknown", "no git repository"), ({}, 0, "pass", "no git"),
+     ({"sha": "a" * 40, "dirty": True}, 2, "unknown", "local changes"),
+     ({"sha": "a" * 40, "dirty": False}, 2, "pass", "a" * 12)],
+)  # fmt: skip
+def test_code_that_no_commit_holds_is_a_warning_for_a_plan_on_gpus(
+    tmp_path, git, gpus, result, text
+):
+    given = plan.parse({"name": "mine", "gpus": gpus, "phases": [{"name": "one"}]}, "test")
+    found = host_checks.code(Case(given, tmp_path, git=git))
+    assert (found[0], text in found[1]) == (result, True)
+
+
+def test_a_row_that_hangs_is_said_soon_and_fails_alone(tmp_path, monkeypatch):
+    end = threading.Event()
+    hanging = preflight.Row(
+        "stuck", lambda case: (end.wait(60), ("pass", ""))[1], preflight.NETWORK
+    )
+    monkeypatch.setattr(preflight, "TABLE", (*preflight.TABLE[:1], hanging))
+    monkeypatch.setattr(preflight, "SAID_S", 0.2)
+    monkeypatch.setattr(preflight, "LIMIT_S", {preflight.NETWORK: 0.5})
+    said: list[str] = []
+    try:
+        python, stuck = preflight.run(bare(tmp_path), said.append)[:2]
+    finally:
+        end.set()
+    assert said == ["the preflight is still waiting for the network"]
+    assert python.result == "pass"
+    assert (stuck.result, stuck.text) == ("fail", "no answer from the network within 0.5 s")
+    assert preflight.SAID_S <= 3

@@ -1,0 +1,170 @@
+"""The report of a launch, and the gates of a run that has not ended."""
+
+from __future__ import annotations
+
+import json
+import random
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from console.cli import main
+from console.plans import report, report_chart
+from tests.console.sources import directory
+from tests.console.sources.test_snapshot import HOSTILE as DOCUMENTS
+from tests.console.sources.test_snapshot import places, put
+from tests.console.test_go import BOUNDS, PASSED, plan_gates
+from trainers.contract import rundir
+
+SLOW = {"name": "toks_per_s_50_above", "value": 400.0, "unit": "tok/s", "bound": "> 900",
+        "window": "surviving steps, last 20 steps", "source": "heartbeat_rank0.jsonl",
+        "result": "fail", "override": "A shared node."}  # fmt: skip
+HOSTILE = "a|b <script>alert(1)</script> [x](http://e) \x1b]0;t\x07 ![i](u) `c`"
+
+
+def recorded(launch, **more):
+    """A phase of 20 steps of 800 tokens, 2 s each, with an override of its speed."""
+    gates = BOUNDS | {"toks_per_s_50_above": {"bound": 900, "override": "A shared node."}}
+    run = directory.run(launch / "0-first", 1, "completed", why="all ranks done after step 20")
+    born = rundir.read_json(run / rundir.RUN) or {}
+    born |= {"world": 1, "gates": gates, "steps_planned": 50_000, "git": {"sha": "abc123"}}
+    born["settings"]["train.steps"] = {"value": 50_000}
+    directory.document(run / rundir.RUN, born | more)
+    directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": [*PASSED, SLOW]})
+    directory.document(run / rundir.ENV, {
+        "v": 1, "attempt": 1, "parameters": 450_712, "tokens_per_step": 800,
+        "device": {"type": "cpu", "name": "x86_64"}, "comm_hook": "none", "config": "tiny.yaml",
+    })  # fmt: skip
+    directory.event(run, "state", attempt=1, state="completed")
+    directory.event(run, "note", attempt=1, by="ann@host", text="moved the rack", ts=1e9)
+    directory.beat(run, 0, 0, "boot")
+    for step in range(1, 21):
+        directory.beat(run, 0, step, loss=3.0 - step / 10, toks_per_s=400.0, steps_dt_s=[2.0],
+                       dt_fetch_s=0.25)  # fmt: skip
+    directory.beat(run, 0, 20, "exit", exit_code=0)
+    plan_gates(launch, gates, 0)
+    state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
+    phases = [{"name": "first", "state": "completed", "result": "pass", "dir": "0-first"}]
+    ended = {"state": "ended", "phase": 0, "why": "all phases are done", "phases": phases}
+    directory.document(launch / rundir.PLAN_STATE, state | ended)
+    planned = rundir.read_json(launch / rundir.PLAN) or {}
+    planned["phases"] = planned["phases"][:1]
+    planned["phases"][0] |= {
+        "expects": {"parameters": 450_712, "tokens_per_step": 8192},
+        "flags": {"NSA_DDP_BUCKET_MB": "25"},
+    }
+    directory.document(launch / rundir.PLAN, planned)
+    return run
+
+
+@pytest.fixture
+def launch(tmp_path):
+    return directory.launch(tmp_path / "artifacts")
+
+
+def said(capsys, *words):
+    code = main([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_path):
+    recorded(launch)
+    output = tmp_path / "out.md"
+    code, out, _ = said(capsys, "report", launch, "--output", output)
+    text = output.read_text()
+    assert (code, "out-loss.svg" in out) == (0, True)
+    assert text.startswith("# Report of toy-20261121-030000\n\n**go** with 1 override: ")
+    for row in (
+        "| 0-first | pass | loss_finite | 0 | = 0 |",
+        "| 0-first | fail | toks_per_s_50_above | 400 tok/s | > 900 | surviving steps, last 20 "
+        "steps | heartbeat_rank0.jsonl |  | A shared node. |",
+        "| 0-first | NSA_DDP_BUCKET_MB=25 | 400 | 0 | last 20 steps | "
+        "0-first/heartbeat_rank0.jsonl |",
+        "| 0-first | fetch_max_s | 0.25 | s | largest dt_fetch_s, all attempts | ",
+        "| 0-first | parameters | 450,712 | 450,712 |  |",
+        "| 0-first | tokens_per_step | 8,192 | 800 | DIFFERS |",
+        "| 0-first | time of all steps | 12.3 h | 27.8 h | the bound of toks_per_s_50_above "
+        "implies 12.3 h for 50,000 steps of 800 tokens |",
+        "| comm_hook | none | all |",
+        "| git | sha abc123 | all |",
+        "| 0-first | 2001-09-09 01:46:40 | ann@host | note | moved the rack |",
+        "| 0-first | use, power and memory of GPUs | no sample has a GPU |",
+        "![out-loss.svg](out-loss.svg)",
+    ):
+        assert row in text, row
+    assert "nvidia_smi.xml" not in text, "not a file of a run on a CPU"
+    assert "metrics.json" in text.partition("## Artefacts")[2].partition("##")[0]
+    for name in ("out-loss.svg", "out-speed.svg"):
+        chart = ET.parse(tmp_path / name).getroot()
+        assert len(chart.findall("{http://www.w3.org/2000/svg}polyline")) == 1
+    code, out, _ = said(capsys, "report", launch / "0-first", "--json")
+    assert (code, "Report of toy/0-first" in json.loads(out)["report"]) == (0, True)
+
+
+def test_text_from_the_run_directory_stays_text(launch, capsys):
+    recorded(launch, run=HOSTILE, host=HOSTILE, plan=HOSTILE)
+    directory.event(launch / "0-first", "note", by=HOSTILE, text=HOSTILE, ts="nan")
+    code, out, _ = said(capsys, "report", launch)
+    assert (code, out.count("alert(1)") > 0) == (0, True)
+    for bad in ("<script", "[x](http", "![i](u)", "\x1b", "a|b"):
+        assert bad not in out.replace("\\|", "").replace("\\[", "").replace("\\]", ""), bad
+    assert report.cell("x" * 10_000) == "x" * (report.MAX_CELL - 1) + "…"
+    hostile = report_chart.svg("<script>", "&", [(0.0, 1.0), (1.0, float("nan")), (2.0, 1e300)])
+    assert "<script" not in hostile
+    ET.fromstring(hostile)
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence(launch, capsys, tmp_path):
+    recorded(launch)
+    (tmp_path / "folder.md").mkdir()
+    for output, expected in (("x.txt", 2), ("none/x.md", 2), ("folder.md", 4)):
+        code, _, err = said(capsys, "report", launch, "--output", tmp_path / output)
+        assert (code, len(err.splitlines())) == (expected, 1), err
+    assert said(capsys, "report", tmp_path / "nothing")[0] == 3
+
+
+def test_no_document_makes_a_report_raise(launch):
+    run, rng = recorded(launch), random.Random(1)
+    names = (run / rundir.RUN, run / rundir.ENV, run / rundir.GATES, launch / rundir.PLAN,
+             launch / rundir.PLAN_STATE)  # fmt: skip
+    for _ in range(60):
+        path = rng.choice(names)
+        held = rundir.read_json(path) or {}
+        changed = json.loads(json.dumps(held))
+        put(changed, rng.choice(list(places(changed))[1:]), rng.choice(DOCUMENTS))
+        path.write_text(json.dumps(changed))
+        text, _ = report.build(launch, "r")
+        assert text.startswith("# Report of ")
+        directory.document(path, held)
+
+
+def live(launch, **bounds):
+    run = directory.run(launch / "0-first", 1)
+    born = rundir.read_json(run / rundir.RUN) or {}
+    directory.document(run / rundir.RUN, born | {"world": 1, "gates": BOUNDS | bounds})
+    directory.event(run, "state", attempt=1, state="running")
+    directory.beat(run, 0, 0, "boot")
+    for step in range(1, 11):
+        directory.beat(run, 0, step, loss=1.0, grad_norm=0.5, nonfinite_loss_steps=0)
+    return run
+
+
+def test_check_of_a_live_run_says_what_holds_so_far(launch, capsys):
+    live(launch)
+    with directory.owned(launch):
+        code, out, _ = said(capsys, "check", launch)
+        assert (code, "gates so far: 2 passed, 1 unknown, 0 failed" in out) == (1, True), out
+        assert "??   steps_done: 10 steps (≥ 20; surviving steps, so far;" in out
+        assert "\ngo" not in out
+        code, out, _ = said(capsys, "check", launch, "--json")
+        assert (json.loads(out)["so_far"], json.loads(out)["exit_code"]) == (True, 1)
+        code, out, _ = said(capsys, "report", launch)
+        assert "**no go yet: it has not ended**" in out
+
+
+def test_check_of_a_live_run_fails_where_no_later_record_can_help(launch, capsys):
+    live(launch, grad_norm_above=0.9)
+    with directory.owned(launch):
+        code, out, _ = said(capsys, "check", launch)
+    assert (code, "FAIL grad_norm_above: 0.5" in out) == (1, True), out
+    assert "1 failed" in out

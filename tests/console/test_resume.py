@@ -1,0 +1,87 @@
+"""A launch that ended early goes on in a new one, with the options that it had."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from console import actions
+from console.actions import LaunchOptions
+from tests.launches import STUB, phase
+from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
+
+
+def ended(folder, checkpoint=True, **state):
+    """Writes a launch of cpu_smoke that ended in its first phase; returns its directory."""
+    options = LaunchOptions(
+        "cpu_smoke", flags={"NSA_LR": "0.5"}, sets={"train.seed": "7"}, nproc=1,
+        root=folder / "artifacts",
+    )  # fmt: skip
+    old = actions.prepare(options)
+    run = old.directory / "0-sanity"
+    (run / rundir.CHECKPOINTS).mkdir(parents=True)
+    if checkpoint:
+        (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000001\n")
+    rundir.write_json(old.directory / rundir.PLAN, old.spec.as_dict(1.0))
+    record = json.loads(json.dumps(dict(old.phases[0])))
+    record["flags"]["NCCL_DEBUG"] = {"value": "WARN", "origin": "operator ann@host"}
+    rundir.write_json(run / rundir.RUN, record)
+    phases = [{"name": "sanity", "state": "halted", "result": "unknown", "dir": "0-sanity"}]
+    held = {"v": 1, "state": "ended", "phase": 0, "phases": phases} | state
+    rundir.write_json(old.directory / rundir.PLAN_STATE, held)
+    return old.directory
+
+
+def resumed(launch):
+    return actions.prepare(LaunchOptions(resume=launch, root=launch.parents[1]))
+
+
+def test_the_options_of_the_old_launch_and_the_flags_of_its_operator_are_repeated(tmp_path):
+    launch = ended(tmp_path)
+    found = resumed(launch)
+    assert [phase["phase"] for phase in found.phases] == ["sanity", "plumbing", "recall"]
+    first, second, _ = found.phases
+    assert first["settings"]["checkpoint.resume"] == {
+        "value": str(launch / "0-sanity"), "origin": "resume",
+    }  # fmt: skip
+    assert second["settings"]["checkpoint.resume"]["value"] == ""
+    assert first["flags"]["NCCL_DEBUG"] == {"value": "WARN", "origin": "operator ann@host"}
+    assert "NCCL_DEBUG" not in second["flags"]
+    for each in found.phases:
+        assert each["nproc"] == 1
+        assert each["settings"]["train.seed"] == {"value": 7, "origin": "--set"}
+        assert each["flags"]["NSA_LR"] == {"value": "0.5", "origin": "--flag"}
+    assert found.directory != launch
+
+
+def test_a_phase_without_a_checkpoint_begins_anew(tmp_path):
+    first = resumed(ended(tmp_path, checkpoint=False)).phases[0]
+    assert first["settings"]["checkpoint.resume"]["value"] == ""
+
+
+def test_a_launch_that_has_not_ended_or_is_not_confirmed_is_refused(tmp_path):
+    launch = ended(tmp_path, state="running")
+    with pytest.raises(RefusedError, match="has not ended"):
+        resumed(launch)
+    passed = [{"name": "sanity", "state": "completed", "result": "pass", "dir": "0-sanity"}]
+    ended(tmp_path / "other", phases=passed)
+    launch = next((tmp_path / "other").rglob(rundir.PLAN)).parent
+    with pytest.raises(RefusedError, match="its records do not confirm it"):
+        resumed(launch)
+    with pytest.raises(RefusedError, match="belongs to no launch"):
+        resumed(tmp_path / "a" / "b")
+
+
+def test_a_halted_launch_goes_on_in_the_phase_that_it_was_in(begin):
+    started = begin(phase("one", "member.py", 3), phase("two", "member.py", 100_000), shell=STUB)
+    started.wait_steps(2, index=1)
+    with pytest.raises(RefusedError, match="has not ended"):
+        resumed(started.path)
+    assert started.ask("halt")["ok"]
+    started.wait_end()
+    found = resumed(started.path)
+    assert [phase["phase"] for phase in found.phases] == ["two"]
+    assert found.phases[0]["argv"][-1] == "100000"
+    assert found.plan.watch == actions.launch_spec.load(started.path).plan.watch

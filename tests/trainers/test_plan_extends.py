@@ -1,0 +1,106 @@
+"""Plans that extend another, and keys that a plan sets for all its phases."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainers.contract import plan
+from trainers.contract.errors import UsageError
+
+BASE = """
+name: base
+about: The first.
+nproc: 2
+env: {OMP_NUM_THREADS: 1}
+set: {train.steps: 9, train.lr: 1}
+gates: {no_stall: true}
+expects: {parameters: 5000000000}
+watch: {startup_s: 9, grace_s: 8}
+phases:
+  - {name: one, set: {train.lr: 2}, gates: {steps_done: 9}}
+  - {name: two, gates: {no_stall: null}, expects: {seq_len: 7}}
+  - {name: foreign, script: x.py}
+"""
+CHILD = """
+name: child
+extends: base
+nproc: 1
+watch: {grace_s: 7}
+set: {train.seed: 3}
+phases:
+  - {name: two, flags: {NSA_LR: 0.5}, set: {train.steps: 4}}
+  - {name: three}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "child.yaml").write_text(CHILD)
+    return tmp_path
+
+
+def test_the_keys_of_a_plan_hold_for_its_phases_which_override_single_entries(folder):
+    one, two, foreign = plan.load(folder / "base.yaml").phases
+    assert dict(one.set) == {"train.steps": 9, "train.lr": 2}
+    assert dict(one.gates) == {"no_stall": True, "steps_done": 9}
+    assert dict(two.gates) == {}
+    assert (two.expects.parameters, two.expects.seq_len) == (5_000_000_000, 7)
+    assert dict(foreign.set) == {}, "a foreign program does not know our settings"
+
+
+def test_a_plan_that_extends_another_changes_only_what_it_names(folder):
+    found = plan.load(folder / "child.yaml")
+    assert (found.name, found.about) == ("child", "")
+    assert [phase.name for phase in found.phases] == ["one", "two", "foreign", "three"]
+    one, two, _, three = found.phases
+    assert (one.nproc, dict(found.env)) == (1, {"OMP_NUM_THREADS": "1"})
+    assert (found.watch.startup_s, found.watch.grace_s) == (9, 7)
+    assert dict(one.set) == {"train.steps": 9, "train.lr": 2, "train.seed": 3}
+    assert dict(two.set) == {"train.steps": 4, "train.lr": 1, "train.seed": 3}
+    assert (dict(two.flags), two.expects.seq_len) == ({"NSA_LR": "0.5"}, 7)
+    assert dict(three.gates) == {"no_stall": True}
+
+
+def test_what_a_launch_stores_is_read_back_as_the_same_plan(folder):
+    found = plan.load(folder / "child.yaml")
+    assert plan.parse(json.loads(json.dumps(found.as_dict())), "plan.json") == found
+
+
+WRONG = [
+    ("extends: nowhere\n", "there is no such plan"),
+    ("extends: child\n", "there is no such plan|extend each other"),
+    ("extends: ../base\n", "must be the name of a plan"),
+    ("extends: [base]\n", "must be the name of a plan"),
+    ("phases: [{name: a}]\nexpects: {sequence: 1}\n", "no key 'sequence'; did you mean 'seq_len'"),
+    ("phases: [{name: a}]\nexpects: {parameters: many}\n", "'parameters' cannot be 'many'"),
+    ("phases: [{name: a}]\nset: 3\n", "set must be key: value lines"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG)
+def test_what_cannot_be_extended_or_expected_gets_one_sentence(folder, text, said):
+    (folder / "base.yaml").write_text(f"name: base\n{text}")
+    with pytest.raises(UsageError, match=said) as error:
+        plan.load(folder / "base.yaml")
+    assert "\n" not in str(error.value)
+
+
+def test_a_plan_can_extend_the_projects_plan_of_its_own_name(tmp_path):
+    (tmp_path / "cpu_smoke.yaml").write_text("name: cpu_smoke\nextends: cpu_smoke\nnproc: 1\n")
+    found = plan.load(tmp_path / "cpu_smoke.yaml")
+    assert [phase.nproc for phase in found.phases] == [1, 1, 1]
+
+
+def test_a_plan_that_extends_a_sweep_can_leave_a_variant_out(folder):
+    sweep = "{name: mb, rounds: 10, variants: {a: {}, b: {}, c: {}}}"
+    (folder / "base.yaml").write_text(f"name: base\nphases: [{sweep}]\n")
+    assert len(plan.load(folder / "base.yaml").phases) == 30
+    fewer = "{name: mb, rounds: 8, set: {train.steps: 3}, variants: {b: null}}"
+    (folder / "child.yaml").write_text(f"name: child\nextends: base\nphases: [{fewer}]\n")
+    found = plan.load(folder / "child.yaml").phases
+    assert [phase.name for phase in found[:2]] == ["mb-1-a", "mb-1-c"]
+    assert len(found) == 16
+    assert all(dict(phase.set) == {"train.steps": 3} for phase in found)

@@ -1,0 +1,137 @@
+"""Writes what a run consists of: dtypes, optimizer memory, CUDA memory, libraries and driver.
+
+The recorder's thread writes all files, so a slow or full disk does not stall a step. Under FSDP the
+names contain `_fsdp`, because the figures are those of one shard.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import threading
+from collections import Counter
+from importlib.metadata import distributions
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainers.contract import rundir
+from trainers.contract.member import Member
+from trainers.parallel import Single
+
+NVIDIA_SMI, NVIDIA_SMI_S = ("nvidia-smi", "-q", "-x"), 60.0
+MIB = 1 << 20
+NO_MEMORY_FILES = "memory dumps (mem_*): not on CPU"
+
+
+class Inventory:
+    """Writes the files of one rank; `every` is the number of steps between two memory dumps."""
+
+    def __init__(
+        self, member: Member, parallel: Single, model: nn.Module,
+        optimizer: torch.optim.Optimizer, every: int,
+    ):  # fmt: skip
+        self._member, self._optimizer, self._every = member, optimizer, every
+        self._on_cuda = parallel.device.type == "cuda"
+        self._is_fsdp = parallel.name == "fsdp"
+        self._is_first = True
+        self._dump_memory("boot")
+        if member.rank == 0:
+            self._write(self._named("dtypes_report.txt"), dtypes(model))
+            # Its own thread: a hung driver must block neither a step nor a record.
+            threading.Thread(
+                target=self._write_environment, name="environment", daemon=True
+            ).start()
+            if not self._on_cuda:
+                member.log(NO_MEMORY_FILES)
+
+    def begin(self, step: int) -> None:
+        """Writes the memory dump that is due before a step."""
+        if self._every and step % self._every == 0:
+            self._dump_memory(f"pre_step{step}")
+
+    def end(self, step: int) -> None:
+        """Writes the memory dumps that are due after a step, and the size of the optimizer."""
+        if self._is_first:
+            self._is_first = False
+            self._dump_memory(f"step{step}")
+            if self._member.rank == 0 or self._is_fsdp:
+                self._write(self._named("opt_state_mb.txt"), f"{state_mib(self._optimizer):.2f}\n")
+        if self._every and step % self._every == 0:
+            self._dump_memory(f"post_step{step}")
+
+    def _named(self, name: str) -> str:
+        """Returns the name of a file: `_fsdp` in the FSDP trainer, the rank unless it is 0."""
+        stem, dot, ending = name.partition(".")
+        if self._is_fsdp:
+            stem = f"{stem.removesuffix('_mb')}_fsdp" + ("_mb" if stem.endswith("_mb") else "")
+        return stem + (f"_rank{self._member.rank}" if self._member.rank else "") + dot + ending
+
+    def _dump_memory(self, when: str) -> None:
+        if not self._on_cuda:
+            return
+        stem = f"mem_{'fsdp_' * self._is_fsdp}{when}_rank{self._member.rank}"
+        statistics, path = torch.cuda.memory_stats(), self._member.run / f"{stem}.json"
+        self._write(f"{stem}.txt", torch.cuda.memory_summary())
+        self._member.recorder.call(lambda: rundir.write_json(path, statistics))
+
+    def _write(self, name: str, text: str) -> None:
+        path = self._member.run / name
+        self._member.recorder.call(lambda: rundir.write_atomic(path, text))
+
+    def _write_environment(self) -> None:
+        self._write("collect_env.txt", environment())
+        if self._on_cuda:
+            self._write("nvidia_smi.xml", nvidia_smi())
+
+
+def dtypes(model: nn.Module) -> str:
+    """Returns the elements of each dtype, and the dtype and shape of each parameter and buffer."""
+    rows = [("PARAM", name, each) for name, each in model.named_parameters()]
+    rows += [("BUFFER", name, each) for name, each in model.named_buffers()]
+    sizes: Counter[str] = Counter()
+    for _, _, each in rows:
+        sizes[str(each.dtype)] += each.numel()
+    whole = max(sizes.total(), 1)
+    lines = [f"{dtype}: {n} ({100 * n / whole:.2f}%)" for dtype, n in sizes.most_common()]
+    lines += ["", *(f"{kind} {name} {x.dtype} {tuple(x.shape)}" for kind, name, x in rows)]
+    return "\n".join(("# DTYPE SUMMARY (elements)", *lines, ""))
+
+
+def state_mib(optimizer: torch.optim.Optimizer) -> float:
+    """Returns the size of the optimizer's state on this rank in MiB."""
+    values = (each for state in optimizer.state.values() for each in state.values())
+    local = (x.to_local() if isinstance(x, DTensor) else x for x in values if torch.is_tensor(x))
+    return sum(_size_bytes(x) for x in local) / MIB
+
+
+def _size_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def environment() -> str:
+    """Returns versions, the build of torch and all installed packages, without starting pip."""
+    packages = {f"{each.name}=={each.version}" for each in distributions()}
+    facts = {
+        "python": platform.python_version(), "platform": platform.platform(),
+        "torch": torch.__version__, "cuda of torch": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(), "git of torch": torch.version.git_version,
+    }  # fmt: skip
+    lines = [f"{name}: {value}" for name, value in facts.items()]
+    return "\n".join((*lines, "", torch.__config__.show(), *sorted(packages), ""))
+
+
+def nvidia_smi() -> str:
+    """Returns the XML of nvidia-smi, or why there is none.
+
+    The program gets no variable of the run, so that the supervisor does not wait for it.
+    """
+    try:
+        done = subprocess.run(
+            NVIDIA_SMI, stdin=subprocess.DEVNULL, capture_output=True, timeout=NVIDIA_SMI_S,
+            check=True, env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/nvidia/bin"},
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"<!-- not available: {str(error).replace('--', '- -')} -->\n"
+    return done.stdout.decode("utf-8", "replace")
