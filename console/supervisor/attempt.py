@@ -135,7 +135,7 @@ class Attempt:
         self.tree.close()
 
     def decided(self) -> tuple[State, str]:
-        """Returns the state that the facts imply; while records are read, the former state."""
+        """Returns the state that the facts imply, or the former state while records are read."""
         since_end_s = time.monotonic() - self._ended_at
         if self.stage != "collect" or since_end_s > LONG_COLLECTING_S:
             fallback: State = "crashed" if self.stage == "over" else self._decided[0]

@@ -23,7 +23,7 @@ class Commit:
         self._found: deque[tuple[Mapping[str, Any], bool]] = deque()
 
     def read(self, begins: bool) -> None:
-        """Starts git; without `begins` the attempt is adopted, and keeps its commit."""
+        """Starts git. Without `begins` the attempt was adopted, and it keeps its former commit."""
         folder, found = self._folder, self._found
         threading.Thread(
             target=lambda: found.append((launch_spec.git_facts(folder), begins)), name="git",

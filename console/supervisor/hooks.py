@@ -23,7 +23,7 @@ from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl
 
 LIMIT_S, GRACE_S = 10.0, 2.0
-"""A hook gets TERM after the limit, and KILL when the grace time is over too."""
+"""A hook gets TERM after the limit, and KILL after the grace time that follows."""
 SPARE_S, POLL_S = 5.0, 0.02
 MAX_TEXT, MAX_EARLIER = 1000, 16
 

@@ -1,4 +1,4 @@
-"""Polls files in the directory of a launch, and executes each request that it finds once.
+"""Polls the mailboxes and other files of a launch, and executes each request once.
 
 A request file may contain anything: its size is bounded, it must be a regular file of this user,
 and `console.request_schema` checks its arguments before anything is executed.
@@ -155,7 +155,7 @@ class Inbox:
     ):  # fmt: skip
         self._directory, self._attempt_in = directory, attempt_in
         self._seen: dict[str, tuple[Path | None, bool]] = {}
-        """By key: the file of a request (None after its removal), and whether it is done."""
+        """The file of each request (None after its removal), and whether it is done, by key."""
         self.since_ns = since_ns
 
     def restore(self, answered: Mapping[str, Path]) -> None:

@@ -50,7 +50,7 @@ class LaunchSpec:
     host: Mapping[str, Any] = field(default_factory=dict)
     git: Mapping[str, Any] = field(default_factory=dict)
     created_ts: float = 0.0
-    """The time at which plan.json was written, 0 before."""
+    """The time at which plan.json was written, 0 before that."""
     operator: Settings = field(default_factory=Settings)
     """Settings of the operator who started or adopted the launch; a plan does not contain them."""
 
@@ -154,7 +154,7 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
 def _has_shutdown_timeout() -> bool:
     """Returns whether torchrun has the option --shutdown-timeout (torch 2.12 and newer).
 
-    Older versions always give the ranks 30 s.
+    Older versions always give the ranks 30 s to end.
     """
     try:
         numbers = importlib.metadata.version("torch").split(".")[:2]

@@ -373,7 +373,7 @@ class Owner:
             self._kill_at, self._scan_s = math.inf, SCAN_EVERY_S
 
     def _signal(self, pid: int, number: int) -> None:
-        """Sends a signal to a process, unless the process with this pid has no token."""
+        """Sends a signal to a process if the process with this pid has the token."""
         handle = process.open_process(pid, self._token)
         if handle is not None:
             handle.send(number)

@@ -47,7 +47,7 @@ class Worker:
     handle: process.Handle
     over_ts: float | None = None
     late: bool = False
-    """It ended before this process observed it: the time of its end is unknown."""
+    """The rank ended before this process observed it: the time of its end is unknown."""
     code: int | None = None
     signal: str | None = None
     observed: bool = False
@@ -110,7 +110,7 @@ class Tree:
         self._scanned = self._killed = self._first_killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
-        """By pid: the time at which a process without an exit code was first seen to have ended."""
+        """The time at which a process without an exit code was first seen to have ended, by pid."""
 
     @property
     def spawned(self) -> bool:

@@ -1,4 +1,4 @@
-"""The only thread that reads and writes the run directory, so that a hung disk blocks no other."""
+"""The only thread that accesses the run directory, so that a hung disk blocks no other thread."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from trainers.contract.plan import Watch
 WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
 """Files that a training of either system writes besides its records."""
 ENDING = frozenset(("halting", "stopping", "restarting"))
-"""In these states ranks may make no progress, because they are being ended."""
+"""In these states, ranks without progress are not stalled: they are being ended."""
 
 
 def stall_doubt(run: Path) -> str:
