@@ -36,7 +36,7 @@ class Evidence:
     """The run's directory is missing, or is a link, which is not followed."""
     launch: LaunchState | None
     supervisor: Record
-    """supervisor.json, {} where it cannot be read."""
+    """supervisor.json, or {} if it cannot be read."""
     by_launch: Record
     """The entry of the run in plan_state.json, with the keys of supervisor.json."""
     run_json: Record
@@ -47,7 +47,7 @@ class Evidence:
     behind_bytes: int
     """Bytes of records that are left to read, including those for the charts."""
     trouble: str
-    """Why supervisor.json cannot be shown, "" where it can."""
+    """Why supervisor.json cannot be shown, or "" if it can be shown."""
     troubles: Sequence[Alert]
     """An alert for each document that cannot be shown."""
 

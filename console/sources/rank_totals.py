@@ -39,7 +39,7 @@ class LastPulse:
     records: int
     """The number of its last record, 0 without records."""
     nonfinite_steps: int
-    """-1 where the program does not count them."""
+    """-1 if the program does not count these steps."""
     step: int
 
 

@@ -27,7 +27,7 @@ class FormerRun:
     record: dict[str, Any]
     """run.json."""
     state: dict[str, Any]
-    """supervisor.json, {} where none was written."""
+    """supervisor.json, or {} if none was written."""
     is_stored: bool
     """True: the owner stored both documents. False: they were read from disk and checked."""
     warnings: Sequence[str]

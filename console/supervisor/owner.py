@@ -121,7 +121,7 @@ class Owner:
             self._channel = None
 
     def _become_child(self, owner: int, channel: Channel) -> None:
-        """Runs as the child and never returns. The kernel ends this process with its owner."""
+        """Runs as the child, never returns. The kernel ends this process when its owner ends."""
         code = 1
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -229,7 +229,7 @@ class Owner:
         exit_words = f"exited (code {code})"
         if code < 0:
             exit_words = f"was killed ({process.signal_name(-code)})"
-        # Where both threads ran an observer, it is not known which of them ended the child.
+        # If both threads ran an observer, it is not known which of them ended the child.
         names = [name for slot in (MAIN, FILES) if (name := state.activity.read(slot))]
         state.former_end = self._killed_because or exit_words
         if names:
