@@ -89,7 +89,8 @@ class Spikes:
             return torch.zeros_like(nonfinite)
         deviation, mean = torch.std_mean(self.norms)
         limit = mean + self._sigmas * torch.maximum(deviation, LEAST_DEVIATION * mean)
-        norm, full = norm.detach().float(), self.seen >= SPIKE_WINDOW_STEPS
+        # A window of zeros has no level to compare with.
+        norm, full = norm.detach().float(), (self.seen >= SPIKE_WINDOW_STEPS) & (limit > 0)
         kept, finite = torch.where(full, torch.minimum(norm, limit), norm), nonfinite == 0
         slots = torch.arange(SPIKE_WINDOW_STEPS, device=norm.device)
         newest = slots == self.seen % SPIKE_WINDOW_STEPS

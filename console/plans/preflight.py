@@ -23,7 +23,7 @@ from console.plans.case import Case, Check, Found
 from console.sources import gpu_survey, process
 from console.sources.sanitize import clean
 from trainers.contract import environ, flags, rundir
-from trainers.contract.errors import RefusedError
+from trainers.contract.errors import ContractError, RefusedError
 
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Prefixes of the variables that configure the libraries of a training."""
@@ -273,6 +273,11 @@ def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check
         result, text = answer.result(max(0.0, begun + limit_s - time.monotonic()))
     except TimeoutError:
         result, text = "fail", f"no answer from {row.needs} within {limit_s:g} s"
+    except ContractError as error:
+        result, text = "fail", str(error)
+    except Exception as error:  # a check reads what anybody wrote
+        text = f"the check itself failed: {type(error).__name__}: {clean(str(error), 200)}"
+        result = "fail"
     if case.assumed and result == "fail" and row.needs not in (PLAN, DRIVER):
         result, text = "unknown", f"on this machine: {text}"
     return Check(row.name, result, text)

@@ -20,15 +20,17 @@ from typing import Any
 from console import status_text
 from console.plans.gate_check import poll_confirmed
 from console.sources import launch_documents
+from console.sources.pace import LONGEST_STEP_S
 from console.sources.run import RunSource
 from trainers.contract import flags, jsonl, rundir
 from trainers.contract.errors import NotFoundError, UsageError
-from trainers.contract.plan import LIMITS, NAME, highest_p
+from trainers.contract.plan import LIMITS, MAX_VARIANTS, NAME, highest_p
 
 LAST_STEPS, WARM_UP_STEPS = 50, 5
 """The window of the runbooks' mean, and the first steps of a run, which never count."""
 FAST_QUANTILE = 0.1
 MAX_ROUNDS = int(LIMITS["rounds"][1])
+MOST_TOKENS = 1e12
 FACTS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("model.",), "tokens_per_step": ("data.seq_len", "train."), "versions": (),
     "cuda": (), "device": ("train.device",), "threads_per_rank": ("OMP_NUM_THREADS",),
@@ -94,7 +96,8 @@ class Comparison:
         """One sentence: the winner, or "no difference", or why there is no comparison."""
         if self.refusal:
             return f"not compared: {self.refusal}"
-        best, rest = self.best, self.variants[len(self.best) :]
+        best = self.best
+        rest = [variant for variant in self.variants if variant.name not in best]
         if not rest:
             return "no difference"
         slower = self.variants[0].toks_per_s / rest[0].toks_per_s - 1
@@ -225,8 +228,12 @@ def _read(
     launch: Path, sweep: str, planned: Mapping[str, list[tuple[int, Mapping[str, Any]]]]
 ) -> Comparison:
     counts = {len(phases) for phases in planned.values()}
-    if len(counts) != 1 or not 2 <= min(counts) <= MAX_ROUNDS or len(planned) < 2:
+    if len(counts) != 1 or max(counts) > MAX_ROUNDS or not 2 <= len(planned) <= MAX_VARIANTS:
         return Comparison(sweep, refusal=f"{rundir.PLAN} does not have equal rounds of variants")
+    if 2 ** (1 - max(counts)) > highest_p(len(planned)):
+        return Comparison(
+            sweep, refusal=f"{max(counts)} rounds of {len(planned)} variants are too few"
+        )
     variants = []
     for name, phases in planned.items():
         runs = []
@@ -270,11 +277,13 @@ def _measure(path: Path) -> Run | str:
     if state.state != "completed" or status_text.exit_code(state):
         why = status_text.no_go(state) or status_text.not_passed(state.gates)
         return f"it is {state.state}{f', {why}' if why else ''}; only a run that is go counts"
-    steps_s = [s for s in source.series.newest_steps_s(WARM_UP_STEPS) if s > 0]
+    steps_s = [s for s in source.series.newest_steps_s(WARM_UP_STEPS) if 0 < s < LONGEST_STEP_S]
     run = rundir.read_json(path / rundir.RUN, below=path) or {}
     facts = rundir.read_json(path / rundir.ENV, below=path) or {}
     tokens = jsonl.number(facts, "tokens_per_step")
-    if not tokens or len(steps_s) < LAST_STEPS // 2:
+    if tokens is None or not 0 < tokens < MOST_TOKENS:
+        return f"{rundir.ENV} has no valid tokens_per_step"
+    if len(steps_s) < LAST_STEPS // 2:
         return f"it has {len(steps_s)} step times after the first {WARM_UP_STEPS} steps, too few"
     settings = jsonl.mapping(run, "settings")
     values = {key: jsonl.mapping(settings, key).get("value") for key in settings}

@@ -148,6 +148,7 @@ class Plan:
         return asdict(self)
 
 
+MAX_VARIANTS = 5
 FALSE_DIFFERENCE = 0.01
 """The highest probability that a sweep without a true difference finds one by chance."""
 
@@ -255,8 +256,8 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
     sweep = section(Sweep, {k: v for k, v in raw.items() if k not in own}, where)
     base = _phase(own, shared, where)
     names = list(sweep.variants)
-    if len(names) < 2:
-        raise UsageError(f"{where}: 'variants' must name at least two variants to compare")
+    if not 2 <= len(names) <= MAX_VARIANTS:
+        raise UsageError(f"{where}: 'variants' must name 2 to {MAX_VARIANTS} variants to compare")
     if 2 ** (1 - sweep.rounds) > highest_p(len(names)):
         raise UsageError(
             f"{where}: {sweep.rounds} 'rounds' of {len(names)} variants cannot show a difference; "

@@ -54,6 +54,13 @@ def test_a_disk_that_cannot_hold_the_checkpoints_of_the_plan_is_refused(tmp_path
     assert (result, text.endswith("1.0 GiB are needed")) == ("pass", True)
 
 
+@pytest.mark.parametrize("pattern", ["/absolute/*.md", "**x"])
+def test_a_check_that_cannot_be_made_fails_by_name(tmp_path, pattern):
+    sets = {"data.source": "text", "data.path": str(tmp_path), "data.pattern": pattern}
+    result, text = row("data", tmp_path, sets)
+    assert (result, text.startswith("the check itself failed: ")) == ("fail", True), text
+
+
 @pytest.fixture
 def full(tmp_path):
     """A file system of 1 MiB."""
