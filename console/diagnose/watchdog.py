@@ -18,7 +18,7 @@ from console.model import STALL, Level
 from trainers.contract.plan import Watch
 
 LONGEST_GAP_S = 5.0
-"""Longest time between two updates that counts as observed; longer where updates are rarer."""
+"""Longest time between two updates that counts as observed, or twice the interval if longer."""
 REPORT_WITHHELD_AT = 2
 """Number of unconfirmed updates after which a due action is reported as withheld: a record may be
 late."""
@@ -48,11 +48,11 @@ class _State:
     raised: bool = False
     acted: bool = False
     unconfirmed: int = 0
-    """Updates at which an action was due and the second source did not confirm it."""
+    """Number of updates at which an action was due and the second source did not confirm it."""
     breached_s: float | None = None
     """Observed time of the breach before the rule is raised, None while there is no breach."""
     counts: Mapping[int, int] | None = field(default_factory=dict)
-    """The parts of the condition by GPU, as in `Measured.counts`; None: not known."""
+    """The parts of the value by GPU, as in `Measured.counts`, or None if not known."""
     raised_at: float = 0.0
     """Time at which the rule was last raised or raised again."""
     severe_s: float = 0.0
@@ -61,7 +61,7 @@ class _State:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt. `actions` has the weakest allowed action by rule, as with --halt.
+    """Watches one attempt. `actions` has the weakest allowed action by rule, as --halt sets it.
 
     `interval_s` is the intended time between two updates. `settings` has the values of the run's
     settings by name, for the rules that depend on them.
