@@ -48,11 +48,11 @@ class ScreenData:
     recorded: Collection[str] = ()
     stacks: Mapping[int, Any] = field(default_factory=dict)
     log: tuple[LogLine, ...] = ()
-    """The log lines that are new; `log_begins` says the start of another log."""
+    """The new log lines; `log_begins` is true if they begin another log."""
     log_begins: bool = False
     trouble: str = ""
     coming: Mapping[str, str] = field(default_factory=dict)
-    """The flags that the next phase would get; `coming_trouble` is why they are not available."""
+    """The flags that the next phase would get; `coming_trouble` says why they are missing."""
     coming_trouble: str = ""
 
 
@@ -107,9 +107,9 @@ class Feed:
         self._coming: tuple[object, Mapping[str, str], str] = (None, {}, "")
         self.wants_stacks = self.wants_coming = False
         self.paused = False
-        """Leaves new log lines unread until the display resumes."""
+        """True while the display is paused; new log lines are then left unread."""
         self.followed_at = 0.0
-        """Time at which another launch was chosen (monotonic s); older snapshots are not of it."""
+        """Time of the choice of this launch (monotonic s); older snapshots show another launch."""
         self._reading_since: float | None = None
 
     def start(self) -> None:
@@ -135,7 +135,7 @@ class Feed:
 
     @property
     def silent_s(self) -> float:
-        """Time for which the present read has waited for the run directory, or 0 without a read.
+        """Time for which the present read has waited for the run directory, or 0 between reads.
 
         The feed's thread sets this value, so a busy screen does not look like a silent directory.
         """

@@ -109,7 +109,7 @@ class Operator:
         self.ask(lambda state: confirmations.acknowledge(state, alert, text))
 
     def set_flag(self, launch: LaunchState, name: str, value: str | None, phases: str) -> None:
-        """Sends a changed flag for the `next` phase or `all`; None as value undoes the change."""
+        """Sends a changed flag for the phases `next` or `all`; the value None undoes the change."""
         if not launch.rest:
             self._screen.say(f"{launch.id} has no next phase: {name} would have no effect", "error")
             return

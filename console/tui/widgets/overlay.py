@@ -1,4 +1,4 @@
-"""A drawer over the bottom of the view, for questions, help and fields; only it is repainted."""
+"""A drawer over the bottom of the view for questions, help and fields; it is repainted alone."""
 
 from __future__ import annotations
 

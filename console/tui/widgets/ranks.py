@@ -141,7 +141,7 @@ def lives(state: RunState, rank: Rank) -> bool:
 
 
 def unmeasured(rank: Rank, state: RunState) -> Rank:
-    """Returns a rank without its last measurements; after the run's end, also without its GPU's."""
+    """Returns a rank without its last measurements; an ended run also loses those of the GPU."""
     pulse, gpu = rank.pulse and replace(rank.pulse, since_s=None), rank.gpu
     if gpu is not None and state.state not in LIVE_STATES:
         gpu = replace(gpu, util_pct=None, power_w=None, mem_used_mib=None, temp_c=None)
@@ -149,7 +149,7 @@ def unmeasured(rank: Rank, state: RunState) -> Rank:
 
 
 def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
-    """Returns the step and phase of a rank, or what is wrong with it, and for how long."""
+    """Returns the step of a rank, its phase or what is wrong with it, and for how long."""
     pulse = rank.pulse
     step = fmt.count(pulse.step) if pulse else fmt.DASH
     phase = wrong.removeprefix("killed by ") or (pulse.phase if pulse else fmt.DASH)
