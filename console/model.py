@@ -251,7 +251,7 @@ class LaunchState:
 
     @property
     def rest(self) -> tuple[PhaseState, ...]:
-        """The phases after the current one."""
+        """The phases after the current phase."""
         return self.phases[self.phase + 1 :]
 
 
@@ -265,7 +265,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """All that a screen shows of one run at one moment."""
+    """All data about one run that a screen shows at one moment."""
 
     id: str
     path: str

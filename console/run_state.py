@@ -17,7 +17,7 @@ from console.rank_end import NAMED_CODES, RankEnd
 LAST_STEP = "done"
 """The reason of a rank that completed all its steps."""
 TOGETHER_S = 0.5
-"""Ranks killed within this time were killed together; torchrun gives the remaining ranks longer."""
+"""Ranks killed within this time were killed together; torchrun waits longer before it kills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Facts:
     def halted(self) -> bool:
         """True if all ranks exited with code 0 before their last step.
 
-        A requested halt counts as done if a full disk lost the exit records.
+        If exit records are missing, for example after a full disk, a requested halt counts as done.
         """
         lost = self.halt_wanted and not self.has_exit_records
         return self.succeeded and (bool(self.halt_steps) or lost)
@@ -145,7 +145,7 @@ class Facts:
 
     @property
     def doubtful_end(self) -> RankEnd | None:
-        """A rank whose success is in doubt, or None if there is none or any rank failed."""
+        """A rank whose success is in doubt. None if there is no such rank, or if a rank failed."""
         if any(end.failed for end in self.ends):
             return None
         return next((end for end in self.ends if end.doubt), None)

@@ -117,7 +117,7 @@ def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
 
 
 def supervisor(folder: Path, box: Mailbox) -> Supervisor:
-    """Returns the supervisor that reads a directory's requests. Raises RefusedError if none."""
+    """Returns the supervisor that reads a directory's requests, or raises RefusedError."""
     owner, ended = _named(folder, box)
     name = launches.launch_id(folder) if box == "launch" else folder.name
     if ended:

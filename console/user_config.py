@@ -39,7 +39,7 @@ class Settings:
 
 KEYS = tuple(each.name for each in fields(Settings))
 CHARTS = "charts"
-"""The one key that only the screen reads: the charts of the Dashboard, in their order."""
+"""The key that only the screen reads: the charts of the Dashboard, in their order."""
 CHARTS_LINES = re.compile(rf"^{CHARTS}:.*\n?(?:[ \t-].*\n?)*", re.MULTILINE)
 
 

@@ -59,7 +59,7 @@ class Score:
 
     @property
     def reaction(self) -> tuple[str, float] | None:
-        """The first action that is not neutral, with its time; None if there is none."""
+        """The first action that is not neutral and its time, or None if there is no such action."""
         return next((each for each in self.actions if each[0] not in NEUTRAL), None)
 
     @property

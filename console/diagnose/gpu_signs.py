@@ -87,10 +87,10 @@ def kernel_words(rows: Sequence[Gpu]) -> str:
 
 
 def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
-    """Returns the ranks whose GPU differs from the others: the lost GPUs, if there are any.
+    """Returns the ranks whose GPU differs from the others: ranks with a lost GPU, if there are any.
 
-    Otherwise returns the idle GPUs if all others run, or else the GPUs that compute if all others
-    run a kernel that computes little, because it waits for a peer.
+    Otherwise returns the ranks with an idle GPU if all others run a kernel. Otherwise returns the
+    ranks whose GPU computes if all others run a kernel that waits for a peer and computes little.
     """
     groups: dict[str, list[int]] = {}
     for rank, rows in gpus.items():

@@ -83,14 +83,14 @@ def gate_collapsed(progress: Progress) -> bool | None:
 
 @dataclass(slots=True)
 class Counter:
-    """A counter of one GPU: its increase in this attempt, and its last rise (monotonic s)."""
+    """A counter of one GPU: its increase in this attempt, the time of its last rise (monotonic)."""
 
     last: int
     increase: int = 0
     at: float = -math.inf
 
     def update(self, value: int, mono: float) -> None:
-        """Adds a new value; if it is below the last one (a GPU reset), the increase becomes 0."""
+        """Adds a value; if it is below the last value (a GPU reset), the increase becomes 0."""
         if value > self.last:
             self.increase, self.at = self.increase + value - self.last, mono
         elif value < self.last:

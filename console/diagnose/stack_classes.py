@@ -85,7 +85,7 @@ MAX_THREADS = 99
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The class of a main thread, the innermost frame that decided it, and a verb phrase.
+    """The class of a main thread, the innermost frame that decided it, and its description.
 
     `own` is the innermost frame of the program's own code, or None if all frames are in libraries.
     """

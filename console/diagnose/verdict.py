@@ -1,4 +1,4 @@
-"""The verdict on a run that makes no progress: its cause, the rank, and one sentence that says so.
+"""The verdict on a run that makes no progress: its cause, the rank to blame, and a sentence.
 
 A rank that the kernel shows as stopped or exited is named after `NAMED_AFTER_S`; for every other
 cause the slowest ranks must exceed their stall limit.
@@ -224,7 +224,7 @@ def resume(ranks: Sequence[RankEvidence]) -> str:
 
 
 def others(case: Case, named: Sequence[RankEvidence]) -> str:
-    """Returns what the other running ranks do, grouped by what they do and where."""
+    """Returns what the other running ranks do; ranks that do the same at one place are grouped."""
     first = named[0]
     groups: dict[tuple[str, str], list[RankEvidence]] = {}
     for each in case.running:

@@ -1,9 +1,10 @@
 """The watchdog: evaluates all watch rules at each update; returns alerts and due actions.
 
-An alert needs its condition for the rule's `for_s`. A strong action needs the condition for three
-times `for_s`, and the confirmation of the rule's second source. Until the confirmation, the action
-is withheld, and this is reported once. Time in which the watchdog was stopped or not yet started
-does not count. Each time a rule is raised, its action becomes due once.
+An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
+that the condition has lasted three times `for_s`, and that the rule's second source confirms it.
+Until the confirmation, the action is withheld, and this is reported once. Time in which the
+watchdog was stopped or not yet started does not count. Each time a rule is raised, its action
+becomes due once.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Watchdog:
     def _raise_again(
         self, rule: Rule, state: _State, measured: Measured, mono: float
     ) -> Iterator[Change]:  # fmt: skip
-        """Raises the alert of a raised rule again when one of its counts rose."""
+        """Raises the alert of a raised rule again when the count of a GPU rose."""
         known = measured.counts if state.counts is None else state.counts
         if not any(count > known.get(key, 0) for key, count in measured.counts.items()):
             state.counts = measured.counts

@@ -30,7 +30,7 @@ GLANCE_S = 0.25
 LOOK_BYTES = 1 << 20
 """Bytes of records read between two snapshots, so that a long run is shown while it is read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
-"""Small files whose change is a change of state; they are checked four times a second."""
+"""Small files that change when the state changes; they are checked four times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Feed:
         self._nudged.set()
 
     def allow_next(self) -> None:
-        """Allows the next snapshot, because the last one is displayed."""
+        """Allows the next snapshot, because the last snapshot is displayed."""
         self._taken.set()
 
     @property

@@ -37,7 +37,7 @@ class Key:
 
     @property
     def shown(self) -> str:
-        """The first of the row's keys, as the footer and the help write it."""
+        """The name of the row's first key, as the footer and the help show it."""
         return NAMES.get(self.keys[0], self.keys[0])
 
     @property

@@ -29,7 +29,7 @@ LATER = (
     "console.tui.screens.logs",
     "console.actions",
 )
-"""Modules that the first picture does not need and a key may need next."""
+"""Modules that the first picture does not need, but the next key may need."""
 
 Request = Callable[[Path, str, Mapping[str, Any]], str]
 

@@ -25,8 +25,8 @@ from console.tui.widgets.ranks import rank_rows
 
 TALL = 30
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
-"""Rows of a chart: the least, those that are shown before any log line in a low terminal, and those
-that each chart needs before a tall terminal shows more charts."""
+"""Rows of a chart: the least number, the number in a low terminal with a log, and the room that one
+more row of charts needs."""
 LEAST_LOG = 3
 
 

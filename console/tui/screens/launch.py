@@ -20,7 +20,7 @@ from trainers.contract import flags as registry
 WIDE = 110
 WHOLE = 200
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
-"""Least rows of the list of flags with its heading; in a lower view only this list has room."""
+"""Least rows of the list of flags with its heading; least height of a view with training facts."""
 
 
 def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | None:

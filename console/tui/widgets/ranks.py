@@ -141,7 +141,7 @@ def lives(state: RunState, rank: Rank) -> bool:
 
 
 def unmeasured(rank: Rank, state: RunState) -> Rank:
-    """Returns a rank without its last measurements; an ended run also loses those of the GPU."""
+    """Returns a rank without its last measurements, after the run's end also those of its GPU."""
     pulse, gpu = rank.pulse and replace(rank.pulse, since_s=None), rank.gpu
     if gpu is not None and state.state not in LIVE_STATES:
         gpu = replace(gpu, util_pct=None, power_w=None, mem_used_mib=None, temp_c=None)
