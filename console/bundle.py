@@ -145,7 +145,7 @@ def is_secret(name: str) -> bool:
 
 
 class Redactor:
-    """Removes secrets from bytes: texts with the form of a secret, and secret `variables`."""
+    """Removes texts with the form of a secret, and the values of secret `variables`, from bytes."""
 
     def __init__(self, variables: Mapping[str, str]):
         values = {os.fsencode(form) for name, value in variables.items()

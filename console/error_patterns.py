@@ -34,7 +34,7 @@ _FREE = re.compile(
     rf"GPU (?P<gpu>\d+) has a total capacity of (?P<total>{_SIZE}) of which "
     rf"(?P<free>{_SIZE}) is free"
 )
-"""The text of c10/cuda/CUDACachingAllocator.cpp."""
+"""A text that c10/cuda/CUDACachingAllocator.cpp writes."""
 _GPU_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP)(?: driver)?(?: error:)? out of memory|out of GPU memory"
 )

@@ -38,7 +38,7 @@ the GIL has the second, because it polls 20 times a second. A watcher that asks 
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """Kinds of system calls in which a rank never waits for its peers."""
 HELD = ("disk", "lock", "pipe", "child")
-"""Kinds of waits of a rank that works during the start; a rank in another wait waits for it."""
+"""Kinds of waits of a rank that works during the start; other waits are for such a rank."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
 """Calls that the flight records do not show."""

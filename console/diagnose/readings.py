@@ -83,7 +83,7 @@ def gate_collapsed(progress: Progress) -> bool | None:
 
 @dataclass(slots=True)
 class Counter:
-    """A counter of one GPU: its increase in this attempt, the time of its last rise (monotonic)."""
+    """A counter of one GPU: its increase in this attempt, and when it last rose (monotonic s)."""
 
     last: int
     increase: int = 0
@@ -109,7 +109,7 @@ class History:
         self.nonfinite: dict[int, int] = {}
         """Number of consecutive progress records with a non-finite loss, by rank."""
         self.zero_grads = self.collapsed = 0
-        """Counts of rank 0's consecutive records with gradient norm zero, with a collapsed gate."""
+        """Counts of consecutive records of rank 0: gradient norm zero; attention gate collapsed."""
         self.uniform_steps: int | None = None
         self.rate_ratio: float | None = None
         """An upper bound of new ÷ old throughput, according to the records."""
@@ -242,7 +242,7 @@ def rate_ratio(logs: list[float]) -> float | None:
 
 
 def steady_growth(points: list[tuple[float, float]]) -> float:
-    """Returns the growth of a figure per second that is steady: the lowest growth found.
+    """Returns the steady growth of a figure per second: the lowest growth that was found.
 
     The points are reduced to the medians of three thirds, and the lowest slope between two of the
     medians counts. The result is 0 if the figure is constant or rose in one jump.

@@ -177,9 +177,9 @@ def is_of_torch(frame: Frame) -> bool:
 def loader_thread(rank: int, stacks: Mapping[int, Stack]) -> tuple[str, bool]:
     """Returns what the thread that reads this rank's data does, and whether two signs identify it.
 
-    The first sign is its name or one of its frames. The second sign is that the same thread of
-    another rank has filled its queue. The text is "" if no thread has such a sign, or if a queue
-    of this rank is full.
+    The first sign is that its name or one of its frames matches `_DATA`. The second sign is that
+    the same thread of another rank has filled its queue. The text is "" if no thread has such a
+    sign, or if a queue of this rank is full.
     """
     others = [each for number, stack in stacks.items() if number != rank
               for each in stack.threads[1:]]  # fmt: skip

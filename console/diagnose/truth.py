@@ -25,8 +25,8 @@ RANDOM_SOURCE = "synthetic"
 LEAK_TOKENS, LEAST_RECORDS = 16_384, 3
 """Tokens and records over which a loss is compared with chance."""
 SKIP_STEPS, SKIP_AFTER = 200, 50
-"""The window in which skipped steps are counted, and the number of first steps that do not count,
-because they calibrate the loss scale."""
+"""The window in which skipped steps are counted, and the number of first steps of an attempt that do
+not count because they calibrate the loss scale."""
 SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d{1,3})?)([mb])(?![a-z0-9])")
 LEAST_SIZE_OF_NAME = 1e8
 """A smaller size in the name of a plan may be another number, for instance minutes."""
@@ -71,7 +71,7 @@ def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | N
 
 
 def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts a rank's consecutive records with gradient norm zero; another rank's is not zero."""
+    """Counts consecutive records in which one rank has gradient norm zero and another rank not."""
     counts = {r: n for r, n in history.truth.zero_norms.items() if r in now.progress}
     if len(counts) < 2 or min(counts.values()):
         return None if len(counts) < 2 else Measured(0.0)
@@ -148,7 +148,7 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
 
 
 def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Returns how many times the model size in a name and the number of parameters differ."""
+    """Returns larger ÷ smaller of the model size in a name and the counted parameters."""
     count = jsonl.number(now.env, "parameters") or 0.0
     counted = jsonl.number(now.env, "parameters_counted") or count
     found = _named_size(now.env)

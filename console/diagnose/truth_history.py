@@ -22,8 +22,8 @@ SURE_Z, LEAST_SPREAD = 4.0, 0.02
 SURELY = 1.15
 """A difference is sure if the lower bound of its ratio is at least this."""
 SLOWER, MATERIAL = 1.3, 0.1
-"""A rank counts as slower if its time has at least this ratio, and exceeds the usual time by at
-least this share of the step."""
+"""A rank counts as slower if its time is at least `SLOWER` times the usual time, and the difference
+at least the share `MATERIAL` of the step."""
 ROUNDED_TO = 4
 """A figure with at most this many decimals may be rounded, so it may repeat by chance."""
 STEPPING = frozenset((*TIMED_PHASES, "log", "step"))

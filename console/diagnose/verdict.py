@@ -185,8 +185,8 @@ def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | No
 def diagnose(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Verdict | None:
     """Returns why the run makes no progress, or None while it makes progress.
 
-    `ts` is the unix time of the evidence. A rank without a usable pulse is never named. It lowers
-    the confidence of every verdict that the kernel does not confirm.
+    `ts` is the unix time of the evidence. A rank without a usable pulse is never named, and because
+    of it a verdict that the kernel does not confirm has the confidence "low".
     """
     case = case_of(ranks, watch, ts)
     if case is None:
@@ -224,7 +224,7 @@ def resume(ranks: Sequence[RankEvidence]) -> str:
 
 
 def others(case: Case, named: Sequence[RankEvidence]) -> str:
-    """Returns what the other running ranks do; ranks that do the same at one place are grouped."""
+    """Returns what the other running ranks do; ranks that do the same thing are grouped."""
     first = named[0]
     groups: dict[tuple[str, str], list[RankEvidence]] = {}
     for each in case.running:

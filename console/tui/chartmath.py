@@ -39,7 +39,7 @@ def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
 
 
 def window_start(first: float, now: float, span: float) -> float:
-    """Returns the start of the window: `first`, then later times in jumps of `span` / 4."""
+    """Returns the start of the window: `first`, or a multiple of `span` / 4 later when it is full."""
     over = now - first - span
     return first if over <= 0 else first + math.ceil(over / (span / 4)) * (span / 4)
 
@@ -144,7 +144,7 @@ def columns_of(mode: Mode, width: int) -> int:
 def draw(
     curves: Sequence[list[Bin]], low: float, high: float, height: int, mode: Mode
 ) -> list[str]:  # fmt: skip
-    """Returns `height` lines of cells with all curves, or in block mode with the band of all."""
+    """Returns `height` lines of cells with all curves; block mode draws the band that they span."""
     if mode == "block":
         held = levels(merge(curves), low, high, 8 * height)
         tops = [-1 if dots is None else dots[1] for dots in held]

@@ -93,8 +93,9 @@ class TerminalDriver(LinuxDriver):
     def _is_pasted(self, text: str) -> bool:
         """Returns whether this text was pasted and not typed, so that its keys do not count.
 
-        Text is pasted if one read has more of it than a person types, or if it soon follows such a
-        read. Some terminals mark a paste with an escape sequence; a marked paste is passed on.
+        Text is pasted if one read returns more characters than a person types, or if it soon
+        follows such a read. Some terminals mark a paste with an escape sequence; a marked paste is
+        passed on.
         """
         begin, end = (text.rfind(mark) for mark in PASTE_MARKS)
         was_marked = self._is_marked

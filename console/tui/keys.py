@@ -21,7 +21,7 @@ LISTS = ("launch", "stall", "logs")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. The footer shows a `label` that is not ""; it drops the lowest weights first.
+    """One key. The footer shows its `label`, if any; a narrow footer drops the lowest weights.
 
     `button` is the label on the action bar; `actions` are the actions that the key asks about.
     """

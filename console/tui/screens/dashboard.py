@@ -25,8 +25,8 @@ from console.tui.widgets.ranks import rank_rows
 
 TALL = 30
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
-"""Rows of a chart: the least number, the number in a low terminal with a log, and the room that one
-more row of charts needs."""
+"""Rows of a chart: the least number, the number in a low terminal with a log, and the number that
+each further row of charts needs."""
 LEAST_LOG = 3
 
 

@@ -76,7 +76,7 @@ class LogView(Scrolls, View):
         return max(1, self.seen - 1)
 
     def _index(self, number: int | None) -> int:
-        """Returns the index of the line with this number, or of the next line; None: the end."""
+        """Returns the index of the line with this number, or of the next line; None is the end."""
         if number is None:
             return len(self._lines)
         return bisect_left(self._lines, number, key=lambda entry: entry[0])

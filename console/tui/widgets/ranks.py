@@ -141,7 +141,10 @@ def lives(state: RunState, rank: Rank) -> bool:
 
 
 def unmeasured(rank: Rank, state: RunState) -> Rank:
-    """Returns a rank without its last measurements, after the run's end also those of its GPU."""
+    """Returns a rank without its last measurements.
+
+    If the run has ended, the measurements of its GPU are removed too.
+    """
     pulse, gpu = rank.pulse and replace(rank.pulse, since_s=None), rank.gpu
     if gpu is not None and state.state not in LIVE_STATES:
         gpu = replace(gpu, util_pct=None, power_w=None, mem_used_mib=None, temp_c=None)
