@@ -95,7 +95,7 @@ _FORM = (
 )
 _VALUE = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[^\s,;&"'}\])]+)"""
 _QUOTE = r"""\\{0,8}["']"""
-"""A quotation mark. It is escaped in a log line in a record, and in the text of a Python value."""
+"""A quotation mark, which may be escaped, for example in a log line that a record contains."""
 _IS = r"\s{0,8}(?:=>|[:=])\s{0,8}"
 _SECRETS: tuple[tuple[str, str], ...] = (
     (r"""([a-z][a-z0-9+.-]{1,20}://)[^/\s"']{1,400}@""", r"\1{}@"),

@@ -120,7 +120,7 @@ def discard() -> None:
 
 
 def show_progress(share: float | None, text: str = "") -> None:
-    """Draws the progress of a long read on a terminal in place of the last; None removes it."""
+    """Draws the progress of a long read on a terminal over the last value; None removes it."""
     if not sys.stderr.isatty():
         return
     bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "

@@ -25,7 +25,7 @@ RANDOM_SOURCE = "synthetic"
 LEAK_TOKENS, LEAST_RECORDS = 16_384, 3
 """Tokens and records over which a loss is compared with chance."""
 SKIP_STEPS, SKIP_AFTER = 200, 50
-"""The window in which skipped steps are counted, and the number of first steps of an attempt that do
+"""The window in which skipped steps are counted, and the number of an attempt's first steps that do
 not count because they calibrate the loss scale."""
 SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d{1,3})?)([mb])(?![a-z0-9])")
 LEAST_SIZE_OF_NAME = 1e8

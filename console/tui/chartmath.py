@@ -39,7 +39,7 @@ def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
 
 
 def window_start(first: float, now: float, span: float) -> float:
-    """Returns the start of the window: `first`, or a multiple of `span` / 4 later when it is full."""
+    """Returns the start of the window: `first`; a full window jumps by a quarter of `span`."""
     over = now - first - span
     return first if over <= 0 else first + math.ceil(over / (span / 4)) * (span / 4)
 

@@ -17,8 +17,7 @@ AMBER_S, RED_S = 3.0, 10.0
 FULL_NAME_WIDTH = 150
 LONGEST, GAP = 999, 2
 PUNCTUAL_S = 2.5
-"""A snapshot is due each second; the shown age includes its delay only if it is longer than this.
-"""
+"""A snapshot is due each second. A delay that is longer than this is added to the shown age."""
 
 
 def header_row(snapshot: ScreenData, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
