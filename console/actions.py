@@ -213,7 +213,7 @@ def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]
 
 
 def _rest(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
-    """Returns a plan of the phases of an ended launch that have not passed, and the origins.
+    """Returns a plan of the phases that have not passed in an ended launch, and the origins.
 
     The plan has the options of that launch. Its first phase begins at its newest checkpoint, if it
     has one, and repeats the flags that an operator set for it. Raises RefusedError if processes are

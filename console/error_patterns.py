@@ -24,7 +24,7 @@ LOST_PEER_TEXTS: Mapping[str, str] = {
     "Connection was likely closed. Did the remote server": "torch c10d/Utils.hpp, TCPStore",
     "another rank has exited": "trainers/failures.py",
 }  # fmt: skip
-"""Texts of a rank that lost its peer, with the source file that writes each."""
+"""Texts of a rank that lost its peer, with the source file that writes each text."""
 _BROKEN_PIPE = re.compile(r"(gloo|NCCL|c10d|TCPStore|SocketImpl|sendBytes).*Broken pipe")
 """EPIPE means a lost peer only in a collective or the store; a write to stdout raises it too."""
 

@@ -77,7 +77,7 @@ def run_to_halt(path: Path) -> Path | None:
 
 
 def _has_only_ranks(run: Path) -> bool:
-    """Returns whether processes of a run, in any state, live here without a supervisor."""
+    """Returns whether a run has processes in any state on this host, but no supervisor."""
     top = launches.launch_of(run)
     owners = [rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}]
     if top is not None:

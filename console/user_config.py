@@ -25,7 +25,7 @@ MAX_WORDS = 64
 class Settings:
     """The user's settings. The supervisor runs the program `hook` on alerts of `hook_levels`.
 
-    `hook_every_s` is the shortest time between two starts of it, in seconds. As long as the
+    `hook_every_s` is the shortest time between two starts of `hook`, in seconds. As long as the
     supervisor works, it also runs the program `alive` every `alive_every_s`. An empty `hook` or
     `alive` means no program.
     """

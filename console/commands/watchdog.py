@@ -62,7 +62,7 @@ def make_watchdog(
 
 
 def _report(change: Change, run: Path, halted: set[Path], options: argparse.Namespace) -> None:
-    """Prints a change; halts the run, once, if the change has the action to halt."""
+    """Prints a change, and halts the run once if the change says that an action is due."""
     rule = change.rule
     record = {
         "kind": change.kind, "rule": rule.name, "level": change.level, "action": change.action,

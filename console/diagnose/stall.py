@@ -160,8 +160,8 @@ def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:
 def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
     """Returns why the records do not confirm that these ranks stall, or "" if they confirm it.
 
-    A new step in a record counts as progress only within the stall limit. A rank that records
-    rarely confirms a stall only when its next record is overdue.
+    A new step in a record counts as progress only within the stall limit. If a rank writes few
+    records, they confirm a stall only when the next record is overdue.
     """
     for each in ranks:
         name = f"rank {each.rank}"

@@ -1,7 +1,7 @@
 """Polls the run for the screen in one thread; delivers an immutable snapshot each second.
 
-The thread is a separate daemon thread: a directory that does not answer blocks neither the screen
-nor its exit (at exit, the interpreter waits for the threads of an executor).
+The thread is a daemon thread: a directory that does not answer blocks neither the screen nor its
+exit. It belongs to no executor, because the interpreter waits for the threads of executors at exit.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ BAR = ""
 
 
 def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> list[Row]:
-    """Returns a heading and a row per rank; if there is no room, the worst ranks and a count."""
+    """Returns a heading and a row per rank, or the worst ranks and a count if not all fit."""
     has_gpus = bool(state.gpus) or any(rank.gpu is not None for rank in state.ranks)
     idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
     ranks = state.ranks or idle
