@@ -51,7 +51,7 @@ class Action:
     """The footer shows keys with a weight above 0; a narrow footer keeps the highest weights."""
     button: bool = False
     title: str = ""
-    """The title of the confirmation; an action without a title has a dialog of its own."""
+    """The title of the confirmation that is made from this row, or "" if none is made from it."""
     verb: str = ""
     """The command of the action, with the option that selects it if needed; "" stands for `do`."""
     examples: tuple[str, ...] = ()
