@@ -40,8 +40,8 @@ def who() -> str:
 class LaunchOptions:
     """The choices of an operator for a launch; an empty choice leaves the plan as it is.
 
-    The plan is a name, a YAML file, one phase made from a `config` and a trainer of `TRAINERS`, or
-    the rest of the launch `resume`, with its options.
+    The plan has one of four sources: its name, a YAML file, a `config` with a trainer of `TRAINERS`
+    (a single phase), or the remaining phases and the options of the launch `resume`.
     """
 
     plan: str = ""
@@ -57,12 +57,12 @@ class LaunchOptions:
     between: str = ""
     root: Path = launches.ROOT
     assume_gpus: str = ""
-    """GPUs to check the plan for, as 2xA100, in place of those of this machine."""
+    """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A launch that was checked and not started; `phases` has the future run.json of each phase."""
+    """A launch that was checked but not started; `phases` has the future run.json of each phase."""
 
     plan: Plan
     directory: Path
@@ -70,7 +70,7 @@ class Prepared:
     checks: tuple[Check, ...]
     spec: LaunchSpec
     training: tuple[tuple[str, str], ...] = ()
-    """Facts about the training: a label and a text each."""
+    """Facts about the training, each with a label and a text."""
     assumed: str = ""
     """The GPUs that the checks assumed; such a launch cannot begin."""
 
@@ -109,10 +109,11 @@ class Prepared:
 
 
 def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -> Prepared:
-    """Returns a launch with all its checks; writes nothing. `said` hears of checks that hang.
+    """Returns a launch with all its checks; writes nothing.
 
-    Raises UsageError for an unknown plan, phase, flag, setting or gate, and for a wrong value.
-    Raises RefusedError if the working directory no longer exists.
+    If a check hangs, `said` is called with a sentence about it. Raises UsageError for an unknown
+    plan, phase, flag, setting or gate, and for a wrong value. Raises RefusedError if the working
+    directory no longer exists.
     """
     try:
         Path.cwd()
@@ -143,8 +144,8 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
     """Starts a plan and returns the launch's directory, which the supervisor owns from then on.
 
     `seen` is the plan that an operator confirmed; if the plan has changed since, the launch is
-    rejected. Raises UsageError, RefusedError or ContractError; then nothing has started and no file
-    remains.
+    rejected. Raises UsageError, RefusedError or ContractError; after an error nothing has started,
+    and no file remains.
     """
     prepared = prepare(options)
     if seen is not None and prepared.plan != seen:
@@ -156,7 +157,7 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 
 
 def begin(prepared: Prepared, by: str) -> Path:
-    """Starts a prepared launch and returns its directory; raises the errors of `launch`."""
+    """Starts a prepared launch and returns its directory; raises the same errors as `launch`."""
     if prepared.assumed:
         raise UsageError("--assume-gpus is for check and --dry-run: nothing was launched; omit it")
     failed = [item.text for item in prepared.checks if item.result == "fail"]
@@ -167,7 +168,7 @@ def begin(prepared: Prepared, by: str) -> Path:
 
 
 def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]:
-    """Returns the plan with the changes of the launch, the origins of its flags and settings."""
+    """Returns the plan with the launch's changes, the origins of flags, the origins of settings."""
     if options.between and options.between not in BETWEEN:
         raise UsageError(f"--between {options.between!r}: it must be go or ask")
     if options.nproc is not None and not 1 <= options.nproc <= 1024:
@@ -245,7 +246,7 @@ def _script(phase: Phase, folder: Path) -> str:
 
 
 def _directory(options: LaunchOptions, plan: str) -> Path:
-    """Returns the directory of the launch: that of `--run-dir`, or a new one named by the time."""
+    """Returns the directory of the launch: that of `--run-dir`, or one named after the time."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     path = options.run_dir or options.root / plan / stamp
     try:
