@@ -45,7 +45,7 @@ def is_plan(name: str) -> bool:
 
 
 def find(name: str) -> Path:
-    """Returns the file of a plan. If there is none, raises UsageError with the most similar name."""
+    """Returns the file of a plan, or raises UsageError with the most similar name."""
     path = Path(name)
     there = is_file(path)
     if path.suffix in ENDINGS or there:

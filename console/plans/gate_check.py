@@ -156,7 +156,7 @@ def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
 def _contradictions(
     path: Path, launch: LaunchState, run: str, bounds: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields the contradictions between the gates of a passed run and plan.json or plan_state.json."""
+    """Yields what plan.json or plan_state.json says against the gates of a passed run."""
     if launch.doubt:
         yield launch.doubt
         return

@@ -163,7 +163,7 @@ class OpenDirectory:
         self._is_there = True
 
     def is_there(self) -> bool:
-        """Returns whether the directory is still at its path; an I/O error keeps the last result."""
+        """Returns whether the directory is at its path; the last known answer on an I/O error."""
         try:
             self._is_there = os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
