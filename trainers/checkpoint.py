@@ -150,7 +150,7 @@ def _with_saved_names(state: State, plain: nn.Module, index: Metadata) -> State:
     """Returns the state with the names of a checkpoint whose projections are separate parameters.
 
     Such a checkpoint is older than `nsa.projection`. The separate tensors are views, so loading
-    them fills the joined ones. A sharded parameter has no such views and stays as it is.
+    them fills the joined tensors. A sharded parameter has no such views and stays as it is.
     """
     for name, module in plain.named_modules():
         new = f"{name}.weight"

@@ -149,7 +149,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _hold_gil(amount: float, _member: Member) -> None:
-    """Holds the GIL: waits for its own mutex. Unlike sleep(), no signal ends this wait."""
+    """Holds the GIL and waits for a mutex that it has locked; no signal ends this wait."""
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(MUTEX_BYTES)
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)

@@ -6,8 +6,8 @@ the stacks of all threads; then torch writes the flight record of the collective
 object of the program.
 
 Where a rank holds the GIL in native code, the helper cannot run. Then `LAST_RESORT` lets
-faulthandler write the main thread from the signal handler itself. Send it only after SIGUSR1 had no
-effect and the rank makes no progress, so that its frames do not change.
+faulthandler write the main thread from the signal handler itself. Send it only if SIGUSR1 had no
+effect and the rank makes no progress: its frames must not change meanwhile.
 
 The dumper owns this process's SIGUSR1, `LAST_RESORT` and wake-up descriptor.
 
@@ -164,7 +164,7 @@ class StackDumper:
                 old.unlink(missing_ok=True)
 
     def _threads_text(self) -> str:
-        """Returns the stacks of all threads except this one, the main thread's first."""
+        """Returns the stacks of all threads except this one; the main thread comes first."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         os.lseek(self._scratch, 0, os.SEEK_SET)
         faulthandler.dump_traceback(self._scratch, all_threads=True)
