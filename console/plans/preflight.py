@@ -218,7 +218,7 @@ PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
 DRIVER = "the NVIDIA driver"
 LIMIT_S: Mapping[str, float] = {NETWORK: 2.5, DRIVER: gpu_survey.LIMIT_S + 2}
 """Time limit of all rows with this value of `needs`; `USUAL_S` is the limit of other rows."""
-USUAL_S, SAID_S = 20.0, 2.5
+USUAL_S, SAID_S = 20.0, 2.0
 """After `SAID_S`, the preflight reports what it is still waiting for."""
 TABLE: tuple[Row, ...] = (
     Row("python", _python), Row("torch", gpu_checks.torch), Row("device", gpu_checks.device, PLAN),
@@ -247,7 +247,11 @@ def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, .
     answers: dict[str, Future[Found]] = {row.name: Future() for row in rows}
     for need in {row.needs for row in rows}:
         work = [(row.check, answers[row.name]) for row in rows if row.needs == need]
-        threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True).start()
+        thread = threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started
+            _answer(case, work)
     begun = time.monotonic()
     late = wait(answers.values(), SAID_S).not_done
     if late and said:
