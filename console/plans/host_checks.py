@@ -78,7 +78,7 @@ def limits(case: Case) -> Found:
 def shm(case: Case) -> Found:
     """Checks the shared memory for the pulses, and for NCCL between several GPUs.
 
-    Without NCCL, too little shared memory is only a warning: the run directory can store the pulses.
+    Without NCCL, too little is only a warning, because the run directory can store the pulses.
     """
     folder = case.root / "dev/shm"
     nccl = case.plan.gpus > 0 and case.nproc > 1
