@@ -22,10 +22,11 @@ RESUME = "resume"
 
 
 def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
-    """Returns the phases of an ended launch that have not passed, with its options, and origins.
+    """Returns a plan of the phases that have not passed in an ended launch, and the origins.
 
-    The first of them begins at its newest checkpoint, if it has one, and repeats the flags that an
-    operator set for it. Raises RefusedError if processes live, or no phase is left.
+    The plan has the options of that launch, and the flags that an operator set. Its first phase
+    begins at its newest checkpoint, if it has one. Raises RefusedError if processes are alive,
+    or no phase is left.
     """
     top = launches.launch_of(path)
     if top is None:

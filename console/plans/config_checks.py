@@ -19,7 +19,7 @@ KEYS = {
     "seq_len": ("data.seq_len",),
     "tokens_per_step": ("train.batch_size", "train.accumulate", "data.seq_len"),
 }
-"""The beginnings of the settings that each expected fact depends on."""
+"""For each expected fact, the prefixes of the settings on which it depends."""
 RECORDS_BYTES = 1 << 30
 """Space for the records and logs of a launch."""
 STATE_BYTES = 16
@@ -30,7 +30,7 @@ NEARLY_FULL = 0.9
 def config(case: Case, index: int) -> Found:
     """Checks the settings of a phase against the facts that the plan expects.
 
-    A difference that `--set` made on purpose is a warning.
+    If `--set` causes the difference, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
     if not resolved:
@@ -98,7 +98,7 @@ def disk(case: Case) -> Found:
 
 
 def _kept_bytes(case: Case, index: int) -> int:
-    """Returns the size of the checkpoints that a phase keeps, and of the one that it writes."""
+    """Returns the size of all checkpoints that a phase keeps, plus the one that it is writing."""
     every, last, forever, at_end = (
         case.value(index, f"checkpoint.{key}")
         for key in ("every", "keep_last", "keep_every", "at_end")
@@ -118,7 +118,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def gpu_memory(case: Case) -> Found:
-    """Compares a lower bound of each rank's memory with its GPU: a plan above it cannot fit."""
+    """Compares the memory of a GPU with a lower bound of what a rank needs."""
     sizes = [] if isinstance(case.survey, str) else [
         card.gpu.mem_total_mib for card in case.survey.cards if card.gpu.mem_total_mib
     ]  # fmt: skip
@@ -138,9 +138,9 @@ def gpu_memory(case: Case) -> Found:
 
 
 def _least_bytes(case: Case, index: int) -> int:
-    """Returns a lower bound: weights, gradients and moments, activations for the backward, logits.
+    """Returns the least memory of a rank: weights, gradients, moments, activations and logits.
 
-    What the attention itself keeps depends on its route, and is not in it.
+    The memory that the attention needs depends on its route and is not included.
     """
     batch, sequence, layers, dim, hidden, vocabulary, precision, recompute, strategy = (
         case.value(index, key)
@@ -156,7 +156,7 @@ def _least_bytes(case: Case, index: int) -> int:
 
 
 def data(case: Case) -> Found:
-    """Checks that the source of each phase can be reached: folder, mirror or hub, and tokenizer."""
+    """Checks that each phase can read its data (folder, mirror or hub) and its tokenizer."""
     used = {
         tuple(case.value(i, f"data.{key}") for key in ("source", "path", "pattern", "tokenizer")): i
         for i, held in reversed([*enumerate(case.settings)]) if held

@@ -18,9 +18,9 @@ UNCOUNTED = "non-finite steps are not counted, and some steps have no record wit
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The value of a gate (None if there is none), its window, and in `why` an explanation.
+    """The value of a gate (None if there is none), its window, and an explanation (`why`).
 
-    A gate with a `doubt` does not pass, whatever its value.
+    A gate with a `doubt` cannot pass.
     """
 
     value: float | None
@@ -44,7 +44,7 @@ def steps_reached(s: Summary) -> Measured:
 
 
 def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
-    """Returns the last step of a rank, and the contradiction between its sources, or "" for none.
+    """Returns the last step of a rank, and how its sources contradict each other (or "").
 
     Progress records are not written at every step, so the exit record may have a later step. The
     rank's pulse, or another rank, must then confirm that step.
@@ -56,7 +56,7 @@ def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, st
         return totals.step, ""
     step, code = part.exit
     if part.start is None and step == 0:
-        return totals.step, ""  # no step was left
+        return totals.step, ""  # no step remained after the resume
     if end is not None and end.step != step:
         return 0, f"its exit record has step {step}, its pulse step {end.step}"
     if part.step > step:
@@ -136,9 +136,9 @@ def restarts(s: Summary) -> Measured:
 
 
 def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
-    """Returns the worst value of one of the `FIGURES` of the ranks; `at` 0 means now.
+    """Returns the worst value of one of the `FIGURES` among the ranks; `at` 0 means now.
 
-    Figures of the attention gate need a value in each progress record.
+    Each progress record must have the figures of the attention gate.
     """
     found = {r: s.of_rank(r).figures_at(at) if at else s.of_rank(r).figures() for r in ranks}
     if early := [rank for rank, figures in found.items() if figures is None]:
@@ -166,7 +166,7 @@ def heartbeats(s: Summary) -> Measured:
 
 
 def checkpoints(s: Summary) -> Measured:
-    """Counts the checkpoints that rank 0 recorded; at most the newest are known."""
+    """Counts the checkpoints that rank 0 recorded; only the newest records are kept."""
     return Measured(float(len(s.of_rank(0).checkpoints)))
 
 
@@ -176,7 +176,7 @@ def loads(s: Summary) -> Measured:
 
 
 def checkpoint_size(s: Summary) -> Measured:
-    """Returns the size of the newest checkpoint, whose files are those of its manifest."""
+    """Returns the size of the newest checkpoint if its files agree with its manifest."""
     files, recorded = s.files, max(s.of_rank(0).checkpoints, default=0)
     if files is None or files.checkpoint_mib is None or not recorded:
         why = files.checkpoint_doubt if files else "the checkpoints were not read"
@@ -188,7 +188,7 @@ def checkpoint_size(s: Summary) -> Measured:
 
 
 def scaling(s: Summary) -> Measured:
-    """Returns the speed of this run by that of as many single-rank runs."""
+    """Returns the speed per rank, divided by the speed of the phase with one rank."""
     rate, files = s.of_rank(0).figures()["toks_per_s"], s.files
     if files is None or not files.single_toks_per_s or rate is None:
         why = f"{files.single if files else ''} has no passed gate toks_per_s_50_above"
@@ -216,9 +216,10 @@ def without_hook(s: Summary) -> Measured:
 
 
 def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
-    """Returns the use of each GPU in %, the share of the time without samples, and the window.
+    """Returns the use of each GPU in %, the share of time without samples, and a result.
 
-    Steps without a sample count as idle, each as long as the longest of the newest steps.
+    The result has no value, but window, words and doubt. A step without a sample counts as idle,
+    and as long as the longest of the newest steps.
     """
     longest_s = max((row[1] or 0.0 for row in s.of_rank(0).steps.rows), default=0.0)
     missing = 0
@@ -240,13 +241,13 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
 
 
 def gpu_use(s: Summary) -> Measured:
-    """Returns the mean use of the least used GPU while all ranks step, at least."""
+    """Returns the mean use of the least used GPU while all ranks step, as a lower limit."""
     use, _, found = _use_of_gpus(s)
     return replace(found, value=min(use.values(), default=None))
 
 
 def gpu_balance(s: Summary) -> Measured:
-    """Returns the largest difference between the mean use of two GPUs, at most."""
+    """Returns the largest difference between the mean use of two GPUs, as an upper limit."""
     use, without, found = _use_of_gpus(s)
     spread = max(use.values()) - min(use.values()) + 100 * without if use else None
     return replace(found, value=spread)

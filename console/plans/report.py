@@ -1,7 +1,7 @@
 """Writes the report of a launch or run as Markdown, with charts as SVG.
 
 Each figure has its file and its window. Text from the run directory is cleaned, escaped and
-bounded. What was not measured has a section of its own.
+shortened. A separate section lists what was not measured.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 64, 64
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
 LATEST_S = 1 << 36
 CHARTS = (("loss", "loss", "nats/token"), ("toks_per_s", "speed", "tok/s"))
-"""Series, word in the file name and unit of each chart."""
+"""The series, the word in the file name, and the unit of each chart."""
 FILES = (
     "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "heartbeat_rank0.jsonl",
     "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
     "nvidia_smi.xml", "mem_", "checkpoints",
 )  # fmt: skip
-"""The files that the runbooks ask for, or how their names begin."""
+"""Names, or prefixes of names, of the files that the runbooks require."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
 LAST = "last {steps} steps"
 FIGURE_ROWS: Mapping[str, tuple[str, str]] = {
@@ -56,12 +56,12 @@ ENVIRONMENT = (
     "device_count", "world", "strategy", "comm_backend", "comm_hook", "backend", "host", "machine",
     "git",
 )  # fmt: skip
-"""Keys of env.json, or else of run.json."""
+"""Keys that are read from env.json, or else from run.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """All that the report shows of one run."""
+    """The sources of the report for one run."""
 
     name: str
     path: Path
@@ -70,11 +70,11 @@ class Phase:
     run: Mapping[str, Any]
     env: Mapping[str, Any]
     planned: Mapping[str, Any]
-    """The phase in plan.json."""
+    """The entry of the phase in plan.json."""
 
     @property
     def figures(self) -> Mapping[str, float | None]:
-        """The `FIGURES` of rank 0; all are None where not all records can be read."""
+        """The `FIGURES` of rank 0; all of them are None if not all records can be read."""
         summary = self.source.summary
         if summary is None or not self.source.has_all_records:
             return dict.fromkeys(FIGURES)
@@ -82,9 +82,9 @@ class Phase:
 
 
 def build(path: Path, stem: str = "") -> tuple[str, dict[str, str]]:
-    """Returns the Markdown of a launch or run, and each chart by the name of its file.
+    """Returns the Markdown of a launch or run, and its charts by file name.
 
-    Without a `stem` of the file names there are no charts.
+    The names of the files begin with `stem`; without a `stem` there are no charts.
     """
     source = RunSource(path)
     state = poll_confirmed(source)
@@ -109,7 +109,7 @@ def write(path: Path, output: Path) -> list[Path]:
 
 
 def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
-    """Yields the runs of a launch, or the one run."""
+    """Yields the phases of a launch, or the single run at `path`."""
     launch = source.launch_path
     plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {} if launch else {}
     entries = jsonl.entries(plan, "phases")
@@ -117,7 +117,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
     for each in runs:
         run = RunSource(each, reads="charts")
         run.read_all()
-        state = run.poll()  # with a snapshot, the series follow after the present state
+        state = run.poll()  # with a snapshot, the series are read after the state
         if state.state in LIVE_STATES and not state.gates:
             state = replace(state, gates=so_far(run, state))
         born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
@@ -130,7 +130,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
 
 
 def cell(value: object) -> str:
-    """Returns a value as safe text of one line in a table: no markup, link or HTML."""
+    """Returns a value as one line of text for a table, without markup, link or HTML."""
     text = number(value) if isinstance(value, float) else "–" if value is None else value
     text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
     for mark in "|`*[]!#":
@@ -139,7 +139,7 @@ def cell(value: object) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Yields a section with a table, nothing without rows."""
+    """Yields a section with a table; yields nothing if there are no rows."""
     found = list(rows)
     if not found:
         return
@@ -177,7 +177,7 @@ def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
 
 
 def _gates(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the checklist: expected against actual, and the reason of each override."""
+    """Yields the gates with expected and actual values, and the reason of each override."""
     rows = (
         (each.name, gate.result.upper() if gate.blocks else gate.result, gate.name,
          status_text.gate_value(gate), gate.bound, gate.window, gate.source, gate.why,
@@ -189,7 +189,7 @@ def _gates(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _speed(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the table of the runbooks: flags, and mean and deviation of the last steps."""
+    """Yields the table that the runbooks require: flags, mean and deviation of the last steps."""
     rows = []
     for each in phases:
         found = each.figures
@@ -220,7 +220,7 @@ def _figures(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _sweeps(path: Path) -> Iterator[str]:
-    """Yields the comparison of each sweep, nothing for a plan without one."""
+    """Yields the comparison of each sweep; yields nothing if the plan has no sweep."""
     try:
         found = sweep.sweeps(path)
     except ContractError:
@@ -230,7 +230,7 @@ def _sweeps(path: Path) -> Iterator[str]:
 
 
 def _expected(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields what the plan expects against what was measured, and what it implies."""
+    """Yields what the plan expects, what was measured, and the times that the gates imply."""
     rows = [row for each in phases for row in _expectations(each)]
     yield from _table("Expected and actual", ("phase", "figure", "expected", "actual", ""), rows)
 
@@ -248,7 +248,7 @@ def _expectations(phase: Phase) -> Iterator[Sequence[object]]:
 
 
 def _durations(phase: Phase, tokens: int | None) -> Iterator[Sequence[object]]:
-    """Yields the hours of all planned steps, at the speed of the gates and at the measured one."""
+    """Yields the hours of all planned steps at the speed of each gate and at the measured speed."""
     steps, speed = phase.state.steps_planned, phase.figures["toks_per_s"]
     if not steps or not tokens:
         return
@@ -267,7 +267,7 @@ def _hours(tokens: float, toks_per_s: float | None) -> str:
 
 
 def _environment(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields versions, device, routes and commit, once for phases with the same values."""
+    """Yields versions, device, routes and commit; phases with the same value share a row."""
     found: dict[tuple[str, str], list[str]] = {}
     for each in phases:
         for name in ENVIRONMENT:
@@ -284,7 +284,7 @@ def _environment(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _files(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the checklist of the files that the runbooks ask for."""
+    """Yields the files that the runbooks require: present and missing."""
     rows = []
     for each in phases:
         on_cpu = jsonl.mapping(each.env, "device").get("type") == "cpu"
@@ -316,7 +316,7 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields what has no value: unknown gates, figures, and records that were not read."""
+    """Yields unknown gates, figures without a value, and records that were not read."""
     rows: list[Sequence[object]] = []
     for each in phases:
         rows += [(each.name, f"gate {gate.name}", gate.why) for gate in each.state.gates

@@ -1,10 +1,9 @@
 """Compares the variants of a sweep from the records of its runs.
 
 The runs of a sweep are interleaved, because other load on the machine changes the times of all
-runs. Load only makes steps longer. So the figure of a run is the time of its fast steps, and the
-figure of a variant is that of the faster half of its runs. Whether two variants differ is decided
-by an exact permutation test over the rounds: if they do not differ, their two runs in a round could
-be exchanged.
+runs. Load only makes steps longer. So the figure of a run is computed from its fast steps, and the
+figure of a variant from the faster half of its runs. An exact permutation test over the rounds
+decides whether two variants differ: if they do not, their two runs in a round can be exchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from trainers.contract.errors import NotFoundError, UsageError
 from trainers.contract.plan import LIMITS, MAX_VARIANTS, NAME, highest_p
 
 LAST_STEPS, WARM_UP_STEPS = 50, 5
-"""The window of the runbooks' mean, and the first steps of a run, which never count."""
+"""The number of last steps in the mean of the runbooks; the number of first steps not counted."""
 FAST_QUANTILE = 0.1
 MAX_ROUNDS = int(LIMITS["rounds"][1])
 MOST_TOKENS = 1e12
@@ -37,18 +36,18 @@ FACTS: Mapping[str, tuple[str, ...]] = {
     "strategy": (), "comm_backend": ("train.device",), "comm_hook": ("ddp.",),
     "backend": ("attention.", "model.", "data.seq_len", "train.precision", "train.device"),
 }  # fmt: skip
-"""The keys of env.json that must agree, and the settings that may change each."""
+"""The keys of env.json that must agree; for each, the settings that may change it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The measurements of one run, and what it ran with."""
+    """The measurements of one run, with its settings and facts."""
 
     name: str
     toks_per_s: float
-    """At the time of its fast steps."""
+    """The throughput in the fast steps of the run."""
     mean_toks_per_s: float
-    """Mean of its last steps, as the runbooks compute it."""
+    """The mean throughput of its last steps, computed as in the runbooks."""
     settings: Mapping[str, Any]
     """The settings, the flags of libraries, and the commit."""
     facts: Mapping[str, Any]
@@ -56,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One variant: the settings and flags that it may change, and its runs, one in each round."""
+    """One variant: the settings and flags that it may change, and one run per round."""
 
     name: str
     changes: Mapping[str, str]
@@ -69,18 +68,18 @@ class Variant:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Mean and standard deviation over the runs, each the mean of its last steps."""
+        """Mean and standard deviation of `mean_toks_per_s` over the runs."""
         means = [run.mean_toks_per_s for run in self.runs]
         return fmean(means), stdev(means)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of one sweep. `refusal` says why its variants cannot be compared, or is ""."""
+    """The result of one sweep. `refusal` says why its variants cannot be compared, or it is ""."""
 
     sweep: str
     variants: tuple[Variant, ...] = ()
-    """The fastest first."""
+    """The variants, the fastest first."""
     p_values: Mapping[tuple[str, str], float] | None = None
     refusal: str = ""
 
@@ -136,15 +135,16 @@ class Comparison:
 
 
 def fast_s(steps_s: Sequence[float]) -> float:
-    """Returns the time of the fast steps of a run, which other load made the least longer."""
+    """Returns the time of the fast steps of a run, which other load affects least."""
     return sorted(steps_s)[int(FAST_QUANTILE * (len(steps_s) - 1))]
 
 
 def p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the probability of such a difference if the two runs of each round are exchangeable.
+    """Returns the probability of this difference if the two runs of each round can be exchanged.
 
     `first` and `second` are the figures of two variants by round, at most `MAX_ROUNDS` of them. The
-    test is exact: it compares the difference of the faster halves with that of every exchange.
+    test is exact: it compares the difference of the faster halves with that of
+    every possible exchange.
     """
     pairs = [(math.log(a), math.log(b)) for a, b in zip(first, second, strict=True)]
 
@@ -153,14 +153,14 @@ def p_value(first: Sequence[float], second: Sequence[float]) -> float:
         return abs(_half([a for a, _ in rows]) - _half([b for _, b in rows]))
 
     observed = difference([False] * len(pairs)) - 1e-12
-    # Exchanging all rounds changes nothing, so the first is never exchanged.
+    # Exchanging all rounds changes nothing, so the first round is never exchanged.
     exchanges = itertools.product((False, True), repeat=len(pairs) - 1)
     reached = sum(difference((False, *each)) >= observed for each in exchanges)
     return reached / 2 ** (len(pairs) - 1)
 
 
 def _half(values: Sequence[float]) -> float:
-    """Returns the mean of the larger half."""
+    """Returns the mean of the larger half of the values."""
     return fmean(sorted(values)[len(values) // 2 :])
 
 
@@ -177,7 +177,7 @@ def compare(sweep: str, variants: Sequence[Variant]) -> Comparison:
 
 
 def _refusal(variants: Sequence[Variant]) -> str:
-    """Returns what differs between the runs besides the variables of the sweep, or ""."""
+    """Returns a difference between the runs that the sweep does not explain, or ""."""
     first = variants[0].runs[0]
     variables = {key for variant in variants for key in variant.changes}
     for variant in variants:
@@ -252,7 +252,7 @@ def _read(
 def _changes(
     phase: Mapping[str, Any], planned: Mapping[str, list[tuple[int, Mapping[str, Any]]]]
 ) -> dict[str, str]:
-    """Returns the settings and library flags of a variant that another variant does not have."""
+    """Returns the settings and library flags of a variant that differ in another variant."""
     others = [_given(phases[0][1]) for phases in planned.values()]
     return {
         key: value for key, value in _given(phase).items()
@@ -261,7 +261,7 @@ def _changes(
 
 
 def _given(phase: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what a phase sets; a flag of ours has the key of its setting."""
+    """Returns the settings and flags of a phase; our flags have the key of their setting."""
     given = {key: str(value) for key, value in jsonl.mapping(phase, "set").items()}
     return given | {
         flags.OWN.get(name, name): str(value)
