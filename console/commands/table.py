@@ -203,9 +203,9 @@ QUERIES: tuple[Command, ...] = (
         _run(),
         option("--output", type=path, metavar="FILE",
                help="write FILE (NAME.md), and its charts NAME-loss.svg and NAME-speed.svg"),
-    ), "It shows gates, speed, figures with file and window, environment, files, and what\n"
-       "was not measured. Each launch writes report.md at its end. Exit code 0: written;\n"
-       "the result of the run does not change it.\n" + LEGACY, "report.report"),
+    ), "It shows gates, speed, figures with file and window, environment, files, and\n"
+       "what was not measured. Each launch writes report.md at its end. Exit code 0:\n"
+       "written; the result of the run does not change it.\n" + LEGACY, "report.report"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
         _run(),

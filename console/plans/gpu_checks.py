@@ -27,11 +27,17 @@ CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
 
 
 def torch_cuda() -> tuple[int, int] | None:
-    """Returns the CUDA version that torch was built with, None for CPU only; imports no torch."""
+    """Returns the CUDA version that torch was built with, None for CPU only; imports no torch.
+
+    A torch whose version.py cannot be read counts as built for the CPU.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    text = Path(spec.origin).with_name("version.py").read_text(errors="replace")
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(errors="replace")
+    except OSError:
+        return None
     found = CUDA_OF_TORCH.search(text)
     return (int(found[1]), int(found[2])) if found else None
 

@@ -18,7 +18,7 @@ from console.status_text import age, size
 from trainers.contract import jsonl, rundir
 
 JUMP_S = 60.0
-LEAST_FILES, ENOUGH_FILES = 256, 1024
+ENOUGH_FILES = 1024
 SHM_PER_RANK = 1 << 20
 NCCL_SHM_PER_RANK = 64 << 20
 """Order of the buffers of NCCL in /dev/shm; the default of Docker is 64 MiB for all ranks."""
@@ -55,13 +55,14 @@ def clock(case: Case) -> Found:
 
 
 def limits(case: Case) -> Found:
-    """Checks the limits of the shell that a training inherits."""
+    """Checks the limits of the shell that a training inherits.
+
+    A small number of open files is only a warning: the supervisor raises its own limit.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     needed = checkpoint_bytes(case)
-    if 0 <= files < LEAST_FILES:
-        return "fail", f"only {files} open files are allowed; run ulimit -n 65536 first"
     if 0 <= largest < needed:
         return "fail", (
             f"files of at most {size(largest)} are allowed, and a checkpoint has {size(needed)}; "
@@ -75,7 +76,10 @@ def limits(case: Case) -> Found:
 
 
 def shm(case: Case) -> Found:
-    """Checks the shared memory for the pulses, and for NCCL between several GPUs."""
+    """Checks the shared memory for the pulses, and for NCCL between several GPUs.
+
+    Without NCCL, too little is only a warning: pulses are then kept elsewhere.
+    """
     folder = case.root / "dev/shm"
     nccl = case.plan.gpus > 0 and case.nproc > 1
     needed = case.nproc * (NCCL_SHM_PER_RANK if nccl else SHM_PER_RANK)
@@ -86,7 +90,8 @@ def shm(case: Case) -> Found:
     free = found.f_bavail * found.f_frsize
     if free < needed:
         advice = "; start the container with --shm-size=1g" if nccl else ""
-        return "fail", f"{folder} has {size(free)} free, and {size(needed)} are needed{advice}"
+        text = f"{folder} has {size(free)} free, and {size(needed)} are needed{advice}"
+        return "fail" if nccl else "unknown", text
     return "pass", f"{size(free)} free at {folder}"
 
 

@@ -201,11 +201,11 @@ class RankTotals:
         """Number of progress records with statistics of the gate."""
         self.loads = 0
         """Number of attempts after the first that loaded a checkpoint."""
-        self.steps = Rows(KEPT_STEPS)
+        self.steps = Rows(KEPT_STEPS, 3)
         """Step, duration and tokens of the newest steps of rank 0."""
-        self.saved = Rows(KEPT_CHECKPOINTS)
+        self.saved = Rows(KEPT_CHECKPOINTS, 1)
         """The steps of the checkpoints."""
-        self.live = Rows(2 * len(LIVE_STEPS))
+        self.live = Rows(2 * len(LIVE_STEPS), 2 + len(FIGURES))
         """Step of the record, one of `LIVE_STEPS`, and the values of `FIGURES` at that record."""
 
     def as_dict(self) -> dict[str, Any]:

@@ -111,9 +111,10 @@ class Window:
 
 
 class Rows:
-    """The newest rows of numbers; the first number of a row is its step."""
+    """The newest rows of `width` numbers; the first number of a row is its step."""
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, width: int):
+        self._width = width
         self.rows: deque[tuple[float | None, ...]] = deque(maxlen=most)
         self.dropped = False
         """Rows older than the newest ones were dropped."""
@@ -131,10 +132,11 @@ class Rows:
         return {"rows": list(self.rows), "dropped": self.dropped}
 
     def load(self, saved: Record) -> None:
-        """Sets the rows to the state that `as_dict` returned."""
-        steps = [int(row[0] or 0) for row in _rows(saved, "rows")]
-        values = [tuple(row[1:]) for row in _rows(saved, "rows")]
-        self.rows.extend((step, *row) for step, row in zip(steps, values, strict=True))
+        """Sets the rows to the state that `as_dict` returned. Raises TypeError for other rows."""
+        for step, *values in _rows(saved, "rows"):
+            if len(values) + 1 != self._width:
+                raise TypeError("a row has another number of figures")
+            self.rows.append((int(step or 0), *values))
         self.dropped = saved.get("dropped") is True
 
 

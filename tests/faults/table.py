@@ -88,7 +88,7 @@ ROWS: tuple[Row, ...] = (
         f"{SECURITY}::test_a_lock_that_is_another_file_too_is_not_written",
         f"{SECURITY}::test_a_directory_of_somebody_else_is_refused_for_launch_and_for_requests",
         f"{SECURITY}::test_an_empty_directory_that_was_open_is_closed",
-        f"{ACTIONS}::test_a_link_and_a_file_are_refused",
+        f"{ACTIONS}::test_a_file_as_a_launch_directory_is_refused",
         f"{ACTIONS}::test_a_halt_is_not_written_through_a_link_in_somebodys_launch",
         f"{ACTIONS}::test_a_request_is_not_written_through_a_link",
         f"{CONSOLE}/sources/test_text.py::test_no_log_is_read_through_a_link",
@@ -99,7 +99,7 @@ ROWS: tuple[Row, ...] = (
         f"{PARSING}::test_yaml_tricks_are_refused_by_name",
     )),
     Row("33", "B", "injection by environment and arguments", elsewhere=(
-        f"{ACTIONS}::test_only_the_allow_list_reaches_a_training",
+        f"{SECURITY}::test_what_a_training_inherits_is_shown_before_the_start",
         f"{SECURITY}::test_a_plan_sets_no_variable_but_a_flag_on_one_line",
         f"{SECURITY}::test_shell_metacharacters_in_args_are_one_argument_each",
     )),

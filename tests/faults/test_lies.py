@@ -138,7 +138,9 @@ def test_a_moved_launch_and_a_new_one_at_its_path_do_not_touch_each_other(
     assert {json.loads(line)["pid"] for line in records.splitlines()} == {second.pids()[0]}
     assert second.ask("stop")["ok"]
     second.wait_end()
-    assert second.plan_state["supervisor"]["pid"] != owner
+    newer = second.plan_state["supervisor"]
+    assert newer["pid"] != owner
+    second.wait(lambda: not rundir.is_alive(newer))  # it writes its report last
     assert all_run(pids)
     told = first.wait(lambda: [e for e in first.events(0) if e.get("alert") == "own-directory"])
     shutil.rmtree(path)

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ class Separate(Parts):
 def test_a_checkpoint_with_separate_projections_goes_on_bitwise(tmp_path):
     parts, other = made(1), made(2)
     train(parts, 0, 3)
-    old = Separate(parts.parallel, parts.model, parts.optimizer, parts.loss_scale)
+    old = Separate(*(getattr(parts, each.name) for each in fields(parts)))
     (path,) = saved(tmp_path, old, 3)
     assert "blocks.0.attn.k_slc.weight" in checkpoint.load_weights(path)
     train(parts, 3, 6)

@@ -104,7 +104,9 @@ def test_csv_env_and_metrics_are_the_same_numbers(text_run):
     assert env["parameters"] == env["parameters_counted"] == parameter_count(model)
     assert env["settings"]["train.lr"] == {"value": 0.002, "origin": "flag NSA_LR"}
     assert (env["strategy"], env["comm_backend"], env["world"]) == ("ddp", "gloo", 2)
-    assert env["backend"] == {"cmp": "masked", "sel": "causal", "win": "banded"}
+    assert env["backend"] == {
+        "cmp": "masked", "sel": "causal, heads folded", "win": "banded, heads folded",
+    }  # fmt: skip
     metrics = text_run.metrics()
     assert (metrics["steps_done"], metrics["reason"], metrics["exit_code"]) == (STEPS, "done", 0)
     assert metrics["loss"] == progress[-1]["loss"] < metrics["first_loss"]

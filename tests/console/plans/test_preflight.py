@@ -73,7 +73,9 @@ def test_a_full_disk_is_refused(tmp_path, full):
     ), text  # fmt: skip
 
 
-def test_shared_memory_that_is_too_small_for_the_pulses_or_for_nccl_is_refused(tmp_path, full):
+def test_shared_memory_that_is_too_small_for_nccl_is_refused_and_for_pulses_a_warning(
+    tmp_path, full
+):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/shm").symlink_to(full)
     assert host_checks.shm(bare(tmp_path, nproc=1))[0] == "pass"
@@ -81,7 +83,7 @@ def test_shared_memory_that_is_too_small_for_the_pulses_or_for_nccl_is_refused(t
     assert (result, "128.0 MiB are needed; start the container with --shm-size" in text) == (
         "fail", True,
     ), text  # fmt: skip
-    assert host_checks.shm(bare(tmp_path))[0] == "fail"
+    assert host_checks.shm(bare(tmp_path))[0] == "unknown"
     (tmp_path / "dev/shm").unlink()
     assert host_checks.shm(bare(tmp_path))[0] == "unknown"
 
@@ -175,7 +177,6 @@ def test_a_clock_that_was_set_back_is_refused_and_a_jump_is_reported(tmp_path):
 
 
 LIMITS = [
-    (resource.RLIMIT_NOFILE, 200, {}, "fail", "only 200 open files"),
     (resource.RLIMIT_NOFILE, 600, {}, "unknown", "only 600 open files"),
     (resource.RLIMIT_FSIZE, 1 << 20, {}, "fail", "files of at most 1.0 MiB are allowed"),
     (resource.RLIMIT_AS, 1 << 40, {"gpus": 2, "assume": "2xA100"}, "unknown", "CUDA needs more"),

@@ -1,0 +1,31 @@
+"""Masks and rotary tables: cached, and bounded in memory whatever lengths are met."""
+
+import torch
+
+from nsa import tables
+
+
+def test_tables_of_many_lengths_stay_within_their_memory(monkeypatch):
+    monkeypatch.setattr(tables, "LARGEST_MIB", 1)
+    monkeypatch.setattr(tables, "TABLES", tables.Tables())
+    built = []
+
+    @tables.cached_table
+    def table(length: int) -> torch.Tensor:
+        built.append(length)
+        return torch.zeros(length)
+
+    for length in range(1000, 1200):  # 0.8 MiB altogether
+        table(length)
+    first = table(1000)
+    assert first is table(1000)
+    assert built == list(range(1000, 1200))
+    for length in range(20_000, 20_020):  # 1.5 MiB
+        table(length)
+        table(1000)  # the most recently used one stays
+    assert built == [*range(1000, 1200), *range(20_000, 20_020)]
+    assert tables.TABLES.bytes <= 1 << 20
+    table(1001)
+    assert built[-1] == 1001
+    assert table(10**6).numel() == 10**6
+    assert tables.TABLES.bytes == 4 * 10**6
