@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 import subprocess
@@ -118,23 +119,26 @@ RUNBOOK_VARIABLES = set(re.findall(r"\w+", """
     CUDA_VISIBLE_DEVICES NCCL_ALGO NCCL_DEBUG NCCL_IB_DISABLE NCCL_P2P_DISABLE NCCL_PROTO
     PYTORCH_CUDA_ALLOC_CONF
 """))  # fmt: skip
-PLANS = {name: catalog.load(name) for name in catalog.files()}
-SHIPPED = ("m7c_2xa100", "ddp_validation", "fsdp_validation")
-GUIDE, OF_A_RUN = ((ROOT / f"docs/{name}.md").read_text() for name in ("guide", "run-directory"))
-CAUSES = GUIDE.partition("| cause |")[2].partition("\n\n")[0]
-KEYS = {action.key for action in action_table.TABLE}
-REGISTRIES = {
-    "plan": set(PLANS),
-    "phase": {p.sweep or p.name for plan in PLANS.values() for p in plan.phases},
-    "gate": set(gates.RULES),
-    "rule": {rule.name for rule in rules.TABLE},
-    "row": {*preflight.ROWS, "config PHASE"},
-    "setting": set(schema.keys()),
-    "cause": set(re.findall(r"`([a-z-]+)`", " ".join(row[:30] for row in CAUSES.split("\n")))),
-}
-NAMED = re.compile(rf"\b({'|'.join(REGISTRIES)})s? ((?:`[^`]+`(?:, | and )?)+)")
-NAMES = {*re.findall(r"`(.+?)`", OF_A_RUN), *re.findall(r"[\w.-]+", OF_A_RUN)}
-KNOWN = set().union(*REGISTRIES.values(), NAMES, flags.FLAGS, KEYS)
+KINDS = ("plan", "phase", "gate", "rule", "row", "setting", "cause")
+NAMED = re.compile(rf"\b({'|'.join(KINDS)})s? ((?:`[^`]+`(?:, | and )?)+)")
+
+
+@functools.cache
+def registries() -> dict[str, set[str]]:
+    """Returns the names of each kind of thing, and in "" all other names that a page may have."""
+    guide, of_a_run = ((ROOT / f"docs/{x}.md").read_text() for x in ("guide", "run-directory"))
+    causes = guide.partition("| cause |")[2].partition("\n\n")[0].split("\n")
+    return {
+        "plan": set(catalog.files()),
+        "phase": {p.sweep or p.name for x in catalog.files() for p in catalog.load(x).phases},
+        "gate": set(gates.RULES),
+        "rule": {rule.name for rule in rules.TABLE},
+        "row": {*preflight.ROWS, "config PHASE"},
+        "setting": set(schema.keys()),
+        "cause": set(re.findall(r"`([a-z-]+)`", " ".join(row[:30] for row in causes))),
+        "": {*re.findall(r"`(.+?)`", of_a_run), *re.findall(r"[\w.-]+", of_a_run), *flags.FLAGS,
+             *(action.key for action in action_table.TABLE)},
+    }  # fmt: skip
 
 
 def runbook_cells() -> list[str]:
@@ -149,7 +153,7 @@ def exists(word: str) -> bool:
     if name in flags.FLAGS:
         return not value or flags.parse(name, value) is not None
     if words[0] == "nsa-console":  # the test of all commands parses it
-        return words[1] != "launch" or words[2] in PLANS
+        return words[1] != "launch" or words[2] in catalog.files()
     if words[0] in ("torchrun", "python"):
         program = words.index("-m") + 1
         module = words[program]
@@ -159,7 +163,7 @@ def exists(word: str) -> bool:
         paths = [each for each in words if each.startswith(("tests/", "configs/"))]
         paths += [f"{module.replace('.', '/')}.py"] if module != "pytest" else []
         return all((ROOT / path).exists() for path in paths)
-    return name in KNOWN or (ROOT / name).exists()
+    return any(name in names for names in registries().values()) or (ROOT / name).exists()
 
 
 def test_every_variable_of_the_runbooks_is_a_flag(capsys):
@@ -178,13 +182,13 @@ def test_every_plan_gate_rule_and_command_of_the_runbooks_page_exists():
     assert [word for word in sorted(words) if not exists(word)] == []
     found = [(kind, word) for cell in runbook_cells() for kind, text in NAMED.findall(cell)
              for word in re.findall(r"`(.+?)`", text)]  # fmt: skip
-    assert [each for each in found if each[1] not in REGISTRIES[each[0]]] == []
-    assert {kind for kind, _ in found} == set(REGISTRIES)
+    assert [each for each in found if each[1] not in registries()[each[0]]] == []
+    assert {kind for kind, _ in found} == set(KINDS)
 
 
-@pytest.mark.parametrize("plan", SHIPPED)
+@pytest.mark.parametrize("plan", ["m7c_2xa100", "ddp_validation", "fsdp_validation"])
 def test_the_runbooks_page_has_every_phase_and_gate_of_the_plans(plan):
     text = " ".join(runbook_cells())
-    for phase in PLANS[plan].phases:
+    for phase in catalog.load(plan).phases:
         for name in (phase.sweep or phase.name, *phase.gates):
             assert f"`{name}`" in text, name
