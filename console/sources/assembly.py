@@ -36,7 +36,7 @@ class Evidence:
     """The run's directory is missing, or is a link, which is not followed."""
     launch: LaunchState | None
     supervisor: Record
-    """supervisor.json, {} where it cannot be read."""
+    """supervisor.json, or {} if it cannot be read."""
     by_launch: Record
     """The entry of the run in plan_state.json, with the keys of supervisor.json."""
     run_json: Record
@@ -45,9 +45,9 @@ class Evidence:
     env: Record
     records: RunRecords
     behind_bytes: int
-    """Bytes of records that are left to read, with those of the charts."""
+    """Bytes of records that are left to read, including those for the charts."""
     trouble: str
-    """Why supervisor.json cannot be shown, "" where it can."""
+    """Why supervisor.json cannot be shown, or "" if it can be shown."""
     troubles: Sequence[Alert]
     """An alert for each document that cannot be shown."""
 
@@ -165,7 +165,7 @@ class _Assembly:
         return tuple(alert for alert in alerts if alert.id != RANK_GONE)
 
     def _reader_alerts(self) -> list[Alert]:
-        """Returns alerts on a launch without a supervisor or with a doubt, and on unread files."""
+        """Returns alerts on a missing supervisor, doubtful documents, and unread files."""
 
         def add(name: str, level: Level, text: str, key: str = "") -> None:
             found.append(Alert(name, time.time(), level, text, key, observed=True))
@@ -173,7 +173,7 @@ class _Assembly:
         found: list[Alert] = []
         launch = self._evidence.launch
         if launch is not None:
-            # The launch as its documents say: `with_run_state` may have changed it since.
+            # This is the launch as its documents describe it, before `with_run_state`.
             known = {launch.why, *(alert.text for alert in self._evidence.troubles)}
             if self._has_ended and launch.state == "unsupervised":
                 add("no-supervisor", "crit", ORPHANED, "R")

@@ -24,7 +24,7 @@ _WITHOUT_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): .*$")
 _USAGE = re.compile(r"[\w.\-]+: error: .*$")
 """The last line of argparse, for example of torchrun with an unknown option."""
 _USES = "usage: "
-"""Begin of the lines that argparse prints before it."""
+"""Start of the lines that argparse prints before that line."""
 _NOT_FATAL = ("Exception ignored in", "Exception in thread")
 """Marker of a traceback that is printed without ending the process."""
 _OF_TORCHRUN = ("ChildFailedError", "SignalException")
@@ -74,7 +74,7 @@ def _without_prefix(line: str, rank: int | None) -> str | None:
 
 
 def _last_exception(lines: list[str]) -> _Raised:
-    """Returns an uncaught C++ exception, or else the last fatal exception, or else the last one."""
+    """Returns an uncaught C++ exception, or else the last fatal one, or else the last exception."""
     if thrown := _cxx_exception(lines):
         return thrown
     found = list(_exceptions(lines))
@@ -96,7 +96,7 @@ def _cxx_exception(lines: Iterable[str]) -> _Raised | None:
 def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
     """Yields the Python exceptions in a log, except those that torchrun itself raised."""
     frames: list[Frame] | None = None
-    """The frames of the traceback that is being read, None outside of one."""
+    """The frames of the traceback that is being read; None outside a traceback."""
     is_fatal, follows_usage = True, False
     for line in lines:
         is_indented = line[:1].isspace()

@@ -1,7 +1,7 @@
-"""Names the object behind a descriptor of another process: a pipe, a socket, what a poll waits on.
+"""Names the object on which another process waits: a pipe, a socket, or the target of a poll.
 
-No read can block: descriptors are resolved with readlink, because a stat of one asks its file
-system, which may hang.
+No read can block: descriptors are resolved with readlink, because a stat of a descriptor
+asks its file system, which may hang.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from console.sources.sanitize import clean
 
 MAX_DESCRIPTORS = 64
 SMALL_BYTES, TABLE_BYTES = 1 << 12, 1 << 18
-"""Bytes read of a file about one process, and of a table of the host."""
+"""Most bytes that are read of a file about one process, and of a table of the host."""
 MAX_PATH_CHARS = 300
 Kind = Literal["lock", "pipe", "network", "child", "timer", "disk", "futex", "none"]
 NO_PEER = "a socket, its peer is not available"
@@ -57,13 +57,13 @@ def numbers_in(folder: str) -> list[int]:
 
 
 def number_after(text: str, key: str) -> int:
-    """Returns the number in the line "key: number", 0 without one."""
+    """Returns the number in the line "key: number", or 0 if there is no such line."""
     found = re.search(rf"^{key}:\s*([0-9]{{1,19}})\s*$", text, re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def link_of(pid: int, name: str) -> str:
-    """Returns the path of an open file, "socket:[N]", "pipe:[N]" or "net:[N]", "" without it."""
+    """Returns what a link in /proc/PID names: a path, "socket:[N]", "pipe:[N]", "net:[N]" or ""."""
     try:
         return clean(str(Path(f"/proc/{pid}/{name}").readlink()), MAX_PATH_CHARS)
     except OSError:
@@ -79,8 +79,8 @@ def pipe_wait(link: str, is_full: bool) -> BlockedOn:
 def poll_wait(pid: int) -> BlockedOn:
     """Returns the only socket of a process, or its only unfinished connection.
 
-    The descriptors of a poll are not available: a socket is named only where there is no pipe above
-    stderr.
+    The kernel does not show which descriptors a poll has. A connected socket is therefore named
+    only if no descriptor above stderr is a pipe.
     """
     fds = [fd for fd in numbers_in(f"/proc/{pid}/fd") if fd > 2]
     return _only(pid, len(fds), {link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]})
@@ -99,9 +99,9 @@ def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
 
 
 def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
-    """Returns what an epoll waits on, by its descriptors in fdinfo.
+    """Returns what an epoll waits on, according to its descriptors in fdinfo.
 
-    The wake-up sockets of an event loop are no target: such a loop waits for a timer or an event.
+    The wake-up sockets of an event loop are left out: the loop waits for a timer or an event.
     """
     info = read_text(f"/proc/{pid}/fdinfo/{fd}")
     fds = [int(fd) for fd in re.findall(r"^tfd:\s*([0-9]{1,9})\s", info, re.MULTILINE)]
@@ -120,7 +120,7 @@ def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
 
 
 def _wake_ups(pid: int, sockets: set[str]) -> set[str]:
-    """Returns the sockets without a name whose other end the same process has made with them."""
+    """Returns the unnamed sockets in `sockets` whose other end belongs to the same process."""
     names = (link_of(pid, f"fd/{fd}") for fd in numbers_in(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS])
     mine = {int(each) for each in inodes_of(names)}
     table = read_text(f"/proc/{pid}/net/unix", TABLE_BYTES)
@@ -129,7 +129,7 @@ def _wake_ups(pid: int, sockets: set[str]) -> set[str]:
 
 
 def _only(pid: int, count: int, links: set[str]) -> BlockedOn:
-    """Returns the only socket, or the only unfinished connection, of `count` descriptors."""
+    """Returns the only socket among `count` descriptors, or their only unfinished connection."""
     sockets = sorted(inodes_of(links))
     tables = socket_tables(pid) if sockets else ""
     opening = [each for each in sockets if tcp.entry(tables, each)[2] == tcp.SYN_SENT]
@@ -144,7 +144,7 @@ def inodes_of(links: Iterable[str]) -> set[str]:
 
 
 def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
-    """Returns the TCP sockets in the network namespace of a process; to read them is expensive."""
+    """Returns the TCP tables of a process's network namespace; `known` caches them."""
     known, namespace = {} if known is None else known, link_of(pid, "ns/net")
     if not namespace or namespace not in known:
         texts = (read_text(f"/proc/{pid}/net/{name}", TABLE_BYTES) for name in ("tcp", "tcp6"))
@@ -153,7 +153,7 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 
 
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
-    """Returns a socket by its peer's address, or by its own if it accepts connections."""
+    """Returns a socket, named by its peer's address, or by its own address if it accepts."""
     here, peer, state = tcp.entry(socket_tables(pid), inode)
     if not state:
         table = read_text(f"/proc/{pid}/net/unix", TABLE_BYTES)

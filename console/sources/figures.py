@@ -26,7 +26,7 @@ Records = Mapping[int, Mapping[str, Any]]
 
 
 def progress_figures(progress: Records, has_settings: bool = True) -> dict[str, Figure]:
-    """Returns the figures of rank 0's newest progress record; memory is that of the largest rank.
+    """Returns the figures of rank 0's newest progress record, and the largest memory of any rank.
 
     The loss of a foreign program, which has no settings, has no unit.
     """

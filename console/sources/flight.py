@@ -2,11 +2,12 @@
 
 A rank writes torch's record of its last collectives with every dump: 2,000 entries, or as many as
 `TORCH_FR_BUFFER_SIZE` says (0 turns the record off). The number of a collective counts within its
-process group and is the same on all ranks. Point-to-point operations are left out: they have
-numbers of their own. So is `pg_status`: its last number may be that of a point-to-point operation.
+process group and is the same on all ranks. Point-to-point operations are left out, because they
+are numbered separately. `pg_status` is left out, because its last number may be that of a
+point-to-point operation.
 
-gloo leaves `state` at "scheduled"; a collective that has ended is `retired`. With NCCL, `retired`
-without the state "completed" is one that timed out.
+gloo leaves `state` at "scheduled"; a collective that has ended is `retired`. With NCCL, a
+collective that is `retired` but not "completed" has timed out.
 """
 
 from __future__ import annotations
@@ -30,21 +31,20 @@ MAX_RECORD_BYTES = 16 << 20
 MAX_COLLECTIVES = 2048
 MAX_TRIES = 8
 MAX_TOTAL_BYTES = 64 << 20
-"""Most bytes that one call of `latest` reads: a rank without a record is a gap in the evidence."""
+"""Most bytes that one call of `latest` reads; a record beyond it is a gap in the evidence."""
 MIN_PAST = MAX_SKIPPED = 8
-"""The fewest calls that show what is usual, and the calls after the usual one among which a rank
-that skipped calls one."""
+"""How many earlier calls show what is usual, and how many calls a rank can have skipped."""
 RARE = 2
 """A call that is this many times rarer than another is unusual, but not certainly wrong."""
 DEFAULT_GROUP = "default_pg"
-"""What torch calls the group of all ranks."""
+"""The name that torch gives the group of all ranks."""
 _SAME_SIZE = re.compile(
     r"all_reduce|broadcast|reduce|_?all_?gather_(?:base|into_tensor)|_?reduce_scatter_(?:base|tensor)"
 )
 _SAME_SIZE_GLOO = re.compile(rf"{_SAME_SIZE.pattern}|all_gather|gather")
 """Operations in which every rank must have the same number of elements; gloo has two more."""
 _ROOT_HAS = {"gather": "output_sizes", "scatter": "input_sizes"}
-"""Operations of which only the root has these tensors."""
+"""The field of an operation's entry that is empty on all ranks except the root."""
 _NAME = re.compile(r"flight_rank(?P<rank>[0-9]{1,9})_(?P<ms>[0-9]{1,16})\.json")
 _SHAPE = re.compile(r"\[([\d, ]*)\]")
 _POINT_TO_POINT = re.compile(r"(?:send|recv)\b")
@@ -56,7 +56,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a rank; `sizes` are those of its input: "[131584] float32", "" for none."""
+    """One collective of a rank; `sizes` describes its input, for example "[131584] float32"."""
 
     group: str
     """Backend, name and description of the process group: "gloo 0 default_pg"."""
@@ -65,7 +65,7 @@ class Collective:
     sizes: str
     done: bool
     is_root: bool = False
-    """It gathers from the other ranks, or scatters to them."""
+    """The rank gathers from the other ranks, or scatters to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class FlightRecord:
     ts: float
     path: str
     last_enqueued: Mapping[str, int]
-    """The newest number of each group. Empty: this rank has called no collective."""
+    """The newest number of each group; empty if the rank has called no collective."""
     collectives: tuple[Collective, ...]
 
 
@@ -84,13 +84,15 @@ class FlightRecord:
 class Difference:
     """The first difference between the ranks of a group.
 
-    - behind: `ranks` have not called collective `number`, in which others wait.
-    - mismatch: the ranks call different things as `number`; `ranks` are the minority, without one
-      those that did not call what they called earlier at this place of their sequence, if any.
-      None and () where ranks wait for each other in different groups.
-    - same: no rank is behind. `number` is the collective in which ranks wait, None where no rank
+    - behind: `ranks` have not called collective `number`, in which other ranks wait.
+    - mismatch: the ranks call different operations as collective `number`. `ranks` are the
+      minority. If there is no minority, `ranks` are those that did not call what they called
+      earlier at this place of their sequence. If ranks wait for each other in different groups,
+      `number` is None.
+    - same: no rank is behind. `number` is the collective in which ranks wait, or None if no rank
       waits in a collective.
-    - unknown: there is nothing to compare. `number` is a collective in which one rank waits.
+    - unknown: there is nothing to compare. `number` is the collective in which a rank waits, or
+      None.
     """
 
     kind: Literal["behind", "mismatch", "same", "unknown"]
@@ -100,12 +102,12 @@ class Difference:
     confirmed: bool = False
     """True for a mismatch in which a second sign in the records names `ranks` too (`_unusual`)."""
     inside: bool = False
-    """Each rank that is behind still waits in its last call, which all others have made too."""
+    """Each rank that is behind still waits in its last call, and all other ranks made this call."""
 
 
 @functools.lru_cache(4096)
 def _signature(op: str, sizes: str, group: str) -> str:
-    """Returns what all ranks have in common: the operation, and the elements where they matter."""
+    """Returns what must be equal on all ranks: the operation, and maybe the number of elements."""
     same = _SAME_SIZE_GLOO if group.startswith("gloo ") else _SAME_SIZE
     return op + (_SHAPE.sub(_elements, sizes) if same.fullmatch(op) else "")
 
@@ -119,7 +121,7 @@ def _elements(shape: re.Match[str]) -> str:
 
 
 def _integer(entry: Mapping[str, Any], key: str) -> int | None:
-    """Returns a number that is not negative, also one in a string."""
+    """Returns an integer or the integer in a string, or None if it is negative or missing."""
     value = entry.get(key)
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value):
         return int(value)
@@ -140,7 +142,7 @@ def _sizes(entry: Mapping[str, Any]) -> str:
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective | None:
-    """Returns an entry of the record, None for another thing or a point-to-point operation."""
+    """Returns the collective in an entry, or None, for example for a point-to-point operation."""
     number = _integer(entry, "collective_seq_id")
     backend, _, op = jsonl.text(entry, "profiling_name").rpartition(":")
     if number is None or not op or entry.get("is_p2p") is True or _POINT_TO_POINT.match(op):
@@ -153,7 +155,7 @@ def _collective(entry: Mapping[str, Any]) -> Collective | None:
 
 
 def parse(data: bytes, rank: int, ts: float, path: str) -> FlightRecord | None:
-    """Returns the record in a file, None for anything else."""
+    """Returns the flight record in the content of a file, or None if there is none."""
     document = jsonl.decode(data) or {}
     if "version" not in document:
         return None
@@ -166,7 +168,7 @@ def parse(data: bytes, rank: int, ts: float, path: str) -> FlightRecord | None:
 def latest(
     run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
 ) -> dict[int, FlightRecord]:
-    """Returns the newest readable record of each rank that has one of that time (unix s)."""
+    """Returns the newest readable record of each rank from `since_ts` to `until_ts` (unix s)."""
     left, total = dict.fromkeys(ranks, MAX_TRIES), MAX_TOTAL_BYTES
     found: dict[int, FlightRecord] = {}
     try:
@@ -188,7 +190,7 @@ def latest(
 
 
 class _Member:
-    """The collectives of one rank in one group by number. NCCL counts coalesced ones as one."""
+    """The collectives of one rank in one group, by number; NCCL gives coalesced ones one number."""
 
     def __init__(self, record: FlightRecord, group: str):
         self.calls: dict[int, list[Collective]] = {}
@@ -201,7 +203,7 @@ class _Member:
                 self.calls.setdefault(each.number, []).append(each)
         waits = (number for number in self.calls if self.waits_in(number))
         self.waits = next(waits, None)
-        """The number of the first collective that is not done, None where all are."""
+        """The number of the first collective that is not done, or None if all are done."""
 
     def waits_in(self, number: int) -> bool:
         return not all(each.done for each in self.calls.get(number, ()))
@@ -221,7 +223,7 @@ def _named(ranks: Iterable[int], one: str = "", many: str = "") -> str:
 
 
 def _call(group: str, number: int, members: _Members) -> str:
-    """Returns "all_reduce 918,331 ([131584] float32)", with the group where it is not all ranks."""
+    """Returns "all_reduce 918,331 ([131584] float32)", and the group unless it has all ranks."""
     each = next(m.calls[number][0] for m in members.values() if number in m.calls)
     sizes = f" ({each.sizes})" if each.sizes else ""
     return f"{each.op} {number:,}{sizes}{_of_group(group)}"
@@ -232,7 +234,7 @@ def _of_group(group: str) -> str:
 
 
 def _mismatch(group: str, members: _Members) -> Difference | None:
-    """Returns the first number as which the ranks call different collectives."""
+    """Returns the difference at the first number at which the ranks call different collectives."""
     for number in sorted({number for member in members.values() for number in member.calls}):
         calls = {r: m.calls[number] for r, m in members.items() if number in m.calls}
         roots = [rank for rank, call in calls.items() if any(each.is_root for each in call)]
@@ -265,11 +267,11 @@ def _mismatch(group: str, members: _Members) -> Difference | None:
 def _unusual(
     members: _Members, number: int, callers: Mapping[str, list[int]]
 ) -> tuple[list[int], bool]:
-    """Returns the ranks that leave the sequence of calls that was usual before `number`.
+    """Returns the ranks that make an unusual call as `number`, and whether they skipped a call.
 
-    Usual is what ever came after the same last call. The flag says that these ranks call what
-    usually comes a little later: they have skipped a call. [] where nobody, or every rank, calls
-    what is usual.
+    A call is usual if it came earlier after the same last call. Ranks have skipped a call if they
+    call what usually comes a little later. If every rank makes a usual call, the ranks with a much
+    rarer call are returned. If no rank makes a usual call, or too few calls are known, returns [].
     """
     earlier: dict[int, str] = {}
     for member in members.values():
@@ -280,7 +282,7 @@ def _unusual(
     odd = {side: ranks for side, ranks in callers.items() if side not in usual}
     if len(past) < MIN_PAST or len(odd) == len(callers):
         return [], False
-    if not odd:  # each came here before, but one of them far less often
+    if not odd:  # every call is usual, but some are far rarer
         if 2 * max(map(len, callers.values())) > sum(map(len, callers.values())):
             return [], False  # there is a minority
         most = max(usual[side] for side in callers)
@@ -348,10 +350,11 @@ def _groups(records: Mapping[int, FlightRecord]) -> dict[str, dict[int, _Member]
 
 
 def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
-    """Returns the difference that explains the others: that of ranks that wait in no other group.
+    """Returns the difference that explains the differences in the other groups.
 
-    Ranks that wait for each other in different groups are a mismatch without a minority. Where all
-    ranks have a record, one that waits alone in its group is the minority.
+    This is the difference of ranks that are behind in one group and wait in no other group. Ranks
+    that wait for each other in different groups are a mismatch without a minority; if all ranks
+    have a record, a rank that waits alone in its group is the minority.
     """
     circular: list[str] = []
     found = {group: _difference(group, members) for group, members in groups.items()}

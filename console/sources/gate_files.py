@@ -1,4 +1,4 @@
-"""Reads the files that gates need beside the records: the logs, and the newest checkpoint.
+"""Reads the files that gates need besides the records: the logs, and the newest checkpoint.
 
 All sizes are bounded, and no link is followed. A log that cannot be read completely leaves its gate
 unknown, unless the part that was read has an error.
@@ -29,7 +29,7 @@ ERROR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class GateFiles:
-    """The errors in the logs, and the size of the newest checkpoint; `*_doubt`: what is missing."""
+    """Errors in the logs, and the size of the newest checkpoint; `*_doubt` says what is missing."""
 
     errors: int = 0
     first_error: str = ""
@@ -38,7 +38,7 @@ class GateFiles:
     checkpoint_mib: float | None = None
     checkpoint_doubt: str = ""
     single: str = ""
-    """The newest earlier run of the launch with one rank."""
+    """The name of the newest earlier run of the launch that has one rank."""
     single_toks_per_s: float | None = None
 
 
@@ -53,7 +53,7 @@ def read(run: Path, attempts: int, world: int) -> GateFiles:
 
 
 def _single(run: Path) -> tuple[str, float | None]:
-    """Returns the newest earlier run with one rank, and its speed if that gate passed there."""
+    """Returns the newest earlier run with one rank, and its speed if the gate on it passed."""
     try:
         names = [name for name in os.listdir(run.parent) if rundir.RUN_NAME.fullmatch(name)]
     except OSError:

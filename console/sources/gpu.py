@@ -25,10 +25,10 @@ UNSUPPORTED_CODES = (3, 13)
 LOST_CODE = 15
 """NVML_ERROR_GPU_IS_LOST."""
 GONE_CODES = (LOST_CODE, 6, 28)
-"""With NVML_ERROR_NOT_FOUND and _GPU_NOT_FOUND, which the call for a handle returns."""
+"""`LOST_CODE`, and two codes of the call for a handle: _NOT_FOUND and _GPU_NOT_FOUND."""
 THROTTLES = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
              0x80: "power brake"}  # fmt: skip
-"""Bits of nvmlDeviceGetCurrentClocksThrottleReasons that protect the GPU; a power cap does not."""
+"""Bits of nvmlDeviceGetCurrentClocksThrottleReasons that show a protection of the GPU."""
 DEVICE_FILE = re.compile(r"/dev/nvidia([0-9]{1,4})")
 MAX_DESCRIPTORS, MAX_ENVIRONMENT_BYTES = 1024, 1 << 18
 KEPT = 8
@@ -57,7 +57,7 @@ def opened_by(pid: int) -> frozenset[int] | None:
     """Returns N of each device file /dev/nvidiaN that a process has open, None if not available.
 
     CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
-    use. A GPU that has no such file, as in WSL, is -1. No driver is asked.
+    use. A GPU that has no such file, as in WSL, has the number -1. The driver is not called.
     """
     try:
         names = os.listdir(f"/proc/{pid}/fd")
@@ -75,7 +75,7 @@ def opened_by(pid: int) -> frozenset[int] | None:
 
 
 def visible_devices(pid: int) -> str:
-    """Returns CUDA_VISIBLE_DEVICES with which a process was started, "" if not available."""
+    """Returns the CUDA_VISIBLE_DEVICES of a process at its start, or "" if not available."""
     try:
         with Path(f"/proc/{pid}/environ").open("rb") as file:
             variables = file.read(MAX_ENVIRONMENT_BYTES).split(b"\0")
@@ -145,9 +145,10 @@ class XidLog:
                 self._stop.wait(BATCH_S)
 
     def _read_events(self) -> int:
-        """Reads events until the GPUs change and no event is pending; returns how many report.
+        """Reads events until the GPUs change; returns the number of GPUs that report events.
 
-        After an error the event set is not freed, because NVML may have freed it.
+        Pending events are read first. After an error the event set is not freed, because NVML may
+        have freed it.
         """
         nvml, handles = self._nvml, self._handles
         if not handles:

@@ -48,9 +48,9 @@ class Survey:
 
 
 def survey(limit_s: float = LIMIT_S) -> Survey:
-    """Returns the GPUs that NVML finds, none without a driver; a GPU that hangs is an error.
+    """Returns the GPUs that NVML finds; a GPU that does not answer has the state "error".
 
-    Raises TimeoutError, or ContractError with the reason.
+    Without a driver there are no GPUs. Raises TimeoutError, or ContractError with the reason.
     """
     if not nvml.has_library():
         return Survey()

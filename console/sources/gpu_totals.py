@@ -1,7 +1,7 @@
 """The use of each GPU over the time in which all ranks step, added up from the samples of a run.
 
-Samples have no numbers. So of the time between two samples, what is longer than `EVERY_S` counts as
-idle: missing samples can only lower the use.
+Samples are not numbered. If the time between two samples is longer than `EVERY_S`, the excess
+counts as idle, so that missing samples can only lower the use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_GPUS, MAX_ATTEMPTS = 1024, 1000
 
 
 class GpuTotals:
-    """The time in which all ranks step, its part without a sample, and the use of each GPU."""
+    """The time in which all ranks step, how much of it has no sample, and the use of each GPU."""
 
     def __init__(self) -> None:
         self.seconds = self.missing_s = 0.0

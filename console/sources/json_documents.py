@@ -27,7 +27,7 @@ from trainers.contract.jsonl import entries
 T = TypeVar("T")
 MAX_GPUS = 1024
 CLOCK_S = 2.0
-"""The clock of a writer may be ahead of this one by this time."""
+"""The clock of a writer may be ahead of the clock of this host by this time."""
 
 
 class Document:
@@ -55,7 +55,7 @@ class Document:
         else:
             self.record, self.trouble = record, ""
             if (jsonl.number(record, "updated_ts") or 0.0) > time.time() + CLOCK_S:
-                # The clock of its writer is ahead; the file system has its own clock.
+                # The writer's clock is ahead: the time of the file system counts.
                 self.record["updated_ts"] = stamp[2] / 1e9
         return self.record
 
@@ -93,7 +93,7 @@ READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
     Sure: _one_of(("high", "medium"), "low"),
     State: _one_of(get_args(State), ""),
 }
-"""The reader of each type of field: from a JSON object and the key."""
+"""The reader of each type of field; it gets a JSON object and the key of the field."""
 _types = cache(get_type_hints)
 
 
@@ -119,7 +119,7 @@ def verdict(supervisor: Mapping[str, Any]) -> Verdict | None:
 
 
 def bounds(run: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the gates in run.json: the bound of each, as text, by name."""
+    """Returns the bounds of the gates in run.json as text, by the name of the gate."""
     gates = list(jsonl.mapping(run, "gates").items())[:64]
     plain = ((n, b.get("bound") if isinstance(b, Mapping) else b) for n, b in gates)
     return {clean(str(name))[:80]: clean(str(bound))[:80] for name, bound in plain}
@@ -150,7 +150,7 @@ def flag_field(run: Mapping[str, Any], field: str) -> dict[str, str]:
 
 
 def flag_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns, for each flag that overrides a setting, the resolved setting as text of the flag."""
+    """Returns the resolved value of each setting that has a flag, as text, by the flag's name."""
     found = {}
     for flag in flags.TABLE:
         value = jsonl.mapping(settings, flag.setting).get("value")

@@ -1,10 +1,11 @@
 """Reads the kernel's evidence about one process: its state and the object its main thread waits on.
 
 The only sources are /proc and the cgroup file systems, and no read can block: descriptors are
-resolved with readlink, because a stat of one asks its file system, which may hang. The holder of a
-file lock is found by the pid of the waiting process in /proc/locks; where a process asks for a lock
-again and again, by the inode in the fdinfo of a file that it has open. The memory of the
-process is not read, although it contains the path of an `open` and the descriptors of a `poll`.
+resolved with readlink, because a stat of a descriptor asks its file system, which may hang. The
+holder of a file lock is found in /proc/locks, by the pid of the waiting process. If a process asks
+for a lock again and again, the holder is found by the inode of a file that the process has open.
+The memory of the process is not read, although it contains the path of an `open` and the
+descriptors of a `poll`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _SYSCALLS = {
     "signal": ("34 128", "137"), "futex": ("202", "98"),
     "openat": ("257", "56"), "sync": ("74 75", "82 83"),
 }  # fmt: skip
-"""Numbers of the system calls that may wait, on x86_64 and aarch64, by what they wait on."""
+"""Numbers of the system calls that may wait, for x86_64 and for aarch64, grouped by object."""
 _COLUMNS = {"x86_64": slice(0, 1), "aarch64": slice(1, 2)}
 _COLUMN = _COLUMNS.get(os.uname().machine, slice(0))
 _CALLS = {int(n): name for name, all_ in _SYSCALLS.items() for n in " ".join(all_[_COLUMN]).split()}
@@ -69,7 +70,7 @@ _WCHANS = {
     "disk": r"io_schedule|percpu_rwsem|folio_wait|wait_on_page|bit_wait_io|jbd2_|ext4_|xfs_|btrfs_"
     r"|nfs_|rpc_|request_wait_answer|fuse_|blk_|submit_bio_wait",
 }
-"""Functions of the kernel in which a thread waits, for what its system call does not say."""
+"""Kernel functions in which a thread waits, grouped by the object that it waits on."""
 _LOCK = re.compile(r"([0-9]+): +(-> )?(\S+) +\S+ +\S+ +(-?[0-9]{1,9}) (?:\S+:([0-9]{1,19})|\S+) ")
 _EPOLL_PWAIT2, _UNTIL = 441, 1
 """A system call with another form of timeout, and the flag TIMER_ABSTIME."""
@@ -78,14 +79,14 @@ _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup
             ("cgroup.events", "frozen 1"))  # fmt: skip
 """Files of a cgroup, and the line in them while it is frozen."""
 _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
-"""They show a freeze also in a container that does not see its cgroup."""
+"""Kernel functions that show a freeze even in a container that does not see its cgroup."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadEvidence:
     """One thread: its name, state letter, the kernel function it waits in, and its CPU time.
 
-    `waits` counts how often it has given up its core by itself; -1: not available.
+    `waits` is the number of its voluntary context switches; -1: not available.
     """
 
     tid: int
@@ -115,8 +116,8 @@ _FUTEX = BlockedOn("futex", "a lock, an event or a future (futex)")
 class ProcessEvidence:
     """One reading of a process at the monotonic time `mono`.
 
-    `state` is the kernel's letter of the main thread or "gone", `wchan` "" where the kernel hides
-    it, `cpu_ticks` the time of all threads, `tracer` a pid and a name.
+    `state` is the kernel's letter of the main thread, or "gone". `wchan` is "" if the kernel hides
+    it. `cpu_ticks` is the CPU time of all threads. `tracer` is a pid and a name.
     """
 
     pid: int
@@ -143,10 +144,11 @@ class _Stat:
 def collect(
     pid: int, start_ticks: int | None = None, tables: dict[str, str] | None = None
 ) -> ProcessEvidence | None:
-    """Returns the evidence about a process, with state "gone" where there is none.
+    """Returns the evidence about a process; its state is "gone" if the process does not exist.
 
-    `tables` keeps the sockets of each network namespace for the other processes of one sample.
-    Returns None where it cannot be read, or another process has its pid: `start_ticks` differ.
+    `tables` caches the sockets of each network namespace for the other processes of one sample.
+    Returns None if the process cannot be read, or if another process has its pid now, so that
+    `start_ticks` differ.
     """
     mono, first = time.monotonic(), _stat(f"/proc/{pid}")
     if first is not None and start_ticks not in (None, first.start_ticks):
@@ -201,7 +203,7 @@ def _parse_stat(text: str) -> _Stat | None:
 
 
 def _wchan(folder: str) -> str:
-    """Returns the kernel function a thread waits in, "" where it runs or the kernel hides it."""
+    """Returns the kernel function a thread waits in; "" if it runs, or if the kernel hides it."""
     name = clean(read_text(f"{folder}/wchan"), MAX_NAME_CHARS).partition(".")[0]
     return "" if name == "0" else name
 
@@ -261,7 +263,7 @@ def _parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
 def _blocked_on(
     pid: int, state: str, wchan: str, children: _Children, threads: _Threads = ()
 ) -> BlockedOn:  # fmt: skip
-    """Returns the object that the main thread waits on, by its system call and its wchan."""
+    """Returns the object that the main thread waits on, from its system call and its wchan."""
     call, arguments = _parse_syscall(read_text(f"/proc/{pid}/syscall")) or (-1, (0,) * 6)
     name = _CALLS.get(call, "")
     waits_in = next((kind for kind, known in _WCHANS.items() if re.match(known, wchan)), "")
@@ -308,9 +310,9 @@ def _polled(
 
 
 def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
-    """Returns a timer; one of a library may wait between two attempts to get a lock.
+    """Returns a timer, or the lock that a library may be trying to get at intervals.
 
-    `time.sleep` waits until a time of the monotonic clock, the functions of C for a duration.
+    `time.sleep` waits until a time of the monotonic clock; the C functions wait for a duration.
     """
     if name != "timer" or arguments[:2] == (time.CLOCK_MONOTONIC, _UNTIL):
         return _TIMER
@@ -326,7 +328,7 @@ def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
 
 
 def _locks_of_others(pid: int) -> dict[int, int]:
-    """Returns the holders of file locks by inode; a flock is no lock that a library polls."""
+    """Returns the holders of POSIX file locks, by inode; libraries do not poll for a flock."""
     lines = map(_LOCK.match, read_text("/proc/locks", TABLE_BYTES).splitlines())
     return {
         int(found[5]): int(found[4]) for found in lines
@@ -356,7 +358,7 @@ def _holder(locks: str, waiting: int) -> int | None:
         if not arrow:
             holders[number] = int(pid)
         elif int(pid) == waiting:
-            return max(holders.get(number, 0), 0) or None  # -1: not of one process
+            return max(holders.get(number, 0), 0) or None  # -1: not held by one process
     return None
 
 

@@ -115,7 +115,8 @@ def _last_index(existing: Sequence[str]) -> int:
 def with_run_state(launch: LaunchState, run: str, state: State, why: str) -> LaunchState:
     """Returns the launch with the state of its phase `run`, if no supervisor updates that state.
 
-    If a document says that the launch has ended while processes of its run live, it has not ended.
+    If a document says that the launch has ended, but processes of its run live, the launch
+    counts as unsupervised.
     """
     if launch.state == "ended" and state == "unsupervised":
         both = f"{rundir.PLAN_STATE} says that the launch has ended, but {why}"

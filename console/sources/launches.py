@@ -230,10 +230,10 @@ def _check_age(newest: KnownLaunch) -> None:
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:
-    """Raises RefusedError for a copied or moved directory, because its processes use another one.
+    """Raises RefusedError for a copied or moved directory: its processes use another directory.
 
-    Runs record their directory. A run without this record must be given as a directory, not
-    `by_name`.
+    Runs record their directory. With `by_name`, RefusedError is also raised if no run has this
+    record.
     """
     launch = launch_of(path)
     runs = run_directories(launch) if launch else [path]

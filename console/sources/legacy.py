@@ -1,4 +1,4 @@
-"""Reads legacy run directories, which the system wrote that this project replaces.
+"""Reads legacy run directories: those of the system that this project replaces.
 
 Their heartbeats become records of the contract. Values that are missing or were measured wrongly
 are left out.
@@ -14,16 +14,16 @@ from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.plan import Watch
 
 WATCH = Watch(stall_floor_s=180.0, startup_s=900.0, stall_act_s=900.0)
-"""Its own stall limit, and the 15 minutes after which its collectives time out."""
+"""The stall limit of the legacy system, and the timeout of its collectives (15 minutes)."""
 METRICS = ("metrics.json", "metrics_fsdp.json")
 MESSAGES = {"beat": "step_start"}
 WRONG = ("grad_norm",)
-"""Measured after the gradients were cleared: always zero."""
+"""Fields that are always zero, because they were measured after the gradients were cleared."""
 OWN_DUMP = "watchdog_dump"
-"""A record of its internal watchdog, at step 0: no progress of the training."""
+"""A record of the legacy watchdog; its step 0 does not show progress of the training."""
 HEAD_BYTES = 1 << 16
 CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
-"""Columns of its training.csv, which has no header."""
+"""Columns of a legacy training.csv, which has no header."""
 
 
 def is_legacy(run: Path) -> bool:
@@ -68,9 +68,9 @@ class _Heartbeats:
 def end(run: Path, records: Collection[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns how a run ended, as a `state` event; {} if metrics.json is older than `records`.
 
-    `records` are the newest of the run's ranks. metrics.json is written when a run completes, halts
-    or meets a non-finite loss, but does not say which. The run therefore counts as "completed" only
-    if a record shows all planned steps.
+    `records` are the newest records of the ranks. metrics.json is written when a run completes,
+    halts or meets a non-finite loss, but it does not say which of these happened. The run
+    therefore counts as "completed" only if a record shows all planned steps.
     """
     newest_ts = max((jsonl.number(record, "ts") or 0.0 for record in records), default=0.0)
     for name in METRICS:

@@ -27,7 +27,7 @@ ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
 """A process of another host counts as alive for this time after its last record."""
 SUPERVISOR_SILENT_S = 20.0
-"""A supervisor writes its heartbeat every second and its document every 5 s."""
+"""A supervisor is silent if it writes nothing for this time; it usually writes every second."""
 STOPPED = "T t"
 SUPERVISOR_STOPPED, WORK_STOPPED = "supervisor-stopped", "working-process-stopped"
 ROLES: Mapping[str, tuple[str, str]] = {
@@ -35,7 +35,7 @@ ROLES: Mapping[str, tuple[str, str]] = {
     "working process": ("child", "no samples are taken and no request is answered"),
     "torchrun": ("torchrun", "a rank that fails does not end the others"),
 }
-"""The processes besides the ranks: the key in supervisor.json, and the effect of a stop."""
+"""Processes that are not ranks, each with its key in supervisor.json and the effect of a stop."""
 Record = Mapping[str, Any]
 
 
@@ -203,7 +203,7 @@ def still_run(thing: str, names: Sequence[object]) -> str:
 
 
 def living_ranks(supervisor: Record) -> str:
-    """Returns a sentence on the living ranks of supervisor.json here, or "" if none lives."""
+    """Returns a sentence on the ranks in supervisor.json that live on this host, or ""."""
     ranks = [
         str(worker.get("rank")) for worker, alive in _workers_without_exit(supervisor) if alive
     ]
@@ -211,14 +211,14 @@ def living_ranks(supervisor: Record) -> str:
 
 
 def living_processes(run: Record, supervisor: Record) -> str:
-    """Returns a sentence on the living processes with a run's token here, or "" if none lives."""
+    """Returns a sentence on the processes on this host that have a run's token, or ""."""
     named = jsonl.text(supervisor, "live_dir").rpartition("-")[2]
     token = jsonl.text(jsonl.mapping(run, "environment"), environ.TOKEN) or named
     return still_run("process", process.with_token(token) if token else [])
 
 
 def living_in(run: Path) -> str:
-    """Returns a sentence on the living processes of a run directory here, or "" if none lives."""
+    """Returns a sentence on the processes of a run that live on this host, or "" if none does."""
     supervisor, document = (
         rundir.read_json(run / name, below=run) or {} for name in (rundir.SUPERVISOR, rundir.RUN)
     )
@@ -237,7 +237,7 @@ def has_lost_rank(supervisor: Record) -> bool:
 
 
 def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
-    """Returns an alert for each stopped process of a supervisor, or else one if it is silent.
+    """Returns alerts on the stopped processes of a supervisor, or else on a silent supervisor.
 
     `status` is the supervisor heartbeat, or {} if there is none.
     """

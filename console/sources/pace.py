@@ -29,7 +29,7 @@ KEPT_STEPS, KEPT_FRESH, KEPT_GAPS, LAST_GAPS = 256, 512, 256, 8
 KEPT_DEAD = 64
 TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
 RHYTHM_OF_ONE = 8
-"""Number of consecutive records at every step, after which each step is expected to have one."""
+"""After this many records at consecutive steps, each step is expected to have a record."""
 UNKNOWN_STEPS = 50
 """Assumed number of steps between two records before a rhythm is known."""
 
@@ -105,12 +105,12 @@ class Pace:
         """Time of reading its newest record (monotonic s), and the age of the record then."""
         self._timed_steps = 0
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
-        """Its last times in each phase, by arrival and sorted; "" for steps."""
+        """The newest durations of each phase, by arrival and sorted; the key "" is for steps."""
 
     def add(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
-        """Adds one record that was read at `mono` and written at unix time `ts`.
+        """Adds one record; `mono` (monotonic s) and `ts` (unix s) are the time of reading it.
 
-        `first_step` is that of the attempt; gaps between steps count only after it.
+        `first_step` is the first step of the attempt; only gaps after this step count.
         """
         step, written = record["step"], jsonl.number(record, "ts") or 0.0
         if self._read_at == -math.inf or step > self._step:
@@ -151,7 +151,7 @@ class Pace:
         self._new_step_at = mono if self._live_since < math.inf else -math.inf
 
     def without_step_s(self, mono: float) -> float:
-        """Returns the seconds since the last new step; infinite without one since `mark_old`."""
+        """Returns the seconds since the last new step; infinite if `mark_old` came later."""
         return max(0.0, mono - self._new_step_at)
 
     def age_s(self, mono: float) -> float:
@@ -163,9 +163,9 @@ class Pace:
         return max((took_s for _, took_s in list(self._gaps)[-LAST_GAPS:]), default=0.0)
 
     def usual_gap_s(self, least_s: float) -> float:
-        """Returns the 99th percentile of these gaps, or a long estimate while they are irregular.
+        """Returns the 99th percentile of the gaps, or a long estimate while they are irregular.
 
-        While no step follows another, the estimate is at least `least_s`.
+        While there is no gap, the estimate is at least `least_s`.
         """
         steps = [count for count, _ in self._gaps]
         if not steps:
@@ -178,9 +178,10 @@ class Pace:
     # --- times of steps and phases -------------------------------------------------------------
 
     def _possible(self, steps_s: list[float], mono: float) -> list[float]:
-        """Returns the possible step times: no longer than the reader has followed the run live.
+        """Returns the step times, or [] if their sum cannot be true.
 
-        The steps in the first record may have started earlier; each is limited to that time.
+        All step times together cannot be longer than the reader has followed the run live. The
+        steps in the first record may have started earlier, so each is limited to that time.
         """
         most_s = mono - self._live_since + RECORDS_LATE_S
         if self._live_since == math.inf or not steps_s:

@@ -1,8 +1,8 @@
 """Reads processes from /proc and signals them through pidfds.
 
-psutil is not used: it reads three files per process instead of one, and scans all processes to find
-the children of one. A process is identified by pid and start time. Its pidfd is opened before the
-identity is checked, so that a signal never reaches a reused pid.
+psutil is not used: it reads three files per process instead of one, and it scans all processes to
+find the children of a process. A process is identified by pid and start time. Its pidfd is opened
+before the identity is checked, so that a signal never reaches a reused pid.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from trainers.contract import environ, jsonl, rundir
 
 GONE = "gone"
 _CPU, _STARTED, _RSS, _EXIT = slice(11, 13), 19, 21, 49
-"""Fields of /proc/PID/stat after the name: user and system time, start time, resident pages, wait
-status."""
+"""Fields of /proc/PID/stat after the name: CPU times, start time, resident pages, wait status."""
 _TICKS_PER_S, _PAGE_MIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 _INFO_SIZE, _INFO_CODE, _INFO_EXIT = 64, 60, 1 << 3
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
-"""PIDFD_GET_INFO of linux/pidfd.h; since 6.15 it returns the wait status of a reaped process."""
+"""PIDFD_GET_INFO of linux/pidfd.h; since Linux 6.15 it returns a reaped process's wait status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Meter:
         """Start time, CPU ticks and time of the last sample, by pid."""
 
     def sample(self, pid: int) -> ProcessUse:
-        """Returns a sample of a process; CPU is since the last sample, or None at the first one."""
+        """Returns a sample of a process; CPU is that since the last sample, or None at first."""
         fields = _stat(pid)
         if len(fields) <= _RSS:
             self._known.pop(pid, None)
@@ -117,7 +116,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def with_token(token: str, home: str = "") -> list[int]:
-    """Returns the processes that were started with this token, whatever their parent.
+    """Returns the processes that were started with this token, with any parent.
 
     With `home`, their environment must also name this run directory, because a token may be copied.
     """
@@ -163,8 +162,8 @@ class Handle:
     def exit_code(self) -> int | None:
         """Returns the exit code, negative for a signal, or None if it is not available.
 
-        It does not wait, and works whichever process is the parent: it reads /proc until the
-        process is reaped, and the pidfd afterwards. Call it when `is_over` returns True.
+        This method never waits, and the parent may be any process. It reads /proc until the process
+        is reaped, and the pidfd afterwards. Call it when `is_over` returns True.
         """
         status = _zombie_status(self.pid, self.start_ticks)
         if status is None and self.fd >= 0:

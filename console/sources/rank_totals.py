@@ -1,7 +1,7 @@
 """The totals of one rank over all its attempts, added up in the order of the rank's file.
 
-Memory is bounded. Records are numbered, so missing records are known by number; so is the first
-step that they may belong to.
+Memory is bounded. Records are numbered, so that the numbers of missing records are known, and also
+the first step to which these records may belong.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LastPulse:
     records: int
     """The number of its last record, 0 without records."""
     nonfinite_steps: int
-    """-1 where the program does not count them."""
+    """-1 if the program does not count these steps."""
     step: int
 
 
@@ -62,7 +62,7 @@ class AttemptTotals:
     """Why its records cannot be counted."""
     holes: list[Missing] = field(default_factory=list)
     start: int | None = None
-    """Its first step: one after the checkpoint that it resumed from, else of its first record."""
+    """Its first step: one after the checkpoint that it loaded, or that of its first record."""
     at: int = 0
     """The step of the newest record."""
     step: int = 0
@@ -70,9 +70,9 @@ class AttemptTotals:
     exit: tuple[int, int] | None = None
     """Step and exit code of its exit record."""
     counted: int | None = None
-    """The number of steps with a non-finite loss in its newest record."""
+    """The number of steps with a non-finite loss, as last recorded."""
     counts_at_last: bool = False
-    """Its newest record has that count."""
+    """Its newest progress or exit record has that count."""
     losses: int = 0
     bad_losses: int = 0
     first_bad: int | None = None
@@ -100,7 +100,7 @@ class AttemptTotals:
         )  # fmt: skip
 
     def has(self, number: int, mono: float | None) -> bool:
-        """Returns whether a record was added before, because a replaced file is read again."""
+        """Returns whether a record was added before; a file that was replaced is read again."""
         return 1 <= number <= self.last and mono is not None and mono <= self._mono
 
     def add(self, record: Record, number: int, mono: float | None) -> None:
@@ -177,8 +177,8 @@ _EMPTY = asdict(AttemptTotals())
 class RankTotals:
     """The totals of one rank. Its records are added in the order of the rank's file.
 
-    A new sum must be an int, a float or None, or a sum of `windows`, which is cut when an attempt
-    resumes.
+    A new field must be an int, a float or None, or an object of `windows`. Objects of `windows` are
+    cut when an attempt resumes.
     """
 
     def __init__(self, rank: int):
@@ -206,7 +206,7 @@ class RankTotals:
         self.saved = Rows(KEPT_CHECKPOINTS, 1)
         """The steps of the checkpoints."""
         self.live = Rows(2 * len(LIVE_STEPS), 2 + len(FIGURES))
-        """Step of the record, one of `LIVE_STEPS`, and the values of `FIGURES` at that record."""
+        """The step of a record, the one of `LIVE_STEPS` that it reached, and its `FIGURES`."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the totals in the form that a snapshot stores: each field by its name."""
@@ -290,7 +290,7 @@ class RankTotals:
             self.memory_mib.add(step, memory)
         fetch = jsonl.number(record, "dt_fetch_s")
         self.fetch_max_s = _worst(self.fetch_max_s, fetch, max)
-        self.live.cut(step)  # of an absurd step before this one
+        self.live.cut(step)  # drops a record with an absurd step
         if not self.rank:
             self._take_figures(record, step, loss)
         for at in LIVE_STEPS:
@@ -298,7 +298,7 @@ class RankTotals:
                 self.live.add(step, at, *self.figures().values())
 
     def _take_figures(self, record: Record, step: int, loss: float | None) -> None:
-        """Adds the figures that only rank 0 is asked for."""
+        """Adds the figures that the gates need of rank 0 only."""
         norm, speed = jsonl.number(record, "grad_norm"), jsonl.number(record, "toks_per_s")
         self.norms += norm is not None
         self.norm_min = _worst(self.norm_min, norm, min)
@@ -332,15 +332,15 @@ class RankTotals:
         return dict(zip(FIGURES, values, strict=True))
 
     def figures_at(self, step: int) -> dict[str, float | None] | None:
-        """Returns the figures of the first record at or after one of `LIVE_STEPS`, None before."""
+        """Returns the figures at one of `LIVE_STEPS`, or None before the rank reached this step."""
         found = [row[2:] for row in self.live.rows if row[1] == step]
         return dict(zip(FIGURES, found[-1], strict=False)) if found else None
 
     def _speed(self) -> tuple[float | None, ...]:
-        """Returns count, tokens per second, its deviation and the longest step by the median.
+        """Returns step count, tokens per second, their deviation, and longest step / median step.
 
-        The values are those of the last steps; all are None if some of these steps are missing.
-        Only the very last one may be: a foreign program cannot record the speed of its last step.
+        The values are those of the last steps. All are None if one of these steps is missing. Only
+        the very last step may be missing, because a foreign program cannot record its speed.
         """
         rows = list(self.steps.rows)[-LAST_STEPS:]
         few = self.steps.dropped and len(rows) < LAST_STEPS

@@ -54,7 +54,7 @@ def read_ranks(
     """Returns all ranks that any source contains.
 
     `devices` is CUDA_VISIBLE_DEVICES, `live` the run's directory in shared memory. Ranks of a run
-    that has `ended` have no age and no use.
+    that has `ended` have no age and no figures of CPU and memory.
     """
     gpus = {gpu.index: gpu for gpu in records.gpus}
     ranks = []
@@ -131,7 +131,7 @@ def _without_ages(rank: Rank) -> Rank:
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
-    """Returns a rank's pulse in shared memory, or None unless its process is alive."""
+    """Returns a rank's pulse in shared memory, or None if its process is not alive."""
     found = pulse.read(rundir.pulse(live, rank)) if live else None
     if found is None or (pid and found.pid != pid) or rundir.start_ticks(found.pid) is None:
         return None

@@ -17,7 +17,7 @@ MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 1 << 20
 MAX_PART_BYTES = 64 << 20
-"""No part has more text, so a compressed part is not unpacked beyond it."""
+"""No part has more text, so a compressed part is not unpacked beyond this limit."""
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
 
 
@@ -173,7 +173,7 @@ class RecordFile:
         """The number of bytes left to read; a compressed part counts with its compressed size."""
         tail = self.tail
         size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
-        has_begun = tail.generation or tail.path.suffix == jsonl.GZIP  # its lines count as text
+        has_begun = tail.generation or tail.path.suffix == jsonl.GZIP  # `line_at`: unpacked bytes
         behind = max(0, size_bytes - max(tail.offset, 0 if has_begun else tail.line_at))
         if tail.path == self.path:
             return behind
@@ -242,7 +242,7 @@ class RecordFiles:
     """Reads heartbeats, samples and events of one run, a bounded number of bytes at each poll.
 
     With `recent_bytes` only the end of each heartbeat and sample file is read. A file in `cursors`
-    is read from its cursor on, a heartbeat file from `warm_up_bytes` before that.
+    is read from its cursor on; a heartbeat file from `warm_up_bytes` before its cursor.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class RecordFiles:
         self.has_more = False
         """The last poll stopped at its limit."""
         self.is_legacy = False
-        """It is a legacy run directory."""
+        """True for a legacy run directory."""
 
     @property
     def skipped(self) -> int:
@@ -267,7 +267,7 @@ class RecordFiles:
     def has_all_records(self) -> bool:
         """True if no heartbeat record was left out.
 
-        Reading began at the start of each file, or at its cursor.
+        In that case, reading began at the start of each heartbeat file, or at its cursor.
         """
         return not any(
             each.left_out_bytes

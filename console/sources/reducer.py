@@ -27,7 +27,7 @@ MAX_ATTEMPT = 100_000
 """A record of a later attempt is ignored."""
 KEPT_HEADS = 4
 STARTED_RECORDS = 2
-"""Number of records that start an attempt, where supervisor.json does not name it."""
+"""An attempt that supervisor.json does not name has started if it has this many records."""
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 MAX_ALERTS, MAX_LAYERS = 256, 128
 
@@ -95,7 +95,7 @@ class LatestRecords:
 
 HEAD_LINES = ("last", "progress", "error", "ended")
 NO_RECORDS = LatestRecords(Line(Place(0, 0), 0, {}))
-"""The head of a rank without records."""
+"""The `LatestRecords` of a rank that has no records."""
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Events:
     """The time of the last event on each alert."""
     attempts: int | None = None
     stalls: int | None = None
-    """Both None before the first event."""
+    """`attempts` and `stalls` are None before the first event."""
 
     def add(self, line: Line) -> None:
         kind = jsonl.text(line.record, "kind")
@@ -152,7 +152,7 @@ class Events:
 
 
 class Reducer:
-    """The state of a run from its records: totals in `summary`, newest records in the heads.
+    """The state of a run from its records: totals in `summary`, newest records in `all_heads`.
 
     supervisor.json names the present attempt; without that document, an attempt needs two records.
     `series` receives the charted values. With `timed` the heads have a pace, for the stall
@@ -182,7 +182,7 @@ class Reducer:
         rank = rank_of(batch.name)
         if batch.replaced > self._replaced.get(batch.name, 0):
             self._replaced[batch.name] = batch.replaced
-            known = None  # the lines before are gone
+            known = None  # the earlier lines no longer exist
             self.all_heads.pop(-1 if rank is None else rank, None)
             if batch.name == rundir.EVENTS:
                 self.events.forget_lines()

@@ -1,6 +1,6 @@
 """Reads one run, or the current run of a launch, as a `RunState`; each poll reads what is new.
 
-No content of a run directory raises an error here; unreadable content is counted, or None.
+No content of a run directory raises an error here; unreadable content is counted, or is None.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 WHOLE_BYTES = 1 << 30
-"""Bytes that one poll reads at most where no user waits for it."""
+"""Most bytes that one poll reads if no user waits for the poll."""
 
 
 class RunSource:
@@ -49,7 +49,7 @@ class RunSource:
         self._is_away = False
         """The run of the launch is missing, or is a link, which is not followed."""
         self._began_away = False
-        """It was so when `_records` began, which therefore did not look for a snapshot."""
+        """`_is_away` when `_records` began; if True, `_records` did not look for a snapshot."""
 
     @property
     def reducer(self) -> Reducer:
@@ -73,7 +73,7 @@ class RunSource:
 
     @property
     def counted(self) -> tuple[bool, float | None, int]:
-        """Returns the basis of the totals: whether a snapshot, its time, heartbeats read since."""
+        """Returns whether the totals include a snapshot, its time, and the heartbeats after it."""
         records = self._records
         if records is None:
             return False, None, 0

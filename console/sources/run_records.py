@@ -19,16 +19,20 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 RECENT_BYTES = 256 << 10
-"""Bytes that a reader of the present state reads of each file without a snapshot."""
+"""Bytes of each file that a reader of the present state reads if there is no snapshot."""
 MAX_TAIL_BYTES = 64 * RECENT_BYTES
-"""Largest number of bytes after a snapshot; with more, that reader does not use the snapshot."""
+"""If a snapshot is followed by more bytes, a reader of the present state ignores the snapshot."""
 SHORT_BYTES = 4 << 20
-"""A run with fewer bytes of records has every record on its charts, and not only spans."""
+"""The charts of a run with fewer bytes of records show every record, and not only spans."""
 Reads = Literal["all", "recent", "charts", "end"]
-"""The records to read. `all`: every one. `recent`: from the snapshot on, without a snapshot the
-ends of the files. `charts`: from the snapshot on, with the series before it; else, and for a short
-run, as `all`.
-`end`: the ends of the files, to learn the usual times."""
+"""The records to read.
+
+- `all`: every record.
+- `recent`: the records after the snapshot; without a snapshot, the ends of the files.
+- `charts`: the records after the snapshot, and the series before it; without a snapshot, or for a
+  short run, every record.
+- `end`: the ends of the files, to learn the usual times.
+"""
 
 
 class RunRecords:

@@ -109,7 +109,7 @@ class Thinner:
 
 
 class _Spans:
-    """The newest spans of one quantity at one resolution, about `most` of them."""
+    """The newest spans of one quantity at one resolution; keeps about `most` spans."""
 
     def __init__(self, most: int):
         self._most = most
@@ -272,8 +272,8 @@ class Series:
     def add_history(self, level: int, lines: Sequence[bytes]) -> None:
         """Adds the lines of a history file that are older than the loaded snapshot.
 
-        The method reads backwards until it has all spans that are stored. The first line may be
-        incomplete.
+        The method reads backwards until it has as many spans as a series keeps. The first line may
+        be incomplete.
         """
         found: dict[str, dict[int, Span]] = {of: {} for of in self._thinners}
         for line in reversed(lines):

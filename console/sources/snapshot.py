@@ -21,7 +21,7 @@ from console.sources.series import SPANS_S, Series
 from trainers.contract import VERSION, heartbeat, jsonl, rundir
 
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
-"""Its largest size, and its size for each rank where more than 16 ranks need more."""
+"""The largest size of a snapshot; for more than 16 ranks, the largest size for each rank."""
 HISTORY_BYTES = 4 << 20
 """Bytes that are read of each history file; a longer file is renamed to `.1`."""
 
@@ -123,7 +123,7 @@ class _Loader:
         series.load(jsonl.mapping(self._saved, "series"))
         gpus = GpuTotals.load(self._saved["gpus"])
         # Nothing raises from here on: the reducer is filled completely or not at all.
-        reducer.cursors.update(cursors)  # its `RecordFiles` may have them already
+        reducer.cursors.update(cursors)  # in place: `RecordFiles` may share them
         reducer.all_heads, reducer.events = heads, events
         reducer.summary.ranks, reducer.series = ranks, series
         reducer.summary.gpus = gpus

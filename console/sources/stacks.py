@@ -67,7 +67,7 @@ class Stack:
 
 
 def parse(text: str) -> tuple[Thread, ...]:
-    """Returns the threads of a dump; if the text has several dumps, those of the last."""
+    """Returns the threads of a dump; if the text has several dumps, those of the last dump."""
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         frame = _FRAME.match(line)
@@ -96,7 +96,7 @@ def innermost_own(frames: Sequence[Frame]) -> Frame | None:
 def latest(
     run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
 ) -> dict[int, Stack]:
-    """Returns the newest requested dump of each rank that has one from that time (unix s)."""
+    """Returns the newest requested dump of each rank from `since_ts` to `until_ts` (unix s)."""
     newest: dict[int, int] = {}
     wanted = set(ranks)
     try:

@@ -31,7 +31,7 @@ class Summary:
     ):
         self.world, self.attempts, self.stalls = world, attempts, stalls
         self.stalls_seen = stalls or 0
-        """Stalls that were counted, also where the count of an earlier supervisor is lost."""
+        """Number of counted stalls, even if the count of an earlier supervisor is lost."""
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None

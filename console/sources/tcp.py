@@ -1,4 +1,4 @@
-"""Parses the kernel's TCP tables, text that the caller has read, into connections."""
+"""Parses the text of the kernel's TCP tables into connections."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An established connection; `is_unacked`: the kernel sends data again that no ack came for.
+    """An established connection; `is_unacked` means that the kernel resends unacknowledged data.
 
-    A peer that does not read acknowledges all the same, so this is a fault of the network.
+    A peer that does not read still acknowledges data, so a resend shows a fault of the network.
     """
 
     here: str
@@ -41,7 +41,7 @@ def connections(tables: str, inodes: Collection[str]) -> tuple[Connection, ...]:
 
 
 def entry(tables: str, inode: str) -> tuple[str, str, str]:
-    """Returns local address, peer address and state of a TCP socket, "" where it is not found."""
+    """Returns local address, peer address and state of a TCP socket, "" if it is not found."""
     pattern = rf"^ *[0-9]+: (\S+) (\S+) (\S+) (?:\S+ +){{5}}{inode} "
     found = re.search(pattern, tables, re.MULTILINE)
     return (found[1], found[2], found[3]) if found else ("", "", "")

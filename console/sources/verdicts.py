@@ -18,7 +18,7 @@ from trainers.contract import jsonl, rundir
 
 MAX_VERDICT_BYTES = 1 << 16
 MAX_LAUNCHES, MAX_RUNS, MAX_PER_RUN, MAX_SEARCH_BYTES = 50, 16, 8, 4 << 20
-"""Bounds of the search for a verdict that another run had."""
+"""Bounds of the search for the same verdict in other runs."""
 _NAME = re.compile(r"([0-9]{1,16})\.json")
 
 
@@ -40,9 +40,9 @@ def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[Verdict]:
 def _documents(
     run: Path, limit: int = MAX_PER_RUN, until_ts: float = math.inf
 ) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yields the documents of a run up to a time, the newest first, None for one that is not valid.
+    """Yields the documents of a run up to a time and their sizes in bytes, the newest first.
 
-    Each has the number of bytes that were read.
+    An invalid document is None.
     """
     folder = jsonl.open_inside(run / rundir.VERDICTS, run)
     if folder is None:
@@ -64,7 +64,7 @@ def _documents(
 
 
 def newest(run: Path) -> Verdict | None:
-    """Returns the newest verdict of a run, not one from the future, or None without one."""
+    """Returns the newest verdict of a run whose time is not in the future, or None."""
     until_ts = time.time() + json_documents.CLOCK_S
     for record, _ in _documents(run, until_ts=until_ts):
         if record is None:
@@ -84,7 +84,7 @@ def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():
         for other in reversed(launches.run_directories(launch)[:MAX_RUNS]):
-            with suppress(OSError):  # one of them is gone by now
+            with suppress(OSError):  # one of the directories no longer exists
                 if other.is_symlink() or other.samefile(run):
                     continue
             for record, read_bytes in _documents(other):

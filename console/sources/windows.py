@@ -1,4 +1,4 @@
-"""Sums over the records of one rank that a resumed attempt cuts: peaks and windows of rows.
+"""Sums over the records of one rank: the largest value, a window of figures, and rows of numbers.
 
 Each sum drops the steps that a later attempt repeats, and has a form that a snapshot stores.
 """
@@ -54,7 +54,7 @@ class Peak:
 
 
 class Figures(NamedTuple):
-    """The figures of one progress record that the gates use."""
+    """The figures that the gates use, from one progress record."""
 
     step: int
     loss: float | None

@@ -26,7 +26,7 @@ UNHANDLED_SIGNALS = frozenset((
     signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS,
     signal.SIGTRAP,
 ))  # fmt: skip
-"""Signals that cannot be caught, that report a bug of this process, or that end nothing."""
+"""Signals that cannot be caught, that report a bug of this process, or that end no process."""
 
 
 def log(text: object) -> None:
@@ -44,10 +44,10 @@ def become_subreaper() -> None:
 
 
 def handle_signals(on_stop: Callable[[int], None]) -> None:
-    """Makes TERM and INT call `on_stop`, and gives other signals a harmless handler.
+    """Makes TERM and INT call `on_stop`, and gives the other signals a harmless handler.
 
-    USR1 is ignored, and torchrun inherits that through exec. The other signals get a handler that
-    does nothing, so that torchrun inherits no other ignored signal.
+    SIGUSR1 is ignored, and stays ignored in torchrun, because exec does not change that. The other
+    signals get a handler that does nothing, so that torchrun ignores none of them.
     """
     for number in signal.valid_signals() - UNHANDLED_SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -90,7 +90,7 @@ def main() -> int:
 
     def run_child(channel: Channel, state: ChildState) -> int:
         os.close(options.lock_fd)
-        from console.supervisor import child  # the owner loads nothing of it
+        from console.supervisor import child  # here: the owner does not load it
 
         return child.main(options.launch, options.adopt, launch_lock, channel, state)
 

@@ -11,7 +11,7 @@ from trainers.contract.recorder import REPLACED
 
 DROPPED, MOVED = "dropped", "own-directory"
 SETTLED_S = 10.0
-"""The alert on dropped records is cleared after this time without another one."""
+"""The alert on dropped records is cleared after this time without a new dropped record."""
 
 
 class Alerts:
@@ -25,7 +25,7 @@ class Alerts:
     def restore(
         self, former: Mapping[str, dict[str, Any]], has_ended: Callable[[str], bool]
     ) -> None:  # fmt: skip
-        """Opens the alerts of a former process again, and clears the alerts that ended with it."""
+        """Opens the alerts of a former process again, and clears those that ended with it."""
         self._open |= former
         for name in filter(has_ended, former):
             self.clear(name, "it concerned a working process that was replaced")

@@ -31,14 +31,14 @@ ENDED_FROM_HERE = ENDINGS[1:]
 AGENT_LOST, UNPREPARED, STUCK = "torchrun-gone", "restart-waits", "not-ended"
 PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 COLLECT_S = 60.0
-"""The longest time in which the records of an attempt that has ended are read."""
+"""The longest time for reading the remaining records after an attempt has ended."""
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
-"""Records that were read longer ago do not confirm the pulses."""
+"""Records that were read longer ago than this do not confirm the pulses."""
 
 
 class Attempt:
-    """Owns the processes of one attempt; `tick` does the work that is due, `decided` is the state.
+    """Owns the processes of one attempt; `tick` does the due work, `decided` returns the state.
 
     With `former` it adopts the living processes of a run instead of starting torchrun.
     """
@@ -71,15 +71,15 @@ class Attempt:
         self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
         self._ends = Ends(self.tree, self._heads, self._pulses)
         self._oom_before = oom_counts.snapshot()
-        """The kernel's counts of processes killed for memory, before the attempt."""
+        """The kernel's counts of out-of-memory kills, taken before the attempt."""
         self._checkpoint_step: int | None = 0
         self._caught_up, self._cut_short = former is None, False
         self._sampled = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._again_at = math.inf
-        """The time at which work in the directory that failed is tried again (monotonic s)."""
+        """The time at which failed work in the run directory is tried again (monotonic s)."""
         self._is_ours = False
-        """The run directory is this run's; an error in it may then be temporary."""
+        """True if the run directory belongs to this run: an error there may be temporary."""
         if former is None or link.has_no_processes(self.path, context.home, number):
             self._begin_preparing()
         else:
@@ -117,7 +117,7 @@ class Attempt:
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
             return f"{asked} is in progress, requested by {self.known.by}"
         self._learn(requested=action, by=by)
-        self._run.publish()  # first: the next child has to know of it
+        self._run.publish()  # first: the next child must know of the request
         if action == "halt" and self.monitor.verdict:
             return (".HALT is written; the run is stalled, so it halts only when all ranks make "
                     "progress again; stop ends it now")  # fmt: skip
@@ -135,7 +135,7 @@ class Attempt:
         self.tree.close()
 
     def decided(self) -> tuple[State, str]:
-        """Returns the state that the facts imply; while records are read, the former state."""
+        """Returns the state that the facts imply, or the former state while records are read."""
         since_end_s = time.monotonic() - self._ended_at
         if self.stage != "collect" or since_end_s > LONG_COLLECTING_S:
             fallback: State = "crashed" if self.stage == "over" else self._decided[0]
@@ -173,7 +173,7 @@ class Attempt:
             os.close(log_fd)
 
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
-        """Retries a restart if its directory error may be temporary; otherwise ends the attempt."""
+        """Retries a restart if its error may be temporary; otherwise ends the attempt."""
         is_temporary = isinstance(error, OSError) or (
             self._is_ours and isinstance(error, RefusedError)
         )
@@ -211,7 +211,7 @@ class Attempt:
             self._sampled = now
             self._sample()
             self._watch_stuck()
-            if not self.tree.agent_over:  # the last logs stay complete
+            if not self.tree.agent_over:  # after its end, the logs must stay complete
                 self._upkeep.poll(self._run.event)
         if self.tree.is_over():
             self._begin_collecting()
@@ -230,9 +230,10 @@ class Attempt:
             self._alerts.raise_(AGENT_LOST, text, "crit")
 
     def _watch_ranks(self) -> None:
-        """Ends the other ranks within the grace time after the exit of a rank that failed.
+        """Ends the other ranks within the grace time after a rank has failed.
 
-        torchrun does so too, but may send KILL 30 s later, or never if it is stopped or has exited.
+        torchrun also ends them, but it may send KILL 30 s later, or never if it is stopped or has
+        exited.
         """
         if self.known.rank_failure or self.known.requested in ENDED_FROM_HERE:
             return
@@ -287,7 +288,7 @@ class Attempt:
         self._read_rest()
 
     def _read_rest(self) -> None:
-        """Reads the next part of the records that are left after the end."""
+        """Reads the next part of the records that remain after the attempt has ended."""
         self._directory.job(lambda: self.files.poll(True), self._add_part, self.path)
 
     def _add_part(self, news: Poll | None, error: Exception | None) -> None:

@@ -32,7 +32,7 @@ FLUSH_S, CRASH_FLUSH_S = 3600.0, 3.0
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of open files to the hard limit, not for the owner and torchrun."""
+    """Raises the soft limit of open files to the hard limit, for this process only."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -46,8 +46,8 @@ def _wake(fd: int) -> None:
 def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link: Link) -> None:
     """Runs the phases of a launch, from its start or from where a former process stopped.
 
-    `adopt` has the settings of the adopting operator, as JSON. Raises ContractError if plan.json
-    cannot be used.
+    `adopt` contains the settings of the adopting operator, as JSON. Raises ContractError if
+    plan.json cannot be used.
     """
     record = link.stored(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
     spec, former = launch_spec.load(path, record), link.stored(path / rundir.PLAN_STATE)
@@ -105,7 +105,7 @@ def main(
 ) -> int:
     """Runs this process; returns its exit code: 0 when the launch has ended, in whatever state."""
     link = Link(channel, state)
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # exec resets a handler, but keeps SIG_IGN
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # so that hooks do not inherit SIG_IGN
     try:
         supervise(path, adopt, launch_lock, link)
     except EOFError:  # the owner has ended; the kernel ends this process

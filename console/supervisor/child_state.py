@@ -14,7 +14,7 @@ MAX_OBSERVER_DEATHS = 3
 MAX_EXIT_CODES = 4096
 SLOTS, SLOT_BYTES = 2, 64
 MAIN, FILES = range(SLOTS)
-"""The slot of the child's main thread, and of the thread that reads the run directory."""
+"""The slots of the child's main thread, and of its thread that reads the run directory."""
 
 
 class Activity:
@@ -51,7 +51,7 @@ class ChildState:
     documents: dict[str, bytes] = field(default_factory=dict)
     """The newest content of each document, by path."""
     torchrun_pid: int = 0
-    """The pid of torchrun in the newest attempt, 0 before the first."""
+    """The pid of torchrun in the newest attempt, 0 before the first attempt."""
     attempt: tuple[str, str] = ("", "")
     """The run directory and the number of the newest attempt."""
     term_sent: bool = False
@@ -65,7 +65,7 @@ class ChildState:
     former_end: str = ""
     """The end of the former child in words, "" for the first child."""
     observer_deaths: dict[str, int] = field(default_factory=dict)
-    """The observers in which the last child died, each with its number of consecutive deaths."""
+    """The observers in which the last child died, each with the number of deaths in a row."""
     activity: Activity = field(default_factory=Activity)
 
     def add_exit_code(self, pid: int, code: int) -> None:

@@ -1,4 +1,4 @@
-"""The shared objects of a launch, `Services`, and of all attempts of a run, `RunContext`."""
+"""The objects that the runs of a launch share, and those that the attempts of a run share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from trainers.contract.plan import Phase, Watch
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The objects that a launch shares with its runs: the thread of the run directory, NVML, the
-    main loop's poller, the hooks, the token in the lock file, and the link to the owner."""
+    """The objects that a launch shares with its runs.
+
+    `directory` is the thread of the run directory, `poller` belongs to the main loop, `lock_token`
+    is the token in the lock file, and `link` leads to the owner.
+    """
 
     directory: Directory
     nvml: Nvml
@@ -33,7 +36,7 @@ class Services:
     link: Link
 
     def publish(self, path: Path, record: Mapping[str, Any], **more: Any) -> None:
-        """Replaces a document; with `more` added, the owner stores it for the next child."""
+        """Replaces a document on disk; the owner stores it, with `more`, for the next child."""
         self.directory.document(path, record)
         self.link.store(path, {**record, **more})
 
@@ -50,7 +53,7 @@ class RunContext:
     phase: Phase
     watch: Watch
     actions: Mapping[str, str]
-    """The weakest allowed action by watch rule; a stronger action in the plan stays."""
+    """The weakest allowed action of a watch rule, by its name; the plan may have a stronger one."""
     live: Live
     reducer: Reducer
     reading: RecordFiles

@@ -1,7 +1,7 @@
 """Checks the documents of a former supervisor against each other before an adoption.
 
-If a document demands an action, an event must confirm it; otherwise the action is not taken, and a
-sentence says so. If two documents that must be equal differ, the launch is not adopted.
+An action that a document demands is taken only if an event confirms it; otherwise a warning says
+that it is not taken. If two documents that must be equal differ, the launch is not adopted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 GROWING = ("watch", "restart")
-"""Mappings that may lack a key in the document of an older version: only its keys are compared."""
+"""Mappings that may have fewer keys in an older document: only those keys are compared."""
 
 
 class Evidence:
@@ -43,9 +43,10 @@ class Evidence:
     def confirms_flag(
         self, name: str, value: str, phases: Sequence[str], only_all: bool = False
     ) -> bool:
-        """Returns whether a request set this value for the last phase, or for all from another.
+        """Returns whether an answered request set a flag to this value.
 
-        With `only_all`, a request for the last phase alone does not count.
+        The request must be for one of `phases` and all later phases. Without `only_all`, a request
+        for the last of `phases` alone counts too.
         """
         texts = {set_words(name, value, phase, "all") for phase in phases}
         if not only_all:
@@ -56,7 +57,7 @@ class Evidence:
         )
 
     def confirms_restart(self, run: Path) -> bool:
-        """Returns whether the last event on the state of a run says that it waits for a restart."""
+        """Returns whether the last state in a run's events is that the run waits for a restart."""
         states = [each.get("state") for each in self._events[run]
                   if each.get("kind") == "state" and each.get("state")]  # fmt: skip
         return states[-1:] == ["restarting"]
@@ -66,7 +67,7 @@ def check_launch(
     plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
     evidence: Evidence,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Returns the confirmed flags for the next phase, and a sentence on each other flag.
+    """Returns the confirmed flags for the next phase, and a warning for each other flag.
 
     Raises RefusedError if plan.json or the runs contradict plan_state.json.
     """
@@ -94,10 +95,10 @@ def check_launch(
 def check_run(
     run: Path, spec: LaunchSpec, index: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Returns run.json, supervisor.json, and a sentence on what a take-over does not continue.
+    """Returns run.json, supervisor.json, and warnings about what an adoption does not continue.
 
-    An end that supervisor.json alone reports as requested is not continued: it only prevents
-    further attempts. Raises RefusedError if plan.json or the living processes contradict these
+    If only supervisor.json says that an end was requested, the end is not continued, but no further
+    attempt starts. Raises RefusedError if plan.json or the living processes contradict these
     documents.
     """
     document, record = (
@@ -185,8 +186,8 @@ def check_flags(
 ) -> None:  # fmt: skip
     """Raises RefusedError for a flag in run.json that the plan or the living processes contradict.
 
-    A plan never contains an operator's flag; the answer to the request, or a living process, must
-    confirm such a flag.
+    A plan never contains a flag that an operator has set. The answer to the operator's request, or
+    a living process, must confirm such a flag.
     """
     planned = spec.flags(index, {})
     names = [phase.name for phase in spec.plan.phases[: index + 1]]

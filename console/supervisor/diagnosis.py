@@ -156,7 +156,7 @@ class Diagnoser:
     def _ranks(self, state: RunState, run: Path, now: Readings) -> tuple[RankEvidence, ...]:
         """Returns the ranks of the last poll, each with its process.
 
-        Pid 0 stands for a process that the supervisor's document does not prove to be the rank.
+        The pid is 0 if the supervisor's document does not prove that the process is the rank.
         """
         document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
         here = {key: document.get(key) for key in ("boot_id", "host")}
@@ -189,7 +189,7 @@ def _elsewhere(state: RunState) -> tuple[str, ...]:
 
 
 def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
-    """Returns two samples of each process, and the dumps made since no rank has moved."""
+    """Returns two samples of each process, and the dumps made since a rank last moved."""
     running = [each for each in ranks if each.phase != "exit"]
     still_s = min((each.unchanged_s for each in running), default=0.0)
     directory, nvml = Directory(), Nvml()

@@ -36,12 +36,12 @@ class _RankDump:
     offset: int
     """The size of the rank's file before it was signalled."""
     position: tuple[int, str] | None
-    """The step and phase when it was signalled, None where its pulse is not available."""
+    """The rank's step and phase when it was signalled; None if its pulse is not available."""
     result: str = ""
     """The result in words, "" while there is none."""
     data: bytes = b""
     used_last_resort: bool | None = None
-    """True if the last resort was sent; None before it was tried."""
+    """Whether the signal `LAST_RESORT` was sent; None before this was tried."""
     copy: str = ""
     """The name of the copy in the run directory, "" before it is written."""
 
@@ -122,7 +122,7 @@ class Dumps:
             self._finish(answer)
 
     def abandon(self, answer: Answer) -> None:
-        """Answers the requests that are still waiting, because the ranks have ended."""
+        """Answers the requests that still wait when the ranks have ended."""
         for each in self._ranks:
             late = _late(each) if each.copy else "exited before it wrote its stack"
             each.result = each.result or late
@@ -141,7 +141,7 @@ class Dumps:
             self._send_last_resort(each)
 
     def _send_last_resort(self, each: _RankDump) -> None:
-        """Sends the signal whose handler needs no GIL, to a rank that has not moved since the dump.
+        """Sends the signal whose handler needs no GIL, unless the rank has moved since SIGUSR1.
 
         A rank that moves is only slow, and its frames must not be read while they change.
         """
@@ -192,7 +192,7 @@ def _late(each: _RankDump) -> str:
 
 
 def _set_result(each: _RankDump, result: str, reason: str) -> None:
-    """Sets a rank's result: its stack was copied, or it was not copied for a `reason`."""
+    """Sets a rank's result; `reason` says why the copy of its stack failed, or is ""."""
     if not each.result:
         failure = f"was dumped, but {each.copy} cannot be written: {reason}"
         each.result = failure if reason else result

@@ -17,11 +17,11 @@ from console.supervisor.shm import LastPulses
 from trainers.contract import jsonl, pulse, rundir
 
 LATE_END_S = 5.0
-"""The time that torchrun has to reap a rank, and the last record of a rank to arrive."""
+"""The time within which torchrun reaps a rank that has ended, and its last record arrives."""
 
 
 class Ends:
-    """Returns how the ranks of one attempt ended; `crashes` are read after all have ended."""
+    """Finds how the ranks of one attempt ended; `crashes` are read after all ranks have ended."""
 
     def __init__(
         self, tree: Tree, heads: Callable[[], Mapping[int, LatestRecords]], pulses: LastPulses
@@ -57,7 +57,7 @@ class Ends:
         return late and self._heads().get(worker.rank, NO_RECORDS).code not in (None, 0)
 
     def without_torchrun(self) -> str:
-        """Says that torchrun has exited while ranks run, "" where that is not so."""
+        """Returns a sentence if torchrun has exited while ranks still run, or "" otherwise."""
         # A rank that has ended counts as alive until the owner reports its exit code.
         left = [w.rank for w in self._tree.alive() if not w.handle.is_over()]
         if not (self._tree.agent_over and left):
@@ -87,7 +87,7 @@ class Ends:
 
 
 def no_rank_words(log: bytes) -> str:
-    """Says that torchrun started no rank, and why by the end of its log."""
+    """Returns the sentence that torchrun started no rank, with the error at the end of its log."""
     error = crash_log.read(log).error or f"see {rundir.TORCHRUN_LOG}"
     return f"torchrun started no rank: {error}"
 
@@ -97,15 +97,15 @@ def end_of(
 ) -> RankEnd:
     """Returns how a rank ended, from its exit, its records, and the end of its log if it was read.
 
-    If the kernel did not report the exit code, the last record has it; exit 0 then needs a second
-    source. `step` is the step in the pulse, because a crash loses the records not yet written.
+    If the kernel did not report the exit code, it comes from the last record; exit 0 then needs a
+    second source. `step` is the step in the pulse, because a crash may lose the last records.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal
     doubt = "" if worker.observed or worker.confirmed else _doubt(worker, head, step)
     if doubt:
         code = signal = None
     elif not worker.observed and not code:
-        code = head.code  # exit 0 needs the record of the rank
+        code = head.code  # exit 0 must be in the record of the rank
     last, record = words or Crash(), head.last.record
     phase = jsonl.text(record, "phase") if record.get("msg") == "exit" else ""
     said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))

@@ -19,19 +19,21 @@ from console.supervisor.rundir_io import Directory
 APART_S = 2.0
 """Time between the two samples of each process."""
 DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 6.0
-"""Stacks and flight records are read again until every rank has one, at most so long.
-After the second time, evidence without a readable directory has only the processes.
+"""Stacks and flight records are read again until every rank has both, at most for the first time.
+If the run directory does not answer within the second time, the evidence has only the processes.
 """
 READ_EVERY_S = 0.5
 CLOCKS_APART_S = 0.1
-"""A file from a later time was written before the clock was set back."""
+"""A file that is further in the future was written before the clock was set back."""
 AGAIN_S = 10.0
 """Shortest time between two collections: ranks that still move are only slow."""
 OFTEN_S, SELDOM_S = 120.0, 60.0
-"""Processes are sampled every `AGAIN_S` in the first seconds of a stall, later less often: a
-debugger detaches, the holder of a lock exits."""
+"""Processes are sampled every `AGAIN_S` in the first `OFTEN_S` of a stall, then every `SELDOM_S`.
+
+Their states can still change, for example when a debugger detaches or the holder of a lock exits.
+"""
 MAX_RANKS = 64
-"""Most ranks whose processes are sampled, the slowest first."""
+"""The processes of at most this many ranks are sampled; the slowest ranks come first."""
 
 Places = tuple[tuple[int, str, tuple[int, int, int]], ...]
 
@@ -54,7 +56,7 @@ class Collector:
         self, directory: Directory, run: Path, gpus: Callable[[], Sequence[Gpu]] = tuple,
         dumps_since_ts: float | None = None,
     ):  # fmt: skip
-        """Uses dumps from `dumps_since_ts` on; with None, those since each collection began."""
+        """Uses dumps from `dumps_since_ts` on; with None, dumps since the collection began."""
         self._directory, self._run, self._gpus = directory, run, gpus
         self._dumps_since_ts = dumps_since_ts
         self._places: Places = ()
@@ -67,10 +69,12 @@ class Collector:
         """The processes were sampled for the second time."""
         self._ranks: tuple[RankEvidence, ...] = ()
         self.complete: Evidence | None = None
-        """The evidence about the ranks where they are now, None while it is collected."""
+        """The evidence about the ranks at their present positions; None while it is collected."""
         self.wants_dump: frozenset[int] = frozenset()
-        """The ranks whose stacks are needed; the caller dumps them, and resets it. A rank without
-        a pulse has not installed the handler of the contract, so it gets no signal."""
+        """The ranks whose stacks are needed; the caller dumps the stacks and clears this set.
+
+        A rank without a pulse is left out, because it has not installed the signal handler yet.
+        """
 
     def clear(self) -> None:
         """Drops the evidence, because the ranks make progress again."""

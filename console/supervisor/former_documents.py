@@ -33,7 +33,8 @@ NOT_ADOPTED = "the launch is not adopted"
 def document(folder: Path, name: str, consequence: str = NOT_ADOPTED) -> dict[str, Any]:
     """Returns a document, or {} if there is none.
 
-    If the document cannot be read or has another version, RefusedError names the consequence.
+    Raises RefusedError, which names the consequence, if the document cannot be read or has another
+    version.
     """
     path = folder / name
     record = rundir.read_json(path, below=folder)
@@ -55,12 +56,12 @@ def token(record: Mapping[str, Any]) -> str:
 
 
 def home(record: Mapping[str, Any]) -> str:
-    """Returns, from run.json, the run directory in the environment of the run's processes."""
+    """Returns the run directory that, according to run.json, the run's processes use."""
     return jsonl.text(jsonl.mapping(record, "environment"), environ.RUN_DIR)
 
 
 def flags(entries: Mapping[str, Any], origin: str) -> dict[str, FlagValue]:
-    """Returns the flags in a document; the key `origin` of each entry has its origin.
+    """Returns the flags in a document; `origin` is the key under which an entry has its origin.
 
     Raises UsageError for a flag or value that the registry does not accept.
     """

@@ -1,4 +1,4 @@
-"""Finds the living processes of an attempt that a former supervisor's document names.
+"""Finds the living processes of an attempt, starting from a former supervisor's document.
 
 The document may be older than the processes, and any user can copy a token or write a file. So
 processes with the token are sorted by certainty, and a process that only the document names is
@@ -19,8 +19,8 @@ from trainers.contract import jsonl, rundir
 class FormerProcesses:
     """The processes in `document`, the former supervisor.json of attempt `number`.
 
-    With `is_stored` the document came from the owner process: it is trusted without the logs, which
-    are not read because their disk may hang.
+    With `is_stored` the document came from the owner process. It is then trusted without a look at
+    the logs, because the disk of the logs may hang.
     """
 
     def __init__(self, document: Mapping[str, Any], run: Path, number: int, is_stored: bool):
@@ -40,8 +40,9 @@ class FormerProcesses:
     def find(self, token: str, home: str) -> list[int]:
         """Returns the living processes of the attempt by their token, the most certain first.
 
-        Processes named in the document come first, then older ones. Any other process may have a
-        copied token: it is left out if its rank has ended.
+        Processes that the document names come first. Older processes come before newer ones. A
+        process that the document does not name may have a copied token, so it is left out if its
+        rank has ended.
         """
         found = []
         for pid in process.with_token(token, home):

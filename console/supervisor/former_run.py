@@ -27,17 +27,16 @@ class FormerRun:
     record: dict[str, Any]
     """run.json."""
     state: dict[str, Any]
-    """supervisor.json, {} where none was written."""
+    """supervisor.json, or {} if none was written."""
     is_stored: bool
-    """A former child stored both documents in the owner; otherwise they were read from the run
-    directory, and checked."""
+    """True: the owner stored both documents. False: they were read from disk and checked."""
     warnings: Sequence[str]
-    """A sentence on each entry of the documents that was ignored."""
+    """A sentence on each ignored entry of the documents."""
     flags: Mapping[str, FlagValue]
     number: int
     """The newest attempt."""
     ended: list[AttemptEnd]
-    """The attempts that ended; the newest is one of them while the next has not begun."""
+    """The attempts that have ended, with the newest attempt if the next has not begun."""
 
     @property
     def home(self) -> str:

@@ -23,7 +23,7 @@ class Commit:
         self._found: deque[tuple[Mapping[str, Any], bool]] = deque()
 
     def read(self, begins: bool) -> None:
-        """Starts git. An adopted attempt keeps the commit with which it began."""
+        """Starts git. Without `begins` the attempt was adopted, and it keeps its former commit."""
         folder, found = self._folder, self._found
         threading.Thread(
             target=lambda: found.append((launch_spec.git_facts(folder), begins)), name="git",
@@ -31,7 +31,7 @@ class Commit:
         ).start()  # fmt: skip
 
     def poll(self) -> bool:
-        """Returns whether git has answered since the last call; alerts on a changed commit."""
+        """Returns whether git has answered since the last call; raises an alert on a new commit."""
         if not self._found:
             return False
         (git, begins), former = self._found.popleft(), self.git

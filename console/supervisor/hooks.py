@@ -23,7 +23,7 @@ from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl
 
 LIMIT_S, GRACE_S = 10.0, 2.0
-"""A hook gets TERM after the limit, and KILL after the grace."""
+"""A hook gets TERM after the limit, and KILL after the grace time that follows."""
 SPARE_S, POLL_S = 5.0, 0.02
 MAX_TEXT, MAX_EARLIER = 1000, 16
 
@@ -86,7 +86,7 @@ class Hooks:
             time.sleep(POLL_S)
 
     def _report(self, failure: str) -> None:
-        """Writes an event where the result of the hook differs from that of its last run."""
+        """Writes an event if the result of the hook differs from the result of its last run."""
         before, self._failure = self._failure, failure
         if failure == before:
             return
@@ -123,8 +123,8 @@ class Alive(Hooks):
 def run(argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float) -> str:
     """Runs the hook once; returns how it failed, or "". Its output is not kept.
 
-    The process group of the hook gets KILL before its leader is reaped, so that the number of the
-    group cannot be reused before.
+    The process group of the hook gets KILL before its leader is reaped, because the number of the
+    group could be reused after that.
     """
     begun = time.monotonic()
     with os.fdopen(os.memfd_create("alert"), "r+b", buffering=0) as stdin:

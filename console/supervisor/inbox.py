@@ -1,4 +1,4 @@
-"""Polls the files that others write into a launch, and executes each request once.
+"""Polls the mailboxes and other files of a launch, and executes each request once.
 
 A request file may contain anything: its size is bounded, it must be a regular file of this user,
 and `console.request_schema` checks its arguments before anything is executed.
@@ -42,13 +42,13 @@ class Request:
 
     path: Path
     id: str
-    """The id in the file, else one made from the file's name."""
+    """The id in the file, or else an id made from the file's name."""
     action: str
     args: Mapping[str, Any]
     by: str
     error: str = ""
     has_own_id: bool = False
-    """The id is the one in the file."""
+    """True if `id` is the id in the file."""
     written_ns: int = 0
     """Time at which the file was written, by the clock of the file system."""
     found_ns: int = 0
@@ -66,9 +66,9 @@ class Request:
 
 
 Outcome = tuple[bool, str, list[str]]
-"""True if the request was done, a sentence, and more lines."""
+"""Whether the request was done, a sentence, and further lines."""
 Execute = Callable[[Request], Outcome | None]
-"""Executes a request; None when the outcome follows later."""
+"""Executes a request and returns its outcome, or None if the outcome follows later."""
 
 
 def disk_ns(place: Path | int) -> int:
@@ -155,15 +155,15 @@ class Inbox:
     ):  # fmt: skip
         self._directory, self._attempt_in = directory, attempt_in
         self._seen: dict[str, tuple[Path | None, bool]] = {}
-        """The file of each request by key, None once it is removed, and whether it is done."""
+        """The file of each request (None after its removal), and whether it is done, by key."""
         self.since_ns = since_ns
 
     def restore(self, answered: Mapping[str, Path]) -> None:
-        """Marks the requests as done that an earlier supervisor answered (mailboxes by id)."""
+        """Marks requests as done; `answered` has the mailbox of each of them, by request id."""
         self._seen |= {name: (box, True) for name, box in answered.items()}
 
     def execute(self, found: Sequence[Request], execute: Execute) -> bool:
-        """Executes the new requests and writes their answers; returns whether there were any."""
+        """Executes the new requests and writes their answers; returns whether any was new."""
         any_new = False
         for request in found:
             seen = self._seen.get(request.key)
@@ -185,7 +185,7 @@ class Inbox:
             folder, self._attempt_in(folder), "request", f"{request.action or 'unknown action'} "
             "requested", by=request.by, request=request.id, action=request.action,
         )  # fmt: skip
-        # A file system clock that was set back proves nothing about the age.
+        # If the clock of the file system was set back, the times do not show the age.
         is_older = request.written_ns <= self.since_ns <= request.found_ns
         error = request.error or (OLDER if is_older else "")
         return (False, error, []) if error else execute(request)
@@ -205,7 +205,7 @@ class Inbox:
         )  # fmt: skip
 
     def _removed(self, request: Request) -> None:
-        """Notes that a file was removed: the next file with its name is another request."""
+        """Records that a file was removed: a later file with its name is a new request."""
         if self._seen.get(request.key) != (request.path, True):
             return
         if request.has_own_id:
@@ -244,7 +244,7 @@ class Poller:
         directory.check_for_changes = self._has_changed
 
     def start(self, runs: Sequence[Path], attempt: Attempt | None, every_s: float) -> bool:
-        """Starts a poll if one is due or the last was `every_s` ago; returns whether it did so.
+        """Starts a poll if it is due or the last poll was `every_s` ago; returns whether it did.
 
         `runs` are the runs that have started; `attempt` is the current attempt.
         """
@@ -283,7 +283,7 @@ class Poller:
         self._has_changed()
         requests = self._scan(folders)
         found = _Found(requests, os.path.lexists(self._launch / rundir.HALT))
-        # Requests are executed also where the run directory is missing or cannot be parsed.
+        # Requests are executed even if the run directory is missing or cannot be parsed.
         try:
             if attempt is not None:
                 self._directory.check_run(attempt.path)
@@ -303,7 +303,7 @@ class Poller:
         return found
 
     def _read_files(self, files: Files, heartbeats: bool) -> Poll | None:
-        """Reads a run's files; before that, notes it for the owner in case this process dies."""
+        """Reads a run's files; first reports this to the owner, in case this process dies."""
         if FILES_NAME in self._link.observers_off():
             return None
         self._link.state.activity.write(FILES, FILES_NAME)

@@ -86,7 +86,7 @@ class Launch:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next tick; a tick that comes once a second comes at the full second."""
+        """Seconds until the next tick; ticks once a second are aligned to full seconds."""
         if self._quiet and not self._poller.is_polling:
             return 1 - time.monotonic() % 1
         return min(self._pace_s, IDLE_S)
@@ -143,7 +143,7 @@ class Launch:
                 self._end(f"{action} requested by {by} before the next phase")
             return "the plan has ended; no phase was running"
         self._ended_by = self._ended_by or f"{action} requested by {by}"
-        self._publish()  # first: an adoption needs it as a second record of the request
+        self._publish()  # first: an adoption needs this second record of the request
         return self.run.end(action, by)
 
     # --- phases --------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Launch:
         self._index = index
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
-        # Before the run: the next child has to know of it.
+        # Before the run starts: the next child must know of the run.
         self._publish()
         run, pending = self.path / entry["dir"], self._next_flags.values()
         try:
@@ -185,7 +185,7 @@ class Launch:
         for entry, progress in zip(self._phases, former_documents.phases(former), strict=False):
             entry |= progress
         self._ended_by = jsonl.text(former, "ended_by")[:400]
-        # Queued before the first poll of the mailboxes.
+        # This job must run before the first poll of the mailboxes.
         self._directory.job(
             lambda: cross_check.Evidence(self.path, runs).answered_requests(),
             lambda answered, _: self._inbox.restore(answered or {}),
@@ -284,7 +284,7 @@ class Launch:
         return begun
 
     def _take_requests(self, found: Sequence[Request]) -> None:
-        """Executes requests; a launch has ended when a poll after its end finds no new one."""
+        """Executes requests; the launch is over when a poll after its end finds no new request."""
         new = self._inbox.execute(found, self._execute)
         self.over = self._last_poll and not new
 
@@ -377,7 +377,7 @@ class Launch:
         return self._directory.event(self.path, 1, kind, text, level, **more)
 
     def _steps(self, run: Run) -> int | None:
-        """Returns the number of completed steps; until the records are read, the last known one."""
+        """Returns the number of completed steps, as last known until the records are read."""
         return gates.steps_done(run.summary) if run.is_read else self._phases[self._index]["steps"]
 
     def _publish(self) -> None:

@@ -50,9 +50,9 @@ class LaunchSpec:
     host: Mapping[str, Any] = field(default_factory=dict)
     git: Mapping[str, Any] = field(default_factory=dict)
     created_ts: float = 0.0
-    """The time at which plan.json was written, 0 before."""
+    """The time at which plan.json was written, 0 before that."""
     operator: Settings = field(default_factory=Settings)
-    """Settings of the operator who launched or adopted; a plan has none."""
+    """Settings of the operator who started or adopted the launch; a plan does not contain them."""
 
     def as_dict(self, created_ts: float) -> dict[str, Any]:
         """Returns plan.json: the keys of the plan, and the keys of the launch."""
@@ -64,7 +64,7 @@ class LaunchSpec:
         } | asdict(self.operator)  # fmt: skip
 
     def flags(self, index: int, pending: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
-        """Returns the flags of a phase, from the plan, the phase and `pending`; the last counts."""
+        """Returns the flags of a phase: `pending` overrides the phase, which overrides the plan."""
         phase = self.plan.phases[index]
         found = {name: FlagValue(value, PLAN_ENV) for name, value in self.plan.env.items()}
         for name, value in phase.flags.items():
@@ -130,7 +130,7 @@ class LaunchSpec:
 
 
 def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
-    """Returns the launch in plan.json of a directory, or in `stored`, the content of a plan.json.
+    """Returns the launch from `stored`, the content of a plan.json, or else from the directory.
 
     Raises NotFoundError or UsageError.
     """
@@ -154,7 +154,7 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
 def _has_shutdown_timeout() -> bool:
     """Returns whether torchrun has the option --shutdown-timeout (torch 2.12 and newer).
 
-    Older versions always give the ranks 30 s.
+    Older versions always give the ranks 30 s to end.
     """
     try:
         numbers = importlib.metadata.version("torch").split(".")[:2]

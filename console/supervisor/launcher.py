@@ -39,7 +39,7 @@ class Claim:
     """A launch directory that belongs to this process while the lock's descriptor is open.
 
     If a launch was interrupted before its supervisor was ready, it never ran, and its files are
-    removed. `adopt` claims the directory of a launch whose supervisor has died.
+    removed. With `adopt`, the directory is that of a launch whose supervisor has died.
     """
 
     def __init__(self, directory: Path, adopt: bool = False):
@@ -220,9 +220,9 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
 
 
 def _wait_until_free(claim: Claim, launch: str, former: Mapping[str, Any]) -> None:
-    """Waits briefly, because the lock of a killed process is released only after its end.
+    """Waits briefly for the lock, because a killed process releases it only when it has ended.
 
-    Raises RefusedError if the former supervisor lives with a lock other than this directory's.
+    Raises RefusedError if the former supervisor is alive and does not hold this directory's lock.
     """
     deadline = time.monotonic() + DYING_S
     while not (claim.is_free() or rundir.is_alive(former)) and time.monotonic() < deadline:
@@ -270,7 +270,7 @@ def _start_supervisor(directory: Path, lock_fd: int, *adopt: str) -> None:
     finally:
         os.close(log)
     _wait_until_ready(started, directory, ranks_live=bool(adopt))
-    with contextlib.suppress(RuntimeError):  # without a thread to spare it is not reaped
+    with contextlib.suppress(RuntimeError):  # if no thread can start, it is not reaped
         threading.Thread(target=started.wait, name="reap-supervisor", daemon=True).start()
 
 

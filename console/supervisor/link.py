@@ -19,7 +19,7 @@ ALIVE_EVERY_S = 2.0
 HEAD = struct.Struct("!cI")
 READ_BYTES, MAX_FDS = 1 << 16, 8
 
-# From the child.
+# Messages from the child.
 ALIVE = b"B"
 CLOSING = b"C"
 """The child closes its files, which may wait for a disk; its silence no longer counts."""
@@ -33,7 +33,7 @@ KILL_AFTER = b"E"
 """The number of seconds after which the processes are killed."""
 HANDLED = b"O"
 """The number of signals that the child has handled."""
-# From the owner.
+# Messages from the owner.
 SPAWNED = b"P"
 """A pid, and its pidfd."""
 NOT_SPAWNED = b"N"
@@ -109,9 +109,9 @@ class Link:
         self._channel = channel
         self.state = state
         """The state from the owner, updated by its messages."""
-        del state.signals[state.forwarded :]  # the owner sends the others as messages
+        del state.signals[state.forwarded :]  # the owner sends the later signals as messages
         self._waiting: dict[object, tuple[bytes, bytes]] = {}
-        """Messages that wait to be sent; of each document (by its path) only the newest content."""
+        """Messages that wait to be sent. A new version of a document replaces the waiting one."""
         self._alive_sent = 0.0
 
     @property

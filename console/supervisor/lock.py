@@ -45,7 +45,7 @@ def claim(fd: int, launch: str, user: str) -> None:
 
 
 def take_over(fd: int) -> str:
-    """Replaces the launcher in the lock by this process; returns the token.
+    """Replaces the launcher in the lock with this process; returns the token.
 
     Raises OSError.
     """
@@ -55,10 +55,13 @@ def take_over(fd: int) -> str:
 
 
 def _write(fd: int, record: dict[str, Any]) -> None:
-    """Replaces the content in place: the flock belongs to the file, and readers never see half."""
+    """Replaces the content in place, because the flock belongs to the file.
+
+    One write replaces the whole content, so that readers never see half of it.
+    """
     data = jsonl.encode(record)
     old = min(os.fstat(fd).st_size, MAX_BYTES)
-    # The blocks of the file are freed after the write: on a full disk they may be the last ones.
+    # Truncated only after the write: on a full disk, freed blocks might not be available again.
     os.pwrite(fd, data.ljust(old), 0)
     os.ftruncate(fd, len(data))
 

@@ -28,11 +28,11 @@ LONGEST_STILL_S = 1e9
 HALT_PENDING = "halt-pending"
 STEP_AGAIN, RUN_AGAIN = "the ranks step again", "its process runs again, or its limit is longer"
 _CHANGING = re.compile(r"\d\d:\d\d:\d\d|\d+% of a core|running|sleeping")
-"""Parts of a sentence that change while a stall stays as it is."""
+"""Parts of a sentence that change while the stall itself does not change."""
 MAX_DOCUMENTS = 20
-"""Most verdicts of one stall that are written; a later one is only shown."""
+"""At most this many verdicts of one stall are written; later verdicts are only shown."""
 PULSE, DOUBTFUL_POLLS = "pulse", 3
-"""The alert on pulses that cannot be trusted, and the polls in a row after which it is raised."""
+"""The alert on doubtful pulses, and the number of polls in a row after which it is raised."""
 
 
 class Monitor:
@@ -59,16 +59,16 @@ class Monitor:
         self._sampled_ts = 0.0
         """Time of the newest evidence that agrees with the verdict, 0 without evidence."""
         self._changed: tuple[tuple[object, ...], float] | None = None
-        """The different verdict of newer evidence, and the time of that evidence."""
+        """A verdict on newer evidence that differs from `verdict`, and the evidence's time."""
         self._doubtful_polls = 0
         self._late = late
         self._first_positions: dict[int, tuple[int, int, int]] = {}
         """The position of each pulse at the first poll."""
         self._changing: set[int] = set()
-        """The ranks whose pulse has changed since."""
+        """The ranks whose pulse has changed since the first poll."""
         self._actions: list[Change] = []
         self._evaluated: set[str] = set()
-        """The gates at a step that this attempt has evaluated."""
+        """The names of the gates at a step that were evaluated already."""
         self._evidence = Collector(
             context.services.directory, context.path, lambda: context.services.nvml.rows()
         )
@@ -82,9 +82,9 @@ class Monitor:
     ) -> bool:
         """Applies the watch rules to the last sample; returns True.
 
-        `seen` is empty while no rank runs or its records are not read yet. While the ranks end for
-        the reason `ending`, no action is due. `unread` says why the records are not up to date; ""
-        if they are.
+        `seen` is empty while no rank runs or the records are not read yet. While the ranks end for
+        the reason `ending`, no action is due. `unread` says why the records are not up to date, or
+        is "" if they are.
         """
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
@@ -220,9 +220,10 @@ class Monitor:
         self._run.publish()
 
     def _lasts(self, says: tuple[object, ...]) -> bool:
-        """Returns whether a changed verdict counts: two samples say so, or it is not by a sample.
+        """Returns whether a changed verdict counts.
 
-        A rank that waits in a loop shows another cause in each sample of its process.
+        It counts if two samples agree on it, or if no new sample caused the change. A rank that
+        waits in a loop shows a different cause in each sample of its process.
         """
         evidence = self._evidence.complete
         if evidence is None or self._sampled_ts in (0.0, evidence.ts):
@@ -278,7 +279,7 @@ class Monitor:
 
 
 def _says(verdict: Verdict) -> tuple[object, ...]:
-    """Returns the parts of a verdict that make it a new verdict if they change; not the times."""
+    """Returns the parts of a verdict whose change makes a new verdict; times are left out."""
     place, sentence = (
         (verdict.rank, verdict.phase, verdict.step),
         _CHANGING.sub("", verdict.sentence),

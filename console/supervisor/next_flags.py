@@ -13,7 +13,7 @@ from trainers.contract.errors import UsageError
 
 
 def set_words(name: str, value: str, phase: str, phases: Phases) -> str:
-    """Returns the answer to a request that set a flag; an adoption compares both."""
+    """Returns the answer to a request that set a flag; an adoption looks for this text."""
     return f"{name}={value} for {phase} {'and all later phases' if phases == 'all' else 'only'}"
 
 
@@ -39,7 +39,7 @@ class NextFlags:
     def set(
         self, index: int, name: str, value: str | None, by: str, phases: Phases = "next"
     ) -> tuple[bool, str]:
-        """Sets a flag of the phase `index`, or also of all later phases; None as value removes it.
+        """Sets a flag for the phase `index`, or also for all later phases; None removes the flag.
 
         Returns success and a sentence. A flag that is not valid with the settings of a phase is
         rejected.

@@ -1,4 +1,4 @@
-"""Calls the observing functions of a run; an exception in one raises an alert and ends no rank.
+"""Calls the observing functions of a run; their exceptions raise alerts and end no rank.
 
 An observer that fails is skipped, tried again later, and switched off after repeated failures. The
 code that owns processes (the process tree of an attempt, the order of phases) is not an observer.
@@ -34,7 +34,7 @@ class _Health:
     failures: int = 0
     failed_at: float = 0.0
     again_at: float = 0.0
-    """The observer is skipped until then; infinity: it is switched off."""
+    """The observer is skipped until this time; infinity: the observer is switched off."""
     traced_at: float = -math.inf
     """Time at which its traceback was last written."""
 
@@ -87,7 +87,7 @@ class Observers:
             return otherwise
 
     def _look(self, name: str, look: Callable[[], T]) -> T:
-        """Runs an observer, after a note to the owner in case this process dies in the observer."""
+        """Runs an observer; first writes its name for the owner, in case this process dies."""
         before = self._link.state.activity.read(MAIN)
         self._link.state.activity.write(MAIN, name)
         try:

@@ -1,6 +1,6 @@
 """The owner of a launch: it has the lock and the processes, and replaces a child that fails.
 
-The owner reads and writes no file of the run (it only starts the program), and parses nothing that
+The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that
 a rank wrote. Its child, a fork of this process, reads, writes and decides. A child that ends, or
 sends nothing for `SILENT_S`, is replaced; the next child starts with the documents that this
 process stores. The owner acts alone if no child acts: after TERM it ends the ranks within the grace
@@ -62,7 +62,7 @@ class Owner:
         self._received_at = self._forked_at = self._fork_at = 0.0
         self._silent_limit_s, self._failures, self._killed_because = FIRST_S, 0, ""
         self._token, self._grace_s, self._is_parent = "", 0.0, False
-        """The processes of the newest attempt; `_is_parent`: this process started its torchrun."""
+        """Token and grace time of the newest attempt, and whether this process started torchrun."""
         self._handle_at = self._kill_at = math.inf
         self._scan_at = self._checked_at = 0.0
         self._scan_s = SCAN_EVERY_S
@@ -79,7 +79,7 @@ class Owner:
         while self._result is None:
             try:
                 self._step()
-            except Exception:  # no descriptor, process or memory to spare: tried again
+            except Exception:  # no descriptor, process or memory is left: try again
                 time.sleep(SCAN_EVERY_S)
         return self._result
 
@@ -99,7 +99,7 @@ class Owner:
         ours, theirs = socket.socketpair()
         owner = os.getpid()
         self._state.activity.clear()
-        # The child has these in its copy of the state; later ones are sent as messages.
+        # The child has these signals in its copy of the state; later signals are messages.
         self._state.forwarded = len(self._state.signals)
         with theirs:
             pid = os.fork()
@@ -121,7 +121,7 @@ class Owner:
             self._channel = None
 
     def _become_child(self, owner: int, channel: Channel) -> None:
-        """Runs as the child and never returns. The kernel ends this process with its owner."""
+        """Runs as the child, never returns. The kernel ends this process when its owner ends."""
         code = 1
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -229,7 +229,7 @@ class Owner:
         exit_words = f"exited (code {code})"
         if code < 0:
             exit_words = f"was killed ({process.signal_name(-code)})"
-        # Where both threads ran an observer, it is not known which of them ended the child.
+        # If both threads ran an observer, it is not known which of them ended the child.
         names = [name for slot in (MAIN, FILES) if (name := state.activity.read(slot))]
         state.former_end = self._killed_because or exit_words
         if names:
@@ -257,7 +257,7 @@ class Owner:
     # --- the processes -------------------------------------------------------------------------
 
     def _spawn(self, command: Mapping[str, Any], log_fd: int) -> None:
-        """Starts torchrun in its own session. It inherits that SIGUSR1 is ignored here."""
+        """Starts torchrun in its own session; SIGUSR1 stays ignored in torchrun."""
         argv, environment = command["argv"], command["environment"]
         actions = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -373,7 +373,7 @@ class Owner:
             self._kill_at, self._scan_s = math.inf, SCAN_EVERY_S
 
     def _signal(self, pid: int, number: int) -> None:
-        """Sends a signal to a process, unless its pid now belongs to one without the token."""
+        """Sends a signal to a process if the process with this pid has the token."""
         handle = process.open_process(pid, self._token)
         if handle is not None:
             handle.send(number)

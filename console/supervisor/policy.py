@@ -24,7 +24,7 @@ class Policy:
         self._directory, self._dumps, self._end = directory, dumps, end
         self._due: list[tuple[Run, Change]] = []
         self._halt_at = 0.0
-        """A `.HALT` in the launch directory is not read before this time."""
+        """A `.HALT` in the launch directory has no effect before this time."""
 
     def apply(self, run: Run) -> None:
         """Dumps the stacks for new actions of watch rules; executes an action after its dump."""
@@ -79,7 +79,7 @@ class Policy:
             self.halt(run, by, partial(self._report_failure, run))
 
     def _report_failure(self, run: Run, outcome: Outcome) -> None:
-        """Writes an event if a halt failed for which no request waits; the halt is tried again."""
+        """Writes an event if a halt without a request failed; the halt is tried again."""
         done, text, _ = outcome
         if not done:
             self._halt_at = time.monotonic() + HALT_AGAIN_S

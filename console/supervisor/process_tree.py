@@ -47,7 +47,7 @@ class Worker:
     handle: process.Handle
     over_ts: float | None = None
     late: bool = False
-    """It ended before this process observed it: the time of its end is unknown."""
+    """The rank ended before this process observed it: the time of its end is unknown."""
     code: int | None = None
     signal: str | None = None
     observed: bool = False
@@ -100,17 +100,17 @@ class Tree:
         self.agent: process.Handle | None = None
         """The process of torchrun, None before it starts."""
         self.agent_status: int | None = None
-        """The exit code of torchrun; None while it lives, and where it is unknown."""
+        """The exit code of torchrun; None while torchrun lives, or if the code is unknown."""
         self.agent_over = False
         self.workers: dict[int, Worker] = {}
         self.order: list[int] = []
         """Ranks in the order in which they ended."""
         self._kill_at = self._ranks_kill_at = math.inf
-        """End of the grace time of all processes, and of the ranks alone; 0: KILL was sent."""
+        """The end of the grace time of all processes, and that of the ranks; 0: KILL was sent."""
         self._scanned = self._killed = self._first_killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
-        """Time at which each pid was first seen to have ended, without an exit code."""
+        """The time at which a process without an exit code was first seen to have ended, by pid."""
 
     @property
     def spawned(self) -> bool:
@@ -200,7 +200,7 @@ class Tree:
         return {worker.rank: worker.handle for worker in self.alive()}
 
     def is_over(self) -> bool:
-        """Returns whether all processes have ended; kills the others after their grace time."""
+        """Returns whether all processes have ended; kills processes that outlive torchrun."""
         if not self.spawned or not self.agent_over or self.alive():
             return False
         now = time.monotonic()
@@ -214,7 +214,7 @@ class Tree:
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
-        """Sends TERM to torchrun, or to the ranks after its end; KILL follows after `grace_s`."""
+        """Sends TERM to torchrun, or to the ranks if it has exited; KILL after `grace_s`."""
         if not self.spawned:
             return
         if self._kill_at == math.inf:
@@ -229,7 +229,7 @@ class Tree:
             worker.handle.send(signal.SIGTERM)
 
     def kill_ranks_after(self, grace_s: float) -> None:
-        """Sets when the ranks get KILL, because torchrun would wait 30 s after a failure."""
+        """Sets the time of KILL for the ranks; torchrun itself would wait 30 s after a failure."""
         self._ranks_kill_at = min(self._ranks_kill_at, time.monotonic() + grace_s)
 
     def kill(self) -> None:
@@ -272,7 +272,7 @@ class Tree:
         return process.with_token(self.token, self._home)
 
     def _strays(self) -> list[int]:
-        """Returns processes without the token whose parents ended: the owner is their subreaper."""
+        """Returns orphans that the owner has inherited as a subreaper, even without the token."""
         left = process.children(self._parent) if self._parent else []
         return [pid for pid in left if pid not in (os.getpid(), self.agent_pid)
                 and process.state(pid) not in GONE_STATES]  # fmt: skip
@@ -293,9 +293,9 @@ class Tree:
     def take_log(self, log: bytes) -> None:
         """Reads the exits of ranks from the summary at the end of torchrun's log.
 
-        Only the log has the exit of a rank that ended before it was found. An exit from the log
-        never replaces one that the kernel reported. An exit from the log counts as confirmed only
-        if torchrun's own exit agrees.
+        Only the log has the exit of a rank that ended before the rank was found. An exit from the
+        log never replaces an exit that the kernel reported. It counts as confirmed only if
+        torchrun's own exit agrees.
         """
         root = log.rfind(ROOT_CAUSE)
         for match in FAILED.finditer(log):

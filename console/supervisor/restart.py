@@ -31,7 +31,7 @@ class AttemptEnd:
     signature: str = ""
     hopeless: bool = False
     sha: str = ""
-    """The commit of its code."""
+    """The commit of the code that the attempt ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | 
     """Returns the next attempt, or why there is none ("" if the policy has no restart).
 
     Only attempts without a new checkpoint use up the restarts, and each of them doubles the
-    back-off. The run ends if the same error occurs twice without a new checkpoint between.
+    back-off. The run ends if two attempts have the same error and no new checkpoint between them.
     """
     last = ended[-1]
     if policy.when == "never" or last.state not in RESTARTABLE:
@@ -75,7 +75,7 @@ def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | 
 
 
 def _same_error(ended: Sequence[AttemptEnd]) -> bool:
-    """Returns whether the last two attempts had one error and no new checkpoint between them."""
+    """Returns whether the last two attempts had the same error and no new checkpoint between."""
     if len(ended) < 2 or not ended[-1].signature:
         return False
     last, former = ended[-1], ended[-2]
@@ -110,8 +110,9 @@ def signature(facts: Facts) -> str:
 def is_permanent(facts: Facts) -> bool:
     """Returns whether an attempt ended with an error of settings, usage or imports.
 
-    Such an error prevents the first restart. It therefore needs an exit that the kernel reported
-    and an error record of the rank; after an error that only a log shows, one restart follows.
+    After such an error, not even a first restart follows. The error therefore counts only if the
+    kernel reported the exit and the rank wrote an error record. After an error that only a log
+    shows, one restart follows.
     """
     end = facts.culprit() if signature(facts) else None
     if end is None or end.signal or not end.error:

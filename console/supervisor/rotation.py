@@ -27,7 +27,7 @@ LOG_LIMIT = 64 << 20
 MAX_FILES = 4096
 CHUNK_BYTES = 1 << 20
 LONGEST = 2
-"""Of a log that is longer than this many limits, only the end is copied."""
+"""If a log is longer than this many times the limit, only its end is copied."""
 MIB = 1 << 20
 PART_BYTES, GZIP_LEVEL = 16 << 20, 6
 POLL_EVERY_S = 5.0
@@ -88,7 +88,7 @@ class Rotation:
 
 
 def _copy_and_truncate(at: int, name: str, fd: int, start: int, end: int) -> None:
-    """Moves the content of an open log from `start` on to `.1`. Raises OSError."""
+    """Copies an open log from `start` on to `.1`, then truncates the log. Raises OSError."""
     temporary = f".{name}.copy"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary, dir_fd=at)
@@ -146,7 +146,7 @@ class Upkeep:
         self._rotation, self._due_at = Rotation(rundir.logs(run, attempt)), 0.0
 
     def poll(self, event: Callable[..., object]) -> None:
-        """Starts a job if one is due, one at a time; calls `event` with a sentence to report."""
+        """Starts the job if it is due and not running; reports its result by calling `event`."""
         if time.monotonic() >= self._due_at:
             self._due_at = math.inf
             self._directory.job(self._run_job, partial(self._report, event), self._run)

@@ -63,7 +63,7 @@ class Run:
         self._services, self._directory, self._link = services, services.directory, services.link
         self._ended = former.ended if former else []
         self._next_at: float | None = None
-        """The time at which the next attempt begins, None while no attempt is waited for."""
+        """The time at which the next attempt begins, or None if the run waits for no attempt."""
         self.gates: tuple[Gate, ...] = ()
         self._published: dict[str, Any] = {}
         """The newest content of supervisor.json."""
@@ -85,7 +85,7 @@ class Run:
             self._link.store(path / rundir.RUN, self._record)
         else:
             self._record = former.record
-            # Only from the owner: an adopting supervisor reads the records again.
+            # Only a snapshot in the owner counts: an adopting supervisor reads the records again.
             self._snapshots.load(self._link.stored(path / rundir.SNAPSHOT))
         for name in self._link.observers_off():
             self.observers.switch_off(name)
@@ -170,7 +170,7 @@ class Run:
 
     @property
     def is_read(self) -> bool:
-        """Returns whether the counts of former records are known; a new process reads them."""
+        """Returns whether the totals of earlier records are known; a new child must read them."""
         return self._snapshots.is_loaded
 
     @property
@@ -232,7 +232,7 @@ class Run:
         """Appends to the run's events, with the attempt's number; alerts also reach the hook."""
         record = self._directory.event(self.path, self.number, kind, text, level, **more)
         if kind in ("alert", "clear"):
-            self._published_at = 0.0  # supervisor.json has the open alerts for the next child
+            self._published_at = 0.0  # publish soon: the next child needs the open alerts
         if kind == "alert" or (kind == "state" and level == "crit"):
             self._services.hooks.alert({"state": self.state} | record | {"run": self.id})
         return record
@@ -266,7 +266,7 @@ class Run:
         return attempt
 
     def prepare(self, number: int) -> None:
-        """Creates the run directory for the first attempt, checks it for a later one."""
+        """Creates the run directory for the first attempt, or checks it for a later attempt."""
         if number > 1:
             return self._directory.check_token(self.path, self._context.token)
         aside = self._directory.make_run(self.path, self._record)
@@ -276,7 +276,7 @@ class Run:
         return None
 
     def _wait(self) -> None:
-        """Starts the next attempt when it is due; a `.HALT` ends the run before that."""
+        """Starts the next attempt when it is due; a `.HALT` before that time ends the run."""
         self.attempt.tick()
         if self.attempt.known.halt_file:
             self._conclude(*decide(Facts(previous_end=self._ended[-1].why, halt_file=True)))

@@ -18,7 +18,7 @@ from console.sources.record_files import Batch, RecordFiles, read_end
 from trainers.contract import jsonl, rundir
 
 LOOK_BYTES = 512 << 10
-"""Bytes of records that one `poll` reads: a backlog is read in parts, to bound memory."""
+"""Most bytes of records that one `poll` reads; a backlog is read in parts, to bound memory."""
 LOG_TAIL_BYTES = 256 << 10
 ROW_BYTES = 4096
 DEATH = re.compile(rb"Received (1|2|3|15) death signal")
@@ -34,11 +34,11 @@ class Poll:
     csv: Progress | None = None
     """The newest row of training.csv."""
     env: Mapping[str, Any] = field(default_factory=dict)
-    """env.json of this attempt, {} without it."""
+    """env.json of this attempt, or {} if there is none."""
     behind: bool = False
     """More records wait than one poll reads."""
     unread: str = ""
-    """The heartbeat file that exists and cannot be read, "" for none."""
+    """A sentence on a heartbeat file that exists and cannot be read, or "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class FinalRead:
     log: bytes = b""
     last: Mapping[int, Crash] = field(default_factory=dict)
     checkpoint: int | None = None
-    """The step of the newest complete checkpoint, 0 without one, None if it is unreadable."""
+    """The step of the newest complete checkpoint; 0: there is none, None: unreadable."""
     torchrun_signal: str = ""
-    """The signal that torchrun's log names; the exits have to confirm it."""
+    """The signal that torchrun's log names; the exits of the ranks must confirm it."""
     files: GateFiles | None = None
 
 
@@ -78,7 +78,7 @@ class Disk:
     def poll(self) -> dict[str, float]:
         """Returns `free_gib`, `total_gib` and, if there is a checkpoint, `checkpoint_gib`.
 
-        Raises OSError; also if the directory exists but cannot be read.
+        Raises OSError, even if the directory exists but cannot be read.
         """
         space = os.statvfs(f"{self._run}/.")
         gib = space.f_frsize / (1 << 30)

@@ -1,4 +1,4 @@
-"""The only thread that reads and writes the run directory, so that a hung disk blocks no other."""
+"""The only thread that accesses the run directory, so that a hung disk blocks no other thread."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ T = TypeVar("T")
 RETRY_S, RETRY_EVERY_S = 60.0, 0.5
 POLL_EVERY_S = 0.2
 MAX_WAITING = 1000
-"""Most calls that wait to write documents, before a document replaces its older version in place.
-"""
+"""If this many calls wait, a document takes the place of its older version in the queue."""
 
 
 def event_record(
@@ -44,7 +43,7 @@ class Directory(Recorder):
     """
 
     check_every_s = 0.0
-    """Each record checks its file: events are rare, and each answer has to be readable."""
+    """Each write checks its file, because events are rare and each answer must be readable."""
 
     def __init__(
         self, on_done: Callable[[], None] = lambda: None, find_loss: Callable[[], str] = lambda: ""
@@ -57,7 +56,7 @@ class Directory(Recorder):
         """The documents that wait, each with the number of the call that writes it."""
         self._calls = self._calls_done = 0
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
-        """Documents that could not be written yet; only this thread uses it."""
+        """Documents that could not be written yet; only the thread of this object uses them."""
         self.replaced: deque[Path] = deque()
         """Files that another process removed or replaced, to be reported."""
         self.unexpected_errors: deque[Exception] = deque()
@@ -87,7 +86,7 @@ class Directory(Recorder):
         self.check_run(path)
 
     def check_run(self, path: Path) -> None:
-        """Raises OSError (ESTALE) for a path of the current run whose directory was replaced."""
+        """Raises OSError (ESTALE) for a path in the current run if the run was replaced."""
         if self._home is None or not path.is_relative_to(self._home.path):
             return
         self.replaced_run = ""
@@ -258,7 +257,7 @@ class Directory(Recorder):
         return record
 
     def document(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Replaces a JSON document; of several versions that wait, only the newest is written.
+        """Replaces a JSON document; if several versions wait, only the newest is written.
 
         A document keeps the queue position of its newest call, so that the order of calls holds:
         plan_state.json says "ended" only after gates.json was written, and supervisor.json is

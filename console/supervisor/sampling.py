@@ -37,7 +37,7 @@ class Sampler:
         self.evidence: tuple[RankEvidence, ...] = ()
 
     def clear(self) -> None:
-        """Drops the last sample; to be called when no sample could be made at this moment."""
+        """Drops the last sample; the caller does this if no new sample could be made."""
         self.evidence, self.gpus, self.rss_mib = (), (), {}
 
     def sample(
@@ -47,7 +47,7 @@ class Sampler:
         attempt: int,
         begun: float,
     ) -> dict[str, Any]:
-        """Returns one sample; sets `evidence`, `gpus` and `rss_mib` to the same moment."""
+        """Returns one sample; sets `evidence`, `gpus` and `rss_mib` to values of that moment."""
         now = time.monotonic()
         rows, seen = [], []
         for worker in sorted(workers, key=lambda w: w.rank):
@@ -72,7 +72,7 @@ class Sampler:
         pid = worker.handle.pid
         ended = process.ProcessUse("Z" if worker.unreaped else process.GONE)
         use = self._meter.sample(pid) if worker.over_ts is None else ended
-        # The kernel shows the main thread; the process has ended when its pidfd says so.
+        # /proc shows the main thread; only the pidfd shows whether the process has ended.
         state = "?" if worker.over_ts is None and use.state in ("Z", "X") else use.state
         found = self._read_pulse(worker.rank)
         if found is not None and found.pid != pid:

@@ -25,8 +25,8 @@ class Live:
     """Owns the live directory of an attempt; `path` is None if there is no shared memory.
 
     A lock, released when this process ends, marks the directory as owned. Every file is created
-    before the ranks start, so that either all ranks have one or no rank has. `adopt` opens the
-    directory of a former supervisor.
+    before the ranks start, so that either every rank has its files or no rank has. `adopt` opens
+    the directory of a former supervisor.
 
     Pulses are read through descriptors, because logind with `RemoveIPC=yes` removes the names at
     logout while the ranks still have the files mapped.
@@ -126,7 +126,7 @@ class Live:
 
 
 class LastPulses:
-    """The pulse of each rank after its process ended, because its last records may be lost.
+    """Reads the pulse of each rank that has ended, because its last records may be lost.
 
     Calls `add` once for each rank, with its pulse, or with None if the rank never wrote one.
     """
@@ -146,7 +146,7 @@ class LastPulses:
         return last.step if last is not None else 0
 
     def phase(self, rank: int, step: int) -> str:
-        """Returns the reported phase of `step` in which a rank ended, "" where it is not known."""
+        """Returns the phase in which a rank ended, or "" if no pulse reported a phase of `step`."""
         last = self._found.get(rank)
         if last is None or last.step != step or last.phase in ("step", "exit"):
             return ""
@@ -154,7 +154,7 @@ class LastPulses:
 
     @property
     def newest(self) -> int:
-        """The newest of the last steps of the ended ranks, or 0 if there is no pulse."""
+        """The highest last step of the ended ranks, or 0 if there is no pulse."""
         return max((last.step for last in self._found.values() if last is not None), default=0)
 
     def read_all(self, pids: Mapping[int, int], world: int) -> None:

@@ -1,6 +1,6 @@
 """Reads a run's files into `Readings`, for `nsa-console watchdog`.
 
-This needs no supervisor, and works for runs of this and of the legacy system. The state of a rank
+This needs no supervisor, and works for new and for legacy runs. The state of a rank
 comes from its pulse, or from the supervisor's last sample if that is recent, or from the age of its
 records.
 """
@@ -32,15 +32,14 @@ from trainers.contract.plan import Watch
 WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
 """Files that a training of either system writes besides its records."""
 ENDING = frozenset(("halting", "stopping", "restarting"))
-"""In these states ranks may make no progress, because they are being ended."""
+"""In these states, ranks without progress are not stalled: they are being ended."""
 
 
 def stall_doubt(run: Path) -> str:
-    """Returns why a run without new records may not be stalled, or "" if no file contradicts it.
+    """Returns why a run without new records may not be stalled, or "" if no file shows that.
 
-    The other files are CSV files, logs and checkpoints. They contradict a stall if they were
-    written more than `RECORDS_LATE_S` after the newest record, unless even more time has passed
-    since.
+    The files are CSV files, logs and checkpoints. A file contradicts a stall if it was written more
+    than `RECORDS_LATE_S` after the newest record, unless even more time has passed since then.
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
     others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
@@ -82,7 +81,7 @@ class OfflineRun:
         self._settled = False
 
     def _open(self, run: Path, attempt: int) -> None:
-        """Starts with another run or attempt."""
+        """Prepares to read another run or attempt."""
         self.of, self._settled = (run, attempt), False
         self._old = legacy.is_legacy(run)
         record = rundir.read_json(run / rundir.RUN) or {}
@@ -112,7 +111,7 @@ class OfflineRun:
             if (seen := _pulsed(rank, heads.get(rank.rank, NO_RECORDS), state.attempt))
         )  # fmt: skip
         if all(seen.doubt for seen in pulsed):
-            pulsed = ()  # no pulse can be trusted, so the records have to show it
+            pulsed = ()  # no pulse can be trusted, so only the records count
         if pulsed:
             known = {seen.rank for seen in pulsed}
             pulsed += tuple(
@@ -151,7 +150,7 @@ def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | Non
 
 
 def _recorded(heads: Mapping[int, LatestRecords], watch: Watch) -> tuple[RankEvidence, ...]:
-    """Returns the evidence from records, for the ranks that record steps (all, until one does)."""
+    """Returns the evidence from the records of the ranks that record steps, or of all ranks."""
     stepping = {rank: head for rank, head in heads.items() if head.last.record["step"]}
     return tuple(by_records(rank, head, watch) for rank, head in (stepping or heads).items())
 
