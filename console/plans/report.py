@@ -27,7 +27,7 @@ from console.status_text import counted, number
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
-NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 64, 64
+NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 1024, 256
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
 LATEST_S = 1 << 36
 CHARTS = (("loss", "loss", "nats/token"), ("toks_per_s", "speed", "tok/s"))
