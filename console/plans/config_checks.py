@@ -7,12 +7,13 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from console.plans import launch_facts
+from console.plans import gpu_checks, launch_facts
 from console.plans.case import Case, Found
 from console.status_text import size
 from trainers import settings
 from trainers.contract import remote
 from trainers.contract.plan import Phase
+from trainers.refusals import recomputed
 
 KEYS = {
     "parameters": ("model.",),
@@ -118,18 +119,21 @@ def nearest_folder(path: Path) -> Path:
 
 
 def gpu_memory(case: Case) -> Found:
-    """Compares the memory of a GPU with a lower bound of what a rank needs."""
-    sizes = [] if isinstance(case.survey, str) else [
-        card.gpu.mem_total_mib for card in case.survey.cards if card.gpu.mem_total_mib
-    ]  # fmt: skip
+    """Compares the memory of the GPUs that the ranks see with the least that a rank needs."""
+    cards = () if isinstance(case.survey, str) else case.survey.cards
     if case.plan.gpus == 0 or not any(case.settings):
         return "pass", "no GPU is needed"
-    if not sizes:
+    seen = {
+        index for i in range(len(case.plan.phases))
+        for index in gpu_checks.seen_by(case, i, [card.gpu.uuid for card in cards])
+    }  # fmt: skip
+    sizes = [card.gpu.mem_total_mib for card in cards if card.gpu.index in seen]
+    if not sizes or not all(sizes):
         return "unknown", "the memory of the GPUs is not available"
     needed, name = max(
         (_least_bytes(case, i), case.plan.phases[i].name) for i, s in enumerate(case.settings) if s
     )
-    has = int(min(sizes) * (1 << 20))
+    has = int(min(filter(None, sizes)) * (1 << 20))
     text = f"the phase {name!r} needs at least {size(needed)} of {size(has)} per GPU"
     if needed > has:
         advice = "lower train.batch_size or data.seq_len, or set train.recompute=all"
@@ -150,9 +154,10 @@ def _least_bytes(case: Case, index: int) -> int:
     )  # fmt: skip
     ranks = case.plan.phases[index].nproc if strategy == "fsdp" else 1
     state = STATE_BYTES * _figures(case, index).parameters // ranks
-    kept = dim if recompute == "all" else 8 * dim + 3 * hidden
+    again = len(recomputed(recompute, layers) or ())
+    kept = again * dim + (layers - again) * (8 * dim + 3 * hidden)
     value = 2 if precision in ("bf16", "fp16") else 4
-    return state + batch * sequence * (layers * kept * value + vocabulary * 8)
+    return state + batch * sequence * (kept * value + vocabulary * 8)
 
 
 def data(case: Case) -> Found:

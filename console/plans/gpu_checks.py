@@ -119,6 +119,11 @@ def _chosen(plan: Plan, index: int) -> str:
     return plan.phases[index].flags.get(flags.DEVICES) or plan.env.get(flags.DEVICES, "")
 
 
+def seen_by(case: Case, index: int, uuids: Sequence[str]) -> list[int | None]:
+    """Returns the GPUs that the ranks of a phase use; None is a MIG slice."""
+    return visible(case.devices or _chosen(case.plan, index), uuids)[: case.plan.gpus]
+
+
 def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
     """Returns the index of each GPU that CUDA sees with this CUDA_VISIBLE_DEVICES.
 
