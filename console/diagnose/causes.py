@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.evidence import NO_WHERE, RAN_TICKS, Evidence, Sign, signs
+from console.diagnose.evidence import NO_WHERE, RAN_SHARE, Evidence, Sign, signs
 from console.diagnose.stack_classes import Where, loader_thread
 from console.diagnose.stall import UNREPORTED, RankEvidence
 from console.diagnose.verdict import ENDED_STATES, Case, exits, others, resume, stalled
@@ -248,13 +248,13 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
 
 def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> Suspect:
     number, stacks = rank.rank, evidence.stacks
-    ticks = evidence.main_ticks(number)
+    own_share = evidence.main_share(number)
     return Suspect(
         rank, evidence.after.get(number), evidence.places().get(number, NO_WHERE),
         evidence.share(number), evidence.runs(number), difference,
         loader_thread(number, stacks) if number in stacks else ("", False),
         evidence.gpus.get(number, ()), evidence.uses_a_core(number),
-        evidence.runs_python(number), None if ticks is None else ticks >= RAN_TICKS,
+        evidence.runs_python(number), None if own_share is None else own_share >= RAN_SHARE,
     )  # fmt: skip
 
 

@@ -26,8 +26,8 @@ SPIN_SHARE = 0.5
 share cores."""
 BUSY_SHARE = 0.7
 """A process that uses at least this share of a core runs; a process that waits uses far less."""
-RAN_TICKS = 5
-"""A main thread that waits for a single object uses fewer clock ticks between two samples."""
+RAN_SHARE = 0.025
+"""A main thread that waits for one object uses a smaller share of a core between two samples."""
 ALONE_SHARE = 0.8
 """Least share of a process's CPU time that its main thread uses if no other thread computes."""
 GIL_WAITS_PER_S, WATCHER_PER_S, GIL_HELD_PER_S = 4.0, (5.0, 21.0), 120.0
@@ -192,14 +192,14 @@ class Evidence:
             return False
         if before.state == after.state == "R":
             return True
-        own = replace(before, cpu_ticks=0), replace(after, cpu_ticks=self.main_ticks(rank) or 0)
-        return (cpu_share(*own) or 0.0) >= SPIN_SHARE
+        return (self.main_share(rank) or 0.0) >= SPIN_SHARE
 
-    def main_ticks(self, rank: int) -> int | None:
-        """Returns the CPU time of a rank's main thread between the samples (clock ticks)."""
+    def main_share(self, rank: int) -> float | None:
+        """Returns the share of a core that a rank's main thread used between the samples."""
         samples = [of[rank] for of in (self.before, self.after) if rank in of]
-        ticks = [t.cpu_ticks for of in samples for t in of.threads if t.tid == of.pid]
-        return ticks[1] - ticks[0] if len(ticks) == 2 else None
+        own = [replace(of, cpu_ticks=t.cpu_ticks)
+               for of in samples for t in of.threads if t.tid == of.pid]  # fmt: skip
+        return cpu_share(*own) if len(own) == 2 else None
 
     def places(self) -> dict[int, Where]:
         """Returns the place of each rank's main thread.

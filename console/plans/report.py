@@ -39,6 +39,7 @@ FILES = (
 )  # fmt: skip
 """Names, or prefixes of names, of the files that the runbooks require."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
+NOT_COMPARED = ("", "## Sweeps", "", "The sweeps have not been compared yet.")
 LAST = "last {steps} steps"
 FIGURE_ROWS: Mapping[str, tuple[str, str]] = {
     "toks_per_s": ("tok/s", f"{LAST}, their tokens by their time"),
@@ -81,31 +82,35 @@ class Phase:
         return summary.of_rank(0).figures()
 
 
-def build(path: Path, stem: str = "") -> tuple[str, dict[str, str]]:
-    """Returns the Markdown of a launch or run, and its charts by file name.
+def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]]:
+    """Yields the report of a launch or run as the contents of files, the Markdown first.
 
-    The names of the files begin with `stem`; without a `stem` there are no charts.
+    Comparing sweeps may take minutes, so the first version of a report with a sweep has no
+    comparison. Without `output` there are no charts.
     """
     source = RunSource(path)
     state = poll_confirmed(source)
     phases = list(_phases(path, source))
-    charts = _charts(phases, stem) if stem and phases else {}
-    sections = (
+    charts = _charts(phases, output.stem) if output and phases else {}
+    before = (
         _head(state, source.is_launch, phases), _gates(phases), _speed(phases), _figures(phases),
-        _sweeps(path) if source.is_launch else (), _expected(phases), _environment(phases),
-        _files(phases), _notes(source, phases), _not_measured(phases),
-        ("", *(f"![{name}]({name})" for name in charts)),
     )  # fmt: skip
-    return "\n".join(line for section in sections for line in section) + "\n", charts
+    after = (
+        _expected(phases), _environment(phases), _files(phases), _notes(source, phases),
+        _not_measured(phases), ("", *(f"![{name}]({name})" for name in charts)),
+    )  # fmt: skip
+    first, last = ([line for part in parts for line in part] for parts in (before, after))
+    output = output or path
+    drawn = {output.with_name(name): chart for name, chart in charts.items()}
+    has_sweep = source.is_launch and any(jsonl.text(each.planned, "sweep") for each in phases)
+    for sweeps in (NOT_COMPARED, _sweeps(path)) if has_sweep else ((),):
+        yield {output: "\n".join([*first, *sweeps, *last]) + "\n"} | drawn
 
 
-def write(path: Path, output: Path) -> list[Path]:
-    """Writes the report and its charts beside it; returns the paths. Raises OSError."""
-    text, charts = build(path, output.stem)
-    files = {output: text} | {output.with_name(name): chart for name, chart in charts.items()}
+def save(files: Mapping[Path, str]) -> None:
+    """Writes one of the `versions`. Raises OSError."""
     for each, content in files.items():
         rundir.write_atomic(each, content)
-    return list(files)
 
 
 def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
