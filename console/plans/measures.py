@@ -12,7 +12,12 @@ from console.sources.windows import FIRST_LOSSES
 from console.status_text import counted, number
 
 MEDIAN_RECORDS = 50
-OF_LAST_STEPS, OF_ATTENTION = ("toks_per_s", "step_ratio"), ("entropy_min", "collapse_max")
+OF_LAST_STEPS = ("toks_per_s", "step_ratio")
+COUNTED = {
+    "entropy_min": "gated", "collapse_max": "gated", "memory_mib": "memories",
+    "memory_growth_mib": "memories", "fetch_max_s": "fetches",
+}  # fmt: skip
+"""The figures that need a value in each progress record, and the count of the records with one."""
 UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
 
 
@@ -123,7 +128,13 @@ def bytes_right(s: Summary) -> Measured:
 
 def grad_norm(s: Summary) -> Measured:
     totals = s.of_rank(0)
-    return Measured(totals.norm_min, f"lowest of {counted(totals.norms, 'record')}")
+    doubt = _lacking(0, totals.progress - totals.norms, totals.progress, "grad_norm")
+    return Measured(totals.norm_min, f"lowest of {counted(totals.norms, 'record')}", doubt=doubt)
+
+
+def _lacking(rank: int, missing: int, progress: int, name: str) -> str:
+    """Returns how many records lack a value, or "" if none does."""
+    return f"rank {rank}: {missing} of {counted(progress, 'record')} without {name}" * (missing > 0)
 
 
 def stalls(s: Summary) -> Measured:
@@ -138,17 +149,17 @@ def restarts(s: Summary) -> Measured:
 def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
     """Returns the worst value of one of the `FIGURES` of the ranks; `at` 0 means now.
 
-    Figures of the attention gate need a value in each progress record.
+    The figures in `COUNTED` need a value in each progress record.
     """
     found = {r: s.of_rank(r).figures_at(at) if at else s.of_rank(r).figures() for r in ranks}
     if early := [rank for rank, figures in found.items() if figures is None]:
         return Measured(None, why=f"rank {early[0]} has no record at or after step {at}")
     values = {r: x for r, figures in found.items() if figures and (x := figures[name]) is not None}
-    lacking, totals, first = [r for r in ranks if r not in values], s.of_rank(0), found[0] or {}
+    lacking, first = [r for r in ranks if r not in values], found[0] or {}
     doubt = f"rank {lacking[0]} recorded no value" if lacking else ""
-    if name in OF_ATTENTION and totals.gated != totals.progress:
-        missing = counted(totals.progress - totals.gated, "record")
-        doubt = f"{missing} of {totals.progress} without {name}"
+    for totals in map(s.of_rank, ranks if name in COUNTED else ()):
+        missing = totals.progress - getattr(totals, COUNTED[name])
+        doubt = doubt or _lacking(totals.rank, missing, totals.progress, name)
     when, why = f"at step {at}" if at else "", ""
     if name in OF_LAST_STEPS:
         when = f"last {first['steps'] or 0:.0f} steps {when}".rstrip()

@@ -197,8 +197,8 @@ class RankTotals:
         self.fetch_max_s: float | None = None
         self.entropy_min: float | None = None
         self.collapse_max: float | None = None
-        self.gated = 0
-        """Number of progress records with statistics of the gate."""
+        self.gated = self.memories = self.fetches = 0
+        """Number of progress records with statistics of the gate, with memory, with `dt_fetch_s`."""
         self.loads = 0
         """Number of attempts after the first that loaded a checkpoint."""
         self.steps = Rows(KEPT_STEPS, 3)
@@ -287,8 +287,10 @@ class RankTotals:
         self.progress += 1
         memory = jsonl.number(record, "gpu_mem_reserved")
         if memory is not None:
+            self.memories += 1
             self.memory_mib.add(step, memory)
         fetch = jsonl.number(record, "dt_fetch_s")
+        self.fetches += fetch is not None
         self.fetch_max_s = _worst(self.fetch_max_s, fetch, max)
         self.live.cut(step)  # drops a record with an absurd step
         if not self.rank:

@@ -150,7 +150,7 @@ def test_repeated_steps_are_not_measured_twice():
 
 def test_the_largest_memory_is_never_too_low_after_a_resume():
     for steps, exact in ((60, True), (500, False)):
-        rising = attempt(1, range(1, 2), exit_code=None)
+        rising = attempt(1, range(1, 2), exit_code=None, gpu_mem_reserved=1)
         for step in range(2, steps):
             rising.add("progress", step, gpu_mem_reserved=step, nonfinite_loss_steps=0)
         for start in (3, 30, 50, 400):
@@ -257,6 +257,22 @@ def test_gates_over_files_and_samples_find_their_planted_fault():
     assert (gate.result, gate.value) == ("fail", pytest.approx(9 / 11))
     found.files = None
     assert result(found, no_log_errors=True).why == "the logs were not read"
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("gpu_mem_below_mib", "gpu_mem_reserved"), ("fetch_below_s", "dt_fetch_s"),
+     ("gpu_mem_growth_below_mib", "gpu_mem_reserved"), ("grad_norm_above", "grad_norm")],
+)  # fmt: skip
+def test_a_figure_that_some_records_lack_is_unknown(name, key):
+    written = saved()
+    del written.records[20][key]
+    gate = result(with_files(written), **{name: EVERY_BOUND[name]})
+    assert (gate.result, "rank 0: 1 of 30 records without" in gate.why) == ("unknown", True), gate
+    written.records[21] |= {key: 1e9 if name != "grad_norm_above" else -1.0}
+    certain = gates.RULES[name].certain
+    found = result(with_files(written), **{name: EVERY_BOUND[name]}).result
+    assert found == ("fail" if certain else "unknown")
 
 
 def long(rate: float, until: int = 140, **figures: float) -> Written:
