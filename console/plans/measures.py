@@ -128,13 +128,14 @@ def bytes_right(s: Summary) -> Measured:
 
 def grad_norm(s: Summary) -> Measured:
     totals = s.of_rank(0)
-    doubt = _lacking(0, totals.progress - totals.norms, totals.progress, "grad_norm")
+    doubt = _lacking(totals, totals.norms, "grad_norm")
     return Measured(totals.norm_min, f"lowest of {counted(totals.norms, 'record')}", doubt=doubt)
 
 
-def _lacking(rank: int, missing: int, progress: int, name: str) -> str:
-    """Returns how many records lack a value, or "" if none does."""
-    return f"rank {rank}: {missing} of {counted(progress, 'record')} without {name}" * (missing > 0)
+def _lacking(totals: RankTotals, found: int, name: str) -> str:
+    """Returns how many records of a rank lack a value, or "" if none does."""
+    missing, records = totals.expected - found, counted(totals.progress, "record")
+    return f"rank {totals.rank}: {missing} of {records} without {name}" if missing > 0 else ""
 
 
 def stalls(s: Summary) -> Measured:
@@ -158,8 +159,7 @@ def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at:
     lacking, first = [r for r in ranks if r not in values], found[0] or {}
     doubt = f"rank {lacking[0]} recorded no value" if lacking else ""
     for totals in map(s.of_rank, ranks if name in COUNTED else ()):
-        missing = totals.progress - getattr(totals, COUNTED[name])
-        doubt = doubt or _lacking(totals.rank, missing, totals.progress, name)
+        doubt = doubt or _lacking(totals, getattr(totals, COUNTED[name]), name)
     when, why = f"at step {at}" if at else "", ""
     if name in OF_LAST_STEPS:
         when = f"last {first['steps'] or 0:.0f} steps {when}".rstrip()

@@ -275,6 +275,14 @@ def test_a_figure_that_some_records_lack_is_unknown(name, key):
     assert found == ("fail" if certain else "unknown")
 
 
+def test_the_last_record_of_a_foreign_program_needs_no_figure_and_one_before_does():
+    for place, expected in ((30, "pass"), (20, "unknown")):
+        written = whole()
+        for name in (*FIGURES, "loss"):
+            del written.records[place][name]
+        assert result(summed(written), fetch_below_s=5).result == expected, place
+
+
 def long(rate: float, until: int = 140, **figures: float) -> Written:
     """Steps of one second; `rate` tokens per second from step 100 on, 100 before."""
     written = attempt(1, range(1, until + 1), exit_code=None, **FIGURES | figures)
