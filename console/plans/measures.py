@@ -229,7 +229,7 @@ def without_hook(s: Summary) -> Measured:
 def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     """Returns the use of each GPU in %, the share of the time without samples, and the window.
 
-    Steps without a sample count as idle, each as long as the longest of the newest steps.
+    A sample that lacks a GPU is none. Steps without a sample count as idle, each as long as the longest of the newest steps.
     """
     longest_s = max((row[1] or 0.0 for row in s.of_rank(0).steps.rows), default=0.0)
     missing = 0
@@ -245,7 +245,7 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     if len(use) != s.world:
         doubt = f"{counted(s.world, 'rank')} and {len(use)} GPUs: it is unknown which are used"
     words = ", ".join(f"GPU {index} {value:.0f} %" for index, value in use.items())
-    without = (s.gpus.missing_s + missing * longest_s) / whole_s
+    without = 1 - min(s.gpus.seen_s.values(), default=0.0) / whole_s
     window = f"{whole_s:.0f} s of steps, {without:.0%} of it without a sample"
     return use, without, Measured(None, window, words, doubt)
 

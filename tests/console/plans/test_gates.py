@@ -239,6 +239,14 @@ def test_gates_over_files_and_samples_find_their_planted_fault():
     pair.gpus.busy_s[1] /= 3
     gate = result(pair, gpu_balance_below_pct=10)
     assert (gate.result, gate.why) == ("fail", "GPU 0 92 %, GPU 1 31 %")
+    pair = with_files(saved(), attempt(1, range(1, 31), 1, **FIGURES))
+    pulses = [{"pulse": {"phase": "forward", "step": 30}}] * 2
+    one = {"index": 0, "state": "ok", "util_pct": 95.0}
+    for mono, gpus in ((31.0, [one, one]), (32.0, [])):
+        pair.gpus.add({"mono": mono, "attempt": 1, "gpus": gpus * 8, "ranks": pulses})
+    gate = result(pair, gpu_balance_below_pct=5)
+    assert (gate.result, "9% of it without a sample" in gate.window) == ("fail", True), gate
+    assert gate.why == "GPU 0 89 %, GPU 1 86 %"
     assert result(with_files(whole()), checkpoints_at_least=1).result == "fail"
     assert result(with_files(whole()), checkpoints_loaded_at_least=1).result == "fail"
     again = summed(*killed_then_resumed())
