@@ -12,7 +12,12 @@ from console.sources.windows import FIRST_LOSSES
 from console.status_text import counted, number
 
 MEDIAN_RECORDS = 50
-OF_LAST_STEPS, OF_ATTENTION = ("toks_per_s", "step_ratio"), ("entropy_min", "collapse_max")
+OF_LAST_STEPS = ("toks_per_s", "step_ratio")
+COUNTED = {
+    "entropy_min": "gated", "collapse_max": "gated", "memory_mib": "memories",
+    "memory_growth_mib": "memories", "fetch_max_s": "fetches",
+}  # fmt: skip
+"""The figures that need a value in each progress record, and the count of the records with one."""
 UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
 
 
@@ -123,7 +128,14 @@ def bytes_right(s: Summary) -> Measured:
 
 def grad_norm(s: Summary) -> Measured:
     totals = s.of_rank(0)
-    return Measured(totals.norm_min, f"lowest of {counted(totals.norms, 'record')}")
+    doubt = _lacking(totals, totals.norms, "grad_norm")
+    return Measured(totals.norm_min, f"lowest of {counted(totals.norms, 'record')}", doubt=doubt)
+
+
+def _lacking(totals: RankTotals, found: int, name: str) -> str:
+    """Returns how many records of a rank lack a value, or "" if none does."""
+    missing, records = totals.expected - found, counted(totals.progress, "record")
+    return f"rank {totals.rank}: {missing} of {records} without {name}" if missing > 0 else ""
 
 
 def stalls(s: Summary) -> Measured:
@@ -138,17 +150,16 @@ def restarts(s: Summary) -> Measured:
 def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
     """Returns the worst value of one of the `FIGURES` among the ranks; `at` 0 means now.
 
-    Each progress record must have the figures of the attention gate.
+    The figures in `COUNTED` need a value in each progress record.
     """
     found = {r: s.of_rank(r).figures_at(at) if at else s.of_rank(r).figures() for r in ranks}
     if early := [rank for rank, figures in found.items() if figures is None]:
         return Measured(None, why=f"rank {early[0]} has no record at or after step {at}")
     values = {r: x for r, figures in found.items() if figures and (x := figures[name]) is not None}
-    lacking, totals, first = [r for r in ranks if r not in values], s.of_rank(0), found[0] or {}
+    lacking, first = [r for r in ranks if r not in values], found[0] or {}
     doubt = f"rank {lacking[0]} recorded no value" if lacking else ""
-    if name in OF_ATTENTION and totals.gated != totals.progress:
-        missing = counted(totals.progress - totals.gated, "record")
-        doubt = f"{missing} of {totals.progress} without {name}"
+    for totals in map(s.of_rank, ranks if name in COUNTED else ()):
+        doubt = doubt or _lacking(totals, getattr(totals, COUNTED[name]), name)
     when, why = f"at step {at}" if at else "", ""
     if name in OF_LAST_STEPS:
         when = f"last {first['steps'] or 0:.0f} steps {when}".rstrip()
@@ -218,8 +229,8 @@ def without_hook(s: Summary) -> Measured:
 def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     """Returns the use of each GPU in %, the share of time without samples, and a result.
 
-    The result has no value, but window, words and doubt. A step without a sample counts as idle,
-    and as long as the longest of the newest steps.
+    The result has no value, but window, words and doubt. A sample that lacks a GPU does not count. A
+    step without a sample counts as idle, and as long as the longest of the newest steps.
     """
     longest_s = max((row[1] or 0.0 for row in s.of_rank(0).steps.rows), default=0.0)
     missing = 0
@@ -235,7 +246,7 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     if len(use) != s.world:
         doubt = f"{counted(s.world, 'rank')} and {len(use)} GPUs: it is unknown which are used"
     words = ", ".join(f"GPU {index} {value:.0f} %" for index, value in use.items())
-    without = (s.gpus.missing_s + missing * longest_s) / whole_s
+    without = 1 - min(s.gpus.seen_s.values(), default=0.0) / whole_s
     window = f"{whole_s:.0f} s of steps, {without:.0%} of it without a sample"
     return use, without, Measured(None, window, words, doubt)
 

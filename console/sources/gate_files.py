@@ -15,6 +15,7 @@ from typing import Any
 
 from console import error_patterns
 from console.sources import json_documents
+from console.sources.rank_totals import MAX_ATTEMPTS
 from console.sources.record_files import read_end
 from console.sources.sanitize import clean
 from trainers.contract import jsonl, rundir
@@ -76,9 +77,15 @@ def _index(name: str) -> int:
 def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
     """Returns the number of errors, the first one, and which log was not read completely."""
     count, first, doubt, left = 0, "", "", ALL_BYTES
-    for attempt in range(1, attempts + 1):
+    if attempts > MAX_ATTEMPTS:
+        doubt = f"there are more than {MAX_ATTEMPTS} attempts"
+    for attempt in range(1, min(attempts, MAX_ATTEMPTS) + 1):
+        folder = rundir.logs(run, attempt)
+        if not folder.is_dir():
+            doubt = doubt or f"{folder.name} is missing or unreadable"
+            continue
         paths = [rundir.rank_log(run, attempt, rank) for rank in range(world)]
-        for path in (*paths, rundir.logs(run, attempt) / rundir.TORCHRUN_LOG):
+        for path in (*paths, folder / rundir.TORCHRUN_LOG):
             name = f"{path.parent.name}/{path.name}"
             data = read_end(path, min(LOG_BYTES, left), run)
             if len(data) != _size_of(path):
@@ -109,7 +116,7 @@ def _size(folder: Path, run: Path) -> tuple[int, str]:
         listed = entry[0] if isinstance(entry, list) and entry else None
         try:
             status = os.lstat(folder / Path(name).name)
-        except OSError:
+        except (OSError, ValueError):  # a name can have NUL or half of a surrogate pair
             return 0, f"{folder.name}: {clean(name, 80)} is missing"
         if not stat.S_ISREG(status.st_mode) or status.st_size != listed:
             return 0, f"{folder.name}: {clean(name, 80)} has another size than in its manifest"

@@ -18,11 +18,12 @@ MAX_GPUS, MAX_ATTEMPTS = 1024, 1000
 
 
 class GpuTotals:
-    """The time in which all ranks step, how much of it has no sample, and the use of each GPU."""
+    """The time in which all ranks step; of each GPU, its use and the time that samples cover."""
 
     def __init__(self) -> None:
-        self.seconds = self.missing_s = 0.0
+        self.seconds = 0.0
         self.busy_s: dict[int, float] = {}
+        self.seen_s: dict[int, float] = {}
         self.covered: dict[int, int] = {}
         """The number of steps between the samples, by attempt."""
         self.trouble = ""
@@ -50,19 +51,21 @@ class GpuTotals:
     def _take(self, sample: Mapping[str, Any], since_s: float, is_same: bool) -> None:
         counted_s = min(since_s, EVERY_S) if is_same else 0.0
         self.seconds += since_s
-        self.missing_s += since_s - counted_s
-        for gpu in jsonl.entries(sample, "gpus")[:MAX_GPUS]:
-            index, use = jsonl.integer(gpu, "index") or 0, jsonl.number(gpu, "util_pct")
+        gpus = jsonl.entries(sample, "gpus")[:MAX_GPUS]
+        for index, gpu in {jsonl.integer(each, "index") or 0: each for each in gpus}.items():
+            use = jsonl.number(gpu, "util_pct")
             if use is None or not 0 <= use <= 100 or gpu.get("state") != "ok":
                 self.trouble = self.trouble or f"a sample has no utilisation of GPU {index}"
                 use = 0.0
             self.busy_s[index] = self.busy_s.get(index, 0.0) + use / 100 * counted_s
+            self.seen_s[index] = self.seen_s.get(index, 0.0) + counted_s
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the totals in the form that a snapshot stores."""
         return {
-            "seconds": self.seconds, "missing_s": self.missing_s, "mono": self._mono,
+            "seconds": self.seconds, "mono": self._mono,
             "busy_s": {str(i): x for i, x in self.busy_s.items()},
+            "seen_s": {str(i): x for i, x in self.seen_s.items()},
             "covered": {str(i): x for i, x in self.covered.items()},
             "trouble": self.trouble, "newest": self._newest and list(self._newest),
         }  # fmt: skip
@@ -71,13 +74,17 @@ class GpuTotals:
     def load(cls, saved: Mapping[str, Any]) -> GpuTotals:
         """Returns the totals from the result of `as_dict`. Raises ValueError for other values."""
         found = cls()
-        numbers = [jsonl.number(saved, key) for key in ("seconds", "missing_s", "mono")]
-        busy_s = {int(i): jsonl.number({"": x}, "") for i, x in saved["busy_s"].items()}
+        numbers = [jsonl.number(saved, key) for key in ("seconds", "mono")]
+        busy_s, seen_s = (
+            {int(i): jsonl.number({"": x}, "") for i, x in saved[key].items()}
+            for key in ("busy_s", "seen_s")
+        )
         covered = {int(i): jsonl.integer({"": x}, "") for i, x in saved["covered"].items()}
-        if None in (*numbers, *busy_s.values(), *covered.values()):
+        if None in (*numbers, *busy_s.values(), *seen_s.values(), *covered.values()):
             raise ValueError("these are no totals of GPUs")
-        found.seconds, found.missing_s, found._mono = (value or 0.0 for value in numbers)
+        found.seconds, found._mono = (value or 0.0 for value in numbers)
         found.busy_s = {index: value or 0.0 for index, value in busy_s.items()}
+        found.seen_s = {index: value or 0.0 for index, value in seen_s.items()}
         found.covered = {attempt: steps or 0 for attempt, steps in covered.items()}
         found.trouble = jsonl.text(saved, "trouble")
         if saved["newest"] is not None:

@@ -25,6 +25,7 @@ FIGURES = (
     "steps", "toks_per_s", "toks_per_s_stdev", "step_ratio", "memory_mib", "memory_growth_mib",
     "entropy_min", "collapse_max", "fetch_max_s",
 )  # fmt: skip
+NEEDED = ("loss", "grad_norm", "gpu_mem_reserved", "dt_fetch_s", "gate_entropy_mean")
 OF_EARLIER_STEPS = ("checkpoint", "checkpoint_failed", "checkpoint_skipped")
 """Kinds of records whose step may be earlier than the current step of the rank."""
 Record = Mapping[str, Any]
@@ -80,7 +81,7 @@ class AttemptTotals:
     """1 if gradients are compressed by a communication hook, 0 if not; None if not recorded."""
     broken: bool = False
     """Some of its steps have no record with a loss."""
-    _bare: bool = False
+    bare: bool = False
     """Its newest progress record has no loss."""
     _mono: float = -math.inf
 
@@ -149,8 +150,8 @@ class AttemptTotals:
     def take_progress(self, step: int, loss: float | None) -> None:
         """Adds the step and the loss of a progress record."""
         expected = self.step + 1 if self.step else self.start
-        self.broken = self.broken or self._bare or step != expected
-        self.step, self._bare = step, loss is None
+        self.broken = self.broken or self.bare or step != expected
+        self.step, self.bare = step, loss is None
         if loss is not None:
             self.losses += 1
             if not math.isfinite(loss):
@@ -197,8 +198,10 @@ class RankTotals:
         self.fetch_max_s: float | None = None
         self.entropy_min: float | None = None
         self.collapse_max: float | None = None
-        self.gated = 0
-        """Number of progress records with statistics of the gate."""
+        self.gated = self.memories = self.fetches = 0
+        """Number of progress records with statistics of the gate, with memory, with `dt_fetch_s`."""
+        self.empty = 0
+        """Number of progress records without a figure, like the last one of a foreign program."""
         self.loads = 0
         """Number of attempts after the first that loaded a checkpoint."""
         self.steps = Rows(KEPT_STEPS, 3)
@@ -262,6 +265,14 @@ class RankTotals:
         return True
 
     @property
+    def expected(self) -> int:
+        """The number of progress records that need figures.
+
+        The last record of an attempt of a foreign program may have none.
+        """
+        return self.progress - min(self.empty, sum(part.bare for part in self.attempts.values()))
+
+    @property
     def checkpoints(self) -> set[int]:
         """The steps of the newest checkpoints that no attempt has to repeat."""
         return {int(row[0] or 0) for row in self.saved.rows}
@@ -285,10 +296,13 @@ class RankTotals:
         part.take_progress(step, loss)
         self.step = step
         self.progress += 1
+        self.empty += all(record.get(name) is None for name in NEEDED)
         memory = jsonl.number(record, "gpu_mem_reserved")
         if memory is not None:
+            self.memories += 1
             self.memory_mib.add(step, memory)
         fetch = jsonl.number(record, "dt_fetch_s")
+        self.fetches += fetch is not None
         self.fetch_max_s = _worst(self.fetch_max_s, fetch, max)
         self.live.cut(step)  # drops a record with an absurd step
         if not self.rank:

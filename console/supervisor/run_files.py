@@ -160,7 +160,10 @@ class Files:
         return news
 
     def read_final(self) -> FinalRead:
-        """Returns the data that are read once, after all processes have ended."""
+        """Returns the data that are read once, after all processes have ended.
+
+        What only gates need is read last; without it these gates are unknown.
+        """
         log = read_end(self._log, LOG_TAIL_BYTES, self._run)
         last = {}
         for rank in range(self._world):
@@ -169,5 +172,7 @@ class Files:
             last[rank] = own if own != Crash() else crash_log.read(log, rank)
         death = DEATH.search(log)
         signal = process.signal_name(int(death[1])) if death else ""
-        files = gate_files.read(self._run, self._attempt, self._world)
-        return FinalRead(log, last, newest_checkpoint(self._run), signal, files)
+        checkpoint, files = newest_checkpoint(self._run), None
+        with contextlib.suppress(OSError, ValueError):
+            files = gate_files.read(self._run, self._attempt, self._world)
+        return FinalRead(log, last, checkpoint, signal, files)

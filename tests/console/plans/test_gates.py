@@ -150,7 +150,7 @@ def test_repeated_steps_are_not_measured_twice():
 
 def test_the_largest_memory_is_never_too_low_after_a_resume():
     for steps, exact in ((60, True), (500, False)):
-        rising = attempt(1, range(1, 2), exit_code=None)
+        rising = attempt(1, range(1, 2), exit_code=None, gpu_mem_reserved=1)
         for step in range(2, steps):
             rising.add("progress", step, gpu_mem_reserved=step, nonfinite_loss_steps=0)
         for start in (3, 30, 50, 400):
@@ -239,6 +239,14 @@ def test_gates_over_files_and_samples_find_their_planted_fault():
     pair.gpus.busy_s[1] /= 3
     gate = result(pair, gpu_balance_below_pct=10)
     assert (gate.result, gate.why) == ("fail", "GPU 0 92 %, GPU 1 31 %")
+    pair = with_files(saved(), attempt(1, range(1, 31), 1, **FIGURES))
+    pulses = [{"pulse": {"phase": "forward", "step": 30}}] * 2
+    one = {"index": 0, "state": "ok", "util_pct": 95.0}
+    for mono, gpus in ((31.0, [one, one]), (32.0, [])):
+        pair.gpus.add({"mono": mono, "attempt": 1, "gpus": gpus * 8, "ranks": pulses})
+    gate = result(pair, gpu_balance_below_pct=5)
+    assert (gate.result, "9% of it without a sample" in gate.window) == ("fail", True), gate
+    assert gate.why == "GPU 0 89 %, GPU 1 86 %"
     assert result(with_files(whole()), checkpoints_at_least=1).result == "fail"
     assert result(with_files(whole()), checkpoints_loaded_at_least=1).result == "fail"
     again = summed(*killed_then_resumed())
@@ -257,6 +265,30 @@ def test_gates_over_files_and_samples_find_their_planted_fault():
     assert (gate.result, gate.value) == ("fail", pytest.approx(9 / 11))
     found.files = None
     assert result(found, no_log_errors=True).why == "the logs were not read"
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("gpu_mem_below_mib", "gpu_mem_reserved"), ("fetch_below_s", "dt_fetch_s"),
+     ("gpu_mem_growth_below_mib", "gpu_mem_reserved"), ("grad_norm_above", "grad_norm")],
+)  # fmt: skip
+def test_a_figure_that_some_records_lack_is_unknown(name, key):
+    written = saved()
+    del written.records[20][key]
+    gate = result(with_files(written), **{name: EVERY_BOUND[name]})
+    assert (gate.result, "rank 0: 1 of 30 records without" in gate.why) == ("unknown", True), gate
+    written.records[21] |= {key: 1e9 if name != "grad_norm_above" else -1.0}
+    certain = gates.RULES[name].certain
+    found = result(with_files(written), **{name: EVERY_BOUND[name]}).result
+    assert found == ("fail" if certain else "unknown")
+
+
+def test_the_last_record_of_a_foreign_program_needs_no_figure_and_one_before_does():
+    for place, expected in ((30, "pass"), (20, "unknown")):
+        written = whole()
+        for name in (*FIGURES, "loss"):
+            del written.records[place][name]
+        assert result(summed(written), fetch_below_s=5).result == expected, place
 
 
 def long(rate: float, until: int = 140, **figures: float) -> Written:
