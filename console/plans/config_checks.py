@@ -13,7 +13,6 @@ from console.status_text import size
 from trainers import settings
 from trainers.contract import remote
 from trainers.contract.plan import Phase
-from trainers.refusals import recomputed
 
 KEYS = {
     "parameters": ("model.",),
@@ -154,7 +153,8 @@ def _least_bytes(case: Case, index: int) -> int:
     )  # fmt: skip
     ranks = case.plan.phases[index].nproc if strategy == "fsdp" else 1
     state = STATE_BYTES * _figures(case, index).parameters // ranks
-    again = len(recomputed(recompute, layers) or ())
+    first, _, end = {"none": "0:0", "all": f"0:{layers}"}.get(recompute, recompute).partition(":")
+    again = int(end) - int(first)
     kept = again * dim + (layers - again) * (8 * dim + 3 * hidden)
     value = 2 if precision in ("bf16", "fp16") else 4
     return state + batch * sequence * (kept * value + vocabulary * 8)
