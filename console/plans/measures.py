@@ -202,7 +202,8 @@ def scaling(s: Summary) -> Measured:
     """Returns the speed per rank, divided by the speed of the phase with one rank."""
     rate, files = s.of_rank(0).figures()["toks_per_s"], s.files
     if files is None or not files.single_toks_per_s or rate is None:
-        why = f"{files.single if files else ''} has no passed gate toks_per_s_50_above"
+        why = f"no passed gate toks_per_s_50_above of {files.single if files else ''} agrees with "
+        why += "its last records"
         why = why if files and files.single else "no earlier phase of the launch has one rank"
         return Measured(None, why=why if rate else "the last steps are not complete")
     single = files.single_toks_per_s

@@ -6,6 +6,7 @@ unknown, unless the part that was read has an error.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -15,12 +16,12 @@ from typing import Any
 
 from console import error_patterns
 from console.sources import json_documents
-from console.sources.rank_totals import MAX_ATTEMPTS
+from console.sources.rank_totals import LAST_STEPS, MAX_ATTEMPTS, RankTotals
 from console.sources.record_files import read_end
 from console.sources.sanitize import clean
-from trainers.contract import jsonl, rundir
+from trainers.contract import heartbeat, jsonl, rundir
 
-LOG_BYTES, ALL_BYTES = 2 << 20, 64 << 20
+LOG_BYTES, ALL_BYTES, SPEED_BYTES = 2 << 20, 64 << 20, 1 << 20
 MAX_FILES, SPEED = 4096, "toks_per_s_50_above"
 ERROR = re.compile(
     r"CUDA error|CUDA driver error|cudaError|CUBLAS_STATUS_|CUDNN_STATUS_|device-side assert|"
@@ -39,7 +40,7 @@ class GateFiles:
     checkpoint_mib: float | None = None
     checkpoint_doubt: str = ""
     single: str = ""
-    """The name of the newest earlier run of the launch that has one rank."""
+    """The name of the newest earlier phase in plan.json whose run has one rank."""
     single_toks_per_s: float | None = None
 
 
@@ -54,24 +55,40 @@ def read(run: Path, attempts: int, world: int) -> GateFiles:
 
 
 def _single(run: Path) -> tuple[str, float | None]:
-    """Returns the newest earlier run with one rank, and its speed if the gate on it passed."""
-    try:
-        names = [name for name in os.listdir(run.parent) if rundir.RUN_NAME.fullmatch(name)]
-    except OSError:
-        return "", None
-    own = _index(run.name) if run.name in names else 0
-    for name in sorted((each for each in names if _index(each) < own), key=_index, reverse=True):
-        folder = run.parent / name
+    """Returns the newest earlier phase with one rank, and its speed by its last records.
+
+    The speed counts only if the gate on it passed with the same value.
+    """
+    launch = run.parent
+    plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {}
+    planned = (jsonl.text(each, "name") for each in jsonl.entries(plan, "phases"))
+    names = [name for name in (f"{index}-{each}" for index, each in enumerate(planned))
+             if rundir.RUN_NAME.fullmatch(name)]  # fmt: skip
+    for name in reversed(names[: names.index(run.name)] if run.name in names else []):
+        folder = launch / name
         if (rundir.read_json(folder / rundir.RUN, below=folder) or {}).get("world") == 1:
             record = rundir.read_json(folder / rundir.GATES, below=folder) or {}
-            passed = (each for each in jsonl.entries(record, "gates")
-                      if (each.get("name"), each.get("result")) == (SPEED, "pass"))  # fmt: skip
-            return name, next((jsonl.number(each, "value") for each in passed), None)
+            own = _last_speed(folder)
+            passed = any((each.get("name"), each.get("result")) == (SPEED, "pass")
+                         and _is_same(jsonl.number(each, "value"), own)
+                         for each in jsonl.entries(record, "gates"))  # fmt: skip
+            return name, own if passed else None
     return "", None
 
 
-def _index(name: str) -> int:
-    return int(name.partition("-")[0])
+def _is_same(written: float | None, own: float | None) -> bool:
+    return None not in (written, own) and math.isclose(written or 0.0, own or 0.0, rel_tol=1e-3)
+
+
+def _last_speed(run: Path) -> float | None:
+    """Returns the tokens per second of the last steps, or None if their records are missing."""
+    totals = RankTotals(0)
+    tail = jsonl.Tail(rundir.heartbeat(run, 0), heartbeat.accept, SPEED_BYTES)
+    for record in tail.poll(SPEED_BYTES):
+        if record["rank"] == 0:
+            totals.add(record)
+    figures = totals.figures()
+    return figures["toks_per_s"] if figures["steps"] == LAST_STEPS else None
 
 
 def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:

@@ -9,6 +9,7 @@ import pytest
 from console.sources import gate_files
 from console.sources.record_files import RecordFiles
 from console.supervisor.run_files import Files
+from tests.console.sources import directory
 from trainers.contract import rundir
 
 
@@ -30,3 +31,26 @@ def test_a_name_that_no_file_can_have_is_a_missing_file(tmp_path, name):
     assert (found.torchrun_signal, found.checkpoint) == ("SIGTERM", 1)
     assert found.files is not None
     assert "is missing" in found.files.checkpoint_doubt
+
+
+def test_the_speed_of_one_rank_is_that_of_its_records_and_its_phase_is_planned(tmp_path):
+    directory.document(tmp_path / rundir.PLAN, {"phases": [{"name": "one"}, {"name": "two"}]})
+    for name in ("0-one", "0-x"):
+        run = tmp_path / name
+        run.mkdir(mode=0o700)
+        directory.document(run / rundir.RUN, {"world": 1})
+        for step in range(1, 61):
+            directory.beat(run, 0, step, toks_per_s=1000.0, steps_dt_s=[0.1], n=step)
+
+    def speed(value, run="1-two", phase="0-one"):
+        gate = {"name": "toks_per_s_50_above", "result": "pass", "value": value}
+        directory.document(tmp_path / phase / rundir.GATES, {"gates": [gate]})
+        return gate_files.read(tmp_path / run, 1, 2)
+
+    (tmp_path / "1-two").mkdir()
+    found = speed(1000.0)
+    assert (found.single, found.single_toks_per_s) == ("0-one", pytest.approx(1000))
+    for wrong in (1.0, -5, "nan", None):
+        assert speed(wrong).single_toks_per_s is None, wrong
+    directory.document(tmp_path / rundir.PLAN, {"phases": [{"name": "zero"}, {"name": "two"}]})
+    assert speed(1000.0, phase="0-x").single == "", "no phase of the plan"
