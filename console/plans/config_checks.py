@@ -153,7 +153,8 @@ def _least_bytes(case: Case, index: int) -> int:
     )  # fmt: skip
     ranks = case.plan.phases[index].nproc if strategy == "fsdp" else 1
     state = STATE_BYTES * _figures(case, index).parameters // ranks
-    first, _, end = {"none": "0:0", "all": f"0:{layers}"}.get(recompute, recompute).partition(":")
+    blocks = {"none": "0:0", "all": f"0:{layers}"}.get(recompute, str(recompute))
+    first, _, end = blocks.partition(":")
     again = int(end) - int(first)
     kept = again * dim + (layers - again) * (8 * dim + 3 * hidden)
     value = 2 if precision in ("bf16", "fp16") else 4
