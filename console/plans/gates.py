@@ -6,6 +6,7 @@ A gate passes only if the numbered records of its ranks cover that span without 
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -197,7 +198,22 @@ def named(rule: Rule, at: int) -> str:
 
 
 def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Returns the gates with `at` whose steps all ranks have reached."""
+    """Returns the gates with `at` whose steps all ranks of a live run have reached."""
+    with _as_live(summary):
+        return _reached(summary, bounds)
+
+
+@contextlib.contextmanager
+def _as_live(summary: Summary) -> Iterator[None]:
+    """Accepts, for the length of a `with`, that the newest records are not written yet."""
+    summary.is_live = True
+    try:
+        yield
+    finally:
+        summary.is_live = False
+
+
+def _reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     marks = [{row[1] for row in summary.of_rank(r).live.rows} for r in range(summary.world)]
     found = ((rule, wanted, at) for rule, wanted, at in _each(bounds) if at)
     return tuple(
@@ -211,10 +227,11 @@ def so_far(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 
     A gate that is not met yet is unknown; it is failed only if no later record can change that.
     """
-    summary.is_live = True
+    with _as_live(summary):
+        found = evaluate(summary, bounds)
     return tuple(
         replace(_undecided(gate, rule), window=f"{gate.window}, so far")
-        for gate, (rule, *_) in zip(evaluate(summary, bounds), _each(bounds), strict=True)
+        for gate, (rule, *_) in zip(found, _each(bounds), strict=True)
     )
 
 

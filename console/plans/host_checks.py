@@ -17,7 +17,7 @@ from console.sources.sanitize import clean
 from console.status_text import age, size
 from trainers.contract import jsonl, rundir
 
-JUMP_S = 60.0
+JUMP_S, LATEST_S = 60.0, 1 << 36
 ENOUGH_FILES = 1024
 SHM_PER_RANK = 1 << 20
 NCCL_SHM_PER_RANK = 64 << 20
@@ -38,6 +38,8 @@ def clock(case: Case) -> Found:
     if newest is None or created is None:
         return "pass", "no earlier launch to compare with"
     now, name = time.time(), clean(newest.name)
+    if not 0 <= created <= LATEST_S:
+        return "unknown", f"{rundir.PLAN} of the launch {name} has no valid time; remove the launch"
     ahead_s = created - now
     with contextlib.suppress(OSError):
         ahead_s = min(ahead_s, (newest / rundir.PLAN).stat().st_mtime - now)
@@ -46,7 +48,8 @@ def clock(case: Case) -> Found:
             f"the clock is {age(ahead_s)} behind the launch {name}; set it (timedatectl), or pass "
             "another --root if that launch had a wrong clock"
         )
-    if up_s is not None and jsonl.text(record, "boot_id") == rundir.boot_id():
+    is_same_boot = jsonl.text(record, "boot_id") == rundir.boot_id()
+    if up_s is not None and 0 <= up_s <= LATEST_S and is_same_boot:
         jumped_s = now - created - (time.clock_gettime(time.CLOCK_BOOTTIME) - up_s)
         if abs(jumped_s) > JUMP_S:
             way = "forward" if jumped_s > 0 else "back"

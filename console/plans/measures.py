@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from console.sources.rank_totals import RankTotals
+from console.sources.rank_totals import LAST_STEPS, RankTotals
 from console.sources.summary import Summary
 from console.sources.windows import FIRST_LOSSES
 from console.status_text import counted, number
@@ -164,10 +164,17 @@ def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at:
     if name in OF_LAST_STEPS:
         when = f"last {first['steps'] or 0:.0f} steps {when}".rstrip()
         why = f"standard deviation {number(first['toks_per_s_stdev'])} tok/s"
+        doubt = doubt or _few(first["steps"])
     if not values:
         return Measured(None)
     is_known = not any(map(math.isnan, values.values()))
     return Measured(worst(values.values()) if is_known else math.nan, when, why, doubt)
+
+
+def _few(steps: float | None) -> str:
+    """Returns that there are too few steps, or "" if there are enough."""
+    enough = steps is None or steps >= LAST_STEPS
+    return "" if enough else f"{LAST_STEPS} steps are needed, {steps:.0f} are known"
 
 
 def heartbeats(s: Summary) -> Measured:
@@ -177,8 +184,8 @@ def heartbeats(s: Summary) -> Measured:
 
 
 def checkpoints(s: Summary) -> Measured:
-    """Counts the checkpoints that rank 0 recorded; only the newest records are kept."""
-    return Measured(float(len(s.of_rank(0).checkpoints)))
+    """Counts the checkpoints that rank 0 recorded."""
+    return Measured(s.of_rank(0).saved_count, why="a resume repeats all checkpoints that are kept")
 
 
 def loads(s: Summary) -> Measured:
@@ -200,7 +207,8 @@ def checkpoint_size(s: Summary) -> Measured:
 
 def scaling(s: Summary) -> Measured:
     """Returns the speed per rank, divided by the speed of the phase with one rank."""
-    rate, files = s.of_rank(0).figures()["toks_per_s"], s.files
+    figures, files = s.of_rank(0).figures(), s.files
+    rate = figures["toks_per_s"]
     if files is None or not files.single_toks_per_s or rate is None:
         why = f"no passed gate toks_per_s_50_above of {files.single if files else ''} agrees with "
         why += "its last records"
@@ -208,7 +216,8 @@ def scaling(s: Summary) -> Measured:
         return Measured(None, why=why if rate else "the last steps are not complete")
     single = files.single_toks_per_s
     text = f"{number(rate)} tok/s on {counted(s.world, 'rank')}, {number(single)} tok/s on one"
-    return Measured(rate / s.world / single, f"last steps, against {files.single}", text)
+    window, doubt = f"last steps, against {files.single}", _few(figures["steps"])
+    return Measured(rate / s.world / single, window, text, doubt)
 
 
 def log_errors(s: Summary) -> Measured:

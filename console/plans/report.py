@@ -93,7 +93,8 @@ def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]
     phases = list(_phases(path, source))
     charts = _charts(phases, output.stem) if output and phases else {}
     before = (
-        _head(state, source.is_launch, phases), _gates(phases), _speed(phases), _figures(phases),
+        _head(state, source.is_launch, phases), _left_out(path, source, phases), _gates(phases),
+        _speed(phases), _figures(phases),
     )  # fmt: skip
     after = (
         _expected(phases), _environment(phases), _files(phases), _notes(source, phases),
@@ -170,6 +171,13 @@ def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator
     )  # fmt: skip
 
 
+def _left_out(path: Path, source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields how many phases the report does not show."""
+    more = len(launches.run_directories(path)) - len(phases) if source.is_launch else 0
+    if more > 0:
+        yield f"\n{counted(more, 'phase')} more are not in this report."
+
+
 def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
     state, summary = phase.state, phase.source.summary
     result = next((p.result for p in launch.phases if p.dir == phase.name), "") if launch else ""
@@ -182,12 +190,17 @@ def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
 
 
 def _gates(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the gates with expected and actual values, and the reason of each override."""
+    """Yields the gates with expected and actual values, and the reason of each override.
+
+    The gates that did not pass come first, because the table has at most `MAX_ROWS` rows.
+    """
+    found = [(each, gate) for each in phases for gate in each.state.gates]
+    found.sort(key=lambda pair: RESULTS.index(pair[1].result))
     rows = (
         (each.name, gate.result.upper() if gate.blocks else gate.result, gate.name,
          status_text.gate_value(gate), gate.bound, gate.window, gate.source, gate.why,
          gate.override)
-        for each in phases for gate in each.state.gates
+        for each, gate in found
     )  # fmt: skip
     head = ("phase", "", "gate", "actual", "expected", "window", "file", "why", "override")
     yield from _table("Gates", head, rows)

@@ -206,8 +206,8 @@ class RankTotals:
         """Number of attempts after the first that loaded a checkpoint."""
         self.steps = Rows(KEPT_STEPS, 3)
         """Step, duration and tokens of the newest steps of rank 0."""
-        self.saved = Rows(KEPT_CHECKPOINTS, 1)
-        """The steps of the checkpoints."""
+        self.saved = Rows(KEPT_CHECKPOINTS, 2)
+        """The step of each checkpoint, and its number; a number is None once it is lost."""
         self.live = Rows(2 * len(LIVE_STEPS), 2 + len(FIGURES))
         """The step of a record, the one of `LIVE_STEPS` that it reached, and its `FIGURES`."""
 
@@ -255,14 +255,20 @@ class RankTotals:
         self.newest = attempt
         part.add(record, number, mono)
         if record["msg"] == "resume":
+            self.loads += attempt > 1 and record["step"] > 0 and part.start is None
             self._begin(part, record["step"] + 1)
             self.step = min(self.step, record["step"])
-            self.loads += attempt > 1 and record["step"] > 0
         elif record["msg"] == "progress":
             self._take_progress(part, record)
         elif record["msg"] == "checkpoint" and record["step"] not in self.checkpoints:
-            self.saved.add(record["step"])
+            before = self.saved_count
+            self.saved.add(record["step"], None if before is None else before + 1)
         return True
+
+    @property
+    def saved_count(self) -> float | None:
+        """The number of checkpoints that no attempt has to repeat, None if it is lost."""
+        return self.saved.rows[-1][1] if self.saved.rows else None if self.saved.dropped else 0.0
 
     @property
     def expected(self) -> int:

@@ -127,7 +127,6 @@ class Monitor:
     def _evaluate_gates(self) -> None:
         """Evaluates each gate at a step once, when all ranks have reached that step."""
         summary = self._context.reducer.summary
-        summary.is_live = True
         for gate in gates.reached(summary, self._context.phase.gates):
             if gate.name not in self._evaluated:
                 self._evaluated.add(gate.name)
@@ -136,7 +135,6 @@ class Monitor:
                     self._alerts.raise_(f"gate-{gate.name}", text, "crit")
                 else:
                     self._run.event("note", text)
-        summary.is_live = False
 
     # --- the verdict ---------------------------------------------------------------------------
 

@@ -114,6 +114,23 @@ def test_text_from_the_run_directory_stays_text(launch, capsys):
     ET.fromstring(hostile)
 
 
+def test_a_failed_gate_of_a_late_phase_is_in_the_report(launch):
+    state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
+    for index in range(72):
+        run = directory.run(launch / f"{index}-p{index}", 1, "completed")
+        failed = PASSED[0] | {"result": "fail" if index == 71 else "pass"}
+        directory.document(run / rundir.GATES, {"v": 1, "gates": [failed]})
+    directory.document(launch / rundir.PLAN_STATE, state)
+    text, _ = report.build(launch)
+    assert "| 71-p71 | FAIL | steps_done" in text
+    assert "more are not in this report" not in text
+    report.MAX_PHASES, most = 3, report.MAX_PHASES
+    try:
+        assert "69 phases more are not in this report." in report.build(launch)[0]
+    finally:
+        report.MAX_PHASES = most
+
+
 def test_a_report_that_cannot_be_written_is_one_sentence(launch, capsys, tmp_path):
     recorded(launch)
     (tmp_path / "folder.md").mkdir()

@@ -108,7 +108,7 @@ class Extras:
         """Returns the true value of each gate, None where there is none."""
         rows = self.rows[-50:]
         last = rows[-1][0] if rows else 0
-        whole = len(rows) > 1 and self.reached - last <= 1
+        whole = len(rows) == 50 and self.reached - last <= 1
         whole &= [row[0] for row in rows] == list(range(last - len(rows) + 1, last + 1))
         times, tokens = [row[1] for row in rows], [row[2] for row in rows]
         all_known = self.unhooked or (self.hooked and not self.unknown_hooks)

@@ -17,7 +17,7 @@ from trainers.contract.errors import UsageError
 PLAN: dict[str, Any] = {
     "name": "buckets",
     "phases": [{
-        "name": "bucket", "set": {"train.steps": 60}, "rounds": 8,
+        "name": "bucket", "set": {"train.steps": 60}, "rounds": 9,
         "variants": {"mb25": {"flags": {"NSA_DDP_BUCKET_MB": 25}},
                      "mb50": {"flags": {"NSA_DDP_BUCKET_MB": 50}}},
     }],
@@ -40,7 +40,7 @@ def test_the_phases_of_a_sweep_are_interleaved_and_every_second_round_is_reverse
     assert [phase.name for phase in phases[:5]] == [
         "bucket-1-mb25", "bucket-1-mb50", "bucket-2-mb50", "bucket-2-mb25", "bucket-3-mb25",
     ]  # fmt: skip
-    assert len(phases) == 16
+    assert len(phases) == 18
     assert {phase.sweep for phase in phases} == {"bucket"}
     assert phases[1].variant == "mb50"
     assert phases[1].flags == {"NSA_DDP_BUCKET_MB": "50"}
@@ -51,7 +51,7 @@ def test_the_phases_of_a_sweep_are_interleaved_and_every_second_round_is_reverse
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rounds": 7}, "'rounds' cannot be 7"),
+        ({"rounds": 8}, "'rounds' cannot be 8"),
         ({"variants": {"a": {}}}, "must name 2 to 5 variants"),
         ({"variants": {"a": {}, "b": {}, "c": {}}}, "cannot show a difference"),
         ({"variants": {"a": {"steps": 1}, "b": {}}}, "there is no key 'steps'"),
