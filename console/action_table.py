@@ -1,6 +1,6 @@
 """The table of actions, from which requests, keys, buttons, commands and help are made.
 
-Confirmations and documents are made from the table too. A new action needs one row here, and the
+Confirmations and documents are made from the table too. A new action needs one row here, and a
 method of `console.supervisor.launch.Launch` that executes the action.
 """
 
@@ -16,12 +16,12 @@ from trainers.contract.values import TRUE
 Mailbox = Literal["run", "launch"]
 Phases = Literal["next", "all"]
 PHASES: tuple[Phases, ...] = get_args(Phases)
-"""The phases that a changed flag is for."""
+"""The phases to which a changed flag applies: the next phase, or all later phases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of an action. With an empty `metavar` it is a switch, which a confirmation sets.
+    """One argument of an action. If `metavar` is empty, it is a switch that a confirmation sets.
 
     `convert` raises ValueError with the accepted values, or UsageError.
     """
@@ -35,25 +35,25 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of the operator. Without `mailboxes` it is a function of `console.actions`."""
+    """One action of the operator. Without `mailboxes` it is executed by `console.actions`."""
 
     name: str
     help: str
     mailboxes: tuple[Mailbox, ...] = ()
-    """The mailboxes that accept its requests; an error about another mailbox names the first."""
+    """The mailboxes that accept its requests; an error about a wrong mailbox names the first."""
     args: tuple[Argument, ...] = ()
     cost: tuple[str, str] = ("keeps", "all work")
-    """The line of the confirmation: "keeps" or "loses", and what. An action that loses work is
-    confirmed by the name of the run."""
+    """A line of the confirmation: the word "keeps" or "loses", and a text that says what is kept or
+    lost. To confirm an action that loses work, the operator types the name of the run."""
     key: str = ""
     """The key on the screen; actions with the same key are choices of one confirmation."""
     weight: int = 0
-    """The footer shows keys above 0; the highest stay in a narrow footer."""
+    """The footer shows keys with a weight above 0; a narrow footer keeps the highest weights."""
     button: bool = False
     title: str = ""
-    """The confirmation's title; without one the action asks a question of its own."""
+    """The title of the confirmation that is made from this row, or "" if none is made from it."""
     verb: str = ""
-    """The command of the action, or the command with the option that chooses it; "": `do`."""
+    """The command of the action, with the option that selects it if needed; "" stands for `do`."""
     examples: tuple[str, ...] = ()
 
 
@@ -84,7 +84,7 @@ def _flag_name(value: Any) -> str:
 
 
 def _flag_value(value: Any) -> str | None:
-    """Returns a flag's value as text, or None for a null or an empty text: both undo the change."""
+    """Returns a flag's value as text, or None (undo the change) for null or an empty text."""
     if value is None or value == "":
         return None
     return flags.format_value(value) if isinstance(value, bool | int | float) else str(value)

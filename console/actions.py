@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 import shlex
@@ -12,14 +11,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from console import targets, user_config
-from console.plans import catalog, gate_check, launch_facts, preflight
+from console import rest_of_launch, targets, user_config
+from console.plans import catalog, launch_facts, preflight
 from console.plans.case import Case, Check
 from console.request_schema import ACTIONS, check
-from console.sources import launches, liveness, process
-from console.sources.run import RunSource
+from console.sources import launches, process
 from console.status_text import shell_line
-from console.supervisor import former_documents, launch_spec, launcher
+from console.supervisor import launch_spec, launcher
 from console.supervisor.launch_spec import LaunchSpec
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
 from trainers.contract import plan as plans_module
@@ -27,7 +25,6 @@ from trainers.contract.errors import RefusedError, UsageError, did_you_mean
 from trainers.contract.plan import BETWEEN, Phase, Plan
 
 FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
-RESUME = "resume"
 TRAINERS = ("ddp", "fsdp")
 ANSWER_POLL_S = 0.05
 ANSWER_BYTES = 1 << 20
@@ -43,8 +40,8 @@ def who() -> str:
 class LaunchOptions:
     """The choices of an operator for a launch; an empty choice leaves the plan as it is.
 
-    The plan is a name, a YAML file, one phase made from a `config` and a trainer of `TRAINERS`, or
-    the rest of the launch `resume`, with its options.
+    The plan has one of four sources: its name, a YAML file, a `config` with a trainer of `TRAINERS`
+    (a single phase), or the remaining phases and the options of the launch `resume`.
     """
 
     plan: str = ""
@@ -60,12 +57,12 @@ class LaunchOptions:
     between: str = ""
     root: Path = launches.ROOT
     assume_gpus: str = ""
-    """GPUs to check the plan for, as 2xA100, in place of those of this machine."""
+    """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A launch that was checked and not started; `phases` has the future run.json of each phase."""
+    """A launch that was checked but not started; `phases` has the future run.json of each phase."""
 
     plan: Plan
     directory: Path
@@ -73,7 +70,7 @@ class Prepared:
     checks: tuple[Check, ...]
     spec: LaunchSpec
     training: tuple[tuple[str, str], ...] = ()
-    """Facts about the training: a label and a text each."""
+    """Facts about the training, each with a label and a text."""
     assumed: str = ""
     """The GPUs that the checks assumed; such a launch cannot begin."""
 
@@ -112,10 +109,11 @@ class Prepared:
 
 
 def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -> Prepared:
-    """Returns a launch with all its checks; writes nothing. `said` hears of checks that hang.
+    """Returns a launch with all its checks; writes nothing.
 
-    Raises UsageError for an unknown plan, phase, flag, setting or gate, and for a wrong value.
-    Raises RefusedError if the working directory no longer exists.
+    If a check hangs, `said` is called with a sentence about it. Raises UsageError for an unknown
+    plan, phase, flag, setting or gate, and for a wrong value. Raises RefusedError if the working
+    directory no longer exists.
     """
     try:
         Path.cwd()
@@ -146,8 +144,8 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
     """Starts a plan and returns the launch's directory, which the supervisor owns from then on.
 
     `seen` is the plan that an operator confirmed; if the plan has changed since, the launch is
-    rejected. Raises UsageError, RefusedError or ContractError; then nothing has started and no file
-    remains.
+    rejected. Raises UsageError, RefusedError or ContractError; after an error nothing has started,
+    and no file remains.
     """
     prepared = prepare(options)
     if seen is not None and prepared.plan != seen:
@@ -159,7 +157,7 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 
 
 def begin(prepared: Prepared, by: str) -> Path:
-    """Starts a prepared launch and returns its directory; raises the errors of `launch`."""
+    """Starts a prepared launch and returns its directory; raises the same errors as `launch`."""
     if prepared.assumed:
         raise UsageError("--assume-gpus is for check and --dry-run: nothing was launched; omit it")
     failed = [item.text for item in prepared.checks if item.result == "fail"]
@@ -170,14 +168,14 @@ def begin(prepared: Prepared, by: str) -> Path:
 
 
 def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]:
-    """Returns the plan with the changes of the launch, the origins of its flags and settings."""
+    """Returns the plan with the launch's changes, the origins of flags, the origins of settings."""
     if options.between and options.between not in BETWEEN:
         raise UsageError(f"--between {options.between!r}: it must be go or ask")
     if options.nproc is not None and not 1 <= options.nproc <= 1024:
         raise UsageError(f"--nproc {options.nproc}: it must be 1 to 1024 processes")
     flag_origins, set_origins = dict[str, str](), dict[str, str]()
     if options.resume is not None:
-        plan, flag_origins, set_origins = _rest(options.resume)
+        plan, flag_origins, set_origins = rest_of_launch.plan(options.resume)
         folder = Path()
     elif options.config is None:
         plan, folder = catalog.load(options.plan), catalog.find(options.plan).parent
@@ -209,42 +207,6 @@ def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]
     between = "ask" if (options.between or plan.between) == "ask" else "go"
     set_origins |= dict.fromkeys(options.sets, SET_OPTION)
     return replace(plan, phases=phases, between=between), flag_origins | origins, set_origins
-
-
-def _rest(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
-    """Returns the phases of an ended launch that have not passed, with its options, and origins.
-
-    The first of them begins at its newest checkpoint, if it has one, and repeats the flags that an
-    operator set for it. Raises RefusedError if processes live, or no phase is left.
-    """
-    top = launches.launch_of(path)
-    if top is None:
-        raise RefusedError(f"{path} belongs to no launch; pass --resume to its trainer instead")
-    rundir.check_ours(top)
-    launches.check_in_place(top)
-    state, name = rundir.read_json(top / rundir.PLAN_STATE) or {}, launches.launch_id(top)
-    living = next(filter(None, map(liveness.living_in, launches.run_directories(top))), "")
-    if living or jsonl.text(state, "state") != "ended":
-        why = living or f"it is {jsonl.text(state, 'state', 'in no known state')[:40]}"
-        raise RefusedError(f"{name} has not ended ({why}); halt it first, or adopt it")
-    stored = rundir.read_json(top / rundir.PLAN)
-    old = launch_spec.load(top, stored)
-    done = [(each.get("state"), each.get("result")) for each in jsonl.entries(state, "phases")]
-    index = len(list(itertools.takewhile(("completed", "pass").__eq__, done)))
-    gate_check.check_former(top, stored or {}, state | {"phase": index, "state": "running"})
-    if index >= len(old.plan.phases):
-        raise RefusedError(f"all phases of {name} have passed; there is nothing to resume")
-    first, origins = old.plan.phases[index], dict(old.set_origins)
-    run = top / f"{index}-{first.name}"
-    record = rundir.read_json(run / rundir.RUN) or {}
-    flags_of = former_documents.flags(jsonl.mapping(record, "flags"), "origin").items()
-    by_operator = {k: flag for k, flag in flags_of if flag.origin.startswith("operator ")}
-    first = replace(first, flags={**first.flags, **{k: v.value for k, v in by_operator.items()}})
-    if first.is_ours and RunSource(run).poll().checkpoint:
-        first = replace(first, set={**first.set, "checkpoint.resume": str(run.absolute())})
-        origins["checkpoint.resume"] = RESUME
-    plan = replace(old.plan, phases=(first, *old.plan.phases[index + 1 :]))
-    return plan, {**old.flag_origins, **{k: v.origin for k, v in by_operator.items()}}, origins
 
 
 def _of_config(config: Path, trainer: str) -> Plan:
@@ -284,7 +246,7 @@ def _script(phase: Phase, folder: Path) -> str:
 
 
 def _directory(options: LaunchOptions, plan: str) -> Path:
-    """Returns the directory of the launch: that of `--run-dir`, or a new one named by the time."""
+    """Returns the directory of the launch: that of `--run-dir`, or one named after the time."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     path = options.run_dir or options.root / plan / stamp
     try:

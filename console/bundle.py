@@ -33,7 +33,7 @@ MANIFEST = "MANIFEST.json"
 MAX_TOTAL_BYTES = 64 << 20
 TAIL_BYTES = 1 << 20
 MAX_NAMES = 20_000
-"""Names of one directory that are looked at."""
+"""Largest number of names that are read from one directory."""
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 LEAST_TAIL_BYTES, MAX_LEFT_OUT = 4 << 10, 1000
 REMOVED = "[removed]"
@@ -45,9 +45,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,120}")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Selects files of one kind in a folder: the newest `most`, of each the last `limit_bytes`.
+    """Selects files of one kind in a folder: the `most` newest, and the last `limit_bytes` of each.
 
-    In total these files contribute at most `all_bytes`. If they are larger, less is read of each.
+    Together these files contribute at most `all_bytes`; if they are larger, less of each is read.
     """
 
     folder: str
@@ -80,7 +80,7 @@ TABLE: tuple[Row, ...] = (
     _row("", r"mem_\w+\.(txt|json)", most=64, limit_bytes=1 << 20),
     _row("checkpoints", r"latest", limit_bytes=200),
 )  # fmt: skip
-"""In the order in which they use up `MAX_TOTAL_BYTES`."""
+"""The rows of a run, in the order in which their files use up `MAX_TOTAL_BYTES`."""
 
 # --- secrets -------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ _FORM = (
 )
 _VALUE = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[^\s,;&"'}\])]+)"""
 _QUOTE = r"""\\{0,8}["']"""
-"""Also escaped: a log line in a record, or the text of a Python value in a log."""
+"""A quotation mark, which may be escaped, for example in a log line that a record contains."""
 _IS = r"\s{0,8}(?:=>|[:=])\s{0,8}"
 _SECRETS: tuple[tuple[str, str], ...] = (
     (r"""([a-z][a-z0-9+.-]{1,20}://)[^/\s"']{1,400}@""", r"\1{}@"),
@@ -118,7 +118,7 @@ _SECRETS: tuple[tuple[str, str], ...] = (
     (rf"""(?<![\w.-])(--?{_WORD}(?:{_QUOTE}\s?,\s?{_QUOTE}|=| +))[^\s"'\\,]+""", r"\1{}"),
     (rf"(?<![\w.-])({_WORD}{_IS})(?![\[{{]){_VALUE}", r"\1{}"),
 )
-"""The forms of secrets on one line: first whole values, then values of secret names."""
+"""The forms of secrets on one line: first values with a known form, then values of secret names."""
 _FORMS = [(re.compile(form.encode(), re.IGNORECASE), instead.format(REMOVED).encode())
           for form, instead in _SECRETS]  # fmt: skip
 _HINT = re.compile(
@@ -126,15 +126,16 @@ _HINT = re.compile(
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
     rb"hooks\.slack\.com/|/api/webhooks/|" + _FORM.lower().encode()
 )
-"""Every line with a secret has one of these in lower case: it is faster than the forms."""
+"""Every line with a secret contains one of these in lower case; this search is faster than the
+forms."""
 _KEY = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)|"
     rb"\A[\w+/=\\\s-]*-----END [A-Z ]*PRIVATE KEY-----",
     re.DOTALL,
 )
-"""Also the end of a key whose begin was cut off."""
+"""A private key, or the end of a private key whose beginning was cut off."""
 _SECRET_NAME = re.compile(_WORD + r"|key|auth|pass", re.I)
-"""The names of `_WORD`, as in files, and words that are too common there."""
+"""The names of `_WORD`, and words that are too common in files to be searched for there."""
 LEAST_SECRET_CHARS = 6
 
 
@@ -144,7 +145,7 @@ def is_secret(name: str) -> bool:
 
 
 class Redactor:
-    """Removes secrets from bytes: by the form of the text, and the secret values in `variables`."""
+    """Removes texts with the form of a secret, and the values of secret `variables`, from bytes."""
 
     def __init__(self, variables: Mapping[str, str]):
         values = {os.fsencode(form) for name, value in variables.items()
@@ -192,7 +193,7 @@ class _Archive:
     bytes: int = 0
 
     def add(self, name: str, data: bytes, of_bytes: int) -> None:
-        """Adds a file; `of_bytes` is the size of the whole file, of which `data` is the end."""
+        """Adds a file; `data` is the end of the file, `of_bytes` the size of the whole file."""
         taken, (data, removed) = len(data), self.redactor.redact(data)
         if self.bytes + len(data) > MAX_TOTAL_BYTES:
             self.leave_out(name, "the bundle has reached its size limit")
@@ -222,14 +223,14 @@ class _Archive:
 
 
 def _listed(folder: Path, top: Path) -> list[str]:
-    """Returns the names in a directory, the newest first; none if a link leads to the directory."""
+    """Returns the names in a directory, newest first, or none if a link leads to the directory."""
     fd = jsonl.open_inside(folder, None if folder == top else top)
     if fd is None:
         return []
     found: list[tuple[float, str]] = []
     try:
         for name in filter(_NAME.fullmatch, os.listdir(fd)[:MAX_NAMES]):
-            with contextlib.suppress(OSError):  # it is gone by now
+            with contextlib.suppress(OSError):  # the file no longer exists
                 found += [(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime, name)]
     except NotADirectoryError:
         return []
@@ -286,7 +287,7 @@ def facts(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check(output: Path) -> None:
-    """Raises UsageError where a bundle cannot have this name, RefusedError where it exists."""
+    """Raises UsageError if a bundle cannot have this name, or RefusedError if the file exists."""
     name = output.name.removesuffix(ENDING)
     if name in ("", output.name) or not output.parent.is_dir():
         raise UsageError(f"--output {output}: it must be NAME{ENDING}, in an existing directory")

@@ -1,4 +1,4 @@
-"""`nsa-console`: parses the command line and runs one command; without one, opens the screen.
+"""`nsa-console`: parses the command line and runs the command, or else opens the screen.
 
 Textual, yaml and psutil are imported only by the commands that need them, so that `status --json`
 takes little more time than the start of Python.

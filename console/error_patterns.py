@@ -24,9 +24,9 @@ LOST_PEER_TEXTS: Mapping[str, str] = {
     "Connection was likely closed. Did the remote server": "torch c10d/Utils.hpp, TCPStore",
     "another rank has exited": "trainers/failures.py",
 }  # fmt: skip
-"""Texts of a rank that lost its peer, with the source file that writes each."""
+"""Texts of a rank that lost its peer, with the source file that writes each text."""
 _BROKEN_PIPE = re.compile(r"(gloo|NCCL|c10d|TCPStore|SocketImpl|sendBytes).*Broken pipe")
-"""EPIPE means a lost peer only in a collective or the store: stdout raises it too."""
+"""EPIPE means a lost peer only in a collective or the store; a write to stdout raises it too."""
 
 _SIZE = r"[\d.]+ ?(?:[KMGT]?i?B|bytes)"
 _REQUESTED = re.compile(rf"[Tt]ried to allocate ({_SIZE})")
@@ -34,7 +34,7 @@ _FREE = re.compile(
     rf"GPU (?P<gpu>\d+) has a total capacity of (?P<total>{_SIZE}) of which "
     rf"(?P<free>{_SIZE}) is free"
 )
-"""c10/cuda/CUDACachingAllocator.cpp"""
+"""A text that c10/cuda/CUDACachingAllocator.cpp writes."""
 _GPU_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP)(?: driver)?(?: error:)? out of memory|out of GPU memory"
 )

@@ -19,7 +19,7 @@ Result = Literal["fail", "unknown", "pass"]
 Sure = Literal["high", "medium", "low"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 RESULTS: tuple[Result, ...] = get_args(Result)
-"""Both start with the worst."""
+"""`LEVELS` and `RESULTS` both start with the worst value."""
 
 LIVE_STATES: frozenset[State] = frozenset(
     ("queued", "preflight", "starting", "running", "stalled", "halting", "stopping", "restarting",
@@ -55,8 +55,8 @@ class Figure:
 class Pulse:
     """The position of a rank. `since_s`: time in this phase. `age_s`: age of this reading.
 
-    `since_s` is None for a run that has ended; `collectives` is None for a program that counts
-    none.
+    `since_s` is None for a run that has ended; `collectives` is None for a program that does not
+    count them.
     """
 
     step: int
@@ -92,7 +92,7 @@ class Gpu:
     sm_mhz: float | None = None
     why: str = ""
     throttle: str = ""
-    """Why the driver lowers the clocks to protect the GPU, "" while it does not."""
+    """Why the driver lowers the clocks to protect the GPU, or "" if it does not lower them."""
     xid: int | None = None
     """The last critical error number of the driver."""
     ecc_uncorrected: int | None = None
@@ -105,7 +105,7 @@ class Gpu:
     xid_ts: float | None = None
     """Time of the last Xid (unix s)."""
     minor: int | None = None
-    """N of its device file /dev/nvidiaN, by which the processes that use it are found."""
+    """N of its device file /dev/nvidiaN; a process that has this file open may use the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A condition that needs an operator; `key` is the key on the screen that helps, or ""."""
+    """A condition that needs an operator; `key` is the key that helps, or "" if no key helps."""
 
     id: str
     ts: float
@@ -136,7 +136,7 @@ class Alert:
     key: str = ""
     acknowledged: bool = False
     observed: bool = False
-    """Raised by this reader and not by the supervisor; it clears automatically."""
+    """True if this reader raised the alert, not the supervisor; it then clears automatically."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,9 @@ class Verdict:
     against: tuple[str, ...] = ()
     """Signs that name another rank, and evidence that is not available."""
     action: str = ""
-    """The next step of an operator, "" where none is known."""
+    """The next step of an operator, or "" if none is known."""
     place: str = ""
-    """File and line of the rank's own code, "" where its stack does not show it."""
+    """File and line in the rank's own code, or "" if its stack does not show them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Gate:
     result: Result
     why: str = ""
     override: str = ""
-    """The reason in the plan why the result does not stop the plan, "" for none."""
+    """The reason in the plan why the result does not stop the plan, or "" if there is none."""
 
     @property
     def blocks(self) -> bool:
@@ -196,7 +196,7 @@ class PhaseState:
     ended_ts: float | None
     dir: str
     has_gates: bool = False
-    """True if the plan has gates for it; without gates its `result` is "pass"."""
+    """True if the plan has gates for the phase; without gates its `result` is "pass"."""
 
     @property
     def numbered(self) -> str:
@@ -229,7 +229,7 @@ class LaunchState:
     between: str
     next_flags: tuple[PendingFlag, ...] = ()
     doubt: str = ""
-    """The gap or contradiction in the documents on its phases, "" for none."""
+    """The gap or contradiction in the documents about its phases, or "" if there is none."""
 
     @property
     def under_way(self) -> bool:
@@ -241,7 +241,7 @@ class LaunchState:
         return self.phases[self.phase].name if self.phases else ""
 
     def unconfirmed(self, folders: Collection[str]) -> LaunchState:
-        """Returns the launch; in these phases, each passed gate is replaced by unknown."""
+        """Returns the launch; a phase in these folders that passed gets the result unknown."""
         phases = tuple(
             replace(phase, result="unknown")
             if phase.result == "pass" and phase.dir in folders else phase
@@ -251,7 +251,7 @@ class LaunchState:
 
     @property
     def rest(self) -> tuple[PhaseState, ...]:
-        """The phases after the current one."""
+        """The phases after the current phase."""
         return self.phases[self.phase + 1 :]
 
 
@@ -265,7 +265,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """All that a screen shows of one run at one moment."""
+    """All data about one run that a screen shows at one moment."""
 
     id: str
     path: str
@@ -287,18 +287,18 @@ class RunState:
     verdict: Verdict | None = None
     gates: tuple[Gate, ...] = ()
     bounds: Mapping[str, str] = field(default_factory=dict)
-    """The gates of this phase by name, with their bounds."""
+    """The bounds of the gates of this phase, by the name of the gate."""
     armed: str = ""
     """The policy: what the supervisor does by itself on a stall or crash."""
     armed_short: str = ""
     launch: LaunchState | None = None
     skipped_records: int = 0
     skipped_in: str = ""
-    """The part of the files in which they were counted, "" for all of it."""
+    """The part of the files in which they were counted, or "" for whole files."""
     behind_bytes: int = 0
-    """Bytes of records that were not read yet: newer values exist."""
+    """Number of bytes of records that have not been read yet; newer values may be in them."""
     directory_blocked_s: float = 0.0
-    """Duration of the pending write to the run directory, 0 without one."""
+    """Duration of the pending write to the run directory, or 0 if no write is pending."""
     checkpoint: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The flags of this run's processes."""

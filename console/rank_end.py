@@ -35,7 +35,7 @@ class RankEnd:
     log: str = ""
     """The last exception in its log, for a rank without an error record."""
     killed_after_failure: bool = False
-    """Killed by the supervisor after another rank had failed."""
+    """True if the supervisor killed the rank after another rank had failed."""
     raised_at: str = ""
     """Place of the exception in its log: "train.py:41"."""
     crashed_in: str = ""
@@ -44,11 +44,11 @@ class RankEnd:
     """Kind and reason of its last record."""
     ts: float | None = None
     observed: bool = True
-    """The kernel reported the exit code or signal; otherwise only a record or a log claims it."""
+    """True if the kernel reported the exit code or signal, False if only a record or log has it."""
     doubt: str = ""
-    """The evidence against the success that its exit record claims, "" for none."""
+    """The evidence against the success that its exit record claims, or "" if there is none."""
     phase: str = ""
-    """The phase of its last pulse or its exit record, "" where it is not known."""
+    """The phase of its last pulse or its exit record, or "" if it is not known."""
 
     @property
     def unknown(self) -> bool:
@@ -66,18 +66,18 @@ class RankEnd:
 
     @property
     def secondary(self) -> bool:
-        """True if the rank ended because of another: torchrun ended it, or its peer exited."""
+        """True if the rank ended because of another rank: it was terminated, or lost its peer."""
         return self.killed_after_failure or self.signal == "SIGTERM" or self.lost_peer
 
     @property
     def lost_peer(self) -> bool:
-        """True if the rank failed in a collective. NCCL's watchdog ends the process by SIGABRT."""
+        """True if the rank failed in a collective. NCCL's watchdog then ends it by SIGABRT."""
         found = self.code == COLLECTIVE or error_patterns.lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 
     @property
     def at(self) -> str:
-        """Returns " at step 41 in forward", as far as it is known."""
+        """The place of the end as text: " at step 41 in forward", as far as it is known."""
         inside = f" in {self.phase}" if self.phase else ""
         return f" at step {self.step}{inside}" if self.step else ""
 
@@ -88,7 +88,7 @@ class RankEnd:
         return self.raised_at if same else ""
 
     def sentence(self) -> str:
-        """Returns how the rank ended, as a sentence that blames it."""
+        """Returns a sentence on how the rank ended; the sentence blames this rank."""
         who, at = f"rank {self.rank}", self.at
         if self.signal in NATIVE:
             inside = f", in {self.crashed_in}" if self.crashed_in else ""

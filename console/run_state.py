@@ -1,7 +1,7 @@
 """Decides the state of a run and the reason for it, for its supervisor and for every reader.
 
-torchrun returns 1 for every failure, so the cause comes from the ranks: how each ended, in which
-order, and its last records. A rank that lost its peer is blamed only if no other rank failed. A
+torchrun returns 1 for every failure, so the cause comes from the ranks: how and in which order they
+ended, and their last records. A rank that lost its peer is blamed only if no other rank failed. A
 reader accepts the last state that the supervisor recorded, unless living processes contradict it.
 """
 
@@ -17,28 +17,28 @@ from console.rank_end import NAMED_CODES, RankEnd
 LAST_STEP = "done"
 """The reason of a rank that completed all its steps."""
 TOGETHER_S = 0.5
-"""Ranks killed within this time were killed together; torchrun gives the remaining ranks longer."""
+"""Ranks killed within this time were killed together; torchrun waits longer before it kills."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """A reader's evidence besides the records: living processes, the supervisor's last state."""
+    """A reader's evidence apart from the records: living processes, the supervisor's last state."""
 
     state: State | None = None
-    """The last state that the supervisor wrote, None where no document has one."""
+    """The last state that the supervisor wrote, or None if no document has a state."""
     why: str = ""
     has_supervisor: bool = False
-    """The supervisor is alive."""
+    """True if the supervisor is alive."""
     no_supervisor: str = "the supervisor is not running"
     living: str = ""
-    """A sentence on the ranks or processes of the run that are alive, "" for none."""
+    """A sentence on the ranks or processes of the run that are alive, or "" if none is alive."""
     next_attempt: int = 2
     newest_record: str = ""
-    """A sentence on the age of the newest record, "" without a record."""
+    """A sentence on the age of the newest record, or "" if there is no record."""
     records_elsewhere: bool = False
-    """The run is on another host, and its newest record is recent."""
+    """True if the run is on another host and its newest record is recent."""
     behind: bool = False
-    """Records are still being read."""
+    """True while records are still being read."""
     trouble: str = ""
     """The reason for which supervisor.json cannot be shown."""
 
@@ -53,7 +53,7 @@ class Facts:
     spawned: bool = False
     over: bool = False
     requested: str = ""
-    """The action of the request that ends the run, "" for none; `by` sent it."""
+    """The action of the request that ends the run, or "" without a request; `by` sent it."""
     by: str = ""
     halt_file: bool = False
     halting_ranks: int = 0
@@ -69,20 +69,20 @@ class Facts:
     reason: str = ""
     """The reason in the exit records of the ranks."""
     has_exit_records: bool = True
-    """Every exit record was read, or the program writes none: no record was lost."""
+    """True if no exit record was lost: each was read, or the program writes no exit records."""
     torchrun_signal: str = ""
-    """The signal that torchrun's log names at its end: a claim, see `ended_by_signal`."""
+    """The signal that the end of torchrun's log names. It may be wrong, see `ended_by_signal`."""
     rank_failure: str = ""
-    """A sentence on the failed ranks while others are alive, "" for none."""
+    """A sentence on the failed ranks while other ranks are alive, or "" if no rank failed."""
     world: int = 1
     failure: str = ""
     """The reason for which the run could not start, or its directory cannot be read."""
     oom: OomEvidence | None = None
-    """The kernel's out-of-memory kills while the ranks ran, None where nothing was counted."""
+    """The kernel's out-of-memory kills while the ranks ran, or None if they were not counted."""
     collecting: bool = False
-    """All processes have ended, and their records are still being read."""
+    """True if all processes have ended and their records are still being read."""
     previous_end: str | None = None
-    """The end of the last attempt while the run waits for its next one: nothing else counts."""
+    """The end of the last attempt while the run waits for its next attempt, or else None."""
     next_attempt: str = ""
     """When, and from which checkpoint, the next attempt starts."""
     view: ReaderView = ReaderView()
@@ -100,7 +100,7 @@ class Facts:
 
     @property
     def succeeded(self) -> bool:
-        """True if all ranks exited with code 0, as their own exits or that of torchrun show."""
+        """True if all ranks exited with code 0, according to their exits or that of torchrun."""
         if any(end.signal or end.code not in (0, None) for end in self.ends):
             return False
         all_zero = bool(self.ends) and all(end.code == 0 for end in self.ends)
@@ -123,7 +123,7 @@ class Facts:
     def halted(self) -> bool:
         """True if all ranks exited with code 0 before their last step.
 
-        A requested halt counts as done if a full disk lost the exit records.
+        If exit records are missing, for example after a full disk, a requested halt counts as done.
         """
         lost = self.halt_wanted and not self.has_exit_records
         return self.succeeded and (bool(self.halt_steps) or lost)
@@ -145,7 +145,7 @@ class Facts:
 
     @property
     def doubtful_end(self) -> RankEnd | None:
-        """A rank with contradicted success, or None if there is none or another rank failed."""
+        """A rank whose success is in doubt. None if there is no such rank, or if a rank failed."""
         if any(end.failed for end in self.ends):
             return None
         return next((end for end in self.ends if end.doubt), None)
@@ -169,7 +169,7 @@ class Facts:
         return min(early, key=self.position, default=None)
 
     def culprit(self) -> RankEnd | None:
-        """Returns the rank to blame: the first rank that failed, and not because of another rank.
+        """Returns the rank to blame: the first that failed by itself, or else the first to fail.
 
         A rank with an unknown end is blamed before a rank that torchrun ended or that lost its
         peer.
@@ -309,7 +309,7 @@ NO_END_RECORDED: tuple[Rule, ...] = (
     ("lost", lambda f: True,
      lambda f: f"{f.view.no_supervisor}, no rank is alive, and no exit record gives a reason"),
 )  # fmt: skip
-"""For a reader where neither the supervisor nor the ranks recorded an end."""
+"""For a reader, if neither the supervisor nor the ranks recorded an end."""
 
 BETWEEN_ATTEMPTS: tuple[Rule, ...] = (
     ("killed", lambda f: f.requested == "kill", _between_words),
@@ -320,7 +320,7 @@ BETWEEN_ATTEMPTS: tuple[Rule, ...] = (
      lambda f: f"a .HALT file exists; previous end: {f.previous_end}"),
     ("restarting", lambda f: True, lambda f: f"{f.next_attempt}: {f.previous_end}"),
 )  # fmt: skip
-"""While no rank runs and the next attempt would start."""
+"""For the time between two attempts, in which no rank runs."""
 
 ENDED: tuple[Rule, ...] = (
     ("crashed", lambda f: f.requested == "restart",
@@ -341,7 +341,7 @@ ENDED: tuple[Rule, ...] = (
     ("failed", _has_named_error, _failure_words),
     ("crashed", lambda f: True, _failure_words),
 )  # fmt: skip
-"""After all processes of the run have ended."""
+"""For a run whose processes have all ended."""
 
 LIVE: tuple[Rule, ...] = (
     ("stopping", lambda f: f.collecting,
@@ -358,7 +358,7 @@ LIVE: tuple[Rule, ...] = (
     ("starting", lambda f: True,
      lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip
-"""While processes of the run may be alive."""
+"""For a run whose processes may be alive."""
 
 
 TABLES: tuple[tuple[Callable[[Facts], bool], tuple[Rule, ...]], ...] = (
@@ -368,7 +368,7 @@ TABLES: tuple[tuple[Callable[[Facts], bool], tuple[Rule, ...]], ...] = (
     (lambda f: f.is_reader, NO_END_RECORDED),
     (lambda f: True, LIVE),
 )
-"""Each table of rules with its condition. The first rule that holds decides the state."""
+"""Each table of rules with its condition. The first rule whose condition holds decides."""
 
 
 def decide(facts: Facts) -> tuple[State, str]:

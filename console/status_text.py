@@ -99,8 +99,9 @@ def no_go(state: RunState) -> str:
 def launch_exit_code(launch: LaunchState) -> int:
     """Returns the exit code of a launch that has ended: that of the first phase that did not pass.
 
-    A plan that ended before its last phase was halted, or lost its supervisor. A launch with
-    documents that have no phases, or contradict each other, returns 1.
+    If the plan ended before its last phase, the code means that it was halted or lost its
+    supervisor. The code is 1 if the documents of the launch have no phases or contradict each
+    other.
     """
     for phase in launch.phases:
         code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
@@ -116,7 +117,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns a word and a sentence on the state: that of the launch if it ended, or of its run."""
+    """Returns a word and a sentence on the state of an ended launch, or else of its run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):
@@ -194,7 +195,7 @@ def _state_lines(state: RunState, whole: bool) -> Iterator[str]:
 
 
 def skipped(state: RunState) -> str:
-    """Returns how many records cannot be read, and of which part of the files."""
+    """Returns how many records cannot be read, and in which part of the files."""
     text = f"{counted(state.skipped_records, 'record')} cannot be read"
     return f"at least {text} ({state.skipped_in})" if state.skipped_in else text
 
@@ -287,7 +288,7 @@ class Changes:
 
 
 def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
-    """Yields everything that may change: a key, the present value, and a sentence on the value."""
+    """Yields everything that may change, each as a key, the present value and a sentence."""
     launch, verdict = state.launch, state.verdict
     phases, current = (launch.phases, launch.phase) if launch else ((), 0)
     yield from _phases_ended(phases[:current])

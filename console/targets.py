@@ -1,6 +1,7 @@
 """Finds the target of an operator's action: the run, and the supervisor that gets the request.
 
-Two sources must agree on each; see the rows of kind `target` in docs/decisions.md.
+Two sources must agree on the run and on the supervisor; see the rows of kind `target` in
+docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError
 
 UNSUPERVISED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
-"""States without a supervisor; ranks may be alive, also where this host cannot see them."""
+"""States without a supervisor; ranks may be alive, even if this host does not see them."""
 NOT_SENT = "request not sent"
 
 
@@ -76,7 +77,7 @@ def run_to_halt(path: Path) -> Path | None:
 
 
 def _has_only_ranks(run: Path) -> bool:
-    """Returns whether processes of a run, in any state, live here without a supervisor."""
+    """Returns whether a run has processes in any state on this host, but no supervisor."""
     top = launches.launch_of(run)
     owners = [rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}]
     if top is not None:
@@ -102,7 +103,7 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 
 
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
-    """Returns whether a run has not ended while no supervisor reads its requests.
+    """Returns whether a run has not ended and no supervisor reads its requests.
 
     A supervisor on another host counts as alive until an answer is missing. Raises RefusedError if
     the document that names the supervisor cannot be read and no process of the run is alive here.
@@ -116,7 +117,7 @@ def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
 
 
 def supervisor(folder: Path, box: Mailbox) -> Supervisor:
-    """Returns the supervisor that reads a directory's requests. Raises RefusedError if none."""
+    """Returns the supervisor that reads a directory's requests, or raises RefusedError."""
     owner, ended = _named(folder, box)
     name = launches.launch_id(folder) if box == "launch" else folder.name
     if ended:
@@ -149,7 +150,7 @@ def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
-    """Returns the supervisor in a directory's document, and how the run or launch ended.
+    """Returns the supervisor that a directory's document names, and how the run or launch ended.
 
     Raises RefusedError if the document cannot be read.
     """
@@ -171,7 +172,7 @@ def _document(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _without_supervisor(name: str, folder: Path, box: Mailbox, owner: Supervisor) -> str:
-    """Returns why no supervisor receives a request there, and what to do."""
+    """Returns why no supervisor reads the requests in `folder`, and what to do."""
     state, top = RunSource(folder).poll(), launches.launch_of(folder)
     if box == "run" and state.state in liveness.ENDED - UNSUPERVISED_STATES:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"

@@ -25,8 +25,9 @@ MAX_WORDS = 64
 class Settings:
     """The user's settings. The supervisor runs the program `hook` on alerts of `hook_levels`.
 
-    `hook` is () for none. `hook_every_s` is the shortest time between two starts, in seconds. It
-    also runs the program `alive` every `alive_every_s` as long as it works; () for none.
+    `hook_every_s` is the shortest time between two starts of `hook`, in seconds. As long as the
+    supervisor works, it also runs the program `alive` every `alive_every_s`. An empty `hook` or
+    `alive` means no program.
     """
 
     hook: tuple[str, ...] = ()
@@ -38,7 +39,7 @@ class Settings:
 
 KEYS = tuple(each.name for each in fields(Settings))
 CHARTS = "charts"
-"""The one key that only the screen reads: the charts of the Dashboard, in their order."""
+"""The key that only the screen reads: the charts of the Dashboard, in their order."""
 CHARTS_LINES = re.compile(rf"^{CHARTS}:.*\n?(?:[ \t-].*\n?)*", re.MULTILINE)
 
 
@@ -97,7 +98,7 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
     if not found.hook_levels or not set(found.hook_levels) <= set(LEVELS):
         raise UsageError(f"{where}: 'hook_levels' must be a list of {', '.join(LEVELS)}")
     for key, words in (("hook", found.hook), ("alive", found.alive)):
-        if not all(isinstance(word, str) for word in document.get(key) or ()):  # no: False in YAML
+        if not all(isinstance(word, str) for word in document.get(key) or ()):  # YAML: no is False
             raise UsageError(f"{where}: '{key}' must be a list, [program, argument, …]; no shell")
         if len(words) > MAX_WORDS or any(plan.UNPRINTABLE.search(word) for word in words):
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Builds all parts of a training (model, optimizer, loader, …); restores a checkpoint if named."""
+"""Builds all parts of a training (model, optimizer, loader, …); restores a named checkpoint."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def make_model(
 ) -> Transformer:
     """Returns the model with its initial weights, the same on every rank.
 
-    With `weights` it is on the meta device, and `weights` can fill it.
+    With `weights`, the model is on the meta device, and `weights` can fill it.
     """
     train = settings.train
     torch.manual_seed(train.seed)
@@ -146,7 +146,7 @@ def make_model(
 
 
 def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch]:
-    """Returns this rank's held-out batches, or [] without evaluation. Raises DataError."""
+    """Returns this rank's held-out batches, or [] if `eval.every` is 0. Raises DataError."""
     if not settings.eval.every:
         return []
     source = open_on_all_ranks(settings, run, parallel, held_out=True)
@@ -163,8 +163,8 @@ def resume(
 ) -> Manifest | None:
     """Restores the checkpoint that rank 0 finds for `checkpoint.resume`.
 
-    `stream` is the fingerprint of the data. The data start anew if they may change and did. Raises
-    CheckpointError, and UsageError for a change that is not allowed.
+    `stream` is the fingerprint of the data. If the data changed and this is allowed, they start
+    from the beginning. Raises CheckpointError, and UsageError for a change that is not allowed.
     """
     unknown, changed = [], set()
 
@@ -203,7 +203,7 @@ def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointErr
     """
     named, step = settings.checkpoint.resume, settings.checkpoint.from_step
     if member.supervised and member.attempt > 1 and manifest.newest_first(member.run):
-        # A later attempt continues from this run, also where the first resumed another one.
+        # A later attempt continues from this run, even if the first attempt resumed another run.
         named, step = AUTO, 0
     if not named:
         return None

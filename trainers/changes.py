@@ -1,8 +1,8 @@
 """The settings that a resumed training may change, and the refusal of other changes.
 
 Settings outside `GROUPS` change neither the function nor the sequence of updates, so a resumed
-training may change them. So may the number of ranks, if a step still has as many sequences. This
-module needs no torch.
+training may change them. The number of ranks may change too, if the number of sequences per step
+stays the same. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "data": (STREAM,),
 }  # fmt: skip
-"""Beginnings of the names of the values of each group; `FUNCTION` must not change."""
+"""For each group, the prefixes of the names of its values. `FUNCTION` must not change."""
 FREE = ("model.init_std", "optim.fused")
 MOST_NAMED = 20
 BATCH = ("train.batch_size", "train.accumulate")
@@ -38,9 +38,10 @@ def allowed(text: str) -> frozenset[str] | None:
 
 
 def compared(settings: Any, world: int, stream: str) -> dict[str, Any]:
-    """Returns the values that `GROUPS` names, of settings by key; those not available are missing.
+    """Returns the values that `GROUPS` names; those that are not available are left out.
 
-    `stream` is the fingerprint of the data, "" if it is not available.
+    `settings` is a mapping of values by key. `stream` is the fingerprint of the data, "" if it is
+    not available.
     """
     values = dict(settings) if isinstance(settings, Mapping) else {}
     found = {key: value for key, value in values.items() if _group(key) and key not in FREE}
@@ -54,7 +55,7 @@ def compared(settings: Any, world: int, stream: str) -> dict[str, Any]:
 
 
 def stream_differences(before: str, now: str) -> list[str]:
-    """Returns the differences of two fingerprints of data, of the form `key=value key=value`."""
+    """Returns the differences between two fingerprints of the form `key=value key=value`."""
     parts = ([ascii(word)[1:-1].partition("=") for word in each.split()] for each in (before, now))
     old, new = ({key: value for key, _, value in each} for each in parts)
     return [
@@ -67,9 +68,9 @@ def stream_differences(before: str, now: str) -> list[str]:
 def refuse(
     path: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow: str
 ) -> tuple[Sequence[str], frozenset[str]]:
-    """Raises UsageError if values of `compared` changed that `allow` does not permit.
+    """Raises UsageError if a value of `compared` changed and `allow` does not permit this.
 
-    Returns the names that only one side has, so that they were not compared, and the groups that
+    Returns the names of values that only one side has, which are not compared, and the groups that
     changed.
     """
     changed: dict[str, list[str]] = {}
@@ -91,5 +92,5 @@ def refuse(
 
 
 def _group(name: str) -> str:
-    """Returns the group of a value, or "" if it is in none."""
+    """Returns the group of a value, or "" if it is in no group."""
     return next((group for group, names in GROUPS.items() if name.startswith(names)), "")

@@ -78,12 +78,12 @@ ALONE = "torch.distributed is disabled"
 def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:
     """Returns the result of `work` on this rank; all ranks must call this function.
 
-    If `work` fails on a rank, all ranks raise CheckpointError with the sentence of the first one.
+    If `work` fails on a rank, all ranks raise CheckpointError with the message of the first.
     """
     results, failure, reason = [], None, ""
     try:
         results.append(work())
-    except (Exception, CheckpointException) as error:  # that of DCP is a BaseException
+    except (Exception, CheckpointException) as error:  # DCP's is a BaseException
         named = parallel.world > 1 and not isinstance(error, CheckpointException)
         rank = f"rank {parallel.rank}: " if named else ""
         failure, reason = error, f"{rank}{reason_of(error)}"
@@ -101,8 +101,9 @@ def restore(
     """Restores, on all ranks, the checkpoint that `choose` returns on rank 0.
 
     Returns its path and manifest, and the errors of the checkpoints that rank 0 skipped; None if
-    there is no checkpoint. `accept` may raise an error, on all ranks alike. Raises CheckpointError
-    on all ranks if a rank cannot read the checkpoint, or finds another checkpoint at its path.
+    there is no checkpoint. `accept` may raise an error, which must then occur on all ranks. Raises
+    CheckpointError on all ranks if a rank cannot read the checkpoint, or finds another checkpoint
+    at its path.
     """
     parallel = parts.parallel
 
@@ -130,8 +131,8 @@ def restore(
 def load(path: Path, parts: Parts) -> None:
     """Restores all tensors bitwise from a verified checkpoint.
 
-    The window of the spikes stays empty if the checkpoint, of an earlier version, has none.
-    Raises CheckpointError; if the model differs, with the name of the parameter that differs.
+    The window of `Spikes` stays empty if the checkpoint is of an earlier version without a window.
+    Raises CheckpointError; if the model differs, its message names the parameter.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
@@ -140,7 +141,7 @@ def load(path: Path, parts: Parts) -> None:
         if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
             del state[SPIKES]
         state[RANDOM] = _empty(index, RANDOM)
-        # Each rank reads on its own: a group could hang where one rank fails.
+        # Each rank reads without a group, which could hang if one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
 
@@ -149,7 +150,7 @@ def _with_saved_names(state: State, plain: nn.Module, index: Metadata) -> State:
     """Returns the state with the names of a checkpoint whose projections are separate parameters.
 
     Such a checkpoint is older than `nsa.projection`. The separate tensors are views, so loading
-    them fills the joined ones. A sharded parameter has no such views and stays as it is.
+    them fills the joined tensors. A sharded parameter has no such views and stays as it is.
     """
     for name, module in plain.named_modules():
         new = f"{name}.weight"
@@ -291,7 +292,7 @@ def random_state(device: torch.device) -> Tensor:
 
 def _restore_random(state: Tensor) -> None:
     size = torch.get_rng_state().numel()
-    # Clones: torch reads a generator's state from the start of its storage and crashes on a view.
+    # Clones, because torch reads a state from the start of its storage and crashes on a view.
     torch.set_rng_state(state[:size].clone())
     if state.numel() > size and torch.cuda.is_available():
         torch.cuda.set_rng_state(state[size:].clone())

@@ -74,7 +74,7 @@ def _report(report: Report, member: Member, drill: Drill, state: str, text: str)
 
 
 class _Drills:
-    """The drills of this rank, and the last step at which each one happened."""
+    """The drills of this rank, and the last step at which each drill happened."""
 
     def __init__(self, armed: Sequence[Drill], member: Member, report: Report):
         self._armed, self._member, self._report = armed, member, report
@@ -149,7 +149,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _hold_gil(amount: float, _member: Member) -> None:
-    """Keeps the GIL: waits for a mutex of this thread, which, unlike sleep(), no signal ends."""
+    """Holds the GIL and waits for a mutex that it has locked; no signal ends this wait."""
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(MUTEX_BYTES)
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)
@@ -200,5 +200,5 @@ DRILLS: dict[str, Callable[[Any, Any], Any]] = {
     "slow": _sleep,
     "leak": _leak,
 }
-"""The function of each kind. Arguments: its amount, and the member, the source, or the logits,
-which it returns."""
+"""The function of each kind. Its arguments are the amount, and the member, the source or the
+logits. A function that gets the logits returns them."""

@@ -18,7 +18,7 @@ from trainers.loader import Batch
 def evaluate(t: Training, step: int) -> None:
     """Records the token-weighted mean loss on the held-out batches of all ranks.
 
-    It uses no compiled block: one would be compiled again without gradients, which takes minutes.
+    It uses no compiled blocks, because compiling them again without gradients takes minutes.
     """
     compiled = t.settings.train.compile
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()

@@ -55,7 +55,7 @@ def attention(device: torch.device, settings: Settings) -> dict[str, str]:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Returns the GPU memory of this rank in MiB, {} on a CPU."""
+    """Returns the GPU memory of this rank in MiB, or {} on a CPU."""
     if device.type != "cuda":
         return {}
     return {

@@ -57,7 +57,7 @@ BY_NAME: dict[str, tuple[int, str]] = {
     "DistNetworkError": (COLLECTIVE, "the ranks cannot reach each other"),
     "DistStoreError": (COLLECTIVE, "the rendezvous store does not answer"),
 }  # fmt: skip
-"""Exceptions of torch and Python with their exit code, by class name, as torch is not loaded."""
+"""Exit code and sentence for exceptions of torch and Python, by class name: this needs no torch."""
 
 HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""

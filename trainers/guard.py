@@ -19,9 +19,9 @@ from trainers.failures import LeakError, NonFiniteError
 from trainers.step_reduction import Row
 
 SPIKE_WINDOW_STEPS, LEAST_DEVIATION = 128, 0.01
-"""Norms in the window of `Spikes`, and the least deviation as a fraction of their mean."""
+"""Number of norms in the window of `Spikes`; least deviation as a fraction of their mean."""
 LEAK_TOKENS, LEAK_NATS = 16_384, 0.02
-"""Tokens in the window, and how far its mean loss is below chance in a leak (10 deviations)."""
+"""Tokens in the window of the leak check; how far below chance (10 deviations) a leak is."""
 
 
 def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
-    """Clips the global gradient norm. Returns the norm before, and 1.0 if it is not finite."""
+    """Clips the global gradient norm. Returns the earlier norm, and 1.0 if it is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -50,8 +50,8 @@ def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
 def dead_parameters(model: nn.Module) -> list[str]:
     """Returns the parameters whose gradient is missing or zero; waits for the device.
 
-    Each projection of a `Projection` counts as one. All ranks must call this function, because each
-    rank has a part of a sharded gradient.
+    Each part of a `Projection` counts as a parameter. All ranks must call this function, because
+    each rank has a part of a sharded gradient.
     """
     dead = []
     joined = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Projection)}
@@ -89,7 +89,8 @@ class Spikes:
             return torch.zeros_like(nonfinite)
         deviation, mean = torch.std_mean(self.norms)
         limit = mean + self._sigmas * torch.maximum(deviation, LEAST_DEVIATION * mean)
-        norm, full = norm.detach().float(), self.seen >= SPIKE_WINDOW_STEPS
+        # A window of zeros has no level to compare with.
+        norm, full = norm.detach().float(), (self.seen >= SPIKE_WINDOW_STEPS) & (limit > 0)
         kept, finite = torch.where(full, torch.minimum(norm, limit), norm), nonfinite == 0
         slots = torch.arange(SPIKE_WINDOW_STEPS, device=norm.device)
         newest = slots == self.seen % SPIKE_WINDOW_STEPS
@@ -107,7 +108,7 @@ class Guard:
         self._chance_nats = chance_nats
         self._recent: deque[Row] = deque()
         self.skipped = self.nonfinite_loss = self.overflow = self.spikes = 0
-        """Steps of this process."""
+        """Numbers of steps of this process."""
 
     def count(self, rows: list[Row]) -> None:
         """Counts skipped steps by cause; a non-finite step does not count as a spike."""

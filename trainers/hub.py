@@ -31,7 +31,7 @@ def resolve(
     place = str(Path(data.path).absolute()) if data.path else DATASET
     card = str(Path(place, "README.md")) if data.path else DATASET
     try:
-        # Only this configuration's files are listed, as a mirror may lack the others.
+        # Lists this configuration's files only, because a mirror may lack other files.
         configs = DatasetCard.load(card).data.to_dict().get("configs") or ()
         named = {each["config_name"]: each for each in configs}
         if data.subset not in named:

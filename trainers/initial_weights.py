@@ -23,7 +23,7 @@ INITIALISERS = (
 
 
 class InitialWeights(TorchDispatchMode):
-    """Records the calls of `INITIALISERS`; a call for a part of a weight belongs to the weight."""
+    """Records the calls of `INITIALISERS`; a call on a part is recorded for the whole weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class InitialWeights(TorchDispatchMode):
 
     @torch.no_grad()
     def fill(self, model: nn.Module, device: torch.device) -> None:
-        """Gives this rank's shards memory on `device` and their values."""
+        """Allocates this rank's shards on `device` and sets their values."""
         first: dict[int, str] = {}
         everywhere = model.named_parameters(remove_duplicate=False)
         shared = [(name, first.setdefault(id(p), name)) for name, p in everywhere]

@@ -39,7 +39,7 @@ class Inventory:
         self._dump_memory("boot")
         if member.rank == 0:
             self._write(self._named("dtypes_report.txt"), dtypes(model))
-            # Its own thread: a hung driver must block neither a step nor a record.
+            # A separate thread: a hung driver must block neither a step nor a record.
             threading.Thread(
                 target=self._write_environment, name="environment", daemon=True
             ).start()
@@ -62,7 +62,7 @@ class Inventory:
             self._dump_memory(f"post_step{step}")
 
     def _named(self, name: str) -> str:
-        """Returns the name of a file: `_fsdp` in the FSDP trainer, the rank unless it is 0."""
+        """Returns `name` with `_fsdp` in the FSDP trainer, and with the rank unless it is 0."""
         stem, dot, ending = name.partition(".")
         if self._is_fsdp:
             stem = f"{stem.removesuffix('_mb')}_fsdp" + ("_mb" if stem.endswith("_mb") else "")
@@ -87,7 +87,7 @@ class Inventory:
 
 
 def dtypes(model: nn.Module) -> str:
-    """Returns the elements of each dtype, and the dtype and shape of each parameter and buffer."""
+    """Returns the number of elements per dtype, and the dtype and shape of each tensor."""
     rows = [("PARAM", name, each) for name, each in model.named_parameters()]
     rows += [("BUFFER", name, each) for name, each in model.named_buffers()]
     sizes: Counter[str] = Counter()

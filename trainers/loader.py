@@ -43,7 +43,7 @@ class Batch:
     targets: Tensor
     """int64, of the same shape."""
     scored: Tensor | None
-    """bool `[B, S]`; None: every position."""
+    """bool `[B, S]`; None: every position is scored."""
     tokens_scored: int
     tokens: Tensor | None = None
     """The tokens `[B, S + 1]` on the CPU, as the source returned them."""
@@ -111,7 +111,7 @@ class Loader:
         return [self._next() for _ in range(count)]
 
     def close(self) -> None:
-        """Stops the thread, except a thread that hangs in a read."""
+        """Stops the thread; a thread that hangs in a read continues."""
         self._stop.set()
         while not self._ready.empty():
             self._ready.get_nowait()
@@ -192,15 +192,15 @@ def open_on_all_ranks(
 ) -> Source:
     """Opens the source first on rank 0, then on the other ranks; all ranks must call this function.
 
-    So only one rank waits for a hub that does not answer. Raises DataError on all ranks, also if a
-    rank has other files than rank 0, because the ranks would read different streams.
+    So only one rank waits for a hub that does not answer. Raises DataError on all ranks, also if
+    the files of a rank differ from those of rank 0.
     """
     source, failed, prints = None, None, []
     for turn in range(2):
         if turn == min(parallel.rank, 1):
             try:
                 source = open_source(settings, run, held_out)
-            except Exception as error:  # of any type: the other ranks wait for this one
+            except Exception as error:  # any error: the other ranks wait for this rank
                 failed = error
         prints = parallel.gather_text(FAILED if failed else source.fingerprint if source else "")
         if failed or FAILED in prints:

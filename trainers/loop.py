@@ -160,7 +160,7 @@ def count_skipped(t: Training, rows: list[Row]) -> None:
 def log(
     t: Training, step: int, rows: list[Row], rate: float, norm: Tensor, stats: dict[str, Tensor]
 ) -> float | None:
-    """Writes the progress record; returns the share of right bytes since the last one (recall)."""
+    """Writes a progress record; returns the share of right bytes since the last record (recall)."""
     extra = facts.memory(t.parallel.device) | {name: numbers(x) for name, x in stats.items()}
     if fallbacks := t.plain.fallbacks():
         extra["fb_total"] = fallbacks.total()
@@ -201,7 +201,7 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
 
 
 def save(t: Training, step: int) -> None:
-    """Saves a checkpoint; reports a failed save, after which the training continues."""
+    """Saves a checkpoint. If the save fails, this is reported, and the training continues."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
     t.saver.wait()

@@ -153,8 +153,8 @@ def verify(path: Path) -> Manifest:
 def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
     """Returns a verified checkpoint, and the errors of the newer checkpoints.
 
-    `path` is a checkpoint, or a run; of a run, the checkpoint of `step` or the newest verified one
-    is returned. Raises CheckpointError.
+    `path` is a checkpoint or a run. For a run, returns the checkpoint of `step`, or the newest
+    verified checkpoint if `step` is 0. Raises CheckpointError.
     """
     if step_of(path) is not None:
         verify(path)

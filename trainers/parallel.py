@@ -1,8 +1,8 @@
 """Strategies for one or several ranks: single process, DDP, FSDP2.
 
 A strategy wraps the model, selects when gradients are reduced, sums small vectors over ranks and
-returns the plain module. `scale` is the factor of a rank's loss sum that makes the reduced gradient
-that of the token-weighted mean over all ranks.
+returns the plain module. `scale` is the factor for a rank's loss sum; with it, the reduced gradient
+is the gradient of the token-weighted mean loss over all ranks.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Ddp(Group):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         settings, pulse = self._settings, self._member.pulse
-        # The embedding's gradient is the last one; then this rank waits for the others' buckets.
+        # The embedding's gradient comes last; then this rank waits for buckets of other ranks.
         next(model.parameters()).register_post_accumulate_grad_hook(
             lambda _: pulse.count_collective()
         )
@@ -161,7 +161,7 @@ class Ddp(Group):
 
 
 class Fsdp(Group):
-    """FSDP2: parameters, gradients and optimizer state are sharded, per block and for the rest.
+    """FSDP2: parameters, gradients and optimizer state are sharded: each block, and the rest.
 
     With bf16 or fp16, the ranks gather the weights of the blocks in this type and reduce the
     gradients in fp32. Activations between the layers stay in fp32, as with DDP.

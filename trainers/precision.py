@@ -26,7 +26,7 @@ PEAK_OF = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
 """Tensor cores are as fast with fp16 as with bf16; the table has no peak for fp64."""
 
 LEAST_SCALE = 1.0
-"""Floor of the loss scale; gradients that overflow here are too large for fp16 themselves."""
+"""Lowest loss scale; gradients that overflow at this scale are too large for fp16."""
 
 MFU_FORMULA = "flops_per_token(causal=False) * toks_per_s / (world * peak_flops)"
 

@@ -27,7 +27,7 @@ KERNELS = {
     "_scaled_dot_product_fused_attention_overrideable": "overrideable",
     "_flash_attn_forward": "flash-attn",
 }
-"""Short names of SDPA's operators, by operator without its namespace."""
+"""Short names of SDPA's operators; a key is an operator without its namespace."""
 
 
 class Profiler:
@@ -132,7 +132,7 @@ def kernels_called(events: Iterable[Any]) -> dict[str, dict[str, int]]:
 
 
 def kernel_words(called: dict[str, dict[str, int]]) -> str:
-    """Returns "cmp.masked: none; sel.masked: flash ×4"."""
+    """Returns a text such as "cmp.masked: none; sel.masked: flash ×4"."""
     parts = (
         f"{branch}: "
         + (", ".join(f"{kernel} ×{count}" for kernel, count in kernels.items()) or "none")

@@ -148,17 +148,17 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("data.recall_span", "data.recall_distance", "data.recall_distance_max", "data.seq_len"),
         lambda s: s.data.source == "recall" and _does_not_fit(s.data),
-        "the span and its return need span + distance bytes in one sequence; lengthen seq_len",
+        "the span and its repetition need span + distance bytes in one sequence; lengthen seq_len",
     ),
     Refusal(
         ("data.recall_span", "data.recall_distance"),
         lambda s: s.data.source == "recall" and s.data.recall_span > s.data.recall_distance,
-        "the span would overlap its return; raise the distance",
+        "the span would overlap its repetition; raise the distance",
     ),
     Refusal(
         ("data.recall_distance", "model.nsa.window"),
         _within_window,
-        "the return is inside the window, so recall would prove nothing; raise the distance",
+        "the repetition is inside the window, so recall would prove nothing; raise the distance",
     ),
     Refusal(
         ("train.stop_at_bytes_right", "data.source"),

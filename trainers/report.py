@@ -35,14 +35,14 @@ CSV_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "fallback_counters.csv": ("fb_total",),
     "val.csv": ("val_loss", "ppl"),
 }  # fmt: skip
-"""The columns of each CSV file after `step`; scripts of the runbooks average column 4 of the first.
-"""
+"""The columns of each CSV file after `step`. Scripts of the runbooks average the fourth column of
+training.csv."""
 IN_SHARDS = ("k_stats.csv", "fallback_counters.csv")
-"""Files with `_fsdp` in their name in the FSDP trainer."""
+"""Files whose names contain `_fsdp` in the FSDP trainer."""
 
 
 class Csv:
-    """Appends one row per record that has a figure of its columns; a new file has a header."""
+    """Appends a row for each record that has one of its columns; a new file gets a header."""
 
     def __init__(self, member: Member, name: str, is_fsdp: bool):
         self._member, self._columns = member, CSV_COLUMNS[name]
@@ -216,7 +216,7 @@ class Report:
         self, step: int, *, loss: float, skipped_steps: int, phases_s: Mapping[str, float],
         **figures: Any,
     ) -> float | None:  # fmt: skip
-        """Writes the progress record of a step. Returns the fraction of copied bytes right.
+        """Writes the progress record of a step. Returns the fraction of right copied bytes.
 
         `figures` (gate statistics, GPU memory) are added unchanged.
         """

@@ -40,7 +40,7 @@ from trainers.manifest import Manifest
 from trainers.schema import CheckpointSettings
 
 FINISH_S, HURRY_S = 60.0, 10.0
-"""Longest wait in seconds for a background save after an error, and in a process that must exit."""
+"""Longest wait for a background save after an error; the second value if this rank must halt."""
 REMOVE_S, POLL_S = 5.0, 0.1
 
 
@@ -64,7 +64,7 @@ class Saver:
             "dist.ProcessGroup | None",
             dist.new_group(backend="gloo") if parts.parallel.world > 1 else None,
         )
-        # The second worker removes the files of a first one that hangs.
+        # The second worker removes the files of a save that hangs in the first worker.
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="nsa-saver")
         self._pending: tuple[Future[Path], Path] | None = None
         self._ended: list[Path | CheckpointError] = []
@@ -146,7 +146,7 @@ class Saver:
         return _failed(target, late)
 
     def _begin(self, position: Manifest) -> tuple[Path, Tensor]:
-        """Removes the files of a killed save. Returns the target, and generators of all ranks."""
+        """Removes the files of a killed save. Returns target and generator states of all ranks."""
         self.wait()
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)
@@ -195,7 +195,7 @@ class Saver:
             except BaseException as error:
                 reason = reason_of(error)
             else:
-                # The new checkpoint is complete, also where an old one cannot be removed.
+                # The new checkpoint is complete, even if an old one cannot be removed.
                 keep = self._settings
                 self.remarks += manifest.retain(self._run, keep.keep_last, keep.keep_every)
         if self._group is not None:
@@ -203,7 +203,7 @@ class Saver:
             try:
                 dist.broadcast_object_list(message, group=self._group, group_src=0)
             except RuntimeError:
-                # On rank 0 the result is final, also where another rank has exited since.
+                # On rank 0 the result is final, even if another rank has exited.
                 if parallel.rank:
                     raise
             reason = message[0]
@@ -217,7 +217,7 @@ class Saver:
     def _discard(self, target: Path) -> None:
         """Removes an unfinished checkpoint (rank 0).
 
-        It renames the checkpoint first: either this rename succeeds, or that of a seal in progress.
+        It renames the checkpoint first: either this rename succeeds, or the rename in `_seal`.
         """
         if not self._ours():
             return

@@ -35,7 +35,7 @@ class DataSettings:
 
     source: Literal["synthetic", "recall", "text", "jsonl", "parquet", "fineweb_edu"] = key(
         "synthetic",
-        "Source of tokens: random bytes, spans that return, files of a folder, or FineWeb-Edu.",
+        "Source of tokens: random bytes, repeated spans, files of a folder, or FineWeb-Edu.",
     )
     seq_len: int = key(128, "S: predicted tokens per sequence.", 2, 1 << 20)
     path: str = key(
@@ -59,13 +59,13 @@ class DataSettings:
         "itself.",
     )
     recall_span: int = key(
-        48, "Bytes in a span that returns; all except the first are scored.", 2, 1 << 20
+        48, "Bytes in the repeated span; all except the first are scored.", 2, 1 << 20
     )
     recall_distance: int = key(
-        64, "Distance in bytes from a span to its return; must exceed the window.", 1, 1 << 20
+        64, "Distance in bytes from a span to its repetition; must exceed the window.", 1, 1 << 20
     )
     recall_distance_max: int = key(
-        0, "Largest distance in bytes; random per sequence; 0: always `recall_distance`."
+        0, "Largest distance in bytes, if drawn for each sequence; 0: always `recall_distance`."
     )
     skip: str = key("", "Steps A:B (B excluded) whose data is skipped.")
     prefetch: int = key(4, "Batches that the loader reads ahead.", 1, 1024)
@@ -213,7 +213,7 @@ TINY_MODEL = ModelConfig(
     dim=128, n_layers=2, n_heads=4, n_kv_groups=2, d_k=32, d_v=32, mlp_hidden=256, init_std=0.03,
     nsa=NSAConfig(block_size=4, block_stride=2, select_block_size=8, n_select=8, window=32),
 )  # fmt: skip
-"""The built-in toy: the model without a configuration, small enough for any machine."""
+"""The built-in toy: the default model, small enough for any machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +240,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: `kind` is a type or the choices; `default` is None for a key without one."""
+    """One key: `kind` is a type or the choices; `default` is None if there is no default."""
 
     kind: type | tuple[str, ...]
     default: Any

@@ -22,7 +22,7 @@ class Source:
     """An endless stream of sequences of S + 1 tokens; sequence i belongs to rank i % world."""
 
     about: str
-    """Its description, for an error message and env.json."""
+    """The description of the source, for error messages and env.json."""
     fingerprint: str
     """The conditions under which a position is valid, as `key=value` words."""
     scored: int
@@ -30,7 +30,7 @@ class Source:
     position = 0
     """Sequences read so far, over all ranks."""
     end_token: int | None = None
-    """The token after each document, if attention must not cross it."""
+    """The token after each document if attention must not cross documents, else None."""
 
     def read(self, count: int, rank: int, world: int) -> RankRows:
         """Returns this rank's part of the next `count` sequences.

@@ -48,7 +48,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "runtime.use_flash": {True: False, False: True},
     "nsa.phi": {"avg": "mean"},
 }
-"""Values of other systems, by their name of the key."""
+"""The translations of values of other systems, by the key's name there."""
 INCLUDE, MOST_INCLUDES = "include", 4
 
 
@@ -115,7 +115,7 @@ def resolve(
 def _from_yaml(
     path: Path, known: Mapping[str, Key], includers: tuple[Path, ...] = ()
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yields key, value and origin of a configuration; an included file's values come first."""
+    """Yields key, value and origin of each setting in a file; an included file comes first."""
     document, names = yamlfile.load(path), known.keys() | ALIASES.keys()
     if INCLUDE in document:
         included = _included(path, document.pop(INCLUDE), includers)

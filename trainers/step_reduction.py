@@ -18,7 +18,7 @@ from torch import Tensor
 from trainers.contract.rundir import REQUEST_FILES
 
 HALT_REASONS = (".HALT", "SIGTERM", "SIGINT")
-"""Reasons to halt; other reasons of a rank count as the first."""
+"""Reasons to halt; any other reason counts as the first of these."""
 
 FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike", "scale_lowered")
 
@@ -98,7 +98,7 @@ class StepReduction:
         wait = self._reduce(vector)
         if self._side is None:
             return vector, wait
-        # The copy to the host overlaps the next step; only its event is waited for.
+        # The copy to the host overlaps the next step; the host waits only for its event.
         host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):

@@ -1,9 +1,9 @@
-"""Joins documents into one endless token stream, whose position fits a checkpoint.
+"""Joins documents into one endless token stream with a small, exact position.
 
-The position is small and exact. Documents are tokenised, followed by the end token, joined, and cut
+Documents are tokenised, followed by the end token, joined, and cut
 into sequences of S + 1 tokens that overlap by one. With bytes, text files are joined without a
 separator (unless data.documents=separate), and documents of the other formats are followed by a
-zero byte; with gpt2, each is followed by `<|endoftext|>`.
+zero byte; with gpt2, each document is followed by `<|endoftext|>`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Lane:
 
 
 class Stream(Source):
-    """Documents in `lanes` parallel streams: sequence i is the next one of lane i % lanes.
+    """Documents in `lanes` parallel streams: sequence i comes from lane i % lanes.
 
     A batch therefore mixes files. Each rank reads all lanes and uses only its part, so a position
     is valid for any number of ranks.

@@ -37,12 +37,12 @@ class Synthetic(Source):
         return tokens, None if self.scored == self.seq_len else mask
 
     def sequence(self, index: int, scored: torch.Tensor) -> bytearray:
-        """Returns S + 1 bytes; sets the predictions that count in `scored`, bool `[S]`."""
+        """Returns S + 1 bytes; marks in `scored` (bool `[S]`) the predictions that count."""
         del scored
         return self.draw(index)[0]
 
     def draw(self, index: int) -> tuple[bytearray, random.Random]:
-        """Returns S + 1 bytes for the seed and an index, and the random generator after them."""
+        """Returns S + 1 bytes for the seed and an index, and the generator that drew them."""
         generator = random.Random(f"{self._seed}/{index}")
         return bytearray(generator.randbytes(self.seq_len + 1)), generator
 

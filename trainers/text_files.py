@@ -50,7 +50,7 @@ class Documents:
     digest: str
     """Hash of names and sizes of all files in both parts."""
     keep: Callable[[bytes], bool]
-    """Returns whether a document is in this part; true for all where whole files are held out."""
+    """Returns whether a document is in this part; always True if whole files are held out."""
     reader: Reader
     text_key: str
 
@@ -144,7 +144,7 @@ def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
 def _part_of_files(
     names: Sequence[str], keys: Sequence[str], fraction: float, held_out: bool
 ) -> list[str]:
-    """Returns the held-out files (the lowest hashes, at least one file), or the others."""
+    """Returns the held-out files (those with the lowest hashes, at least one), or all others."""
     order = sorted(range(len(names)), key=lambda i: hashlib.sha256(os.fsencode(keys[i])).digest())
     count = min(max(1, round(fraction * len(names))), len(names) - 1) if fraction else 0
     return [names[i] for i in (order[:count] if held_out else order[count:])]

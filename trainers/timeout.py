@@ -1,6 +1,6 @@
-"""Runs a call that may hang in a daemon thread, with a time limit.
+"""Runs a call with a time limit, in a daemon thread.
 
-A dead mount or a name server, for example, can hang a call.
+A call can hang, for example on a dead mount or name server.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def resume(options: argparse.Namespace) -> int:
-    """Launches the phases of an ended launch that have not passed, with its options."""
+    """Launches the phases that did not pass in an ended launch, with the options of that launch."""
     path = launches.find(options.run, options.root, act=True)
     return _begin(LaunchOptions(resume=path, root=options.root), options)
 

@@ -36,7 +36,7 @@ def diagnose(options: argparse.Namespace) -> int:
 
 
 def _dump(path: Path) -> Outcome:
-    """Requests a dump from the supervisor; returns its answer. Raises RefusedError without one."""
+    """Requests a dump and returns the answer. Raises RefusedError if there is no supervisor."""
     event = actions.answer(path, actions.send(path, "dump", {}, actions.who()), DUMPED_S)
     if event is None:
         return False, f"no answer from the supervisor within {DUMPED_S:g} s", []

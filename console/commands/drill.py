@@ -27,16 +27,17 @@ from trainers.contract.errors import ContractError, UsageError, did_you_mean
 
 PLAN = catalog.PROJECT / "configs" / "drill.yaml"
 FOLDER = "drills"
-"""Below the root: a drill is not the `latest` launch, nor evidence about another run."""
+"""The folder of drills below the root: a drill must not become the `latest` launch, or evidence
+about another run."""
 POLL_S = 0.5
 MAX_PROCESSES = 16
 READ_BYTES = 1 << 20
 MAX_VERDICTS = 256
 NEUTRAL = frozenset(("dump", "note", "checkpoint", "profile"))
-"""Requests that look or keep: they are neither right nor wrong."""
+"""Requests that only inspect or save; as a reaction they are neither right nor wrong."""
 STARTUP_S, ENDED_S, ANSWER_S = 300.0, 30.0, 15.0
 BY = "drill"
-"""Begin of the sender of the drill's own requests."""
+"""First word of the sender in the drill's own requests."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -48,7 +49,7 @@ class Score:
     truth: Truth
     fault_ts: float | None = None
     said: str = ""
-    """The verdict, end or alert that showed the fault, "" for none."""
+    """The verdict, end or alert that showed the fault, or "" if nothing showed it."""
     shown_s: float | None = None
     right_rank: bool = False
     right_phase: bool = False
@@ -58,7 +59,7 @@ class Score:
 
     @property
     def reaction(self) -> tuple[str, float] | None:
-        """The first action that is not neutral, with its time; None if there is none."""
+        """The first action that is not neutral and its time, or None if there is no such action."""
         return next((each for each in self.actions if each[0] not in NEUTRAL), None)
 
     @property
@@ -140,7 +141,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _ignore(*_: object) -> None:
-    """Handles a signal by doing nothing; unlike SIG_IGN, no started process inherits this."""
+    """Ignores a signal. Unlike SIG_IGN, this handler is not inherited by started processes."""
 
 
 def _on_signals(handler: Callable[..., None]) -> None:
@@ -165,7 +166,7 @@ def _chosen(options: argparse.Namespace) -> Drill:
 
 
 def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Follows the drill, or runs the screen in a process of its own, which may end in any way."""
+    """Follows the drill as text, or on a screen in a child process that may end in any way."""
     if not options.json:
         print_line(f"drill {fault} is launched in {path}")
     if options.plain or options.json:
@@ -175,7 +176,7 @@ def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
         try:
             screen.wait()
         except KeyboardInterrupt:
-            screen.terminate()  # it restores the terminal
+            screen.terminate()  # the screen then restores the terminal
             raise
     return read_score(path, fault)
 

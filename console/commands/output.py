@@ -72,7 +72,7 @@ def emit(record: Any) -> None:
 
 
 def program() -> str:
-    """Returns the command that starts this program: its name if the name is in PATH."""
+    """Returns the command that starts this program: its name if PATH has it, or else its path."""
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m console"
@@ -120,7 +120,7 @@ def discard() -> None:
 
 
 def show_progress(share: float | None, text: str = "") -> None:
-    """Draws the progress of a long read on a terminal, over its former value; None removes it."""
+    """Draws the progress of a long read on a terminal over the last value; None removes it."""
     if not sys.stderr.isatty():
         return
     bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "

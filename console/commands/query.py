@@ -154,7 +154,7 @@ def _check_run(options: argparse.Namespace) -> int:
 
 
 def _so_far(state: RunState) -> str:
-    """Returns how many gates of a run that has not ended pass, fail and are unknown so far."""
+    """Returns, for a run that has not ended, how many gates pass, fail and are unknown so far."""
     if not state.gates:
         return f"{state.id} is {state.state}; it has no gates"
     counts = Counter(gate.result for gate in state.gates)

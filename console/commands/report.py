@@ -15,14 +15,17 @@ def report(options: argparse.Namespace) -> int:
     path = launches.find(options.run, options.root)
     output = options.output
     if output is None:
-        text = reports.build(path)[0]
+        *_, files = reports.versions(path)
+        text = files[path]
         show(options.json, {"path": str(path), "report": text}, [text.rstrip("\n")])
         return 0
     if output.suffix != ".md" or not output.parent.is_dir():
         raise UsageError(f"--output {output}: it must be NAME.md, in an existing directory")
     try:
-        files = [str(each) for each in reports.write(path, output)]
+        *_, files = reports.versions(path, output)
+        reports.save(files)
     except OSError as error:
         raise RefusedError(f"cannot write {output}: {error.strerror}") from error
-    show(options.json, {"path": str(path), "files": files}, [f"wrote {', '.join(files)}"])
+    names = [str(each) for each in files]
+    show(options.json, {"path": str(path), "files": names}, [f"wrote {', '.join(names)}"])
     return 0

@@ -301,7 +301,7 @@ def _lower(sentence: str) -> str:
 
 
 def _verbs() -> Iterator[Command]:
-    """Yields the commands that send one action each, or select an action by an option."""
+    """Yields the commands of actions; a command with several actions has an option per action."""
     verbs: dict[str, list[Action]] = {}
     for action in action_table.TABLE:
         if action.verb:

@@ -54,7 +54,7 @@ def watchdog(options: argparse.Namespace) -> int:
 def make_watchdog(
     watch: Watch, settings: Mapping[str, Any], halt: bool, interval_s: float
 ) -> Watchdog:
-    """Returns a watchdog that only warns; with `halt`, strong rules and `HALTING` halt the run."""
+    """Returns a watchdog that only warns; with `halt`, `HALTING` and strong rules halt the run."""
     strong = [name for name, rule in watch.rules.items() if rule.action in STRONG]
     rules = {name: replace(rule, action=None) for name, rule in watch.rules.items()}
     wanted = dict.fromkeys((*HALTING, *strong), "halt") if halt else {}
@@ -62,7 +62,7 @@ def make_watchdog(
 
 
 def _report(change: Change, run: Path, halted: set[Path], options: argparse.Namespace) -> None:
-    """Prints a change; halts the run, once, if the change has the action to halt."""
+    """Prints a change, and halts the run once if the change says that an action is due."""
     rule = change.rule
     record = {
         "kind": change.kind, "rule": rule.name, "level": change.level, "action": change.action,

@@ -1,7 +1,7 @@
 """The cause of a stall: a table of rules over the evidence about the ranks that cause it.
 
-The first rule that applies to the named rank gives the cause. "High" needs two independent sources
-that name the same ranks, and none that names another one.
+The first rule that applies to the named rank gives the cause. The confidence "high" needs two
+independent sources that name the same ranks, and no source that names another rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.evidence import NO_WHERE, RAN_TICKS, Evidence, Sign, signs
+from console.diagnose.evidence import NO_WHERE, RAN_SHARE, Evidence, Sign, signs
 from console.diagnose.stack_classes import Where, loader_thread
 from console.diagnose.stall import UNREPORTED, RankEvidence
 from console.diagnose.verdict import ENDED_STATES, Case, exits, others, resume, stalled
@@ -35,26 +35,26 @@ class Suspect:
     where: Where
     share: float | None
     runs: bool
-    """Uses a core in code of its own."""
+    """True if the rank uses a core and waits neither for its peers nor for its GPU."""
     difference: Difference
     loader: tuple[str, bool]
-    """The result of `loader_thread` for the thread that reads its data."""
+    """The result of `loader_thread` for this rank."""
     gpus: Sequence[Gpu] = ()
     uses_a_core: bool = False
-    """Runs, in code of its own or not."""
+    """True if the rank uses a core, also while it waits for its peers or its GPU."""
     python: bool | None = None
     """Whether its running main thread is in Python code, or None if that is not known."""
     ran: bool | None = None
-    """Its main thread ran between the samples, or None if that is not known."""
+    """Whether its main thread ran between the samples, or None if that is not known."""
 
     @property
     def in_futex(self) -> bool:
-        """Waits for a lock in code of its own, or for the GIL while it runs."""
+        """True if its own code waits in a futex: for a lock, or now and then for the GIL."""
         return self.main.kind == "futex" and self.where.kind == "own"
 
     @property
     def state(self) -> str:
-        """The kernel's letter of the process; an end that its pidfd shows counts more."""
+        """The kernel's letter for the process, or its end if its pidfd shows that it has ended."""
         if self.process is None or self.rank.state in ENDED_STATES:
             return self.rank.state
         return self.process.state
@@ -67,12 +67,12 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One rule: `explain` returns the cause in words, "" where the rule does not apply."""
+    """One rule: `explain` returns the cause in words, or "" if the rule does not apply."""
 
     name: str
     explain: Callable[[Suspect], str]
     action: str
-    """The next step of an operator; {pid} and {place} stand for those of the rank."""
+    """The next step of an operator; {pid}, {place} and {resume} are replaced for the rank."""
 
 
 def _traced(of: Suspect) -> str:
@@ -104,7 +104,7 @@ def _loader(of: Suspect) -> str:
     )  # fmt: skip
     if not (kind == "loader" or waits or by_thread):
         return ""
-    # An ended child is no worker where its name is another program's: many are never waited for.
+    # An ended child with another program's name is no worker: many programs leave such children.
     names = {thread.name for thread in of.process.threads[:1]} if of.process else set()
     ill = [f"worker {child.pid} ({child.name}) is in state {child.state}"
            for child in (of.process.children if of.process else ())
@@ -131,7 +131,7 @@ def _lock(of: Suspect) -> str:
     if of.main.kind == "lock" or (of.in_futex and not of.ran):
         return f"waits{_on(of)}"
     if of.main.kind in ("pipe", "network", "child", "disk"):
-        return ""  # the queue that the stack shows is one of these
+        return ""  # the queue in the stack is built on this call
     return of.where.text if of.where.kind in ("lock", "queue", "thread", "file") else ""
 
 
@@ -162,12 +162,12 @@ def _busy(of: Suspect) -> str:
 
 
 def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
-    """Returns a rule on the system call of the main thread, or on the class of its stack."""
+    """Returns a rule for a system call of the main thread, or for classes of its stack."""
 
     def explain(of: Suspect) -> str:
         if of.main.kind == kind and of.where.kind != "peers":
             return f"waits{_on(of)}"
-        # A subprocess is waited for with a timer too.
+        # Python also uses a timer to wait for a subprocess.
         is_timed = of.main.kind == "timer" and kind != "child"
         return of.where.text if of.where.kind in stacks and not is_timed else ""
 
@@ -195,9 +195,9 @@ CAUSES: tuple[Cause, ...] = (
 )  # fmt: skip
 """The first rule that applies gives the cause."""
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
-"""Causes that one source shows for certain; others need the stack and the process of the rank."""
+"""Causes that one source proves; other causes need the stack and the process of the rank."""
 OF_LIBRARY = ("loader", "socket")
-"""Stacks that show the object of a poll, of which the system call shows nothing."""
+"""Classes of stacks that show which object a `poll` waits for; the system call does not show it."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
 
 
@@ -214,13 +214,13 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
     difference, first = evidence.difference(case.running), culprits[0]
     of = _suspect(first, evidence, difference)
     cause = next((each for each in CAUSES if each.explain(of)), None)
-    if cause is not None:  # the others that have the same cause
+    if cause is not None:  # keep the ranks with the same cause
         culprits = [each for each in culprits
                     if cause.explain(_suspect(each, evidence, difference))]  # fmt: skip
     numbers = {each.rank for each in culprits}
     why = [sign for sign in found if first.rank in sign.ranks]
     contrary = [sign for sign in found if sign.ranks and first.rank not in sign.ranks]
-    # Incomplete flight records name nobody, but count where they show another rank.
+    # Incomplete flight records name no rank, but are contrary evidence if they show another rank.
     unlike = bool(difference.ranks) and first.rank not in difference.ranks
     everyone = len(culprits) == len(case.running) > 1
     stopped = everyone and all(evidence.is_abnormal(each.rank) for each in culprits)
@@ -248,22 +248,22 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
 
 def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> Suspect:
     number, stacks = rank.rank, evidence.stacks
-    ticks = evidence.main_ticks(number)
+    own_share = evidence.main_share(number)
     return Suspect(
         rank, evidence.after.get(number), evidence.places().get(number, NO_WHERE),
         evidence.share(number), evidence.runs(number), difference,
         loader_thread(number, stacks) if number in stacks else ("", False),
         evidence.gpus.get(number, ()), evidence.uses_a_core(number),
-        evidence.runs_python(number), None if ticks is None else ticks >= RAN_TICKS,
+        evidence.runs_python(number), None if own_share is None else own_share >= RAN_SHARE,
     )  # fmt: skip
 
 
 def _culprits(
     found: Sequence[Sign], case: Case, evidence: Evidence
 ) -> list[RankEvidence]:  # fmt: skip
-    """Returns the ranks that cause the stall: those that cannot run, else the most often named.
+    """Returns the ranks that cause the stall: ranks that cannot run, or else the most named ranks.
 
-    A rank that cannot run is not the cause where two other sources name other ranks.
+    A rank that cannot run is not the cause if two other sources name other ranks.
     """
     ranks = [each for each in case.running
              if each.state in ENDED_STATES or evidence.is_abnormal(each.rank)]  # fmt: skip
@@ -276,29 +276,30 @@ def _culprits(
     if not named:
         return list(case.running) if len(case.running) == 1 else []
     best = max(named, key=lambda ranks: sum(bool(ranks & other) for other in named))
-    for other in named:  # what the agreeing sources have in common
+    for other in named:  # keep the ranks that all agreeing sources name
         best = best & other or best
     return [each for each in case.running if each.rank in best]
 
 
 def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
-    """Returns whether evidence that names the right rank may still mean another cause."""
+    """Returns whether another cause is possible although the evidence names the right rank."""
     number, kind = of.rank.rank, of.where.kind
-    # A process that cannot run writes no stack.
+    # A process that cannot run writes no stack, so a stack contradicts its state.
     lies = evidence.is_abnormal(number) and number in evidence.stacks
     waits = (
         ("queue", "thread", "lock", "process")
         if of.main.kind in ("futex", "none")
         else ("queue", "thread")
     )
-    # A data loader of the program's own waits for a queue, a thread, a lock or a pool too.
+    # A data loader that the program defines also waits for a queue, a thread, a lock or a pool.
     is_loader = kind in waits and of.rank.phase == UNREPORTED and not of.loader[1]
     native = cause.name == "busy" and not of.python
-    # The same stack may be a wait for another object, and the same system call one of a library.
+    # One stack can mean different objects, and a library may make the system call: both are needed.
     by_process = of.main.kind != "none" or of.uses_a_core
     is_seen = number in evidence.stacks and (by_process or (of.process and kind in OF_LIBRARY))
     lacks = cause.name not in SEEN_BY_ONE and (not is_seen or (of.in_futex and of.ran is None))
-    # Of two ranks, one may skip a call, or the other forget a new one. GPUs: seen with one only.
+    # Two ranks have no majority: either one may have the wrong call. The cause "device" was only
+    # tested on one GPU.
     no_majority = cause.name == "mismatch" and len(evidence.flights) == 2
     return (
         lies
@@ -320,7 +321,7 @@ def _sure(agree: int, disagree: int, has_cause: bool) -> Sure:
 def _alike(
     base: Verdict, case: Case, evidence: Evidence, found: Sequence[Sign]
 ) -> Verdict:  # fmt: skip
-    """Returns the verdict where no source names a rank."""
+    """Returns the verdict for a stall in which no source names a rank."""
     difference, places, lost = evidence.difference(case.running), evidence.places(), ""
     kinds = {places.get(each.rank, NO_WHERE).kind for each in case.running}
     if difference.kind == "mismatch":

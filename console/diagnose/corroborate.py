@@ -14,7 +14,7 @@ from console.sources.pace import Progress
 
 Corroborate = Callable[[Readings, History], str]
 PACE_LOST = 0.5
-"""Pulses confirm a drop of throughput if their pace is at most this share of the earlier one."""
+"""Pulses confirm a drop of throughput if their pace is at most this share of the earlier pace."""
 
 
 def kernel(_now: Readings, _history: History) -> str:
@@ -37,7 +37,7 @@ def pulses(_now: Readings, history: History) -> str:
 
 
 def _recorded(bad: Callable[[Progress], bool | None]) -> Corroborate:
-    """Confirms rank 0's figure by another rank's record of that step, or else by training.csv.
+    """Returns a check that compares rank 0's figure with another rank's record, or training.csv.
 
     `bad` returns whether a record shows the bad figure, or None if the record lacks the figure.
     """

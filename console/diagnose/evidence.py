@@ -22,32 +22,33 @@ ENDED_STATES = ("Z", "X", "gone")
 LASTING_STATES = ("T", "t", *ENDED_STATES)
 ABNORMAL_STATES = ("D", *LASTING_STATES)
 SPIN_SHARE = 0.5
-"""A main thread that waits for its GPU spins; where ranks share cores it has at least half of one.
-"""
+"""A main thread that waits for its GPU spins: it uses at least this share of a core, even if ranks
+share cores."""
 BUSY_SHARE = 0.7
-"""A process that uses at least this much of one core runs; one that waits uses far less."""
-RAN_TICKS = 5
-"""A main thread that waits for one object uses less CPU time between two samples."""
+"""A process that uses at least this share of a core runs; a process that waits uses far less."""
+RAN_SHARE = 0.025
+"""A main thread that waits for one object uses a smaller share of a core between two samples."""
 ALONE_SHARE = 0.8
-"""Share of a process's CPU time that its main thread used where no other thread computes."""
+"""Least share of a process's CPU time that its main thread uses if no other thread computes."""
 GIL_WAITS_PER_S, WATCHER_PER_S, GIL_HELD_PER_S = 4.0, (5.0, 21.0), 120.0
-"""Waits of a main thread that runs Python code, which hands the GIL to the watcher of the contract;
-of a watcher that polls 20 times a second and never waits for the GIL; and of one that asks for it
-every 5 ms and never gets it."""
+"""Waits per second of three threads. A main thread that runs Python code has at least the first
+number, because it passes the GIL to the contract's watcher thread. A watcher that never waits for
+the GIL has the second, because it polls 20 times a second. A watcher that asks for the GIL every
+5 ms and never gets it has at least the third."""
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
-"""System calls in which no rank waits for its peers."""
+"""Kinds of system calls in which a rank never waits for its peers."""
 HELD = ("disk", "lock", "pipe", "child")
-"""Waits of a rank that works; others are waits for it."""
+"""Kinds of waits of a rank that works during the start; other waits are for such a rank."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
 """Calls that the flight records do not show."""
 FOR_PEERS = ("peers", "device", "none")
-"""Stacks that name nobody: they wait for peers or the device, or are not available."""
+"""Classes of stacks that name no rank: they wait for peers or the device, or are not available."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The ranks that one source names as the cause of the stall; none where it shows no odd one.
+    """The ranks that one source names as the cause of the stall, or none if no rank differs.
 
     `text` is "" for a source that is not available.
     """
@@ -70,7 +71,7 @@ class Evidence:
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
     gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
-    """The row of each rank's own GPU, () where that is not known; no key without a GPU."""
+    """The row of each rank's own GPU, or () if it is not known; a rank without a GPU has no key."""
     ts: float = 0.0
     """Time of the second sample (unix s)."""
     _known: dict[object, Any] = field(
@@ -86,24 +87,24 @@ class Evidence:
         return before is None or after.state in (before.state, *ENDED_STATES)
 
     def waits(self, rank: int) -> bool:
-        """Returns whether a rank waits for one kind of object in both samples, but not a peer."""
+        """Returns whether a rank waits in both samples for the same kind of object, not a peer."""
         before, after = self.before.get(rank), self.after.get(rank)
         if after is None or after.main.kind not in OWN_WAITS:
             return False
         return before is None or before.main.kind == after.main.kind
 
     def runs(self, rank: int) -> bool:
-        """Returns whether a rank runs in code of its own; CUDA and NCCL wait with a core too."""
+        """Returns whether a rank uses a core to compute; CUDA and NCCL also use a core to wait."""
         kind = self.places()[rank].kind if rank in self.stacks else "none"
         after = self.after.get(rank)
         blocked = after is not None and after.main.kind not in ("none", "futex")
         return kind not in FOR_PEERS and not blocked and self.uses_a_core(rank)
 
     def runs_python(self, rank: int) -> bool | None:
-        """Returns whether a main thread that runs is in Python code, None where that is not known.
+        """Returns whether a main thread that runs is in Python code, or None if it is not known.
 
-        Native code never waits for the GIL: it lets the watcher run, or holds the GIL. The
-        threads of Python have the name of the main thread, those of libraries mostly their own.
+        Native code never waits for the GIL: it either lets the watcher run, or holds the GIL.
+        Threads of Python have the name of the main thread; threads of libraries rarely have it.
         """
         before, after = self.before.get(rank), self.after.get(rank)
         if before is None or after is None or after.mono <= before.mono or not after.threads:
@@ -122,12 +123,12 @@ class Evidence:
         return False if own == 0 and (low <= most <= high or most >= GIL_HELD_PER_S) else None
 
     def uses_a_core(self, rank: int) -> bool:
-        """Returns whether a rank's process runs in both samples."""
+        """Returns whether a rank's process runs in both samples, or uses most of a core."""
         running = all(rank in of and of[rank].state == "R" for of in (self.before, self.after))
         return running or (self.share(rank) or 0.0) >= BUSY_SHARE
 
     def share(self, rank: int) -> float | None:
-        """Returns the cores that a rank's process used between the two samples."""
+        """Returns the mean number of cores that a rank's process used between the samples."""
         before, after = self.before.get(rank), self.after.get(rank)
         return cpu_share(before, after) if before and after else None
 
@@ -148,7 +149,7 @@ class Evidence:
         )  # fmt: skip
 
     def calls_differ(self, numbers: Collection[int]) -> bool:
-        """Returns whether the stacks show these ranks in another collective than the others."""
+        """Returns whether the stacks show that these ranks call other collectives than the rest."""
         places = self.places()
         calls = {rank: (place.text, place.own) for rank, place in places.items()}
         odd = {call for rank, call in calls.items() if rank in numbers}
@@ -159,7 +160,7 @@ class Evidence:
     def silent(self, ranks: Sequence[RankEvidence], known: Mapping[int, object]) -> tuple[int, ...]:
         """Returns the ranks without evidence in `known`, if each of them was unable to write it.
 
-        Returns () otherwise. If all other ranks only wait, they wait for the returned ones.
+        Returns () otherwise. If all other ranks only wait, they wait for the returned ranks.
         """
         places, found = self.places(), [each for each in ranks if each.rank not in known]
         for each in found:
@@ -184,27 +185,28 @@ class Evidence:
     def main_runs(self, rank: int) -> bool:
         """Returns whether the main thread of a rank runs in both samples, or uses most of a core.
 
-        Its own time counts: the time of the process has that of all threads.
+        The CPU time of the main thread counts: that of the process includes all threads.
         """
         before, after = self.before.get(rank), self.after.get(rank)
         if before is None or after is None or after.main.kind != "none":
             return False
         if before.state == after.state == "R":
             return True
-        own = replace(before, cpu_ticks=0), replace(after, cpu_ticks=self.main_ticks(rank) or 0)
-        return (cpu_share(*own) or 0.0) >= SPIN_SHARE
+        return (self.main_share(rank) or 0.0) >= SPIN_SHARE
 
-    def main_ticks(self, rank: int) -> int | None:
-        """Returns the CPU time of a rank's main thread between the samples (clock ticks)."""
+    def main_share(self, rank: int) -> float | None:
+        """Returns the share of a core that a rank's main thread used between the samples."""
         samples = [of[rank] for of in (self.before, self.after) if rank in of]
-        ticks = [t.cpu_ticks for of in samples for t in of.threads if t.tid == of.pid]
-        return ticks[1] - ticks[0] if len(ticks) == 2 else None
+        own = [replace(of, cpu_ticks=t.cpu_ticks)
+               for of in samples for t in of.threads if t.tid == of.pid]  # fmt: skip
+        return cpu_share(*own) if len(own) == 2 else None
 
     def places(self) -> dict[int, Where]:
         """Returns the place of each rank's main thread.
 
-        One that runs in code of its own may wait for its GPU, unless that is idle: the calls of
-        CUDA have no Python frame. So does one in the same frame as a rank that waits for its GPU.
+        A thread that runs in the program's code may wait for its GPU, unless the GPU is idle: CUDA
+        calls have no Python frame. A thread in the same frame as a rank that waits for its GPU
+        waits for its GPU too.
         """
         if "places" not in self._known:
             self._known["places"] = self._find_places()
@@ -217,7 +219,7 @@ class Evidence:
             for rank, rows in self.gpus.items()
             if rank in found and found[rank].kind == "own" and not gpu_signs.is_idle(rows)
         }
-        # Also a process that only counted the GPUs has their files open: Python code is no wait.
+        # A process that only counted the GPUs also has their files open. Python code does not wait.
         runs = {rank for rank in own if self.main_runs(rank) and not self.runs_python(rank)}
         frames = {found[rank].frame for rank in runs if gpu_signs.is_running(own[rank])}
         for rank, rows in own.items():
@@ -231,8 +233,9 @@ class Evidence:
     def difference(self, ranks: Sequence[RankEvidence]) -> Difference:
         """Returns the first difference between the flight records of these ranks.
 
-        A rank whose stack waits in a call that all ranks have made is not behind. One that waits in
-        a call that is never recorded, while all others wait for it, calls another thing than they.
+        A rank is not behind if its stack waits in a call that all ranks have made. If all ranks
+        wait for peers, and the ranks that are behind wait in calls that are never recorded, then
+        the calls differ: a mismatch.
         """
         key = "difference", *(each.rank for each in ranks)
         if key not in self._known:
@@ -271,14 +274,14 @@ def _named(ranks: Sequence[RankEvidence], numbers: Sequence[int]) -> str:
 
 
 def _odd(odd: list[int], ranks: Sequence[RankEvidence]) -> tuple[int, ...]:
-    """Returns the odd ranks; none where all ranks of several are odd."""
+    """Returns the ranks that differ, or () if there are several ranks and all of them differ."""
     return tuple(odd) if len(odd) < len(ranks) or len(ranks) == 1 else ()
 
 
 def _of_flights(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
-    """Names no rank while a flight record is missing.
+    """Names the ranks that differ, if the flight record of every rank is available.
 
-    Exception: every rank without a record is unable to write one.
+    Otherwise names the ranks without a record, if each of them is unable to write one.
     """
     found = evidence.difference(ranks)
     complete = all(each.rank in evidence.flights for each in ranks)
@@ -290,10 +293,10 @@ def _of_flights(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
 
 
 def _of_stacks(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
-    """Names the ranks that hold the GIL, else those that wait neither for peers nor to join.
+    """Names the ranks that hold the GIL, or else ranks that wait neither for peers nor to join.
 
-    Ranks that wait to join are named where the others have joined, and ranks that cannot write a
-    stack where all others wait for peers.
+    If there are none, names the ranks that wait to join after the others have joined. If all stacks
+    wait for peers, names the ranks that cannot write a stack.
     """
     places = evidence.places()
     native = [rank for rank, place in sorted(places.items()) if place.kind == "native"]
@@ -333,7 +336,7 @@ def _of_processes(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
 
 
 def _starting(ranks: Sequence[RankEvidence], evidence: Evidence) -> list[int]:
-    """Returns the ranks for which the others wait during the start: those that compute or read."""
+    """Returns the ranks that compute or read during the start, while the others wait for them."""
     if any(each.phase and each.phase not in STARTING_PHASES for each in ranks):
         return []
     places = evidence.places()

@@ -1,7 +1,7 @@
 """The evidence from the GPUs of stalled ranks: lost, idle, or running a kernel.
 
-A host that waits for its GPU spins: state R, a whole core, one Python line. Only the GPU shows
-whether that is such a wait or an endless loop: measured on an H100, a kernel that never ends shows
+A process that waits for its GPU spins: state R, a whole core, one Python line. Only the GPU shows
+whether the process waits or is in an endless loop. On an H100, a kernel that never ends showed
 100 % utilisation at 120 of 700 W.
 """
 
@@ -14,7 +14,8 @@ from console.model import Gpu
 from console.sources.ranks import gpu_index
 
 IDLE_PCT, RUNNING_PCT = 5.0, 90.0
-"""NVML's utilisation is the share of time in which a kernel ran, however little it computed."""
+"""Utilisation up to which a GPU is idle, and from which it runs a kernel. NVML's utilisation is the
+share of time in which any kernel ran, even if it computed little."""
 SPINS_SHARE = 0.3
 """A GPU that runs a kernel below this share of its power limit computes little."""
 
@@ -22,12 +23,12 @@ SPINS_SHARE = 0.3
 def own_gpus(
     opened: Mapping[int, frozenset[int] | None], visible: Mapping[int, str], rows: Sequence[Gpu]
 ) -> dict[int, tuple[Gpu, ...]]:
-    """Returns the row of each rank's own GPU, () where that is not known; no key without a GPU.
+    """Returns the row of each rank's own GPU, or () if it is not known; no key without a GPU.
 
-    `opened` has N of the device files /dev/nvidiaN that a rank has open, None if not available;
-    `visible` its CUDA_VISIBLE_DEVICES. CUDA opens the files of all GPUs that it sees: of several,
-    a rank uses that of its number, as torchrun's programs do. The GPU of several ranks is no
-    evidence about one of them.
+    `opened` has each N of the device files /dev/nvidiaN that a rank has open, or None if that is
+    not available. `visible` has its CUDA_VISIBLE_DEVICES. CUDA opens the files of all GPUs that it
+    sees. If there are several, a rank uses the GPU with its own number, as programs under torchrun
+    do. A GPU that several ranks share is no evidence about one of them.
     """
     found = dict[int, tuple[Gpu, ...]]()
     for rank, minors in opened.items():
@@ -59,7 +60,7 @@ def is_running(rows: Sequence[Gpu]) -> bool:
 
 
 def words(rows: Sequence[Gpu]) -> str:
-    """Returns "GPU 0 at 100 %, 120 of 700 W", with the reason if a figure is missing."""
+    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W"; it says why a figure is missing."""
     return ", ".join(_words(gpu) for gpu in rows[:8])
 
 
@@ -73,7 +74,7 @@ def _words(gpu: Gpu) -> str:
 
 
 def kernel_words(rows: Sequence[Gpu]) -> str:
-    """Returns what a GPU with a running kernel does, as its power shows, or "" if unknown."""
+    """Returns what a running kernel does according to the GPU's power draw, or "" if unknown."""
     shares = [
         gpu.power_w / gpu.power_limit_w for gpu in rows
         if gpu.power_w is not None and gpu.power_limit_w
@@ -86,8 +87,11 @@ def kernel_words(rows: Sequence[Gpu]) -> str:
 
 
 def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
-    """Returns the ranks whose GPU differs: lost, else idle where all others run, else computing
-    where all others run a kernel that computes little: one that waits for a peer."""
+    """Returns the ranks whose GPU differs from the others: ranks with a lost GPU, if there are any.
+
+    Otherwise returns the ranks with an idle GPU if all others run a kernel. Otherwise returns the
+    ranks whose GPU computes if all others run a kernel that waits for a peer and computes little.
+    """
     groups: dict[str, list[int]] = {}
     for rank, rows in gpus.items():
         kind = "idle" if is_idle(rows) else kernel_words(rows)

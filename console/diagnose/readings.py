@@ -22,10 +22,10 @@ from trainers.contract import jsonl
 NEAR_UNIFORM = 0.99
 COLLAPSED_NATS, COLLAPSED_SHARE, COLLAPSED_PART = 0.2, 0.9, 0.5
 WINDOWS = (8, 32, 128)
-"""Numbers of newest progress records whose rate is compared with that of all before them."""
+"""Numbers of newest progress records; their rate is compared with that of all earlier records."""
 KEPT_RATES, LEAST_BEFORE, RATED_EVERY_S = 512, 16, 10.0
 SURE_Z = 6.0
-"""A rate has fallen when it fell by this many standard errors of a median."""
+"""A rate counts as lower only if it fell by more than this many standard errors of a median."""
 LEAST_SPREAD = 0.02
 RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
 PACE_EVERY_S, PACE_RECENT, PACE_POINTS = 10.0, 6, 360
@@ -55,11 +55,11 @@ class Readings:
     checkpoint_gib: float | None = None
     newest_ts: float | None = None
     stall_doubt: str = "no second source was read"
-    """Why the records do not confirm a stall, "" where they do."""
+    """Why the records do not confirm a stall, or "" if they confirm it."""
     csv: Progress | None = None
     """The newest row of training.csv."""
     env: Mapping[str, Any] = field(default_factory=dict)
-    """env.json of this attempt, {} without it."""
+    """The content of env.json of this attempt, or {} if there is no such file."""
 
 
 def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,14 +83,14 @@ def gate_collapsed(progress: Progress) -> bool | None:
 
 @dataclass(slots=True)
 class Counter:
-    """A counter of one GPU: its increase in this attempt, and its last rise (monotonic s)."""
+    """A counter of one GPU: its increase in this attempt, and when it last rose (monotonic s)."""
 
     last: int
     increase: int = 0
     at: float = -math.inf
 
     def update(self, value: int, mono: float) -> None:
-        """Adds a new value; if it is below the last one (a GPU reset), the increase becomes 0."""
+        """Adds a value; if it is below the last value (a GPU reset), the increase becomes 0."""
         if value > self.last:
             self.increase, self.at = self.increase + value - self.last, mono
         elif value < self.last:
@@ -109,17 +109,17 @@ class History:
         self.nonfinite: dict[int, int] = {}
         """Number of consecutive progress records with a non-finite loss, by rank."""
         self.zero_grads = self.collapsed = 0
-        """Numbers of consecutive progress records of rank 0."""
+        """Counts of consecutive records of rank 0: gradient norm zero; attention gate collapsed."""
         self.uniform_steps: int | None = None
         self.rate_ratio: float | None = None
-        """An upper bound of new ÷ old throughput, by the records."""
+        """An upper bound of new ÷ old throughput, according to the records."""
         self.pace_ratio: float | None = None
-        """Steps per second of the last minute ÷ those before, by the pulses and our own clock."""
+        """Pace of the last minute ÷ pace before it, from the pulses and the clock of this host."""
         self.growth_mib_s: dict[int, float] = {}
         self.truth = TruthHistory()
         self.ecc: dict[int, Counter] = {}
         self.xids: dict[int, Counter] = {}
-        """Xids by GPU. `at` also covers an Xid that may have ended the attempt before."""
+        """Xids by GPU. `at` also covers an Xid that may have ended the former attempt."""
         self.jump_s = 0.0
         self._uniform_since: int | None = None
         self._rates: deque[float] = deque(maxlen=KEPT_RATES)
@@ -225,9 +225,9 @@ class History:
 def rate_ratio(logs: list[float]) -> float | None:
     """Returns an upper bound of new rate ÷ old rate, from the logarithms of the rates in order.
 
-    Each window's median is compared with the median of the window before. The bound is `SURE_Z`
-    standard errors above the measured ratio. The standard error comes from the run's own spread, so
-    a run of uneven steps needs more records. Returns None until there are enough records.
+    Each window's median is compared with the median of all records before it. The bound is `SURE_Z`
+    standard errors above the measured ratio. The standard error comes from the spread of the run,
+    so a run with uneven steps needs more records. Returns None until there are enough records.
     """
     bounds = []
     for count in WINDOWS:
@@ -242,7 +242,7 @@ def rate_ratio(logs: list[float]) -> float | None:
 
 
 def steady_growth(points: list[tuple[float, float]]) -> float:
-    """Returns how fast a figure grows steadily, per second (the lowest rate found).
+    """Returns the steady growth of a figure per second: the lowest growth that was found.
 
     The points are reduced to the medians of three thirds, and the lowest slope between two of the
     medians counts. The result is 0 if the figure is constant or rose in one jump.

@@ -12,7 +12,7 @@ from console.model import Level
 from trainers.contract.plan import Watch
 
 PURE_NUMBERS = ("limits", "ratio")
-"""Units of a ratio, which `bound` does not write."""
+"""Units of ratios; `bound` leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Measured:
 
 
 Measure = Callable[[Readings, History, Watch], Measured | None]
-"""Returns None where the value is not measured, which neither raises nor clears the rule."""
+"""Measures the value of a rule. The result None ("not measured") neither raises nor clears it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Rule:
 
     A strong action needs two things: the value `severe` (if the rule has one) and the confirmation
     by the second source, `corroborate`. A rule without `corroborate` can only warn or dump.
-    `watchdog --halt` halts a run for each rule with an `anomaly`, the word written to
+    `watchdog --halt` halts a run for each rule that has an `anomaly`, and writes this word to
     `.anomaly_type`.
     """
 

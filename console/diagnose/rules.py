@@ -27,7 +27,7 @@ from trainers.contract.plan import Watch
 STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
-"""A strong action needs its condition for this many times the duration of the alert, in all."""
+"""A strong action needs its condition for this many times as long as the alert."""
 
 # --- measures --------------------------------------------------------------------------------
 
@@ -192,7 +192,9 @@ def _gpus_with(
     applies: Callable[[Gpu], object], is_known: Callable[[Gpu], object], sentence: str,
     again: bool = False,
 ) -> Measure:  # fmt: skip
-    """Returns a measure that counts the GPUs to which a condition applies; one sentence per `gpu`.
+    """Returns a measure that counts the GPUs to which a condition applies.
+
+    The text of the measure has one `sentence` for each such GPU.
 
     A GPU for which `is_known` is false neither raises nor clears the rule. With `again` the alert
     is raised again for another GPU, or for the same GPU after a recovery.

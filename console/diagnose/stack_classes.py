@@ -1,7 +1,7 @@
 """Classes of stacks: the object that a main thread waits for, and the ranks that differ.
 
-Nothing is read here. A stack shows Python frames only: of a wait inside a built-in function, such
-as `time.sleep` or `recv`, it shows the caller, and the class is "own".
+No file is read here. A stack shows Python frames only. For a wait inside a built-in function, such
+as `time.sleep` or `recv`, it shows only the caller, so the class is "own".
 """
 
 from __future__ import annotations
@@ -66,27 +66,28 @@ WAITS: Sequence[tuple[str, str, Wait]] = (
     ("ssl.py", "", _SOCKET),
     ("http/client.py", "", _SOCKET),
 )  # fmt: skip
-"""Ends of file names and functions ("": any) of waits; the first that matches a frame counts."""
+"""End of the file name, functions ("": any) and class of each wait; the first match counts."""
 _WAITS = tuple((file, re.compile(functions or ".*"), wait) for file, functions, wait in WAITS)
 DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
-"""Kinds of which the innermost frame counts; of others it is the outermost: a queue uses a lock."""
+"""Kinds that the innermost frame decides. The outermost frame decides other kinds, because a queue
+waits for a lock."""
 _MACHINERY = re.compile(r"^<|/(?:contextlib|functools)\.py$")
 _HELPERS = re.compile(r"/trainers/(?:contract/|timeout\.py$)")
 _DATA = re.compile(
     r"(?<![A-Za-z])(?i:data|batch|load|pre_?fetch|fetch|read|produce|collate)|__getitems?__"
     r"|Data|Batch|Load|Fetch|Read(?!y)|Produce|Collate"
 )
-"""A thread with such a name, or a frame of the program with one, reads the program's data."""
+"""A thread reads the program's data if its name, or a frame of it in the program, matches this."""
 _TORCH = re.compile(r"-packages/torch/")
 MAX_THREADS = 99
-"""faulthandler shows 100 threads at most; one of them is the dumper."""
+"""faulthandler shows 100 threads at most; one of them writes the dump."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The class of a main thread, the innermost frame that decided it, and a verb phrase.
+    """The class of a main thread, the innermost frame that decided it, and its description.
 
-    `own` is the innermost frame of the program's own code, None where all frames are of libraries.
+    `own` is the innermost frame of the program's own code, or None if all frames are in libraries.
     """
 
     kind: Kind
@@ -105,7 +106,7 @@ class Node:
 
 
 def where(stack: Stack) -> Where:
-    """Returns the class of a stack; "native" for one that a signal handler wrote."""
+    """Returns the class of a stack; it is "native" if a signal handler wrote the stack."""
     frames = _deciding(stack)
     own = _own(frames)
     if not frames:
@@ -123,8 +124,8 @@ def where(stack: Stack) -> Where:
 def _deciding(stack: Stack) -> Sequence[Frame]:
     """Returns the frames of the main thread, or those of the hook that its backward waits for.
 
-    On a GPU, hooks run in threads of autograd. Native code started them, so they have no frame of
-    `threading` at their outer end.
+    On a GPU, hooks run in threads of autograd. Native code starts these threads, so their outermost
+    frame is not in `threading`.
     """
     main, *others = [each.frames for each in stack.threads] or [()]
     found = _wait(main)
@@ -136,12 +137,12 @@ def _deciding(stack: Stack) -> Sequence[Frame]:
 
 
 def _wait(frames: Sequence[Frame]) -> tuple[Frame, Wait] | None:
-    """Returns the wait that the innermost own code has called, None where there is none."""
+    """Returns the wait that the innermost code of the program called, or None for no wait."""
     found = None
     for at, frame in enumerate(frames):
         wait = _wait_of(frame)
         if wait is _BACKWARD and not all(map(_is_of_backward, frames[:at])):
-            break  # a hook, or a compiler
+            break  # backward runs a hook or a compiler
         if wait is not None and (found is None or found[1][0] not in DECISIVE):
             found = frame, wait
         if not (frame.is_of_library or _HELPERS.search(frame.file)):
@@ -155,7 +156,7 @@ def _is_of_backward(frame: Frame) -> bool:
 
 def _wait_of(frame: Frame) -> Wait | None:
     for file, functions, wait in _WAITS:
-        # A file name alone is that of the standard library; a program may use it too.
+        # A file name without a folder means the standard library; a program may use that name too.
         is_file = frame.file == file or frame.file.endswith((f"/{file}", f" {file}"))
         if is_file and ("/" in file or frame.is_of_library) and functions.fullmatch(frame.function):
             return wait
@@ -163,7 +164,7 @@ def _wait_of(frame: Frame) -> Wait | None:
 
 
 def _own(frames: Sequence[Frame]) -> Frame | None:
-    """Returns the innermost frame of the program, else of the contract."""
+    """Returns the innermost frame of the program, or else of the contract."""
     ours = [each for each in frames if not each.is_of_library]
     helper = ours[0] if ours else None
     return next((each for each in ours if not _HELPERS.search(each.file)), helper)
@@ -174,10 +175,11 @@ def is_of_torch(frame: Frame) -> bool:
 
 
 def loader_thread(rank: int, stacks: Mapping[int, Stack]) -> tuple[str, bool]:
-    """Returns what the thread that reads this rank's data does, and whether two signs show it.
+    """Returns what the thread that reads this rank's data does, and whether two signs identify it.
 
-    A sign is its name or one of its frames, and that the same thread of another rank has filled its
-    queue. "" where no thread shows that the main thread waits for its data.
+    The first sign is that its name or one of its frames matches `_DATA`. The second sign is that
+    the same thread of another rank has filled its queue. The text is "" if no thread has such a
+    sign, or if a queue of this rank is full.
     """
     others = [each for number, stack in stacks.items() if number != rank
               for each in stack.threads[1:]]  # fmt: skip
@@ -228,7 +230,7 @@ def _node(frame: Frame | None, held: Mapping[int, Sequence[Frame]], depth: int) 
     for rank, frames in held.items():
         if len(frames) > depth:
             groups.setdefault(frames[depth].short, {})[rank] = frames
-    children = [  # in Python 3.11 two calls a level, so a depth of `MAX_FRAMES` is within its limit
+    children = [  # two calls a level in Python 3.11: `MAX_FRAMES` levels are within its limit
         _node(next(iter(group.values()))[depth], group, depth + 1) for group in groups.values()
     ]
     children.sort(key=lambda child: (len(child.ranks), child.ranks))
@@ -236,9 +238,9 @@ def _node(frame: Frame | None, held: Mapping[int, Sequence[Frame]], depth: int) 
 
 
 def missing_threads(stacks: Mapping[int, Stack]) -> dict[int, tuple[str, ...]]:
-    """Returns per rank the names of threads that most other ranks have and this one lacks.
+    """Returns for each rank the names of the threads that it lacks and most other ranks have.
 
-    Numbers in names are "N". Ranks whose dump may lack threads are left out.
+    Numbers in names are replaced by "N". Ranks whose dump may lack threads are left out.
     """
     names = {
         rank: {_name(t) for t in stack.threads[1:] if t.name[:2] != "0x"}

@@ -2,7 +2,7 @@
 
 A rank stalls when its pulse has not changed for longer than its stall limit: max(floor, 5 × p99 of
 its phase). Start-up, evaluation and saving have limits of their own. A run stalls when its slowest
-ranks do. No file is read here.
+ranks stall. No file is read here.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trainers.contract.pulse import ORDER
 STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
 UNREPORTED = "step"
-"""The phase of a step whose phase the program has not reported."""
+"""The value of `phase` within a step if the program has not reported a phase."""
 FIRST_STEP = 1
 Doubt = Literal["", "lost", "ahead"]
 DOUBTS: Mapping[Doubt, str] = {
     "lost": "has no readable pulse", "ahead": "records later steps than its pulse shows",
 }  # fmt: skip
 OVERDUE = 2.0
-"""A record is overdue after this many times the longest of the last gaps."""
+"""A record is overdue after this many times the longest of the last gaps between records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class RankEvidence:
     """Evidence about one rank at one moment. `phase` is "" for a rank without a pulse.
 
     `unchanged_s` is the time since its pulse changed; without a pulse, the time since the attempt
-    began. `state` is the kernel's letter or "gone". `p99_s` is that of the times of its phase, or
-    of its steps if the phase has no times.
+    began. `state` is the kernel's letter or "gone". `p99_s` is the 99th percentile of the times of
+    its phase, or of its steps if the phase has no times.
     """
 
     rank: int
@@ -51,17 +51,17 @@ class RankEvidence:
     first_step: int = FIRST_STEP
     """The first step of this attempt: up to it a rank may compile and allocate."""
     code: int | None = None
-    """The exit code of a rank that has exited, where it is known."""
+    """The exit code of a rank that has exited, if it is known."""
     records_s: float | None = None
-    """Time since its records showed a new step, None without a record."""
+    """Time since its records showed a new step, or None if it has no record."""
     records_gap_s: float = 0.0
-    """Longest of the last times between two such records, 0 before it is known."""
+    """Longest of the last gaps between records with a new step, 0 until a gap is known."""
     doubt: Doubt = ""
     """The reason to ignore its pulse: it cannot be read, or its records are ahead of it."""
     nonfinite_steps: int = -1
-    """Steps with a non-finite loss, as its pulse counts them; -1 where it does not."""
+    """Number of steps with a non-finite loss in its pulse, -1 if the pulse does not count them."""
     start_ticks: int | None = None
-    """The start time of its process (clock ticks), which tells a reused pid."""
+    """The start time of its process (clock ticks); it shows whether the pid was reused."""
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -85,7 +85,7 @@ def with_records(
 
     A pulse that is `lagging` comes from a sample, so the records may be ahead of the pulse.
     """
-    # The pulse refutes a recorded first step that is later than its own next step. In a restart
+    # A recorded first step is wrong if it is later than the next step of the pulse. After a restart
     # without a recorded step, the present step counts as the first.
     first_step = head.first_step if head.first_step <= rank.step + 1 else FIRST_STEP
     ahead = head.progress is not None and head.progress.record["step"] > rank.step and not lagging
@@ -160,8 +160,8 @@ def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:
 def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
     """Returns why the records do not confirm that these ranks stall, or "" if they confirm it.
 
-    A new step in a record counts as progress only within the stall limit. A rank that records
-    rarely confirms a stall only when its next record is overdue.
+    A new step in a record counts as progress only within the stall limit. If a rank writes few
+    records, they confirm a stall only when the next record is overdue.
     """
     for each in ranks:
         name = f"rank {each.rank}"

@@ -25,7 +25,8 @@ RANDOM_SOURCE = "synthetic"
 LEAK_TOKENS, LEAST_RECORDS = 16_384, 3
 """Tokens and records over which a loss is compared with chance."""
 SKIP_STEPS, SKIP_AFTER = 200, 50
-"""The window of the skipped steps; the first steps of an attempt calibrate the loss scale."""
+"""The window in which skipped steps are counted, and the number of an attempt's first steps that do
+not count because they calibrate the loss scale."""
 SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d{1,3})?)([mb])(?![a-z0-9])")
 LEAST_SIZE_OF_NAME = 1e8
 """A smaller size in the name of a plan may be another number, for instance minutes."""
@@ -70,7 +71,7 @@ def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | N
 
 
 def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts consecutive records of a rank with gradient norm zero while another rank's is not."""
+    """Counts consecutive records in which one rank has gradient norm zero and another rank not."""
     counts = {r: n for r, n in history.truth.zero_norms.items() if r in now.progress}
     if len(counts) < 2 or min(counts.values()):
         return None if len(counts) < 2 else Measured(0.0)
@@ -147,7 +148,7 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
 
 
 def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Returns the ratio of the model size in a name and the counted parameters, at least 1."""
+    """Returns larger ÷ smaller of the model size in a name and the counted parameters."""
     count = jsonl.number(now.env, "parameters") or 0.0
     counted = jsonl.number(now.env, "parameters_counted") or count
     found = _named_size(now.env)
@@ -187,7 +188,7 @@ def _named_size(env: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the share of the steps in which the GPUs are busy, if the phases fill the steps."""
+    """Returns the share of time in which the GPUs are busy, if the phases fill the steps."""
     busy, progress = history.truth.busy, now.progress.get(0)
     if progress is None or not progress.step_s or len(busy) < LEAST_BUSY:
         return None
@@ -220,7 +221,7 @@ def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | No
     """Returns the slowest rank's own time ÷ that of the others, once the difference is certain.
 
     In fetch and forward a rank does not wait for other ranks, except in the forward of FSDP. On a
-    GPU, the forward time of a foreign program is only the time in which the host starts it.
+    GPU, the forward time of a foreign program is only the time that the host needs to start it.
     """
     truth, strategy = history.truth, history.value("train.strategy")
     own = ("fetch", "forward")

@@ -16,22 +16,23 @@ from console.sources.pace import LONGEST_STEP_S, TIMED_PHASES, Progress
 
 KEPT_STEPS, KEPT_LOSSES, KEPT_SKIPS = 48, 512, 256
 WINDOW, LEAST = 16, 8
-"""Number of newest steps that are compared over the ranks, and how many that needs."""
+"""Number of newest steps that are compared between the ranks, and the least number for that."""
 SURE_Z, LEAST_SPREAD = 4.0, 0.02
-"""A ratio counts less this many standard errors of its median."""
+"""The number of standard errors that are subtracted from a ratio, and the least spread assumed."""
 SURELY = 1.15
-"""A difference is sure when its lower bound is at least this."""
+"""A difference is sure if the lower bound of its ratio is at least this."""
 SLOWER, MATERIAL = 1.3, 0.1
-"""A rank is slower by this ratio, and by this share of the step."""
+"""A rank counts as slower if its time is at least `SLOWER` times the usual time, and the difference
+at least the share `MATERIAL` of the step."""
 ROUNDED_TO = 4
-"""A figure with at most these decimals may be rounded, so that it repeats by chance."""
+"""A figure with at most this many decimals may be rounded, so it may repeat by chance."""
 STEPPING = frozenset((*TIMED_PHASES, "log", "step"))
 WARM_STEPS, RATED_EVERY_S = 5, 10.0
 KEPT_BUSY, LEAST_BUSY = 120, 20
 HALF_BITS = 11
-"""A figure with at most these bits is of half precision, so that it repeats by chance too."""
+"""A figure with at most this many bits has half precision, so it may also repeat by chance."""
 SHORTEST_S, LARGEST_LOSS, LARGEST_LOAD = 1e-9, 1e6, 10.0
-"""Figures beyond these are not valid."""
+"""Bounds of valid figures: the shortest time, the largest loss, the largest power ÷ power limit."""
 
 
 class Same:
@@ -71,7 +72,7 @@ class TruthHistory:
         self.busy: deque[float] = deque(maxlen=KEPT_BUSY)
         """Mean share of the time in which the GPUs were busy, by step or update."""
         self.power: deque[float] = deque(maxlen=KEPT_BUSY)
-        """Mean share of the power limit that the GPUs drew, likewise; empty without sensors."""
+        """Mean share of the power limit that the GPUs drew, by step or update, if measured."""
         self._skips: deque[tuple[int, int]] = deque(maxlen=KEPT_SKIPS)
         self._steps: dict[int, dict[int, Progress]] = {}
         self._newest: dict[int, Progress] = {}
@@ -127,9 +128,9 @@ class TruthHistory:
     # --- over the records of rank 0 ------------------------------------------------------------
 
     def skipped_share(self, steps: int, after: int) -> tuple[float, int] | None:
-        """Returns the share of skipped steps in the last `steps` or more, and their number.
+        """Returns the share of skipped steps in the last `steps` or more, and the number of steps.
 
-        Returns None until the attempt has recorded that many steps after its first `after`.
+        Returns None until the attempt has recorded that many steps after its first `after` steps.
         """
         if not self._skips:
             return None
@@ -148,7 +149,7 @@ class TruthHistory:
         return [found for found in self._steps.values() if len(found) == len(self._newest)]
 
     def same_batches(self) -> tuple[int, tuple[int, ...]]:
-        """Returns how many of the newest steps have one batch on several ranks, and these ranks."""
+        """Returns how many newest steps have the same batch on several ranks, and these ranks."""
         count, ranks = 0, frozenset[int]()
         for found in reversed(self._complete()):
             by_sum: dict[str, list[int]] = {}
@@ -237,7 +238,7 @@ class TruthHistory:
             }  # fmt: skip
             material = growth_s >= MATERIAL * self._usual_step_s
             if material and max(ratios.values(), default=0.0) >= SLOWER:
-                # In the backward a rank also waits for slower ones.
+                # In backward a rank also waits for slower ranks, so other phases come first.
                 found.append((phase != "backward", growth_s, phase, ratios))
         if not found:
             return ""
@@ -257,7 +258,7 @@ class TruthHistory:
     # --- over the samples ----------------------------------------------------------------------
 
     def own_gpus(self, gpus: Sequence[Gpu]) -> list[Gpu]:
-        """Returns the GPUs of this run: those with as much memory in use as its ranks reserve.
+        """Returns the GPUs of this run: their memory in use is at least what its ranks reserve.
 
         Returns no GPU if their number differs from that of the ranks, because then other jobs use
         the host.

@@ -1,4 +1,4 @@
-"""The verdict on a run that makes no progress: its cause, the rank, and one sentence that says so.
+"""The verdict on a run that makes no progress: its cause, the rank to blame, and a sentence.
 
 A rank that the kernel shows as stopped or exited is named after `NAMED_AFTER_S`; for every other
 cause the slowest ranks must exceed their stall limit.
@@ -63,7 +63,7 @@ class Case:
         return Verdict(self.ts, sentence, cause, number, place.phase, place.step, sure, evidence)
 
     def _evidence(self, first: RankEvidence | None) -> tuple[str, ...]:
-        """Returns a line a rank, that of the verdict first."""
+        """Returns one line per rank; the rank of the verdict comes first."""
         ranks = sorted((*self.running, *self.exited), key=lambda each: each is not first)
         counted = any(each.collectives for each in ranks)
         return tuple(
@@ -97,7 +97,7 @@ def _stopped(case: Case) -> Verdict | None:
 
 
 def _exited(case: Case) -> Verdict | None:
-    """Names ranks whose process is gone while others still run, or have exited because of it."""
+    """Names ranks whose process ended without the phase `exit`, unless all ranks ended so."""
     found = case.in_state(ENDED_STATES)
     if not found or (len(found) == len(case.running) and not case.exited):
         return None
@@ -112,7 +112,7 @@ def _exited(case: Case) -> Verdict | None:
 
 
 def _uninterruptible(case: Case) -> Verdict | None:
-    """Names a rank that sleeps in the kernel, the slowest of them."""
+    """Names the slowest rank that is in uninterruptible sleep beyond its stall limit."""
     found = [
         each for each in case.running
         if each.state == "D" and each.unchanged_s > limit_s(each, case.watch)
@@ -128,7 +128,7 @@ def _uninterruptible(case: Case) -> Verdict | None:
 
 
 def _exited_early(case: Case) -> Verdict | None:
-    """Names ranks that exited before the others were done; a rank that saves needs no other."""
+    """Names ranks that exited before the others were done; a rank that saves needs no others."""
     slow = case.slowest[0]
     early = [each for each in case.exited if each.step <= slow.step]
     if not case.stalled or not early or slow.phase in SAVING_PHASES:
@@ -143,7 +143,7 @@ def _exited_early(case: Case) -> Verdict | None:
 
 
 def _slowest_rank(case: Case) -> Verdict | None:
-    """Names the slowest ranks. Their pulse alone says so, so the verdict is never sure."""
+    """Names the slowest ranks. Only the pulses show them, so the confidence is never high."""
     if not case.stalled or len(case.slowest) == len(case.running):
         return None
     return case.verdict(
@@ -154,7 +154,7 @@ def _slowest_rank(case: Case) -> Verdict | None:
 
 
 def _all_ranks(case: Case) -> Verdict | None:
-    """Names all ranks: they stall at the same place, or there is only one, which may be slow."""
+    """Names all ranks, because all stall at the same place or the run has only one rank."""
     if not case.stalled:
         return None
     alone = len(case.running) == 1
@@ -171,11 +171,11 @@ KERNEL_CAUSES = ("stopped", "traced", "exited")
 CAUSES: tuple[Callable[[Case], Verdict | None], ...] = (
     _stopped, _exited, _uninterruptible, _exited_early, _slowest_rank, _all_ranks,
 )  # fmt: skip
-"""The first one that applies gives the verdict."""
+"""The first function that returns a verdict decides."""
 
 
 def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
-    """Returns the ranks with a usable pulse, None where none of them still runs."""
+    """Returns the case of the ranks with a usable pulse, or None if none of them still runs."""
     usable = [each for each in ranks if not each.doubt]
     running = tuple(each for each in usable if each.phase != "exit")
     exited = tuple(each for each in usable if each.phase == "exit")
@@ -183,9 +183,10 @@ def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | No
 
 
 def diagnose(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Verdict | None:
-    """Returns why the run makes no progress, None while it does. `ts` is the evidence's unix time.
+    """Returns why the run makes no progress, or None while it makes progress.
 
-    A rank without a usable pulse is never named, and makes every other verdict unsure.
+    `ts` is the unix time of the evidence. A rank without a usable pulse is never named, and because
+    of it a verdict that the kernel does not confirm has the confidence "low".
     """
     case = case_of(ranks, watch, ts)
     if case is None:
@@ -207,7 +208,7 @@ def stalled(case: Case, ranks: Sequence[RankEvidence]) -> str:
 
 
 def exits(ranks: Sequence[RankEvidence]) -> str:
-    """Returns "rank 0 exited (code 0)", "" without any."""
+    """Returns a text such as "rank 0 exited (code 0)", or "" without ranks."""
     if not ranks:
         return ""
     if any(each.state not in ENDED_STATES for each in ranks):
@@ -223,7 +224,7 @@ def resume(ranks: Sequence[RankEvidence]) -> str:
 
 
 def others(case: Case, named: Sequence[RankEvidence]) -> str:
-    """Returns what the other running ranks do, grouped by what they do and where."""
+    """Returns what the other running ranks do; ranks that do the same thing are grouped."""
     first = named[0]
     groups: dict[tuple[str, str], list[RankEvidence]] = {}
     for each in case.running:

@@ -1,9 +1,10 @@
 """The watchdog: evaluates all watch rules at each update; returns alerts and due actions.
 
-An alert needs its condition for the rule's `for_s`. A strong action needs the condition for three
-times `for_s`, and the confirmation of the rule's second source. Until the confirmation, the action
-is withheld, and this is reported once. Time in which the watchdog was stopped or not yet started
-does not count. Each time a rule is raised, its action becomes due once.
+An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
+that the condition has lasted three times `for_s`, and that the rule's second source confirms it.
+Until the confirmation, the action is withheld, and this is reported once. Time in which the
+watchdog was stopped or not yet started does not count. Each time a rule is raised, its action
+becomes due once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from console.model import STALL, Level
 from trainers.contract.plan import Watch
 
 LONGEST_GAP_S = 5.0
-"""Longest time between two updates that counts as observed; longer where updates are rarer."""
+"""Longest time between two updates that counts as observed, or twice the interval if longer."""
 REPORT_WITHHELD_AT = 2
 """Number of unconfirmed updates after which a due action is reported as withheld: a record may be
 late."""
@@ -48,11 +49,11 @@ class _State:
     raised: bool = False
     acted: bool = False
     unconfirmed: int = 0
-    """Updates at which an action was due and the second source did not confirm it."""
+    """Number of updates at which an action was due and the second source did not confirm it."""
     breached_s: float | None = None
     """Observed time of the breach before the rule is raised, None while there is no breach."""
     counts: Mapping[int, int] | None = field(default_factory=dict)
-    """The parts of the condition by GPU, as in `Measured.counts`; None: not known."""
+    """The parts of the value by GPU, as in `Measured.counts`, or None if not known."""
     raised_at: float = 0.0
     """Time at which the rule was last raised or raised again."""
     severe_s: float = 0.0
@@ -61,7 +62,7 @@ class _State:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt. `actions` has the weakest allowed action by rule, as with --halt.
+    """Watches one attempt. `actions` has the weakest allowed action by rule, as --halt sets it.
 
     `interval_s` is the intended time between two updates. `settings` has the values of the run's
     settings by name, for the rules that depend on them.
@@ -127,7 +128,7 @@ class Watchdog:
     def _raise_again(
         self, rule: Rule, state: _State, measured: Measured, mono: float
     ) -> Iterator[Change]:  # fmt: skip
-        """Raises the alert of a raised rule again when one of its counts rose."""
+        """Raises the alert of a raised rule again when the count of a GPU rose."""
         known = measured.counts if state.counts is None else state.counts
         if not any(count > known.get(key, 0) for key, count in measured.counts.items()):
             state.counts = measured.counts

@@ -1,1 +1,1 @@
-"""Plans: the search for them, the preflight before a launch, and the gates after a phase."""
+"""Plans: finding a plan, the preflight before a launch, and the gates after a phase."""

@@ -33,8 +33,8 @@ class Check:
 class Case:
     """The plan to launch, and the directory that the launch will write to.
 
-    `settings` has the resolved settings of each phase, {} for a foreign program. With `assumed`
-    GPUs, as 2xA100, the GPUs of this machine are not read.
+    `settings` has the resolved settings of each phase; for a foreign program they are {}. If
+    `assumed` names GPUs, for example 2xA100, the GPUs of this machine are not read.
     """
 
     plan: Plan
@@ -46,7 +46,7 @@ class Case:
     artifacts: Path = Path("artifacts")
     """The directory of earlier launches."""
     git: Mapping[str, Any] = field(default_factory=dict)
-    """The commit of the code, as in plan.json."""
+    """The commit of the code, in the form of `git` in plan.json."""
     root: Path = Path("/")
     """The root of the file system that is inspected."""
     driver_s: float = gpu_survey.LIMIT_S
@@ -72,7 +72,7 @@ class Case:
 
 
 def assume(text: str) -> Survey:
-    """Returns idle, healthy GPUs, as many as "2xA100" says. Raises UsageError."""
+    """Returns idle, healthy GPUs as named by a text such as "2xA100". Raises UsageError."""
     number, _, name = text.partition("x")
     is_number = number.isdecimal() and len(number) <= 2 and int(number) > 0
     if not is_number or name not in CARDS_MIB:

@@ -1,4 +1,4 @@
-"""Finds and loads plans: those of the project and of the working directory, and any YAML file."""
+"""Finds and loads plans: those in the project or the working directory, and other YAML files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDINGS = (".yaml", ".yml")
 
 
 def project_file(name: str) -> Path:
-    """Returns a file named in a plan: in the working directory, or else in the project."""
+    """Returns the path of a file that a plan names; the working directory overrides the project."""
     path = Path(name)
     return path if path.is_absolute() or path.exists() else PROJECT / path
 
@@ -40,12 +40,12 @@ def is_file(path: Path) -> bool:
 
 
 def is_plan(name: str) -> bool:
-    """Returns whether a word is the name of a plan or a YAML file, and not that of a run."""
+    """Returns whether a word names a plan or a YAML file, not a run."""
     return name in files() or (name.endswith(ENDINGS) and is_file(Path(name)))
 
 
 def find(name: str) -> Path:
-    """Returns the file of a plan. Raises UsageError with the most similar name."""
+    """Returns the file of a plan, or raises UsageError with the most similar name."""
     path = Path(name)
     there = is_file(path)
     if path.suffix in ENDINGS or there:

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from console.plans import launch_facts
+from console.plans import gpu_checks, launch_facts
 from console.plans.case import Case, Found
 from console.status_text import size
 from trainers import settings
@@ -19,7 +19,7 @@ KEYS = {
     "seq_len": ("data.seq_len",),
     "tokens_per_step": ("train.batch_size", "train.accumulate", "data.seq_len"),
 }
-"""The beginnings of the settings that each expected fact depends on."""
+"""For each expected fact, the prefixes of the settings on which it depends."""
 RECORDS_BYTES = 1 << 30
 """Space for the records and logs of a launch."""
 STATE_BYTES = 16
@@ -30,7 +30,7 @@ NEARLY_FULL = 0.9
 def config(case: Case, index: int) -> Found:
     """Checks the settings of a phase against the facts that the plan expects.
 
-    A difference that `--set` made on purpose is a warning.
+    If `--set` causes the difference, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
     if not resolved:
@@ -98,7 +98,7 @@ def disk(case: Case) -> Found:
 
 
 def _kept_bytes(case: Case, index: int) -> int:
-    """Returns the size of the checkpoints that a phase keeps, and of the one that it writes."""
+    """Returns the size of all checkpoints that a phase keeps, plus the one that it is writing."""
     every, last, forever, at_end = (
         case.value(index, f"checkpoint.{key}")
         for key in ("every", "keep_last", "keep_every", "at_end")
@@ -118,18 +118,21 @@ def nearest_folder(path: Path) -> Path:
 
 
 def gpu_memory(case: Case) -> Found:
-    """Compares a lower bound of each rank's memory with its GPU: a plan above it cannot fit."""
-    sizes = [] if isinstance(case.survey, str) else [
-        card.gpu.mem_total_mib for card in case.survey.cards if card.gpu.mem_total_mib
-    ]  # fmt: skip
+    """Compares the memory of the GPUs that the ranks see with the least that a rank needs."""
+    cards = () if isinstance(case.survey, str) else case.survey.cards
     if case.plan.gpus == 0 or not any(case.settings):
         return "pass", "no GPU is needed"
-    if not sizes:
+    seen = {
+        index for i in range(len(case.plan.phases))
+        for index in gpu_checks.seen_by(case, i, [card.gpu.uuid for card in cards])
+    }  # fmt: skip
+    sizes = [card.gpu.mem_total_mib for card in cards if card.gpu.index in seen]
+    if not sizes or not all(sizes):
         return "unknown", "the memory of the GPUs is not available"
     needed, name = max(
         (_least_bytes(case, i), case.plan.phases[i].name) for i, s in enumerate(case.settings) if s
     )
-    has = int(min(sizes) * (1 << 20))
+    has = int(min(filter(None, sizes)) * (1 << 20))
     text = f"the phase {name!r} needs at least {size(needed)} of {size(has)} per GPU"
     if needed > has:
         advice = "lower train.batch_size or data.seq_len, or set train.recompute=all"
@@ -138,9 +141,9 @@ def gpu_memory(case: Case) -> Found:
 
 
 def _least_bytes(case: Case, index: int) -> int:
-    """Returns a lower bound: weights, gradients and moments, activations for the backward, logits.
+    """Returns the least memory of a rank: weights, gradients, moments, activations and logits.
 
-    What the attention itself keeps depends on its route, and is not in it.
+    The memory that the attention needs depends on its route and is not included.
     """
     batch, sequence, layers, dim, hidden, vocabulary, precision, recompute, strategy = (
         case.value(index, key)
@@ -150,13 +153,15 @@ def _least_bytes(case: Case, index: int) -> int:
     )  # fmt: skip
     ranks = case.plan.phases[index].nproc if strategy == "fsdp" else 1
     state = STATE_BYTES * _figures(case, index).parameters // ranks
-    kept = dim if recompute == "all" else 8 * dim + 3 * hidden
+    first, _, end = {"none": "0:0", "all": f"0:{layers}"}.get(recompute, recompute).partition(":")
+    again = int(end) - int(first)
+    kept = again * dim + (layers - again) * (8 * dim + 3 * hidden)
     value = 2 if precision in ("bf16", "fp16") else 4
-    return state + batch * sequence * (layers * kept * value + vocabulary * 8)
+    return state + batch * sequence * (kept * value + vocabulary * 8)
 
 
 def data(case: Case) -> Found:
-    """Checks that the source of each phase can be reached: folder, mirror or hub, and tokenizer."""
+    """Checks that each phase can read its data (folder, mirror or hub) and its tokenizer."""
     used = {
         tuple(case.value(i, f"data.{key}") for key in ("source", "path", "pattern", "tokenizer")): i
         for i, held in reversed([*enumerate(case.settings)]) if held

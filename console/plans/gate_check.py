@@ -1,6 +1,6 @@
 """Compares the gates in gates.json with the gates evaluated from the records of the run.
 
-A gate passes only if both agree, because `gates.json` alone is one document of one writer. The
+A gate passes only if both agree, because `gates.json` alone is a single source. The
 bounds must equal those of plan.json, and plan_state.json must not contradict the result.
 """
 
@@ -29,8 +29,8 @@ FULL = "run nsa-console check --full"
 def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
     """Polls a run; returns its state, with an alert if the records do not confirm the gates.
 
-    With `former` it also checks the earlier phases of an ended launch, and a run whose records have
-    not all been read.
+    With `former`, the function also checks the earlier phases of an ended launch, and a run with
+    records that have not been read yet.
     """
     state = source.poll()
     over = source.is_launch and status_text.is_over(state)
@@ -51,7 +51,7 @@ def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
 
 
 def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str, Any]) -> None:
-    """Raises RefusedError for a phase that plan_state.json calls passed without such records."""
+    """Raises RefusedError if plan_state.json reports a phase as passed and its records do not."""
     names = [jsonl.text(entry, "name") for entry in jsonl.entries(plan, "phases")]
     passed = (jsonl.integer(plan_state, "phase") or 0) + (plan_state.get("state") == "waiting")
     for index, name in enumerate(names[: max(0, passed)]):
@@ -102,7 +102,7 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
 def _unconfirmed_gates(
     source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields each gate that did not pass in both gates.json and the records."""
+    """Yields each gate that gates.json and the records do not both report as passed."""
     summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
     world = jsonl.integer(run_json, "world") or 0
     if not source.has_all_records:
@@ -128,7 +128,7 @@ def _unconfirmed_gates(
 def _complete(
     summary: Summary, run: Path, world: int, document: Mapping[str, Any], bounds: Mapping[str, Any]
 ) -> None:
-    """Adds what the gates need beside the records: the last pulses, and files if a gate has any."""
+    """Adds the last pulses to the summary, and the results from files if a gate reads files."""
     summary.limit(world)
     summary.take_document(document)
     if not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds):
@@ -156,7 +156,7 @@ def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
 def _contradictions(
     path: Path, launch: LaunchState, run: str, bounds: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields contradictions of plan.json or plan_state.json to the gates of a run that passed."""
+    """Yields what plan.json or plan_state.json says against the gates of a passed run."""
     if launch.doubt:
         yield launch.doubt
         return
@@ -181,7 +181,7 @@ def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _disagreement(written: Gate | None, own: Gate | None) -> str:
-    """Returns why a gate did not pass in both gates.json and the records, or "" if it passed."""
+    """Returns why a gate is not confirmed by both gates.json and the records, or "" if it is."""
     if written is None or own is None:
         return f"is not in {rundir.GATES if written is None else rundir.RUN}"
     if own.override:

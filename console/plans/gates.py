@@ -25,7 +25,7 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
     "yes": ("=", operator.eq), "at least": ("≥", operator.ge), "above": (">", operator.gt),
     "at most": ("≤", operator.le), "fall": ("≥", operator.ge),
 }  # fmt: skip
-"""The sign of each kind of bound, and the test that a value passes."""
+"""For each kind of bound, its sign and the comparison of a value with the bound."""
 LEAST_FALL_NATS = 0.1
 LARGEST_BOUND = 1e300
 DEMAND_KEYS, MAX_REASON = ("bound", "at", "override"), 200
@@ -38,10 +38,10 @@ EVENTS, SAMPLES, SINGLE = "events.jsonl", "samples_*.jsonl", "gates.json of that
 class Rule:
     """One row of the table of gates.
 
-    The bound "yes" requires the value zero; "fall" accepts true or a number of nats. With `source`
-    RANK0 the gate needs only the records of rank 0. `missing` is the reason shown if there is no
-    value. A `certain` gate that fails stays failed, whatever records are missing. With `tails` the
-    pulse of a killed rank replaces the last records that the rank could not write.
+    The bound "yes" requires the value zero; "fall" accepts true or a number of nats. If `source`
+    is RANK0, the gate needs only the records of rank 0. `missing` is the reason shown if there is
+    no value. A `certain` gate that fails stays failed, even if records are missing. With `tails`,
+    the pulse of a killed rank replaces the last records that the rank could not write.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Rule:
     certain: bool = False
     tails: bool = False
     figure: str = ""
-    """One of the `FIGURES`; such a gate can also be evaluated at `LIVE_STEPS`."""
+    """One of the `FIGURES`, or "". Only a gate with a figure can be evaluated at `LIVE_STEPS`."""
 
     def value(self, summary: Summary, at: int) -> Measured:
-        """Returns the value of the gate, at a step or (0) over all steps so far."""
+        """Returns the value of the gate at a step; `at` 0 means over all steps so far."""
         if not self.figure:
             return self.measure(summary)
         ranks = range(1 if self.source == RANK0 else summary.world)
@@ -126,7 +126,7 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The bound of a gate in a plan, the steps at which it also holds, and the override."""
+    """The bound of a gate in a plan, the steps at which it is also evaluated, and the override."""
 
     bound: Any
     at: tuple[int, ...] = ()
@@ -134,7 +134,7 @@ class Demand:
 
 
 def demand(value: Any) -> Demand:
-    """Returns a bound as it is in a plan: a value, or a mapping `bound at override`."""
+    """Parses the bound of a gate in a plan: a value, or a mapping with the `DEMAND_KEYS`."""
     if not isinstance(value, Mapping):
         return Demand(value)
     at = value.get("at", ())
@@ -161,7 +161,7 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
 
 
 def _check_mapping(rule: Rule, value: Any, wanted: Demand, where: str) -> None:
-    """Raises UsageError for other keys than `bound at override`, and for their wrong values."""
+    """Raises UsageError if a mapping has a key not in `DEMAND_KEYS`, or a wrong value of one."""
     if not isinstance(value, Mapping):
         return
     for key in value:
@@ -225,7 +225,7 @@ def _reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 def so_far(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     """Returns the gates of a run that has not ended, over the records so far.
 
-    A bound that can still be met is unknown; it fails only if no later record can change that.
+    A gate that is not met yet is unknown; it is failed only if no later record can change that.
     """
     with _as_live(summary):
         found = evaluate(summary, bounds)
@@ -242,7 +242,7 @@ def _undecided(gate: Gate, rule: Rule) -> Gate:
 
 
 def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
-    """Returns the gates of a phase as unknown, with the reason why they cannot be evaluated."""
+    """Returns all gates of a phase with the result unknown, and `why` as their reason."""
     return tuple(
         Gate(named(rule, at), None, rule.unit, rule.span, rule.source, "", "unknown", why,
              wanted.override)

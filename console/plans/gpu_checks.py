@@ -1,4 +1,4 @@
-"""The checks of GPUs, driver and torch: GPUs count if they are healthy and idle."""
+"""The checks of GPUs, driver and torch. A GPU counts only if it is healthy and idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainers.contract import environ, flags
 from trainers.contract.plan import Plan
 
 BUSY_PCT, BUSY_MIB = 20.0, 2048.0
-"""A GPU with more utilization or more used memory is busy, also if NVML names no process."""
+"""A GPU above one of these limits is busy, even if NVML reports no process on it."""
 BY_UUID = ("GPU-", "MIG-")
 FUNCTIONS = {"broadcast", "reduce", "allgather", "reducescatter", "allreduce"}
 NCCL_WORDS = {
@@ -27,9 +27,9 @@ CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
 
 
 def torch_cuda() -> tuple[int, int] | None:
-    """Returns the CUDA version that torch was built with, None for CPU only; imports no torch.
+    """Returns the CUDA version of torch's build, None for a CPU build; does not import torch.
 
-    A torch whose version.py cannot be read counts as built for the CPU.
+    If torch's version.py cannot be read, torch counts as a CPU build.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -78,9 +78,9 @@ def device(case: Case) -> Found:
 
 
 def gpus(case: Case) -> Found:
-    """Checks the GPUs of a plan: NVML reads each, and the kernel's driver lists them.
+    """Checks the GPUs of a plan with two sources: NVML, and the list of the kernel's driver.
 
-    A plan that uses no GPU needs neither source.
+    A plan without GPUs needs neither source.
     """
     plan, survey, needed = case.plan, case.survey, case.plan.gpus
     if isinstance(survey, str):
@@ -119,10 +119,15 @@ def _chosen(plan: Plan, index: int) -> str:
     return plan.phases[index].flags.get(flags.DEVICES) or plan.env.get(flags.DEVICES, "")
 
 
-def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
-    """Returns the GPUs that CUDA sees with this CUDA_VISIBLE_DEVICES, None for a MIG slice.
+def seen_by(case: Case, index: int, uuids: Sequence[str]) -> list[int | None]:
+    """Returns the GPUs that the ranks of a phase use; None is a MIG slice."""
+    return visible(case.devices or _chosen(case.plan, index), uuids)[: case.plan.gpus]
 
-    CUDA stops at the first entry that is not a GPU.
+
+def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
+    """Returns the index of each GPU that CUDA sees with this CUDA_VISIBLE_DEVICES.
+
+    A MIG slice has the index None. CUDA stops at the first entry that is not a GPU.
     """
     if not devices:
         return list(range(len(uuids)))
@@ -137,7 +142,7 @@ def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
 
 
 def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, str]:
-    """Returns why the first GPUs that the ranks would see cannot be used, and what is not known."""
+    """Returns why the GPUs of the ranks cannot be used, and what is not known about them."""
     seen = visible(devices, [card.gpu.uuid for card in cards])[: plan.gpus]
     needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''}"
     if len(seen) < min(plan.gpus, len(cards)):
@@ -162,7 +167,7 @@ def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, s
 
 
 def not_healthy(card: Card) -> str:
-    """Returns why no training can use a GPU now, or "" if the GPU is healthy and idle."""
+    """Returns why a GPU does not count, or "" if it is healthy and idle."""
     gpu, found = card.gpu, []
     if gpu.state != "ok":
         return f"is not usable ({gpu.why or gpu.state})"
@@ -196,7 +201,7 @@ def driver(case: Case) -> Found:
 
 
 def nccl(case: Case) -> Found:
-    """Reports settings of NCCL that slow a run down, and files that configure NCCL."""
+    """Reports NCCL flags that are slow or have unknown words, and files that configure NCCL."""
     found = []
     for name, value in _nccl_flags(case.plan).items():
         if name == "NCCL_DEBUG" and value in ("INFO", "TRACE"):

@@ -21,16 +21,16 @@ JUMP_S, LATEST_S = 60.0, 1 << 36
 ENOUGH_FILES = 1024
 SHM_PER_RANK = 1 << 20
 NCCL_SHM_PER_RANK = 64 << 20
-"""Order of the buffers of NCCL in /dev/shm; the default of Docker is 64 MiB for all ranks."""
+"""Approximate size of NCCL's buffers in /dev/shm; Docker's default is 64 MiB for all ranks."""
 TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
 SUPERVISOR = "console.supervisor"
 MAX_DEPTH, MAX_SHOWN, MAX_COMMAND = 32, 8, 4096
 
 
 def clock(case: Case) -> Found:
-    """Compares the clock with the newest launch: its time, and the uptime of the host then.
+    """Compares the clock with the creation time and the uptime that the newest launch recorded.
 
-    A time in the future needs two signs: the record, and the modification time of its file.
+    The launch counts as in the future only if the modification time of its file agrees.
     """
     newest = next(iter(launches.launches(case.artifacts)), None)
     record = (rundir.read_json(newest / rundir.PLAN) if newest else None) or {}
@@ -48,7 +48,11 @@ def clock(case: Case) -> Found:
             f"the clock is {age(ahead_s)} behind the launch {name}; set it (timedatectl), or pass "
             "another --root if that launch had a wrong clock"
         )
-    if up_s is not None and 0 <= up_s <= LATEST_S and jsonl.text(record, "boot_id") == rundir.boot_id():
+    if (
+        up_s is not None
+        and 0 <= up_s <= LATEST_S
+        and jsonl.text(record, "boot_id") == rundir.boot_id()
+    ):
         jumped_s = now - created - (time.clock_gettime(time.CLOCK_BOOTTIME) - up_s)
         if abs(jumped_s) > JUMP_S:
             way = "forward" if jumped_s > 0 else "back"
@@ -57,9 +61,9 @@ def clock(case: Case) -> Found:
 
 
 def limits(case: Case) -> Found:
-    """Checks the limits of the shell that a training inherits.
+    """Checks the resource limits (ulimit) that a training inherits from the shell.
 
-    A small number of open files is only a warning: the supervisor raises its own limit.
+    A low limit of open files is only a warning, because the supervisor raises its own limit.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -80,7 +84,7 @@ def limits(case: Case) -> Found:
 def shm(case: Case) -> Found:
     """Checks the shared memory for the pulses, and for NCCL between several GPUs.
 
-    Without NCCL, too little is only a warning: pulses are then kept elsewhere.
+    Without NCCL, too little is only a warning, because the run directory can store the pulses.
     """
     folder = case.root / "dev/shm"
     nccl = case.plan.gpus > 0 and case.nproc > 1
@@ -98,7 +102,7 @@ def shm(case: Case) -> Found:
 
 
 def ports(_case: Case) -> Found:
-    """Checks that torchrun can get a free port; no launch uses a fixed one."""
+    """Checks that torchrun can get a free port; no launch uses a fixed port."""
     try:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
@@ -111,9 +115,9 @@ def ports(_case: Case) -> Found:
 
 
 def leftovers(case: Case) -> Found:
-    """Lists trainers without a living supervisor; those with an NVIDIA device open reject the plan.
+    """Lists trainers without a living supervisor; fails if one of them has a GPU open.
 
-    A trainer without a GPU is only listed, because it can belong to somebody else.
+    A trainer without a GPU is only listed, because it may belong to another user.
     """
     proc = case.root / "proc"
     commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
@@ -160,7 +164,7 @@ def _has_gpu(folder: Path) -> bool:
 
 
 def code(case: Case) -> Found:
-    """Names the commit; a plan for GPUs warns of code that no commit holds."""
+    """Names the commit; for a plan with GPUs, code without a commit is a warning."""
     sha = jsonl.text(dict(case.git), "sha")[:12]
     if not sha:
         return "unknown" if case.plan.gpus else "pass", "the code is in no git repository"

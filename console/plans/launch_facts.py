@@ -13,16 +13,16 @@ from nsa.config import ModelConfig, NSAConfig, parameter_count
 from trainers.contract import jsonl, rundir
 
 STATE_VALUES = 3
-"""A checkpoint holds a weight and the two moments of AdamW for each parameter."""
+"""Values per parameter in a checkpoint: the weight and the two moments of AdamW."""
 EARLIER = 20
-"""Newest launches of the plan in which a time is looked for."""
+"""Number of the newest launches of the plan that are searched for a time."""
 FOREIGN = "not available (a foreign program)"
 
 
 def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
     """Returns the label and text of each fact; `phases` has the future run.json of each phase.
 
-    Size and tokens are those of the first phase; the time is the sum over all phases.
+    All facts except the time are those of the first phase; the time is the sum over all phases.
     """
     values, world = _values(phases[0]), phases[0]["world"]
     if not values:
@@ -38,7 +38,7 @@ def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, s
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the settings of a phase amount to; the first fields are those of `Expects`."""
+    """Figures that follow from the settings of a phase; the first fields are those of `Expects`."""
 
     parameters: int
     seq_len: int
@@ -68,9 +68,9 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the total time of the newest completed runs of all phases, or why it is unknown.
+    """Returns the sum of the times of all phases in their newest completed runs, or why unknown.
 
-    A run counts if it had the same settings, host and number of ranks.
+    A run counts only if it had the same settings, host and number of ranks.
     """
     total_s = 0.0
     for phase in phases:
@@ -82,7 +82,7 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _took_s(root: Path, phase: Mapping[str, Any]) -> float | None:
-    """Returns the time that the newest completed run of a phase took with the present settings."""
+    """Returns the time of the newest completed run of a phase with the same settings, or None."""
     of_plan = (path for path in launches.launches(root) if path.parent.name == phase["plan"])
     for _, launch in zip(range(EARLIER), of_plan, strict=False):
         for each in jsonl.entries(rundir.read_json(launch / rundir.PLAN_STATE) or {}, "phases"):

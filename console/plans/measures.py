@@ -23,9 +23,9 @@ UNCOUNTED = "non-finite steps are not counted, and some steps have no record wit
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The value of a gate (None if there is none), its window, and in `why` an explanation.
+    """The value of a gate (None if there is none), its window, and an explanation (`why`).
 
-    A gate with a `doubt` does not pass, whatever its value.
+    A gate with a `doubt` cannot pass.
     """
 
     value: float | None
@@ -49,7 +49,7 @@ def steps_reached(s: Summary) -> Measured:
 
 
 def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
-    """Returns the last step of a rank, and the contradiction between its sources, or "" for none.
+    """Returns the last step of a rank, and how its sources contradict each other (or "").
 
     Progress records are not written at every step, so the exit record may have a later step. The
     rank's pulse, or another rank, must then confirm that step.
@@ -61,7 +61,7 @@ def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, st
         return totals.step, ""
     step, code = part.exit
     if part.start is None and step == 0:
-        return totals.step, ""  # no step was left
+        return totals.step, ""  # no step remained after the resume
     if end is not None and end.step != step:
         return 0, f"its exit record has step {step}, its pulse step {end.step}"
     if part.step > step:
@@ -148,7 +148,7 @@ def restarts(s: Summary) -> Measured:
 
 
 def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
-    """Returns the worst value of one of the `FIGURES` of the ranks; `at` 0 means now.
+    """Returns the worst value of one of the `FIGURES` among the ranks; `at` 0 means now.
 
     The figures in `COUNTED` need a value in each progress record.
     """
@@ -194,7 +194,7 @@ def loads(s: Summary) -> Measured:
 
 
 def checkpoint_size(s: Summary) -> Measured:
-    """Returns the size of the newest checkpoint, whose files are those of its manifest."""
+    """Returns the size of the newest checkpoint if its files agree with its manifest."""
     files, recorded = s.files, max(s.of_rank(0).checkpoints, default=0)
     if files is None or files.checkpoint_mib is None or not recorded:
         why = files.checkpoint_doubt if files else "the checkpoints were not read"
@@ -206,7 +206,7 @@ def checkpoint_size(s: Summary) -> Measured:
 
 
 def scaling(s: Summary) -> Measured:
-    """Returns the speed of this run by that of as many single-rank runs."""
+    """Returns the speed per rank, divided by the speed of the phase with one rank."""
     figures, files = s.of_rank(0).figures(), s.files
     rate = figures["toks_per_s"]
     if files is None or not files.single_toks_per_s or rate is None:
@@ -216,7 +216,9 @@ def scaling(s: Summary) -> Measured:
         return Measured(None, why=why if rate else "the last steps are not complete")
     single = files.single_toks_per_s
     text = f"{number(rate)} tok/s on {counted(s.world, 'rank')}, {number(single)} tok/s on one"
-    return Measured(rate / s.world / single, f"last steps, against {files.single}", text, _few(figures["steps"]))
+    return Measured(
+        rate / s.world / single, f"last steps, against {files.single}", text, _few(figures["steps"])
+    )
 
 
 def log_errors(s: Summary) -> Measured:
@@ -236,9 +238,10 @@ def without_hook(s: Summary) -> Measured:
 
 
 def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
-    """Returns the use of each GPU in %, the share of the time without samples, and the window.
+    """Returns the use of each GPU in %, the share of time without samples, and a result.
 
-    A sample that lacks a GPU is none. Steps without a sample count as idle, each as long as the longest of the newest steps.
+    The result has no value, but window, words and doubt. A sample that lacks a GPU does not count.
+    A step without a sample counts as idle, and as long as the longest of the newest steps.
     """
     longest_s = max((row[1] or 0.0 for row in s.of_rank(0).steps.rows), default=0.0)
     missing = 0
@@ -260,13 +263,13 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
 
 
 def gpu_use(s: Summary) -> Measured:
-    """Returns the mean use of the least used GPU while all ranks step, at least."""
+    """Returns the mean use of the least used GPU while all ranks step, as a lower limit."""
     use, _, found = _use_of_gpus(s)
     return replace(found, value=min(use.values(), default=None))
 
 
 def gpu_balance(s: Summary) -> Measured:
-    """Returns the largest difference between the mean use of two GPUs, at most."""
+    """Returns the largest difference between the mean use of two GPUs, as an upper limit."""
     use, without, found = _use_of_gpus(s)
     spread = max(use.values()) - min(use.values()) + 100 * without if use else None
     return replace(found, value=spread)

@@ -1,4 +1,4 @@
-"""The checks before a launch: a new check is one row in `TABLE`. No check writes a file."""
+"""The checks before a launch. A new check is one row in `TABLE`. No check writes a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from console.plans.case import Case, Check, Found
 from console.sources import gpu_survey, process
 from console.sources.sanitize import clean
 from trainers.contract import environ, flags, rundir
-from trainers.contract.errors import RefusedError
+from trainers.contract.errors import ContractError, RefusedError
 
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Prefixes of the variables that configure the libraries of a training."""
@@ -37,7 +37,7 @@ ASK = (
 ANSWER_S = 5.0
 YES = ["b", "true"]
 LEAST_UID = 1000
-"""logind leaves the shared memory of system users alone."""
+"""Smallest uid of a normal user; logind does not remove the shared memory of system users."""
 SESSION = re.compile(r"/session-[^/]+\.scope")
 USER_MANAGER = re.compile(r"/user@\d+\.service")
 
@@ -96,7 +96,7 @@ def _directory(case: Case) -> Found:
 
 
 def _shell(case: Case) -> Found:
-    """Names the shell variables that a launch hands to the training, and those that it does not.
+    """Lists the shell variables that a launch passes to the training, and those that it does not.
 
     A variable that the plan or an option sets for every phase is not reported.
     """
@@ -120,7 +120,9 @@ def _shell(case: Case) -> Found:
 
 
 def _is_foreign(name: str) -> bool:
-    """Returns whether a variable configures a library and is not a flag; skips NAME_VERSION."""
+    """Returns whether a variable configures a library and is not a flag.
+
+    Variables such as NAME_VERSION do not count."""
     known = name in flags.FLAGS or name in environ.INHERITED
     return name.startswith(LIBRARIES) and not known and not name.endswith("_VERSION")
 
@@ -134,9 +136,9 @@ def _logout(case: Case) -> Found:
 
 
 def logout_warnings(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
-    """Returns a sentence for each harm that a logout of this user does to a run of this process.
+    """Returns one sentence for each effect of this user's logout that would damage the run.
 
-    Returns None if systemd does not run. `root` is the root of the file system.
+    Returns None if systemd is not running. `root` is the root of the file system.
     """
     if not (root / RUNS).is_dir():
         return None
@@ -175,7 +177,7 @@ def _kills(logind: Mapping[str, Sequence[str]], user: str) -> bool:
 
 
 def _logind_properties() -> dict[str, list[str]] | None:
-    """Returns type and value of each property, as in `as 1 "root"`, or None without an answer."""
+    """Returns the words that busctl prints for each property, or None if there is no answer."""
     try:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -205,7 +207,7 @@ def _hook(case: Case) -> Found:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One check, and what it needs to answer; rows with the same need share a thread."""
+    """One check, and the resource that it reads; rows with the same `needs` share a thread."""
 
     name: str
     check: Callable[[Case], Found]
@@ -215,9 +217,9 @@ class Row:
 PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
 DRIVER = "the NVIDIA driver"
 LIMIT_S: Mapping[str, float] = {NETWORK: 2.5, DRIVER: gpu_survey.LIMIT_S + 2}
-"""Time within which all rows that need this must answer; `USUAL_S` for any other need."""
+"""Time limit of all rows with this value of `needs`; `USUAL_S` is the limit of other rows."""
 USUAL_S, SAID_S = 20.0, 2.0
-"""After `SAID_S` the needs that are still waited for are reported."""
+"""After `SAID_S`, the preflight reports what it is still waiting for."""
 TABLE: tuple[Row, ...] = (
     Row("python", _python), Row("torch", gpu_checks.torch), Row("device", gpu_checks.device, PLAN),
     Row("program", _programs, PLAN), Row("gpus", gpu_checks.gpus, DRIVER),
@@ -234,7 +236,7 @@ ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
 
 
 def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
-    """Returns all checks. A row that hangs fails after its time, and `said` hears of it before."""
+    """Returns all checks. A row that hangs fails after its limit; `said` is called before that."""
     phases: dict[str, int] = {}
     for index, phase in enumerate(case.plan.phases):  # one row for all runs of a variant
         phases.setdefault(f"{phase.sweep} {phase.variant}" if phase.sweep else phase.name, index)
@@ -248,7 +250,7 @@ def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, .
         thread = threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no thread to spare
+        except RuntimeError:  # no thread can be started
             _answer(case, work)
     begun = time.monotonic()
     late = wait(answers.values(), SAID_S).not_done
@@ -262,17 +264,22 @@ def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Fou
     for check, answer in work:
         try:
             answer.set_result(check(case))
-        except BaseException as error:  # it is raised where the answer is read
+        except BaseException as error:  # `_in_time` raises it
             answer.set_exception(error)
 
 
 def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check:
-    """Returns a check; with assumed GPUs, a fault of this machine is only a warning."""
+    """Waits for the answer of a row; with assumed GPUs, a fault of this machine only warns."""
     limit_s = LIMIT_S.get(row.needs, USUAL_S)
     try:
         result, text = answer.result(max(0.0, begun + limit_s - time.monotonic()))
     except TimeoutError:
         result, text = "fail", f"no answer from {row.needs} within {limit_s:g} s"
+    except ContractError:
+        raise
+    except Exception as error:  # a check reads what anybody wrote
+        text = f"the check itself failed: {type(error).__name__}: {clean(str(error), 200)}"
+        result = "fail"
     if case.assumed and result == "fail" and row.needs not in (PLAN, DRIVER):
         result, text = "unknown", f"on this machine: {text}"
     return Check(row.name, result, text)

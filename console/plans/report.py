@@ -1,7 +1,7 @@
 """Writes the report of a launch or run as Markdown, with charts as SVG.
 
 Each figure has its file and its window. Text from the run directory is cleaned, escaped and
-bounded. What was not measured has a section of its own.
+shortened. A separate section lists what was not measured.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from console.status_text import counted, number
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
-NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 64, 256
+NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 1024, 256
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
 LATEST_S = 1 << 36
 CHARTS = (("loss", "loss", "nats/token"), ("toks_per_s", "speed", "tok/s"))
-"""Series, word in the file name and unit of each chart."""
+"""The series, the word in the file name, and the unit of each chart."""
 FILES = (
     "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "heartbeat_rank0.jsonl",
     "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
     "nvidia_smi.xml", "mem_", "checkpoints",
 )  # fmt: skip
-"""The files that the runbooks ask for, or how their names begin."""
+"""Names, or prefixes of names, of the files that the runbooks require."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
+NOT_COMPARED = ("", "## Sweeps", "", "The sweeps have not been compared yet.")
 LAST = "last {steps} steps"
 FIGURE_ROWS: Mapping[str, tuple[str, str]] = {
     "toks_per_s": ("tok/s", f"{LAST}, their tokens by their time"),
@@ -56,12 +57,12 @@ ENVIRONMENT = (
     "device_count", "world", "strategy", "comm_backend", "comm_hook", "backend", "host", "machine",
     "git",
 )  # fmt: skip
-"""Keys of env.json, or else of run.json."""
+"""Keys that are read from env.json, or else from run.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """All that the report shows of one run."""
+    """The sources of the report for one run."""
 
     name: str
     path: Path
@@ -70,46 +71,51 @@ class Phase:
     run: Mapping[str, Any]
     env: Mapping[str, Any]
     planned: Mapping[str, Any]
-    """The phase in plan.json."""
+    """The entry of the phase in plan.json."""
 
     @property
     def figures(self) -> Mapping[str, float | None]:
-        """The `FIGURES` of rank 0; all are None where not all records can be read."""
+        """The `FIGURES` of rank 0; all of them are None if not all records can be read."""
         summary = self.source.summary
         if summary is None or not self.source.has_all_records:
             return dict.fromkeys(FIGURES)
         return summary.of_rank(0).figures()
 
 
-def build(path: Path, stem: str = "") -> tuple[str, dict[str, str]]:
-    """Returns the Markdown of a launch or run, and each chart by the name of its file.
+def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]]:
+    """Yields the report of a launch or run as the contents of files, the Markdown first.
 
-    Without a `stem` of the file names there are no charts.
+    Comparing sweeps may take minutes, so the first version of a report with a sweep has no
+    comparison. Without `output` there are no charts.
     """
     source = RunSource(path)
     state = poll_confirmed(source)
     phases = list(_phases(path, source))
-    charts = _charts(phases, stem) if stem and phases else {}
-    sections = (
-        _head(state, source.is_launch, phases), _left_out(path, source, phases), _gates(phases), _speed(phases), _figures(phases),
-        _sweeps(path) if source.is_launch else (), _expected(phases), _environment(phases),
-        _files(phases), _notes(source, phases), _not_measured(phases),
-        ("", *(f"![{name}]({name})" for name in charts)),
+    charts = _charts(phases, output.stem) if output and phases else {}
+    before = (
+        _head(state, source.is_launch, phases), _left_out(path, source, phases), _gates(phases),
+        _speed(phases), _figures(phases),
     )  # fmt: skip
-    return "\n".join(line for section in sections for line in section) + "\n", charts
+    after = (
+        _expected(phases), _environment(phases), _files(phases), _notes(source, phases),
+        _not_measured(phases), ("", *(f"![{name}]({name})" for name in charts)),
+    )  # fmt: skip
+    first, last = ([line for part in parts for line in part] for parts in (before, after))
+    output = output or path
+    drawn = {output.with_name(name): chart for name, chart in charts.items()}
+    has_sweep = source.is_launch and any(jsonl.text(each.planned, "sweep") for each in phases)
+    for sweeps in (NOT_COMPARED, _sweeps(path)) if has_sweep else ((),):
+        yield {output: "\n".join([*first, *sweeps, *last]) + "\n"} | drawn
 
 
-def write(path: Path, output: Path) -> list[Path]:
-    """Writes the report and its charts beside it; returns the paths. Raises OSError."""
-    text, charts = build(path, output.stem)
-    files = {output: text} | {output.with_name(name): chart for name, chart in charts.items()}
+def save(files: Mapping[Path, str]) -> None:
+    """Writes one of the `versions`. Raises OSError."""
     for each, content in files.items():
         rundir.write_atomic(each, content)
-    return list(files)
 
 
 def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
-    """Yields the runs of a launch, or the one run."""
+    """Yields the phases of a launch, or the single run at `path`."""
     launch = source.launch_path
     plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {} if launch else {}
     entries = jsonl.entries(plan, "phases")
@@ -117,7 +123,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
     for each in runs:
         run = RunSource(each, reads="charts")
         run.read_all()
-        state = run.poll()  # with a snapshot, the series follow after the present state
+        state = run.poll()  # with a snapshot, the series are read after the state
         if state.state in LIVE_STATES and not state.gates:
             state = replace(state, gates=so_far(run, state))
         born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
@@ -130,7 +136,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
 
 
 def cell(value: object) -> str:
-    """Returns a value as safe text of one line in a table: no markup, link or HTML."""
+    """Returns a value as one line of text for a table, without markup, link or HTML."""
     text = number(value) if isinstance(value, float) else "–" if value is None else value
     text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
     for mark in "|`*[]!#":
@@ -139,7 +145,7 @@ def cell(value: object) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Yields a section with a table, nothing without rows."""
+    """Yields a section with a table; yields nothing if there are no rows."""
     found = list(rows)
     if not found:
         return
@@ -184,7 +190,7 @@ def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
 
 
 def _gates(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the checklist: expected against actual, and the reason of each override.
+    """Yields the gates with expected and actual values, and the reason of each override.
 
     The gates that did not pass come first, because the table has at most `MAX_ROWS` rows.
     """
@@ -201,7 +207,7 @@ def _gates(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _speed(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the table of the runbooks: flags, and mean and deviation of the last steps."""
+    """Yields the table that the runbooks require: flags, mean and deviation of the last steps."""
     rows = []
     for each in phases:
         found = each.figures
@@ -232,7 +238,7 @@ def _figures(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _sweeps(path: Path) -> Iterator[str]:
-    """Yields the comparison of each sweep, nothing for a plan without one."""
+    """Yields the comparison of each sweep; yields nothing if the plan has no sweep."""
     try:
         found = sweep.sweeps(path)
     except ContractError:
@@ -242,7 +248,7 @@ def _sweeps(path: Path) -> Iterator[str]:
 
 
 def _expected(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields what the plan expects against what was measured, and what it implies."""
+    """Yields what the plan expects, what was measured, and the times that the gates imply."""
     rows = [row for each in phases for row in _expectations(each)]
     yield from _table("Expected and actual", ("phase", "figure", "expected", "actual", ""), rows)
 
@@ -260,7 +266,7 @@ def _expectations(phase: Phase) -> Iterator[Sequence[object]]:
 
 
 def _durations(phase: Phase, tokens: int | None) -> Iterator[Sequence[object]]:
-    """Yields the hours of all planned steps, at the speed of the gates and at the measured one."""
+    """Yields the hours of all planned steps at the speed of each gate and at the measured speed."""
     steps, speed = phase.state.steps_planned, phase.figures["toks_per_s"]
     if not steps or not tokens:
         return
@@ -279,7 +285,7 @@ def _hours(tokens: float, toks_per_s: float | None) -> str:
 
 
 def _environment(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields versions, device, routes and commit, once for phases with the same values."""
+    """Yields versions, device, routes and commit; phases with the same value share a row."""
     found: dict[tuple[str, str], list[str]] = {}
     for each in phases:
         for name in ENVIRONMENT:
@@ -296,7 +302,7 @@ def _environment(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _files(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the checklist of the files that the runbooks ask for."""
+    """Yields the files that the runbooks require: present and missing."""
     rows = []
     for each in phases:
         on_cpu = jsonl.mapping(each.env, "device").get("type") == "cpu"
@@ -328,7 +334,7 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields what has no value: unknown gates, figures, and records that were not read."""
+    """Yields unknown gates, figures without a value, and records that were not read."""
     rows: list[Sequence[object]] = []
     for each in phases:
         rows += [(each.name, f"gate {gate.name}", gate.why) for gate in each.state.gates

@@ -1,10 +1,9 @@
 """Compares the variants of a sweep from the records of its runs.
 
 The runs of a sweep are interleaved, because other load on the machine changes the times of all
-runs. Load only makes steps longer. So the figure of a run is the time of its fast steps, and the
-figure of a variant is that of the faster half of its runs. Whether two variants differ is decided
-by an exact permutation test over the rounds: if they do not differ, their two runs in a round could
-be exchanged.
+runs. Load only makes steps longer. So the figure of a run is computed from its fast steps, and the
+figure of a variant from the faster half of its runs. An exact permutation test over the rounds
+decides whether two variants differ: if they do not, their two runs in a round can be exchanged.
 """
 
 from __future__ import annotations
@@ -20,33 +19,35 @@ from typing import Any
 from console import status_text
 from console.plans.gate_check import poll_confirmed
 from console.sources import launch_documents
+from console.sources.pace import LONGEST_STEP_S
 from console.sources.run import RunSource
 from trainers.contract import flags, jsonl, rundir
 from trainers.contract.errors import NotFoundError, UsageError
-from trainers.contract.plan import LIMITS, NAME, highest_p
+from trainers.contract.plan import LIMITS, MAX_VARIANTS, NAME, highest_p
 
 LAST_STEPS, WARM_UP_STEPS = 50, 5
-"""The window of the runbooks' mean, and the first steps of a run, which never count."""
+"""The number of last steps in the mean of the runbooks; the number of first steps not counted."""
 FAST_QUANTILE = 0.1
 MAX_ROUNDS = int(LIMITS["rounds"][1])
+MOST_TOKENS = 1e12
 FACTS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("model.",), "tokens_per_step": ("data.seq_len", "train."), "versions": (),
     "cuda": (), "device": ("train.device",), "threads_per_rank": ("OMP_NUM_THREADS",),
     "strategy": (), "comm_backend": ("train.device",), "comm_hook": ("ddp.",),
     "backend": ("attention.", "model.", "data.seq_len", "train.precision", "train.device"),
 }  # fmt: skip
-"""The keys of env.json that must agree, and the settings that may change each."""
+"""The keys of env.json that must agree; for each, the settings that may change it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The measurements of one run, and what it ran with."""
+    """The measurements of one run, with its settings and facts."""
 
     name: str
     toks_per_s: float
-    """At the time of its fast steps."""
+    """The throughput in the fast steps of the run."""
     mean_toks_per_s: float
-    """Mean of its last steps, as the runbooks compute it."""
+    """The mean throughput of its last steps, computed as in the runbooks."""
     settings: Mapping[str, Any]
     """The settings, the flags of libraries, and the commit."""
     facts: Mapping[str, Any]
@@ -54,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One variant: the settings and flags that it may change, and its runs, one in each round."""
+    """One variant: the settings and flags that it may change, and one run per round."""
 
     name: str
     changes: Mapping[str, str]
@@ -67,18 +68,18 @@ class Variant:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Mean and standard deviation over the runs, each the mean of its last steps."""
+        """Mean and standard deviation of `mean_toks_per_s` over the runs."""
         means = [run.mean_toks_per_s for run in self.runs]
         return fmean(means), stdev(means)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of one sweep. `refusal` says why its variants cannot be compared, or is ""."""
+    """The result of one sweep. `refusal` says why its variants cannot be compared, or it is ""."""
 
     sweep: str
     variants: tuple[Variant, ...] = ()
-    """The fastest first."""
+    """The variants, the fastest first."""
     p_values: Mapping[tuple[str, str], float] | None = None
     refusal: str = ""
 
@@ -94,7 +95,8 @@ class Comparison:
         """One sentence: the winner, or "no difference", or why there is no comparison."""
         if self.refusal:
             return f"not compared: {self.refusal}"
-        best, rest = self.best, self.variants[len(self.best) :]
+        best = self.best
+        rest = [variant for variant in self.variants if variant.name not in best]
         if not rest:
             return "no difference"
         slower = self.variants[0].toks_per_s / rest[0].toks_per_s - 1
@@ -133,15 +135,16 @@ class Comparison:
 
 
 def fast_s(steps_s: Sequence[float]) -> float:
-    """Returns the time of the fast steps of a run, which other load made the least longer."""
+    """Returns the time of the fast steps of a run, which other load affects least."""
     return sorted(steps_s)[int(FAST_QUANTILE * (len(steps_s) - 1))]
 
 
 def p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the probability of such a difference if the two runs of each round are exchangeable.
+    """Returns the probability of this difference if the two runs of each round can be exchanged.
 
     `first` and `second` are the figures of two variants by round, at most `MAX_ROUNDS` of them. The
-    test is exact: it compares the difference of the faster halves with that of every exchange.
+    test is exact: it compares the difference of the faster halves with that of
+    every possible exchange.
     """
     pairs = [(math.log(a), math.log(b)) for a, b in zip(first, second, strict=True)]
 
@@ -150,14 +153,14 @@ def p_value(first: Sequence[float], second: Sequence[float]) -> float:
         return abs(_half([a for a, _ in rows]) - _half([b for _, b in rows]))
 
     observed = difference([False] * len(pairs)) - 1e-12
-    # Exchanging all rounds changes nothing, so the first is never exchanged.
+    # Exchanging all rounds changes nothing, so the first round is never exchanged.
     exchanges = itertools.product((False, True), repeat=len(pairs) - 1)
     reached = sum(difference((False, *each)) >= observed for each in exchanges)
     return reached / 2 ** (len(pairs) - 1)
 
 
 def _half(values: Sequence[float]) -> float:
-    """Returns the mean of the larger half."""
+    """Returns the mean of the larger half of the values."""
     return fmean(sorted(values)[len(values) // 2 :])
 
 
@@ -174,7 +177,7 @@ def compare(sweep: str, variants: Sequence[Variant]) -> Comparison:
 
 
 def _refusal(variants: Sequence[Variant]) -> str:
-    """Returns what differs between the runs besides the variables of the sweep, or ""."""
+    """Returns a difference between the runs that the sweep does not explain, or ""."""
     first = variants[0].runs[0]
     variables = {key for variant in variants for key in variant.changes}
     for variant in variants:
@@ -225,8 +228,12 @@ def _read(
     launch: Path, sweep: str, planned: Mapping[str, list[tuple[int, Mapping[str, Any]]]]
 ) -> Comparison:
     counts = {len(phases) for phases in planned.values()}
-    if len(counts) != 1 or not 2 <= min(counts) <= MAX_ROUNDS or len(planned) < 2:
+    if len(counts) != 1 or max(counts) > MAX_ROUNDS or not 2 <= len(planned) <= MAX_VARIANTS:
         return Comparison(sweep, refusal=f"{rundir.PLAN} does not have equal rounds of variants")
+    if 2 ** (1 - max(counts)) > highest_p(len(planned)):
+        return Comparison(
+            sweep, refusal=f"{max(counts)} rounds of {len(planned)} variants are too few"
+        )
     variants = []
     for name, phases in planned.items():
         runs = []
@@ -245,7 +252,7 @@ def _read(
 def _changes(
     phase: Mapping[str, Any], planned: Mapping[str, list[tuple[int, Mapping[str, Any]]]]
 ) -> dict[str, str]:
-    """Returns the settings and library flags of a variant that another variant does not have."""
+    """Returns the settings and library flags of a variant that differ in another variant."""
     others = [_given(phases[0][1]) for phases in planned.values()]
     return {
         key: value for key, value in _given(phase).items()
@@ -254,7 +261,7 @@ def _changes(
 
 
 def _given(phase: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what a phase sets; a flag of ours has the key of its setting."""
+    """Returns the settings and flags of a phase; our flags have the key of their setting."""
     given = {key: str(value) for key, value in jsonl.mapping(phase, "set").items()}
     return given | {
         flags.OWN.get(name, name): str(value)
@@ -270,11 +277,13 @@ def _measure(path: Path) -> Run | str:
     if state.state != "completed" or status_text.exit_code(state):
         why = status_text.no_go(state) or status_text.not_passed(state.gates)
         return f"it is {state.state}{f', {why}' if why else ''}; only a run that is go counts"
-    steps_s = [s for s in source.series.newest_steps_s(WARM_UP_STEPS) if s > 0]
+    steps_s = [s for s in source.series.newest_steps_s(WARM_UP_STEPS) if 0 < s < LONGEST_STEP_S]
     run = rundir.read_json(path / rundir.RUN, below=path) or {}
     facts = rundir.read_json(path / rundir.ENV, below=path) or {}
     tokens = jsonl.number(facts, "tokens_per_step")
-    if not tokens or len(steps_s) < LAST_STEPS // 2:
+    if tokens is None or not 0 < tokens < MOST_TOKENS:
+        return f"{rundir.ENV} has no valid tokens_per_step"
+    if len(steps_s) < LAST_STEPS // 2:
         return f"it has {len(steps_s)} step times after the first {WARM_UP_STEPS} steps, too few"
     settings = jsonl.mapping(run, "settings")
     values = {key: jsonl.mapping(settings, key).get("value") for key in settings}

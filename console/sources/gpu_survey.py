@@ -105,11 +105,25 @@ def main() -> None:
 
     def read(index: int) -> None:
         gpu = Device(pynvml, index, XidLog(pynvml, threading.Event())).read()
-        handle = value(pynvml.nvmlDeviceGetHandleByIndex, index)
-        processes = value(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
-        mig = value(pynvml.nvmlDeviceGetMigMode, handle) or (0, 0)
+        handle, processes, mig, gaps = (
+            value(pynvml.nvmlDeviceGetHandleByIndex, index),
+            (),
+            (0, 0),
+            [],
+        )
+        try:
+            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        except pynvml.NVMLError as error:
+            gaps.append(f"its processes are not available ({words_of(error)})")
+        try:
+            mig = pynvml.nvmlDeviceGetMigMode(handle)
+        except pynvml.NVMLError as error:
+            if getattr(error, "value", None) != pynvml.NVML_ERROR_NOT_SUPPORTED:
+                gaps.append(f"its MIG mode is not available ({words_of(error)})")
+        why = "; ".join(filter(None, [gpu.why, *gaps])) if gpu.state == "ok" else gpu.why
+        known = asdict(gpu) | {"why": why}
         pids = [process.pid for process in processes][:MAX_PIDS]
-        say({"gpu": asdict(gpu), "pids": pids, "mig": mig[0] == 1})
+        say({"gpu": known, "pids": pids, "mig": mig[0] == 1})
 
     try:
         pynvml.nvmlInit()

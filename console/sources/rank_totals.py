@@ -199,7 +199,7 @@ class RankTotals:
         self.entropy_min: float | None = None
         self.collapse_max: float | None = None
         self.gated = self.memories = self.fetches = 0
-        """Number of progress records with statistics of the gate, with memory, with `dt_fetch_s`."""
+        """Numbers of progress records with gate statistics, with memory, with `dt_fetch_s`."""
         self.empty = 0
         """Number of progress records without a figure, like the last one of a foreign program."""
         self.loads = 0

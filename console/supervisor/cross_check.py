@@ -15,7 +15,7 @@ from console.sources import launches, liveness, process
 from console.supervisor import former_documents
 from console.supervisor.former_documents import NOT_ADOPTED
 from console.supervisor.launch_spec import LOG_DIR, LaunchSpec, argv
-from console.supervisor.next_flags import set_words
+from console.supervisor.next_flags import OPERATOR, set_words
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -77,19 +77,38 @@ def check_launch(
     check_phase(index, runs, plan_state.get("state") == "waiting")
     has_begun = (runs[index] / rundir.RUN).exists()
     names = [phase.name for phase in spec.plan.phases[: index + has_begun + 1]]
-    entries = jsonl.mapping(plan_state, "next_flags")
-    flags, warnings = {}, []
-    for name, flag in former_documents.flags(entries, "by").items():
-        phases = "all" if entries[name].get("phases") == "all" else "next"
-        if evidence.confirms_flag(name, flag.value, names, phases == "all"):
-            flags[name] = {"value": flag.value, "by": flag.origin, "ts": time.time(),
-                           "phases": phases}  # fmt: skip
-        else:
-            warnings.append(
-                f"{rundir.PLAN_STATE} sets {name}={flag.value} for the next phase; no answer to a "
-                "request confirms it, so it is ignored"
-            )
+    flags, unconfirmed = confirmed_flags(plan_state, names, evidence)
+    warnings = [
+        f"{rundir.PLAN_STATE} sets {claim} for later phases; no answer to a request confirms it, "
+        "so it is ignored"
+        for claim in unconfirmed
+    ]
     return flags, warnings
+
+
+def confirmed_flags(
+    plan_state: Mapping[str, Any], phases: Sequence[str], evidence: Evidence
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns `next_flags` as far as answers confirm it, and the other flags as NAME=VALUE.
+
+    `phases` has the names of the phases up to the next one. Raises UsageError for a flag that does
+    not exist.
+    """
+    kept: dict[str, Any] = {}
+    unconfirmed: list[str] = []
+    entries = jsonl.mapping(plan_state, "next_flags")
+    lasting = {name: then for name in entries
+               if (then := jsonl.mapping(jsonl.mapping(entries, name), "then"))}  # fmt: skip
+    for found in (lasting, entries):
+        for name, flag in former_documents.flags(found, "by").items():
+            for_all = found is lasting or entries[name].get("phases") == "all"
+            if not evidence.confirms_flag(name, flag.value, phases, for_all):
+                unconfirmed.append(f"{name}={flag.value}")
+                continue
+            then = {} if for_all or name not in kept else {"then": kept[name]}
+            kept[name] = {"value": flag.value, "by": flag.origin, "ts": time.time(),
+                          "phases": "all" if for_all else "next", **then}  # fmt: skip
+    return kept, unconfirmed
 
 
 def check_run(
@@ -201,7 +220,7 @@ def check_flags(
         value = jsonl.text(entry, "value") if name in recorded else None
         in_plan = planned[name].value if name in planned else None
         living = [environment.get(name) for environment in environments]
-        by_operator = jsonl.text(entry, "origin").startswith("operator ") and value in living
+        by_operator = jsonl.text(entry, "origin").startswith(OPERATOR) and value in living
         confirmed = value == in_plan or by_operator
         confirmed = confirmed or (
             value is not None and evidence.confirms_flag(name, value, names)

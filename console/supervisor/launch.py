@@ -27,6 +27,7 @@ from console.supervisor.launch_spec import LaunchSpec
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.observers import Observers
 from console.supervisor.policy import Policy
+from console.supervisor.report_writer import ReportWriter
 from console.supervisor.run import BUSY_S, IDLE_S, QUIET_S, REFRESH_S, Run
 from console.supervisor.rundir_io import POLL_EVERY_S
 from trainers.contract import VERSION, jsonl, rundir
@@ -62,6 +63,7 @@ class Launch:
         self._services, self._directory = services, services.directory
         self._phases = spec.entries()
         self._next_flags = NextFlags(spec)
+        self._report = ReportWriter(path, services.directory, self._event)
         stored = services.link.stored(path / rundir.PLAN_STATE) or {}
         since_ns = jsonl.integer(stored, "requests_ns") or disk_ns(path / rundir.LOCK)
         self._inbox = Inbox(self._directory, self._attempt_in, since_ns)
@@ -109,6 +111,7 @@ class Launch:
         tick after that wake-up.
         """
         self._directory.deliver()
+        self._report.poll()
         if self._start_poll() and self._quiet:
             return
         self._observers.run("stack dumps", lambda: self._dumps.poll(self._inbox.answer), None)
@@ -259,32 +262,22 @@ class Launch:
                 entry["state"] = "later"
         self._event("state", f"the plan has ended: {why}")
         self._publish()
-        self._directory.job(self._write_report, self._check_report)
-
-    def _write_report(self) -> None:
-        """Writes report.md and its charts; runs on the thread of the run directory."""
-        from console.plans import report
-
-        report.write(self.path, self.path / report.NAME)
-
-    def _check_report(self, _: object, error: Exception | None) -> None:
-        if error is not None:
-            text = f"the report is not written: {error}; run nsa-console report {self.path}"
-            self._event("note", text, "warn")
+        self._report.start()
 
     # --- requests ------------------------------------------------------------------------------
 
     def _start_poll(self) -> bool:
         """Starts the next poll of the files if one is due; returns whether it did so."""
-        every_s = math.inf if self._quiet else 0.0 if self.state == "ended" else POLL_EVERY_S
+        last = self.state == "ended" and not self._report.busy
+        every_s = math.inf if self._quiet else 0.0 if last else POLL_EVERY_S
         attempt = self.run.attempt if self.run is not None else None
         runs = [self.path / entry["dir"] for entry in self._phases[: self._index + 1]]
         begun = self._poller.start(runs, attempt, every_s)
-        self._last_poll = self.state == "ended" if begun else self._last_poll
+        self._last_poll = last if begun else self._last_poll
         return begun
 
     def _take_requests(self, found: Sequence[Request]) -> None:
-        """Executes requests; the launch is over when a poll after its end finds no new request."""
+        """Executes requests; the launch is over when the last poll finds no new request."""
         new = self._inbox.execute(found, self._execute)
         self.over = self._last_poll and not new
 

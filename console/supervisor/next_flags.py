@@ -11,6 +11,9 @@ from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from trainers.contract import flags
 from trainers.contract.errors import UsageError
 
+OPERATOR = "operator "
+"""Start of the origin of a flag that a request has set."""
+
 
 def set_words(name: str, value: str, phase: str, phases: Phases) -> str:
     """Returns the answer to a request that set a flag; an adoption looks for this text."""
@@ -28,13 +31,17 @@ class NextFlags:
     def values(self) -> dict[str, FlagValue]:
         """Returns the flags with their origin, for the phase that starts now."""
         return {
-            name: FlagValue(flag["value"], f"operator {flag['by']}")
+            name: FlagValue(flag["value"], f"{OPERATOR}{flag['by']}")
             for name, flag in self.pending.items()
         }
 
     def started(self) -> None:
         """Removes the flags of the phase that has started; those of all later phases remain."""
-        self.pending = {n: flag for n, flag in self.pending.items() if flag.get("phases") == "all"}
+        lasting = {
+            name: flag if flag.get("phases") == "all" else flag.get("then")
+            for name, flag in self.pending.items()
+        }
+        self.pending = {name: flag for name, flag in lasting.items() if flag}
 
     def set(
         self, index: int, name: str, value: str | None, by: str, phases: Phases = "next"
@@ -42,15 +49,21 @@ class NextFlags:
         """Sets a flag for the phase `index`, or also for all later phases; None removes the flag.
 
         Returns success and a sentence. A flag that is not valid with the settings of a phase is
-        rejected.
+        rejected. A value for the next phase only does not replace that of the phases after it.
         """
         planned = self._spec.plan.phases
         phase, last = planned[index].name, len(planned) if phases == "all" else index + 1
         changed = {key: flag for key, flag in self.pending.items() if key != name}
+        former = self.pending.get(name, {})
+        lasting = former if former.get("phases") == "all" else former.get("then")
+        if value is None and phases == "next" and lasting:
+            return False, f"{name} is set for all later phases; pass phases=all to reset it"
         try:
             if value is not None:
                 value = flags.format_value(flags.parse(name, value))
                 changed[name] = {"value": value, "by": by, "ts": time.time(), "phases": phases}
+                if phases == "next" and lasting:
+                    changed[name]["then"] = lasting
             pending = {key: FlagValue(flag["value"], "operator") for key, flag in changed.items()}
             for each in range(index, last):
                 self._spec.settings(each, self._spec.flags(each, pending))

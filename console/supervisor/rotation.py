@@ -1,7 +1,7 @@
 """Bounds the growing files of an attempt: rotates logs, splits samples into compressed parts.
 
 Ranks and torchrun open logs with O_APPEND. After a log was copied to `.1` and truncated, they write
-at its beginning. Bytes written between the copy and the truncation are lost.
+at its beginning. Bytes written between the end of the copy and the truncation are lost.
 
 `samples_H.jsonl` is always the newest part; `samples_H.jsonl.0001.gz` is the oldest.
 """
@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,8 @@ from console.supervisor.rundir_io import Directory
 from trainers.contract import jsonl, rundir
 
 LOG_LIMIT = 64 << 20
+RESERVE_BYTES = 64 << 20
+"""Free space that a copy leaves on the disk, for a checkpoint."""
 MAX_FILES = 4096
 CHUNK_BYTES = 1 << 20
 LONGEST = 2
@@ -36,8 +39,11 @@ POLL_EVERY_S = 5.0
 class Rotation:
     """Rotates the logs of one folder (`rundir.logs`) that are longer than `limit_bytes`."""
 
-    def __init__(self, folder: Path, limit_bytes: int = LOG_LIMIT):
-        self._folder, self._limit = folder, limit_bytes
+    def __init__(
+        self, folder: Path, limit_bytes: int = LOG_LIMIT, reserve_bytes: int = RESERVE_BYTES
+    ):
+        self._folder, self._limit, self._reserve = folder, limit_bytes, reserve_bytes
+        self._longest = LONGEST * limit_bytes
         self._failed: set[str] = set()
 
     def poll(self) -> str:
@@ -76,74 +82,101 @@ class Rotation:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(name, flags, dir_fd=at)
         try:
-            status = os.fstat(fd)
+            status, space = os.fstat(fd), os.fstatvfs(at)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
                 raise OSError(errno.EMLINK, "it has a second hard link")
-            start = max(0, status.st_size - LONGEST * self._limit)
-            _copy_and_truncate(at, name, fd, start, status.st_size)
+            start = max(0, status.st_size - self._longest)
+            if space.f_bavail * space.f_frsize < status.st_size - start + self._reserve:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._copy_and_truncate(at, name, fd, start)
         finally:
             os.close(fd)
         without = f" without the first {start / MIB:.1f} MiB" if start else ""
         return f"{name} was rotated: its content is in {name}.1{without}"
 
+    def _copy_and_truncate(self, at: int, name: str, fd: int, start: int) -> None:
+        """Moves the content of an open log to `.1`.
 
-def _copy_and_truncate(at: int, name: str, fd: int, start: int, end: int) -> None:
-    """Copies an open log from `start` on to `.1`, then truncates the log. Raises OSError."""
-    temporary = f".{name}.copy"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary, dir_fd=at)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    out = os.open(temporary, flags, 0o600, dir_fd=at)
-    try:
-        while start < end and (sent := os.sendfile(out, fd, start, CHUNK_BYTES)):
-            start += sent
-        os.rename(temporary, f"{name}.1", src_dir_fd=at, dst_dir_fd=at)
-        os.ftruncate(fd, 0)
-    finally:
-        os.close(out)
+        The copy gets its name before the log is truncated; bytes written meanwhile are added to it.
+        """
+        temporary = f".{name}.copy"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=at)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        out = os.open(temporary, flags, 0o600, dir_fd=at)
+        try:
+            end = _copy(fd, out, start, start + 2 * self._longest)
+            os.rename(temporary, f"{name}.1", src_dir_fd=at, dst_dir_fd=at)
+            _copy(fd, out, end, start + 2 * self._longest)
+            os.ftruncate(fd, 0)
+        finally:
+            os.close(out)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=at)
 
 
-def split(directory: Directory, path: Path, part_bytes: int = PART_BYTES) -> None:
-    """Starts a new part of a file of records that is long enough, and compresses one older part.
+def _copy(fd: int, out: int, start: int, end: int) -> int:
+    """Copies the bytes from `start` to at most `end`; returns the offset where it stopped."""
+    while start < end and (sent := os.sendfile(out, fd, start, CHUNK_BYTES)):
+        start += sent
+    return start
 
-    Runs on the thread of the run directory. If a compression was interrupted, the next call repeats
-    it. Raises OSError.
+
+class Parts:
+    """Owns the parts of one file of records; `poll` runs on the thread of the run directory.
+
+    One part at a time is compressed in a separate thread, so that a hung disk blocks only that
+    thread. If a compression was interrupted, the next poll repeats it.
     """
-    parts = rundir.parts(path)
-    if jsonl.size_bytes(path) >= part_bytes:
-        number = max((number for number, _ in parts), default=0) + 1
-        parts.append((number, rundir.part(path, number)))
-        directory.set_aside(path, parts[-1][1])
-    plain = [path for _, path in parts if path.suffix != rundir.GZIP]
-    if plain:
-        _compress(plain[0])
 
+    def __init__(self, directory: Directory, path: Path, part_bytes: int = PART_BYTES):
+        self._directory, self._path, self._part_bytes = directory, path, part_bytes
+        self._thread: threading.Thread | None = None
 
-def _compress(part: Path) -> None:
-    """Replaces a plain part by a compressed one; if that fails, the plain part remains."""
-    whole = part.with_name(part.name + rundir.GZIP)
-    half = part.with_name(f".{whole.name}.tmp")
-    try:
-        with part.open("rb") as plain, half.open("wb") as out:
-            with gzip.GzipFile("", "wb", GZIP_LEVEL, out) as packed:
-                shutil.copyfileobj(plain, packed, CHUNK_BYTES)
-            out.flush()
-            os.fsync(out.fileno())
-        half.replace(whole)
-        part.unlink()
-    except OSError:
-        with contextlib.suppress(OSError):
+    def poll(self) -> None:
+        """Starts a new part if the current part is long enough. Raises OSError."""
+        if jsonl.size_bytes(self._path) >= self._part_bytes:
+            numbers = [number for number, _ in rundir.parts(self._path)]
+            part = rundir.part(self._path, max(numbers, default=0) + 1)
+            self._directory.set_aside(self._path, part)
+        if self._thread is not None and self._thread.is_alive():
+            return
+        plain = (path for _, path in rundir.parts(self._path) if path.suffix != rundir.GZIP)
+        if part := next(filter(jsonl.size_bytes, plain), None):
+            self._thread = threading.Thread(
+                target=self._compress, args=(part,), name="parts", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # no thread to spare: a later poll tries again
+                self._thread.start()
+
+    def _compress(self, part: Path) -> None:
+        """Replaces a plain part by a compressed one; if that fails, the plain part remains."""
+        whole = part.with_name(part.name + rundir.GZIP)
+        half = part.with_name(f".{whole.name}.tmp")
+        try:
             half.unlink(missing_ok=True)
+            with (
+                jsonl.opened(part) as fd,
+                open(fd, "rb", closefd=False) as plain,
+                half.open("xb") as out,
+            ):
+                with gzip.GzipFile("", "wb", GZIP_LEVEL, out) as packed:
+                    shutil.copyfileobj(plain, packed, CHUNK_BYTES)
+                out.flush()
+                os.fsync(out.fileno())
+            half.replace(whole)
+            part.unlink()
+        except OSError:
+            with contextlib.suppress(OSError):
+                half.unlink(missing_ok=True)
 
 
 class Upkeep:
     """Bounds the logs and samples of one attempt, on the thread of the run directory."""
 
     def __init__(self, directory: Directory, run: Path, attempt: int, samples: Path):
-        self._directory, self._run, self._samples = directory, run, samples
-        self._rotation, self._due_at = Rotation(rundir.logs(run, attempt)), 0.0
+        self._directory, self._run, self._due_at = directory, run, 0.0
+        self._rotation, self._parts = Rotation(rundir.logs(run, attempt)), Parts(directory, samples)
 
     def poll(self, event: Callable[..., object]) -> None:
         """Starts the job if it is due and not running; reports its result by calling `event`."""
@@ -152,7 +185,7 @@ class Upkeep:
             self._directory.job(self._run_job, partial(self._report, event), self._run)
 
     def _run_job(self) -> str:
-        split(self._directory, self._samples)
+        self._parts.poll()
         return self._rotation.poll()
 
     def _report(self, event: Callable[..., object], text: str | None, _: object) -> None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 TICK_S = 1.0
 LEAVE = "ctrl+c"
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
-"""Class of each view but the Dashboard, by module name; imported when first shown."""
+"""The class of each view except the Dashboard, by the module that is imported at first use."""
 
 
 def bindings() -> list[Binding]:
@@ -150,7 +150,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         if not self.is_running:
             return
         if self.snapshot is None and snapshot.state is None and not self.chosen_by_hand:
-            self.run_worker(self.show_view("launch"))  # what can be launched, where there is no run
+            self.run_worker(self.show_view("launch"))  # no run: show what can be launched
         self.snapshot = snapshot
         if snapshot.state is not None and snapshot.state.launch is not None:
             self.draft.offer(snapshot.state.launch.plan)
@@ -176,7 +176,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             self.feed.nudge()
 
     def _tick(self) -> None:
-        """Updates the displayed ages if no new snapshot does it."""
+        """Updates the displayed ages while no new snapshot arrives."""
         self.answer.tick()
         if self.snapshot and time.monotonic() - self.snapshot.at < PUNCTUAL_S:
             return

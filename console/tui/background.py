@@ -70,7 +70,7 @@ def run_in_background(
 ) -> None:
     """Runs `work` in a thread; `then` gets the result, or `failed` the sentence of the error.
 
-    Without `failed` the screen shows the error. Until the end the action is in `screen.pending`.
+    Without `failed` the screen shows the error. Until `work` ends, `screen.pending` has the action.
     """
     fail = failed or (lambda sentence: screen.say(sentence, "error"))
     pending = Pending(label, about, time.monotonic())

@@ -1,7 +1,8 @@
 """Computes a chart as text: time window, columns, axis bounds, braille or block characters.
 
-A scrolling chart would be sent completely with every sample. This chart fills from left to right
-and, when it is full, jumps left by a quarter of its width; so a sample changes one column.
+A scrolling chart would be sent to the terminal completely at every sample. This chart fills from
+left to right and, when it is full, jumps left by a quarter of its width; so a sample changes one
+column.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Literal
 Mode = Literal["braille", "block"]
 Point = tuple[float, float]
 Bin = tuple[float, float] | None
-"""Smallest and largest value of one column, None without a point."""
+"""Smallest and largest value of one column, or None for a column without a point."""
 SPANS_S = (60, 120, 300, 600, 1800, 7200, 43200)
 AUTO_MAX_S = 600
 LEAST_SPAN = 0.02
 """An axis spans at least this share of its values, so that noise does not fill the chart."""
 TINY, HUGE = 1e-200, 1e200
-"""Smaller differences count as none, larger values are limited: a record may hold any float."""
+"""Smaller differences count as zero, and larger values are limited: a record may have any float."""
 _DOTS = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
 """Bits of the four dots of a braille cell in its two columns, the lowest dot first."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -30,7 +31,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
     """Returns the start and the length of the displayed time.
 
-    With `span_s` 0 the length is the shortest that shows all points so far, at most ten minutes.
+    If `span_s` is 0, the length is the shortest that shows all points so far, at most ten minutes.
     """
     elapsed = now - first
     auto = next((s for s in SPANS_S if elapsed <= s <= AUTO_MAX_S), AUTO_MAX_S)
@@ -38,7 +39,7 @@ def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
 
 
 def window_start(first: float, now: float, span: float) -> float:
-    """Returns where the window begins: at `first`, later in jumps of a quarter of `span`."""
+    """Returns the start of the window: `first`; a full window jumps by a quarter of `span`."""
     over = now - first - span
     return first if over <= 0 else first + math.ceil(over / (span / 4)) * (span / 4)
 
@@ -143,7 +144,7 @@ def columns_of(mode: Mode, width: int) -> int:
 def draw(
     curves: Sequence[list[Bin]], low: float, high: float, height: int, mode: Mode
 ) -> list[str]:  # fmt: skip
-    """Returns `height` lines of cells with all curves; in block mode, the band that they span."""
+    """Returns `height` lines of cells with all curves; block mode draws the band that they span."""
     if mode == "block":
         held = levels(merge(curves), low, high, 8 * height)
         tops = [-1 if dots is None else dots[1] for dots in held]

@@ -1,6 +1,6 @@
-"""The charts of the Dashboard: their series and units, and the choice of those to show.
+"""The charts of the Dashboard: their series and units, and the choice of the charts to show.
 
-If the operator has chosen no charts, those with data are shown, in the order of `CATALOG`.
+If the operator has chosen no charts, the charts with data are shown, in the order of `CATALOG`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Chart:
     unit: str
     from_zero: bool = False
     scale: float = 1.0
-    """The values are divided by this to be in `unit`."""
+    """The number by which the values are divided to convert them to `unit`."""
     each: str = ""
     parts: tuple[str, ...] = ()
     """The series whose single values the zoomed chart lists."""
     measures: str = ""
-    """The part of the machine, where the unit does not tell: "GPU", "CPU" or "RSS"."""
+    """What is measured, if the unit does not show it: "GPU", "CPU" or "RSS"."""
 
     @property
     def unit_word(self) -> str:
@@ -76,7 +76,7 @@ def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
 
 
 def of_run(state: RunState, recorded: Collection[str], choice: Sequence[str]) -> list[Chart]:
-    """Returns the charts of a run: those that the operator chose, or else those with a series.
+    """Returns the charts of a run: those that the operator chose, or else those with data.
 
     `recorded` has the names of the series that have points.
     """

@@ -23,10 +23,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question. The first button is always No; other buttons work only after `typed` was typed.
+    """A question. The first button is No; the other buttons work only after `typed` was typed.
 
-    `path` is the run or launch that an answer acts on, even if the screen shows another one by
-    then.
+    `path` is the run or launch that an answer acts on, even if the screen then shows another run.
     """
 
     title: str
@@ -118,7 +117,7 @@ def _of_adopt(state: RunState) -> dict[str, str]:
 FACTS = {
     "halt": _of_halt, "checkpoint": _last_checkpoint, "stop": _last_checkpoint, "adopt": _of_adopt,
 }  # fmt: skip
-"""More facts of a confirmation by action; one with a label that is there already replaces it."""
+"""Additional facts of a confirmation, by action. A fact replaces a fact with the same label."""
 
 
 # --- questions of actions without a title --------------------------------------------------------

@@ -93,13 +93,13 @@ class Draft:
         """Returns the values of the first phase: the flags of the plan, or else its settings."""
         if self.prepared is None:
             return {}
-        from console.sources.json_documents import flag_settings  # not for the first picture
+        from console.sources.json_documents import flag_settings  # not needed at first
 
         plan, first = self.prepared.plan, self.prepared.phases[0]
         return {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}
 
     def question(self, host: str) -> Question:
-        """Returns the question before the launch. Raises CannotAsk if it would be rejected."""
+        """Returns the confirmation of the launch. Raises CannotAsk if it would be rejected."""
         if not self.is_checked:
             raise CannotAsk("the plan is still being checked; press L again in a moment")
         failed = [f"not launched: {check.text}" for check in self.checks if check.result == "fail"]

@@ -27,13 +27,13 @@ READ_BYTES = 4096
 POLL_S, QUIET_S = 0.1, 0.25
 """A paste has ended when no input has come for `QUIET_S`."""
 FEW, FIELD_CHARS = 8, 256
-"""The most characters that one read of typed keys has, and one read of a text for a field."""
+"""The most characters that a person types in one read: as keys, and as text in a field."""
 IGNORED = "input ignored: keys that come together count as pasted; type them one by one"
 PASTE_MARKS = ("\x1b[200~", "\x1b[201~")
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
 )
-"""Mouse, paste, focus, line wrap, keyboard protocol, alternate screen and cursor, as they were."""
+"""Restores mouse, paste, focus, line wrap, keyboard protocol, alternate screen and cursor."""
 
 
 class TerminalDriver(LinuxDriver):
@@ -56,7 +56,7 @@ class TerminalDriver(LinuxDriver):
         self._pasted_at, self._is_marked, self._is_ignoring = -math.inf, False, False
 
     def close(self) -> None:
-        """Waits for the writer thread; if another thread restores the terminal, also for that."""
+        """Waits for the writer thread, and for the thread that restores the terminal, if any."""
         super().close()
         if self._late is not None:
             self._late.join()
@@ -91,10 +91,11 @@ class TerminalDriver(LinuxDriver):
                 self.process_message(message)
 
     def _is_pasted(self, text: str) -> bool:
-        """Returns whether nobody typed this text, so that none of its keys counts.
+        """Returns whether this text was pasted and not typed, so that its keys do not count.
 
-        That is more text in one read than a person types, and what follows it. A terminal that
-        marks a paste begins it with an escape sequence, which is passed on.
+        Text is pasted if one read returns more characters than a person types, or if it soon
+        follows such a read. Some terminals mark a paste with an escape sequence; a marked paste is
+        passed on.
         """
         begin, end = (text.rfind(mark) for mark in PASTE_MARKS)
         was_marked = self._is_marked
@@ -152,7 +153,7 @@ class TerminalDriver(LinuxDriver):
         os._exit(0)
 
     def _wait_until_drained(self) -> None:
-        """Waits until the writer has dropped its pending output, which would undo the restoring."""
+        """Waits until the writer has dropped its pending output, which would undo `RESTORE`."""
         end, writer = time.monotonic() + RESTORE_S, self._writer_thread
         time.sleep(RESTORE_S / 10)
         while writer is not None and writer._queue.qsize() and time.monotonic() < end:

@@ -1,7 +1,7 @@
 """Polls the run for the screen in one thread; delivers an immutable snapshot each second.
 
-The thread is a separate daemon thread: a directory that does not answer blocks neither the screen
-nor its exit (at exit, the interpreter waits for the threads of an executor).
+The thread is a daemon thread: a directory that does not answer blocks neither the screen nor its
+exit. It belongs to no executor, because the interpreter waits for the threads of executors at exit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GLANCE_S = 0.25
 LOOK_BYTES = 1 << 20
 """Bytes of records read between two snapshots, so that a long run is shown while it is read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
-"""Small files whose change is a change of state; they are checked four times a second."""
+"""Small files that change when the state changes; they are checked four times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class ScreenData:
     recorded: Collection[str] = ()
     stacks: Mapping[int, Any] = field(default_factory=dict)
     log: tuple[LogLine, ...] = ()
-    """The log lines that are new; `log_begins` says the start of another log."""
+    """The new log lines; `log_begins` is true if they begin another log."""
     log_begins: bool = False
     trouble: str = ""
     coming: Mapping[str, str] = field(default_factory=dict)
-    """The flags that the next phase would get; `coming_trouble` is why they are not available."""
+    """The flags that the next phase would get; `coming_trouble` says why they are missing."""
     coming_trouble: str = ""
 
 
@@ -107,9 +107,9 @@ class Feed:
         self._coming: tuple[object, Mapping[str, str], str] = (None, {}, "")
         self.wants_stacks = self.wants_coming = False
         self.paused = False
-        """Leaves new log lines unread until the display resumes."""
+        """True while the display is paused; new log lines are then left unread."""
         self.followed_at = 0.0
-        """Time at which another launch was chosen (monotonic s); older snapshots are not of it."""
+        """Time of the choice of this launch (monotonic s); older snapshots show another launch."""
         self._reading_since: float | None = None
 
     def start(self) -> None:
@@ -130,12 +130,12 @@ class Feed:
         self._nudged.set()
 
     def allow_next(self) -> None:
-        """Allows the next snapshot, because the last one is displayed."""
+        """Allows the next snapshot, because the last snapshot is displayed."""
         self._taken.set()
 
     @property
     def silent_s(self) -> float:
-        """Time for which the present read has waited for the run directory, or 0 without a read.
+        """Time for which the present read has waited for the run directory, or 0 between reads.
 
         The feed's thread sets this value, so a busy screen does not look like a silent directory.
         """

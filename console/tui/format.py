@@ -93,7 +93,7 @@ def gib(mib: float | None) -> str:
 
 
 def short_gib(mib: float | None) -> str:
-    """Returns MiB as `812M` or `1.2G`, `61G`."""
+    """Returns MiB as `812M`, `1.2G` or `61G`."""
     if mib is not None and 10 * 1024 <= mib < math.inf:
         return f"{mib / 1024:.0f}G"
     return gib(mib).replace(" MiB", "M").replace(" GiB", "G")

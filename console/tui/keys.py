@@ -1,7 +1,7 @@
 """The table of keys, from which bindings, footer, buttons, help and palette are made.
 
-The keys of actions are rows of `console.action_table`. Every other key is a row here, and a method
-`do_<id>` of the app or of each view that has the key.
+The keys of actions are rows of `console.action_table`. Every other key has a row here, and a method
+`do_<id>` in the app or in each view that uses the key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LISTS = ("launch", "stall", "logs")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. The footer shows its `label` unless that is ""; highest weights are dropped last.
+    """One key. The footer shows its `label`, if any; a narrow footer drops the lowest weights.
 
     `button` is the label on the action bar; `actions` are the actions that the key asks about.
     """
@@ -37,7 +37,7 @@ class Key:
 
     @property
     def shown(self) -> str:
-        """The first of the row's keys, as the footer and the help write it."""
+        """The name of the row's first key, as the footer and the help show it."""
         return NAMES.get(self.keys[0], self.keys[0])
 
     @property
@@ -50,7 +50,7 @@ class Key:
 
     @property
     def question(self) -> Callable[[RunState | None], Question] | None:
-        """Returns the confirmation for the displayed run; None if the app makes another one."""
+        """Returns the function that makes the confirmation, or None if the app itself makes it."""
         if not self.actions or not self.actions[0].title:
             return None
         return lambda state: confirmations.question(state, *self.actions)

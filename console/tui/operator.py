@@ -29,7 +29,7 @@ LATER = (
     "console.tui.screens.logs",
     "console.actions",
 )
-"""Modules that the first picture does not need and a key may need next."""
+"""Modules that the first picture does not need, but the next key may need."""
 
 Request = Callable[[Path, str, Mapping[str, Any]], str]
 
@@ -109,7 +109,7 @@ class Operator:
         self.ask(lambda state: confirmations.acknowledge(state, alert, text))
 
     def set_flag(self, launch: LaunchState, name: str, value: str | None, phases: str) -> None:
-        """Sends a changed flag for the `next` phase or `all`; None as value undoes the change."""
+        """Sends a changed flag for the phases `next` or `all`; the value None undoes the change."""
         if not launch.rest:
             self._screen.say(f"{launch.id} has no next phase: {name} would have no effect", "error")
             return

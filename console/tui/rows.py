@@ -126,10 +126,10 @@ def flowed(parts: Iterable[Row], width: int, gap: int = 3) -> list[Row]:
 
 
 def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> list[str]:
-    """Breaks text into lines of at most `width` cells, at spaces if there are any; spaces remain.
+    """Breaks text into lines of at most `width` cells, at spaces if there are any.
 
     Unlike `wrap` it does not change the spacing of the text, because logs are often tables. It does
-    not break at a space before `first` (the middle of the line).
+    not break at a space before `first` (by default the middle of the line).
     """
     lines: list[str] = []
     while cell_len(text) > width and len(lines) < limit - 1:
@@ -142,7 +142,7 @@ def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> li
 
 
 Part = tuple[int, Sequence[Row]]
-"""A priority (high stays longest) and the forms of one part of a line, longest first."""
+"""A priority (the highest stays longest) and the forms of one part of a line, longest first."""
 
 
 def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
@@ -171,7 +171,7 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
 
 
 def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
-    """Returns the first differing cell and the end of the last one, or None if rows are equal."""
+    """Returns the first cell and the end of the last cell that differ, or None for equal rows."""
     if old == new:
         return None
     a, b = _cells(old, width), _cells(new, width)

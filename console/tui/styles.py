@@ -36,7 +36,7 @@ LEVEL_STYLE = {"info": "info", "warn": "warn", "crit": "crit"}
 PLAIN = str.maketrans(
     "─│…–·×→←↓↑↻◂▸›✓✗○●▏▎▍▌▋▊▉█°▁▂▃▄▅▆▇", "-|~-.x><v^@<>>+x.*::::####o_.-:=+*"
 )  # fmt: skip
-"""One ASCII character for each one that the screen draws, so that columns keep their places."""
+"""One ASCII character for each special character that the screen draws; columns stay aligned."""
 ascii_only = False
 """True for a terminal without UTF-8."""
 

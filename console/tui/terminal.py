@@ -19,7 +19,7 @@ class Terminal:
 
 
 def detect(environment: Mapping[str, str], mouse: bool | None) -> Terminal:
-    """Returns the terminal that the environment describes; `mouse` overrides it unless None.
+    """Returns the terminal that the environment describes; `mouse`, if not None, has precedence.
 
     The mouse is off over SSH: a terminal that reattaches loses its mouse mode, and selecting text
     needs the mouse off.

@@ -75,6 +75,8 @@ def test_the_faster_variant_is_named_with_its_figures_and_routes(launch, capsys)
     ("what", "words"),
     [
         ("gone", "run.json cannot be read"), ("crashed", "it is crashed"), ("few", "too few"),
+        ("tokens", "has no valid tokens_per_step"),
+        ("rounds", "3 rounds of 2 variants are too few"),
         ("hook", "comm_hook is 'none' in"), ("gates", "gate loss_finite is not in gates.json"),
     ],
 )  # fmt: skip
@@ -85,6 +87,11 @@ def test_a_run_that_does_not_count_leaves_no_comparison(launch, capsys, what, wo
     elif what == "few":
         path = rundir.heartbeat(run, 0)
         path.write_text(path.read_text().replace("steps_dt_s", "other"))
+    elif what == "tokens":
+        directory.document(run / rundir.ENV, FACTS | {"tokens_per_step": "inf"})
+    elif what == "rounds":
+        planned = rundir.read_json(launch / rundir.PLAN) or {}
+        directory.document(launch / rundir.PLAN, planned | {"phases": planned["phases"][:6]})
     elif what == "hook":
         directory.document(run / rundir.ENV, FACTS | {"comm_hook": "bf16"})
     elif what == "gates":

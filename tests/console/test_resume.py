@@ -8,8 +8,9 @@ import pytest
 
 from console import actions
 from console.actions import LaunchOptions
+from console.supervisor.next_flags import set_words
 from tests.launches import STUB, phase
-from trainers.contract import rundir
+from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 
@@ -27,6 +28,16 @@ def ended(folder, checkpoint=True, **state):
     rundir.write_json(old.directory / rundir.PLAN, old.spec.as_dict(1.0))
     record = json.loads(json.dumps(dict(old.phases[0])))
     record["flags"]["NCCL_DEBUG"] = {"value": "WARN", "origin": "operator ann@host"}
+    record["flags"]["NCCL_ALGO"] = {"value": "Tree", "origin": "operator nobody"}
+    answers = [
+        ("NCCL_DEBUG", "WARN", "sanity", "next"), ("NSA_LR", "0.1", "sanity", "all"),
+        ("NSA_LR", "0.2", "plumbing", "next"), ("NCCL_PROTO", "LL", "plumbing", "next"),
+    ]  # fmt: skip
+    with (old.directory / rundir.EVENTS).open("wb") as stream:
+        stream.writelines(
+            jsonl.encode({"v": 1, "kind": "answer", "ok": True, "text": set_words(*answer)})
+            for answer in answers
+        )
     rundir.write_json(run / rundir.RUN, record)
     phases = [{"name": "sanity", "state": "halted", "result": "unknown", "dir": "0-sanity"}]
     held = {"v": 1, "state": "ended", "phase": 0, "phases": phases} | state
@@ -54,6 +65,22 @@ def test_the_options_of_the_old_launch_and_the_flags_of_its_operator_are_repeate
         assert each["settings"]["train.seed"] == {"value": 7, "origin": "--set"}
         assert each["flags"]["NSA_LR"] == {"value": "0.5", "origin": "--flag"}
     assert found.directory != launch
+
+
+def test_flags_of_later_phases_are_repeated_if_an_answer_confirms_them(tmp_path):
+    flag = {"by": "ann@host", "ts": 1.0}
+    then = flag | {"value": "0.1", "phases": "all"}
+    pending = {
+        "NSA_LR": flag | {"value": "0.2", "phases": "next", "then": then},
+        "NCCL_PROTO": flag | {"value": "LL", "phases": "all"},  # the answer was for one phase
+    }
+    first, second, third = resumed(ended(tmp_path, next_flags=pending)).phases
+    assert "NCCL_ALGO" not in first["flags"], "no answer confirms the flag in run.json"
+    assert [each["flags"]["NSA_LR"]["value"] for each in (first, second, third)] == [
+        "0.5", "0.2", "0.1",
+    ]  # fmt: skip
+    assert second["flags"]["NSA_LR"]["origin"] == "operator ann@host"
+    assert not any("NCCL_PROTO" in each["flags"] for each in (first, second, third))
 
 
 def test_a_phase_without_a_checkpoint_begins_anew(tmp_path):

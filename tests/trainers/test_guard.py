@@ -51,6 +51,13 @@ def test_a_lasting_rise_of_the_norm_is_accepted_after_some_steps(rise, most, noi
     assert skipped(rise, 2 * SPIKE_WINDOW_STEPS) == 0
 
 
+def test_norms_above_a_window_of_zeros_are_no_spikes():
+    spikes = Spikes(6.0, torch.device("cpu"))
+    norms = [0.0] * SPIKE_WINDOW_STEPS + [1.0] * 50
+    assert not any(bool(spikes.detect(torch.tensor(norm), NO)) for norm in norms[:-49])
+    assert sum(int(spikes.detect(torch.tensor(norm), NO)) for norm in norms[-49:]) < 20
+
+
 def overflow(step: int, lowered: bool) -> Row:
     return Row(step, 1.0, 1, 0, True, False, "", scale_lowered=lowered)
 

@@ -1,7 +1,8 @@
 """Drills: the faults that a trainer can produce for practice, and the grammar of a drill.
 
-`KIND@STEP[:RANK][:SECONDS][!]`, several separated by commas. RANK is a number or `all`, 0 by
-default. A drill happens in the first attempt only, with `!` in every attempt. Needs no torch.
+A drill is `KIND@STEP[:RANK][:SECONDS][!]`; commas separate several drills. RANK is a number or
+`all`; the default is 0. A drill happens in the first attempt only; with `!` it happens in every
+attempt. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Truth:
     """The right verdict on a fault in a run of two ranks, and the right reactions of an operator.
 
     The fault shows as a verdict with this `cause` in this `phase`, as the state in which the run
-    `ends`, or as an `alert`. `right` has the right actions; "resume" means that the rank steps
-    again without an action, () that no reaction is needed.
+    `ends`, or as an `alert`. `right` has the right actions. "resume" means that the rank steps
+    again without an action; an empty `right` means that no reaction is needed.
     """
 
     cause: str = ""
@@ -38,27 +39,27 @@ class Truth:
     alert: str = ""
     right: tuple[str, ...] = ()
     ranked: bool = True
-    """False where no record shows the rank, because all ranks record a sum over the ranks."""
+    """False if no record shows the rank of the fault: all ranks record a sum over the ranks."""
     after_s: float = 0.0
     """The time that the alert needs to observe the fault."""
 
 
 STALLS = ("stop", "kill")
-"""Reactions to a rank that does not step: a halt waits for the end of a step."""
+"""Right reactions to a rank that does not step; a halt has no effect before its step ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of fault. `amount` is the default of SECONDS; None if the kind accepts none."""
+    """One kind of fault. `amount` is the default of SECONDS; None if it accepts no SECONDS."""
 
     about: str
     amount: float | None = None
     place: Place = "forward"
     lasts: bool = False
-    """True where the fault happens at every step from the first one on."""
+    """True if the fault happens in its step and in every later step."""
     truth: Truth = Truth()
     step: int = 10
-    """The step in which `nsa-console drill` lets it happen."""
+    """The step in which `nsa-console drill` produces the fault."""
 
 
 KINDS: dict[str, Kind] = {
@@ -97,13 +98,13 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One fault at an optimizer step, on one rank (None: on all); `str` returns its grammar."""
+    """One fault at an optimizer step; `rank` None means all ranks. `str` returns its grammar."""
 
     kind: str
     step: int
     rank: int | None = 0
     amount: float | None = None
-    """Seconds, or MiB per step; None where the kind accepts none."""
+    """Seconds, or MiB per step; None if the kind accepts no amount."""
     every_attempt: bool = False
 
     def __str__(self) -> str:
@@ -113,7 +114,7 @@ class Drill:
 
 
 def parse(text: str, named: str) -> tuple[Drill, ...]:
-    """Returns the drills in `text`. Raises UsageError; its sentence begins with `named`."""
+    """Returns the drills in `text`. Raises UsageError; its message begins with `named`."""
     return tuple(_one(word.strip(), named) for word in text.split(",")) if text else ()
 
 

@@ -6,20 +6,20 @@ the stacks of all threads; then torch writes the flight record of the collective
 object of the program.
 
 Where a rank holds the GIL in native code, the helper cannot run. Then `LAST_RESORT` lets
-faulthandler write the main thread from the signal handler itself. Send it only after SIGUSR1 had no
-effect and the rank makes no progress, so that its frames do not change.
+faulthandler write the main thread from the signal handler itself. Send it only if SIGUSR1 had no
+effect and the rank makes no progress: its frames must not change meanwhile.
 
 The dumper owns this process's SIGUSR1, `LAST_RESORT` and wake-up descriptor.
 
-Two other ways killed healthy trainings (CPython 3.11.7, about one in 50,000 dumps each, according
-to their core files):
+Two other methods killed healthy trainings, as core files show (CPython 3.11.7, each in about one of
+50,000 dumps):
 
 - faulthandler in the handler of SIGUSR1: the evaluation of a frame publishes a C frame some
   instructions before it sets `current_frame` (3.12 too), and the handler follows the old pointer.
-  With `all_threads=True` it was one in 7 to 1,019.
+  With `all_threads=True` it killed the training in one of 7 to 1,019 dumps.
 - `sys._current_frames()` and `f_back` in the helper: allocating the frame object may collect
-  garbage and release the GIL; meanwhile the frame's thread can return from it and call another
-  function in the same place, and the object refers to a frame larger than itself.
+  garbage and release the GIL. Meanwhile the thread can return from the frame and call another
+  function in the same memory; the object then refers to a frame larger than itself.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def _woken(_number: int, _frame: FrameType | None) -> None:
 
 
 def _flight_record() -> str:
-    """Returns torch's collective flight record as JSON, or "" without one.
+    """Returns torch's flight record of the collectives as JSON, or "" if there is none.
 
-    NCCL has a recorder of its own, which is asked only if the general one has no entry. It queries
-    CUDA events: on an H100 whose kernel did not end, this took 2 ms. Its form that is not JSON took
-    36 s, for the symbols of C++ stacks, so it is never called.
+    NCCL's recorder is read only if the general recorder has no entry. It queries CUDA events, which
+    took 2 ms on an H100 whose kernel did not end. NCCL's function that returns no JSON is never
+    called: it took 36 s to resolve the symbols of C++ stacks.
     """
     torch = sys.modules.get("torch")
     distributed = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
@@ -112,7 +112,7 @@ class StackDumper:
     def install(self) -> None:
         """Registers both signals; from now on a native crash writes its stack to stderr."""
         if not faulthandler.is_enabled():
-            # Only the crashing thread: the frames of the others may change meanwhile.
+            # Dumps only the crashing thread: the frames of other threads may change meanwhile.
             faulthandler.enable(STDERR, all_threads=False)
         self._thread.start()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -145,7 +145,7 @@ class StackDumper:
             self.count += 1
             try:
                 os.write(self._fd, self._threads_text().encode("utf-8", "replace"))
-                # With its time: the copy waits for as long as the run directory hangs.
+                # Stored with its time, because the copy may wait for a run directory that hangs.
                 self._flight = time.time_ns(), _flight_record()
                 if not self._copy_is_queued:
                     self._copy_is_queued = True
@@ -164,7 +164,7 @@ class StackDumper:
                 old.unlink(missing_ok=True)
 
     def _threads_text(self) -> str:
-        """Returns the stacks of all threads except this one, the main thread's first."""
+        """Returns the stacks of all threads except this one; the main thread comes first."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         os.lseek(self._scratch, 0, os.SEEK_SET)
         faulthandler.dump_traceback(self._scratch, all_threads=True)

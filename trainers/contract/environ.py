@@ -18,7 +18,7 @@ ALERT_PREFIX = "NSA_ALERT_"
 ALERT_NAMES = tuple(
     f"{ALERT_PREFIX}{name}" for name in ("NAME", "LEVEL", "TEXT", "RUN", "STATE", "TS", "COUNT")
 )
-"""Variables of the operator's alert hook."""
+"""Variables that the supervisor sets for the operator's hooks."""
 
 INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
@@ -35,7 +35,7 @@ def snapshot() -> dict[str, str]:
 
 
 def get(name: str, default: str = "") -> str:
-    """Returns one variable, `default` when it is unset."""
+    """Returns the value of a variable, or `default` if it is not set."""
     return os.environ.get(name, default)
 
 

@@ -1,4 +1,4 @@
-"""Errors for the operator: one sentence with what failed, on what, why, and what to do."""
+"""Errors for the operator. A message says what failed, on what, why, and what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ContractError(Exception):
-    """Base class of all errors here; `nsa-console` exits with its `exit_code`."""
+    """The base class of these errors; `nsa-console` exits with the `exit_code` of the error."""
 
     exit_code = 5
 
@@ -34,7 +34,7 @@ MOST_SHOWN = 12
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean X?`, or the known words if none is similar and they are few."""
+    """Returns `; did you mean X?`; if no word is similar, a list of the known words, if short."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:

@@ -1,8 +1,8 @@
-"""The registry of environment flags. The trainer, forms and help read it.
+"""The registry of environment flags, which the trainers, the forms and the help read.
 
 A flag of this project overrides one key of the settings: a row in `OWN` names the flag and the key,
 and `trainers.schema` has the type, limits, default and help of the key. Flags of libraries (NCCL,
-CUDA, OpenMP) are handed to the training and recorded.
+CUDA, OpenMP) are passed to the training and recorded.
 """
 
 from __future__ import annotations

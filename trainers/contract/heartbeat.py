@@ -1,6 +1,6 @@
-"""Encodes and validates heartbeat records, version 1: one line of at most 4 KiB each.
+"""Encodes and validates heartbeat records of version 1.
 
-Each rank has one file; each line is one JSON object.
+Each rank has one file. Each line is one JSON object of at most 4 KiB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REQUIRED_INTEGERS = ("v", "rank", "step", "attempt")
 LARGEST: Mapping[str, int] = {"rank": 10**6, "attempt": 10**6, "step": 10**12}
 """Upper limits; a record with a larger value is skipped as unreadable."""
 TRIMMABLE = ("steps_dt_s", "gate_entropy_layers")
-"""Lists that are shortened first in a long line; they grow with the number of steps or layers."""
+"""Lists that grow with the number of steps or layers; in a long line they are shortened first."""
 
 
 def encode(record: dict[str, Any]) -> bytes:

@@ -1,8 +1,8 @@
-"""Reads and writes JSON lines: safe opening, typed fields, following of growing files.
+"""Reads and writes JSON lines: opens files safely, reads typed fields, follows growing files.
 
 One `os.write` on an O_APPEND descriptor writes a whole line. A reader buffers the unfinished last
 line, skips and counts lines that it cannot parse, detects truncation and replacement, and reads a
-bounded amount at once.
+limited number of bytes at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value with each non-finite float as its name, because JSON has none."""
+    """Returns the value with each non-finite float as text, because JSON has no such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -234,11 +234,11 @@ def is_missing(path: Path) -> bool:
 class Tail:
     """Follows one growing file of JSON lines.
 
-    `accept` returns a record for a decoded object, or None, which counts as a skipped line. `poll`
-    returns the new records and `poll_lines` also their places; to reach the end of a long file,
-    call it until `offset` no longer changes. Reading starts at `begin_at`, or, with `recent_bytes`,
-    that many bytes before the end. Holes are skipped. A replaced file is read from its start,
-    unless `stays` is set.
+    `accept` returns the record of a decoded object; if it returns None, the line counts as skipped.
+    `poll` returns the new records, and `poll_lines` also returns their places. To reach the end of
+    a long file, call `poll` until `offset` no longer changes. Reading starts at `begin_at`; with
+    `recent_bytes`, it starts that many bytes before the end. Holes are skipped. A replaced file is
+    read from its start, unless `stays` is set.
     """
 
     def __init__(
@@ -248,9 +248,9 @@ class Tail:
         self.path = path
         self._stays = stays
         self.generation = 0
-        """Number of starts: a replaced or truncated file is read again."""
+        """Number of times reading started; a replaced or truncated file is read again."""
         self.is_replaced = False
-        """With `stays`: another file is at the path; it is not read."""
+        """True if `stays` is set and another file is at the path, which is not read."""
         self.line_at = self._begin_at = begin_at
         """`line_at` is the offset of the next line; all lines before it were returned."""
         self.left_out_bytes = 0
@@ -258,22 +258,22 @@ class Tail:
         self._recent_bytes = recent_bytes
         self.skipped = 0
         self.unread = False
-        """True where the last poll could not read a file that exists or may exist."""
+        """True if the last poll could not read the file, although it exists or may exist."""
         self.size_bytes = 0
         self.offset = 0
         self.taken_bytes = 0
-        """Bytes that were read; less than `offset` where a part was left out."""
+        """Number of bytes that were read; it is less than `offset` if a part was left out."""
         self._accept = accept
         self._identity: tuple[int, int] | None = None
         self._carry = b""
         self._overlong = False
 
     def poll(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[dict[str, Any]]:
-        """Returns the records since the last call, from at most 1 MiB."""
+        """Returns the records since the last call; one call reads at most 1 MiB."""
         return [line.record for line in self.poll_lines(limit_bytes)]
 
     def poll_lines(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[Line]:
-        """Returns the same records, each with its place in the file."""
+        """Returns the records as `poll` does, each with its place in the file."""
         data = self._read(min(limit_bytes, READ_CHUNK_BYTES))
         if not data:
             return []
@@ -347,7 +347,7 @@ class Tail:
     def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
         """Starts reading a new file at the path; a partial first line is left out.
 
-        The byte before the start shows whether a line begins at the start.
+        Reading begins one byte early: a newline there shows that the first line is complete.
         """
         recent = size_bytes if self._recent_bytes is None else self._recent_bytes + 1
         self._identity, self._carry = identity, b""

@@ -1,14 +1,14 @@
-"""Connects a rank to its run: pulse, heartbeat, stack dumps and the agreement to halt.
+"""Connects a rank to its run: pulse, heartbeat, stack dumps, and the step at which to halt.
 
-A torchrun program needs `join()` only:
+A torchrun program needs only these lines:
 
     run = join()
     for step in range(1, steps + 1):
         if run.step(step, loss=loss):
             break
 
-The console then shows its ranks, dumps their stacks and halts them at the same step. Two lines more
-report a phase, so that a verdict names it and an evaluation or a save is no stall:
+The console then shows its ranks, dumps their stacks and halts them at the same step. Two more
+lines report a phase. A verdict then names it, and an evaluation or a save has its own stall limit:
 
         with run.phase("eval"):
             evaluate()
@@ -38,14 +38,14 @@ from trainers.contract.recorder import STDOUT, Recorder
 
 HALT_POLL_S = 0.05
 HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that torchrun forwards to its ranks before it kills them."""
+"""Signals that halt a rank; torchrun sends them to its ranks before it kills them."""
 PULSE_MIRROR_S = 0.25
 COUNTING = ("progress", "exit")
 """Records that carry the number of steps with a non-finite loss."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
 RAISED_IN = "nsa_phase"
-"""The attribute of an exception with the phase in which it was raised."""
+"""The attribute that stores, in an exception, the phase in which it was raised."""
 _BOARD = struct.Struct("<qqq")
 _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 """Marks on the board: a requested halt, and a step that rank 0 decided on."""
@@ -79,7 +79,7 @@ class Member:
         )
         self._heartbeat = rundir.heartbeat(run, self.rank)
         self._numbering = threading.Lock()
-        """Held while a record is numbered and queued, so that both orders are the same."""
+        """Held while a record is numbered and queued, so that records are queued by number."""
         self.halt_reason = ""
         self._ignored_halt = None if self.supervised else self._file_stamp(rundir.HALT)
         self._known_requests = {name: self._file_stamp(name) for name in rundir.REQUEST_FILES}
@@ -123,7 +123,7 @@ class Member:
     def close(self, step: int, phase: str = "", **figures: Any) -> bool:
         """Writes the exit record and waits for the disk; returns False if records are left.
 
-        `phase` is the phase in which the rank ends, by default that of its pulse.
+        `phase` is the phase in which the rank ends; the default is the phase of its pulse.
         """
         self._stop.set()
         phase = phase or self.pulse.phase
@@ -136,7 +136,7 @@ class Member:
         return written
 
     def _attach_log(self) -> None:
-        """Redirects stdout and stderr to this rank's own log, which both append to."""
+        """Redirects stdout and stderr to this rank's log; both append to it."""
         path = rundir.rank_log(self.run, self.attempt, self.rank)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -215,7 +215,7 @@ class HaltBoard:
 
 
 class Joined(Member):
-    """One rank of a foreign program, whose ranks all take part in a collective in every step."""
+    """One rank of a foreign program; in every step, all its ranks take part in a collective."""
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
         super().__init__(run, variables)
@@ -225,7 +225,7 @@ class Joined(Member):
         self._in_step = False
         self._reason = "done"
         self._left_in = ""
-        """The phase that a SystemExit has left."""
+        """The phase in which a SystemExit was raised."""
         self.pulse.nonfinite_steps = 0
         self.start()
         self.record("boot", 0)
@@ -251,7 +251,7 @@ class Joined(Member):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Marks a phase of this step (for example "fetch" or "eval") for the length of a `with`.
+        """Marks a phase of this step (for example "fetch" or "eval") during a `with` block.
 
         Evaluation and saving have their own stall limits. Raises UsageError for an unknown phase.
         """
@@ -288,7 +288,7 @@ class Joined(Member):
             self.pulse.nonfinite_steps += not math.isfinite(loss)
 
     def _exit(self) -> None:
-        """Writes the exit record; without an uncaught exception, also ends the last step."""
+        """Writes the exit record; ends the last step first if no uncaught exception ended it."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end_step()
@@ -302,8 +302,8 @@ class Joined(Member):
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Returns the run directory of this process, and its variables.
 
-    The environment names the directory; otherwise it is `run`. Raises UsageError if both are
-    missing.
+    The directory is the one that the environment names, or else `run`. Raises UsageError if both
+    are missing.
     """
     variables = environ.snapshot()
     named = variables.get(environ.RUN_DIR)

@@ -1,4 +1,4 @@
-"""Plans: the phases of a launch as frozen data, parsed from YAML that allows no unknown key."""
+"""Plans: the phases of a launch as frozen data, parsed from YAML; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ BETWEEN: tuple[Between, ...] = get_args(Between)
 RestartWhen = Literal["never", "crash", "stall"]
 WatchAction = Literal["warn", "dump", "halt", "stop", "restart"]
 WATCH_ACTIONS: tuple[WatchAction, ...] = get_args(WatchAction)
-"""The actions of a watch rule, each stronger than the one before."""
+"""The actions of a watch rule, the weakest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchRule:
-    """A plan's changes to one watch rule; None means the value of the table of rules."""
+    """A plan's changes to one watch rule; None keeps the value from the table of rules."""
 
     threshold: float | None = None
     for_s: float | None = None
@@ -48,8 +48,8 @@ class WatchRule:
 class Watch:
     """Stall limits and other time limits of the supervisor, in seconds.
 
-    If `eval_s` or `save_s` is None, `startup_s` applies. The supervisor reacts with more than a
-    dump only after a stall of `stall_act_s`; its default is longer than a collective may take.
+    If `eval_s` or `save_s` is None, `startup_s` applies. An action stronger than a dump
+    needs a stall of `stall_act_s`; this default is longer than a collective may take.
     """
 
     stall_floor_s: float = 60.0
@@ -65,8 +65,9 @@ class Watch:
 class Restart:
     """The policy for restarts of a run from its newest verified checkpoint.
 
-    `stall` includes `crash`. There are at most `attempts` restarts without a new checkpoint. The
-    wait before the first restart is `backoff_s`; it doubles before each further restart.
+    `stall` includes `crash`. At most `attempts` restarts follow each other without a new
+    checkpoint. The wait before the first restart is `backoff_s`; it doubles before each further
+    restart.
     """
 
     when: RestartWhen = "never"
@@ -76,7 +77,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Expects:
-    """Facts that the settings of a phase must have, or the preflight fails; None is not checked."""
+    """Facts about the settings of a phase, which the preflight checks; None is not checked."""
 
     parameters: int | None = None
     seq_len: int | None = None
@@ -88,7 +89,7 @@ class Expects:
 class Phase:
     """One phase of a plan. torchrun starts `module` or `script` with `args`.
 
-    A phase of a sweep has the name of the sweep and that of its variant.
+    In a phase of a sweep, `sweep` and `variant` are the names of the sweep and the variant.
     """
 
     name: str
@@ -148,18 +149,19 @@ class Plan:
         return asdict(self)
 
 
+MAX_VARIANTS = 5
 FALSE_DIFFERENCE = 0.01
-"""The highest probability that a sweep without a true difference finds one by chance."""
+"""The highest accepted probability that a sweep of identical variants reports a difference."""
 
 
 def highest_p(variants: int) -> float:
-    """Returns the p-value below which two variants differ; each pair can differ by chance."""
+    """Returns the limit of a p-value, lower for more variants because more pairs are compared."""
     return FALSE_DIFFERENCE / math.comb(variants, 2)
 
 
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
-"""Keys that a plan may set for all phases; a phase overrides them, or entries of `MERGED_KEYS`."""
+"""Keys that a plan may set for all phases; a phase overrides them, `MERGED_KEYS` by entry."""
 EXTENDS, MOST_EXTENDED = "extends", 4
 PLANS = Path(__file__).resolve().parents[2] / "configs" / "plans"
 
@@ -170,9 +172,9 @@ def load(path: Path) -> Plan:
 
 
 def _extended(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
-    """Returns the content of a plan file over that of the plan which it extends, if it does.
+    """Returns the content of a plan file, merged into the plan that it extends, if any.
 
-    Phases of the same name are merged, new ones follow; null removes an entry.
+    Phases of the same name are merged, and new phases follow. A null removes an entry.
     """
     document, chain = yamlfile.load(path), (*extending, path)
     name = document.pop(EXTENDS, None)
@@ -213,7 +215,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse(document: Mapping[str, Any], where: str) -> Plan:
-    """Returns the plan in parsed YAML. Raises UsageError; its sentence begins with `where`."""
+    """Returns the plan in parsed YAML. Raises UsageError; its message begins with `where`."""
     _check_printable(document, where)
     _check_keys(document, [*get_type_hints(Plan), *SHARED_KEYS], where)
     shared = {key: document[key] for key in SHARED_KEYS if key in document}
@@ -242,7 +244,7 @@ def _on_gpus(phase: Phase) -> Phase:
 
 
 def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
-    """Yields the phases of one entry; a sweep has one for each variant in each round.
+    """Yields the phases of one entry; a sweep has a phase for each variant in each round.
 
     Every second round has the reverse order, so a steady drift of the machine cancels out.
     """
@@ -255,8 +257,8 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
     sweep = section(Sweep, {k: v for k, v in raw.items() if k not in own}, where)
     base = _phase(own, shared, where)
     names = list(sweep.variants)
-    if len(names) < 2:
-        raise UsageError(f"{where}: 'variants' must name at least two variants to compare")
+    if not 2 <= len(names) <= MAX_VARIANTS:
+        raise UsageError(f"{where}: 'variants' must name 2 to {MAX_VARIANTS} variants to compare")
     if 2 ** (1 - sweep.rounds) > highest_p(len(names)):
         raise UsageError(
             f"{where}: {sweep.rounds} 'rounds' of {len(names)} variants cannot show a difference; "
@@ -294,9 +296,9 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
 
 
 def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
-    """Returns a section of a plan, with values of `raw` converted as its annotations say.
+    """Returns a section of a plan; the annotations of `cls` say how values of `raw` are converted.
 
-    A null, as in plan.json, counts as a missing value. Raises UsageError.
+    A null value, which plan.json may contain, counts as a missing value. Raises UsageError.
     """
     raw, kinds = _mapping(raw, where), get_type_hints(cls)
     _check_keys(raw, list(kinds), where)

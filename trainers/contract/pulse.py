@@ -1,9 +1,9 @@
-"""The pulse: 256 bytes of shared memory per rank, with its current step and phase.
+"""The pulse of a rank: 256 bytes of shared memory with its current step and phase.
 
 Layout (little endian): sequence number, magic, rank, pid, step, phase, since (monotonic s), beat
 (monotonic s), collectives, device step, device phase, records, non-finite steps, …, sequence number
-again. A writer writes from the first byte to the last. A reader reads the last sequence number
-first and the first one last, and accepts the bytes between only where both are equal.
+again. A writer writes from the first byte to the last. A reader reads the sequence number
+at the end first and the one at the start last. It accepts the bytes only if both are equal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PHASES = (
 """The phases by code; "step" is a step whose phase the program has not reported."""
 CODES = {phase: code for code, phase in enumerate(PHASES)}
 ORDER = {p: place for place, p in enumerate((*PHASES[:2], "step", *PHASES[2:-1]))}
-"""The order of the phases in a step: one that is not reported is before the reported ones."""
+"""The order of the phases in a step; "step" (not reported) comes before the reported phases."""
 _BODY = struct.Struct("<IIqqqddqqqqq152x")
 _SEQUENCE = struct.Struct("<Q")
 _END = SIZE_BYTES - _SEQUENCE.size
@@ -74,8 +74,8 @@ class PulseWriter:
     """Writes this rank's pulse into `path`, or into private memory if `path` is None.
 
     One `set` makes three copies into mapped memory and no system call, so it cannot block if the
-    file is in memory. A single `struct.pack_into` would first clear its target, which readers would
-    see.
+    file is in memory. A single `struct.pack_into` would first clear its target, and readers would
+    see zeros.
     """
 
     def __init__(self, path: Path | None, rank: int):
@@ -89,14 +89,14 @@ class PulseWriter:
         self.nonfinite_steps = -1
         """Steps with a non-finite loss; -1 while they are not counted."""
         self._lock = threading.Lock()
-        """Held while writing: records come from several threads."""
+        """Held while writing, because several threads write."""
         self._device: tuple[int, str] = (-1, "")
         self.memory: mmap.mmap | bytearray
         self.memory = bytearray(SIZE_BYTES) if path is None else mapped(path, SIZE_BYTES)
         self.set(0, "boot")
 
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
-        """Marks the start of `phase` of `step`; the device figures default to the host's."""
+        """Marks the start of `phase` of `step`; step and phase of the device default to these."""
         self._since, self.step, self.phase = time.monotonic(), step, phase
         self._device = device_step, device_phase
         self._write(self._since)
@@ -158,16 +158,16 @@ def is_blank(fd: int) -> bool:
 
 
 def read(path: Path, tries: int = 3) -> Pulse | None:
-    """Returns the pulse in a file, or None without a valid one."""
+    """Returns the pulse in a file, or None if it has no valid pulse."""
     with contextlib.suppress(OSError), jsonl.opened(path) as fd:
         return read_open(fd, tries)
     return None
 
 
 def read_open(fd: int, tries: int = 3) -> Pulse | None:
-    """Returns the pulse in an open file, or None without a valid pulse.
+    """Returns the pulse in an open file, or None if it has no valid pulse.
 
-    The file is read with `pread`: in a mapping, a file that shrinks would raise SIGBUS.
+    The file is read with `pread`, because a mapping raises SIGBUS if the file shrinks.
     """
     try:
         for _ in range(tries):

@@ -31,9 +31,9 @@ Item = tuple[Path, Any]
 class Recorder:
     """Appends whole records to files from one daemon thread.
 
-    `put` costs the caller one queue insertion. Heartbeats are queued as dicts and encoded by the
-    thread. While `is_ours` returns False, another directory is at the path, perhaps that of another
-    run: open files are still written, but no file is opened or replaced.
+    `put` only inserts into a queue. Heartbeats are queued as dicts, and the thread encodes them.
+    `is_ours` returns False while another directory, perhaps that of another run, is at the path of
+    the run. Open files are then still written, but no file is opened or replaced.
     """
 
     check_every_s = 1.0
@@ -48,9 +48,9 @@ class Recorder:
         self._failed: set[Path] = set()
         self.dropped = 0
         self.trouble = ""
-        """The reason of the last dropped record."""
+        """Why the last dropped record was dropped."""
         self.failing = ""
-        """The reason of the newest write's failure, "" after a success."""
+        """Why the newest write failed, or "" if it succeeded."""
         self._closed = False
         self._busy_since = 0.0
         self._thread = threading.Thread(target=self._run, name="nsa-recorder", daemon=True)
@@ -62,14 +62,14 @@ class Recorder:
         return self._queue.qsize()
 
     def blocked_s(self) -> float:
-        """Returns for how long the current write has waited for the disk, or 0 without a write."""
+        """Returns for how long the current write has waited for the disk, or 0 if none waits."""
         since = self._busy_since
         return time.monotonic() - since if since else 0.0
 
     def put(self, path: Path, record: dict[str, Any] | bytes, keep: bool = False) -> bool:
         """Queues one record for `path`; returns False if the queue is full and drops the record.
 
-        With `keep` the record is always queued.
+        With `keep`, a full queue does not drop the record.
         """
         if self._closed or (self._queue.qsize() >= MAX_WAITING and not keep):
             self.dropped += 1
@@ -148,7 +148,7 @@ class Recorder:
         return fd
 
     def _reopen(self, path: Path, fd: int) -> None:
-        """Redirects the descriptor to the file at `path`, whose last line may be incomplete.
+        """Redirects the descriptor to the file now at `path`; its last line may be incomplete.
 
         If that file cannot be opened, records still go to the file that was moved away.
         """

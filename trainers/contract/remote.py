@@ -1,4 +1,4 @@
-"""What a training reads from outside: the Hugging Face hub, and the files of the gpt2 tokenizer."""
+"""Checks the remote sources of a training: the Hugging Face hub and the gpt2 tokenizer files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPT2_FILES = tuple(
 
 
 def hub() -> tuple[str, int]:
-    """Returns host and port of the hub, or of the proxy to it; the port is 0 if it is offline."""
+    """Returns host and port of the hub or its proxy; the port is 0 if HF_HUB_OFFLINE is set."""
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set", 0
     url = urlsplit(environ.get("HF_ENDPOINT") or "https://huggingface.co")
@@ -33,7 +33,7 @@ def hub() -> tuple[str, int]:
 
 
 def hub_problem() -> str:
-    """Returns why the hub cannot be read, or ""; only the search for its address may take long."""
+    """Returns why the hub cannot be read, or "". Only the DNS lookup may take long."""
     host, port = hub()
     if not port:
         return f"{host}, so {DATASET} cannot be read; {MIRROR}"

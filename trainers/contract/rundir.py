@@ -1,7 +1,7 @@
 """Paths of launches and runs, safe file access, and the identity of processes.
 
 A launch directory contains one run directory per phase. Other users may have written its content,
-so links are not followed, only regular files are read, and sizes are bounded.
+so links are not followed, only regular files are read, and sizes are limited.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT, ANOMALY = (
     "requests", "verdicts", "checkpoints", "latest", ".HALT", ".anomaly_type",
 )  # fmt: skip
 REQUEST_FILES = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
-"""Files that request one checkpoint or profile by their appearance or a new modification time."""
+"""Files that request a checkpoint or profile when they appear or get a new modification time."""
 TORCHRUN_LOG, TRAINING_CSV = "torchrun.log", "training.csv"
 LIVE_STATUS = "supervisor_status.json"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
 MAX_DOCUMENT_BYTES = 4 << 20
 RUN_NAME = re.compile(r"[0-9]{1,4}-[a-z0-9][a-z0-9_.-]{0,47}")
-"""Pattern of a run's directory in its launch; other names in documents are ignored."""
+"""Pattern of the name of a run directory; documents that name another directory are ignored."""
 
 
 def heartbeat(run: Path, rank: int) -> Path:
@@ -108,7 +108,7 @@ def host_name() -> str:
 
 @functools.cache
 def boot_id() -> str:
-    """Returns the kernel's boot id, or "" if it is not available; pids are valid in one boot."""
+    """Returns the kernel's boot id, or "" if not available; a pid is valid within one boot only."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -135,9 +135,10 @@ def identity(pid: int | None = None) -> dict[str, Any]:
 
 @functools.cache
 def _own_start_ticks(pid: int) -> int | None:
-    """Returns this process's start time, cached for when no file descriptor is free.
+    """Returns the start time of this process, from a cache after the first call.
 
-    Without the cache, this process would then look dead to all others.
+    Without the cache, the call would fail when no file descriptor is free, and other processes
+    would consider this process dead.
     """
     return start_ticks(pid)
 
@@ -162,7 +163,7 @@ class OpenDirectory:
         self._is_there = True
 
     def is_there(self) -> bool:
-        """Returns whether the directory is still at its path; the last result on an I/O error."""
+        """Returns whether the directory is at its path; the last known answer on an I/O error."""
         try:
             self._is_there = os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
@@ -259,7 +260,7 @@ def open_append(path: Path) -> int:
 
 
 def set_safe_umask() -> None:
-    """Sets a umask with which only this user can use the files of this process."""
+    """Sets a umask that gives no other user access to the files of this process."""
     mask = os.umask(0o077) & 0o077
     os.umask(mask or 0o022)
 
@@ -298,7 +299,7 @@ def check_ours(path: Path) -> None:
 
 
 def check_owner(path: Path) -> os.stat_result:
-    """Returns the stat result of a directory. Raises RefusedError for a link or another user's."""
+    """Returns the stat result of a directory. Raises RefusedError for a link or a foreign owner."""
     try:
         status = path.lstat()
     except OSError as error:
@@ -361,7 +362,7 @@ def write_request(run: Path, name: str, by: str) -> None:
 
 
 def set_aside_stale_halt(run: Path) -> Path | None:
-    """Renames a `.HALT` that is older than the start; returns its new path, or None."""
+    """Renames a `.HALT` from before the start; returns its new path, or None if there is none."""
     halt = run / HALT
     aside = run / f"{HALT}.stale-{time.time_ns() // 1_000_000}"
     try:

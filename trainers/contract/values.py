@@ -1,4 +1,4 @@
-"""Converts one value of a flag, setting or plan, and names the values it accepts.
+"""Converts values of flags, settings and plans, and describes the accepted values.
 
 A kind is bool, int, float, str, or a tuple of choices.
 """
@@ -13,9 +13,9 @@ Kind = type | tuple[str, ...]
 
 
 def convert(value: Any, kind: Kind, low: float = -math.inf, high: float = math.inf) -> Any:
-    """Returns a value, or the value in a text, as `kind`. Numbers must be within the limits.
+    """Returns a value, or a text that contains it, converted to `kind`.
 
-    Raises ValueError, also for a number that is not finite.
+    Raises ValueError, also for a number that is not finite or outside of the limits.
     """
     try:
         found = _convert(value, kind)

@@ -25,7 +25,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def parse(data: bytes | str, name: str) -> dict[str, Any]:
-    """Returns the mapping in YAML text. Raises UsageError; its sentence begins with `name`."""
+    """Returns the mapping in YAML text. Raises UsageError; its message begins with `name`."""
     import yaml
 
     class Loader(yaml.SafeLoader):

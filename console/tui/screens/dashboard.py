@@ -25,8 +25,8 @@ from console.tui.widgets.ranks import rank_rows
 
 TALL = 30
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
-"""Rows of a chart: at least, in a low terminal, and as many as a tall one gives before it shows
-more charts."""
+"""Rows of a chart: the least number, the number in a low terminal with a log, and the number that
+each further row of charts needs."""
 LEAST_LOG = 3
 
 
@@ -75,7 +75,7 @@ def _settings() -> Any:
 
 
 class Dashboard(View):
-    """The Dashboard. `choice` has the titles of the operator's charts, () for the defaults."""
+    """The Dashboard. `choice` has the titles of the operator's charts; () means the defaults."""
 
     DEFAULT_CSS = """
     Dashboard { layout: vertical; }

@@ -20,7 +20,7 @@ from trainers.contract import flags as registry
 WIDE = 110
 WHOLE = 200
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
-"""Rows that the list of flags keeps, its heading included; below the height it alone has room."""
+"""Least rows of the list of flags with its heading; least height of a view with training facts."""
 
 
 def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | None:
@@ -33,7 +33,7 @@ def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | N
 def command_rows(title: str, line: str, routes: str, width: int, height: int) -> list[Row]:
     """Returns the command, wrapped, with its environment variables highlighted.
 
-    The heading shows the effective attention backend, or the line below it if the heading is too
+    The effective attention backend is shown in the heading, or below it if the heading is too
     short.
     """
     note = f"attention: {routes}" if routes else "y copies it"

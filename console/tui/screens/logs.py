@@ -43,7 +43,7 @@ class LogPane(Lines, can_focus=True):
 class LogView(Scrolls, View):
     """The view of log lines. `bottom` is the number after the last displayed line.
 
-    `bottom` is None while the view follows; `at` is the number of the line that was found. Lines
+    `bottom` is None while the view follows the log; `at` is the number of the found line. Lines
     are numbered by arrival, so the displayed part stays in place when new lines come.
     """
 
@@ -76,7 +76,7 @@ class LogView(Scrolls, View):
         return max(1, self.seen - 1)
 
     def _index(self, number: int | None) -> int:
-        """Returns the index of the line with a number, or of the next; None is after the last."""
+        """Returns the index of the line with this number, or of the next line; None is the end."""
         if number is None:
             return len(self._lines)
         return bisect_left(self._lines, number, key=lambda entry: entry[0])
@@ -131,7 +131,7 @@ class LogView(Scrolls, View):
             if self.needle:
                 rows = [highlighted(row, self.needle) for row in rows]
                 if self._lines[start][0] == self.at:
-                    rows[0] = ((rows[0][0][0], "cursor"), *rows[0][1:])  # a reversed source
+                    rows[0] = ((rows[0][0][0], "cursor"), *rows[0][1:])  # reverse video
             body[:0] = rows
         return start, body[max(0, len(body) - height) :]
 

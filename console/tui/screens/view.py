@@ -21,7 +21,7 @@ from console.tui.widgets.overlay import Overlay
 
 
 def shown_text(panels: Iterable[Lines]) -> str:
-    """Returns the text that some panels show."""
+    """Returns the text that these panels show."""
     return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
 
 

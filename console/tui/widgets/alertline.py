@@ -20,13 +20,14 @@ BLOCKED_S = 2.0
 SILENT_S = 5.0
 MOST_LINES = 3
 LEAST_ROOM = 24
-"""With fewer cells than this beside them, the keys go below the text, or away."""
+"""Least cells for the text beside the keys; with fewer, the keys go below the text or are left out.
+"""
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One notice. `hint` names the key that handles the notice, `alert` what A acknowledges."""
+    """One notice. `hint` names the key that handles it; `alert` is the id that A acknowledges."""
 
     level: Level
     text: str

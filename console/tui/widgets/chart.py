@@ -17,12 +17,12 @@ from console.tui.widgets.lines import Panel
 
 LABEL = 6
 AXIS_HEIGHT = 7
-"""Rows from which a chart has a time axis; in a lower one the title names the window."""
+"""Least rows of a chart with a time axis; the title of a lower chart names the window."""
 WIDE = 50
 LEAST_HIGH = {"share": 0.1, "%": 100.0}
-"""The axis of such a unit reaches at least this far."""
+"""The least upper end of the value axis, by unit."""
 PART, PART_BAR = 34, 12
-"""Cells of one value in the list of the zoomed chart, and of its bar."""
+"""Width in cells of one entry in the list below a zoomed chart, and of the bar in the entry."""
 HINT = "← → read values   [ ] time span   z or esc all charts"
 Window = tuple[float, int]
 """Start (unix s) and length (s) of the time that a chart shows."""
@@ -61,7 +61,7 @@ def chart_rows(
 def _curves(
     chart: Chart, held: Sequence[Points], window: Window, count: int
 ) -> list[list[Bin]]:  # fmt: skip
-    """Returns what is drawn: one curve per series of a layer, or else one band over all series."""
+    """Returns what is drawn: one curve per series for layers, or else one band over all series."""
     found = [chartmath.bins(points, *window, count) for points in held]
     found = found if chart.each == "layer" else [chartmath.merge(found)]
     if chart.scale == 1.0:
@@ -83,7 +83,7 @@ def _window_words(span: int, width: int) -> str:
 
 
 def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
-    """Returns the newest value, or the lowest and the highest one of several series."""
+    """Returns the newest value, or the lowest and highest newest value of several series."""
     now = "now " * (width >= WIDE)
     newest = {name: points[-1][1] for name, points in series.items() if points}
     values = [newest[name] / chart.scale for name in chart.names if name in newest]
@@ -148,7 +148,7 @@ def zoomed_rows(
 
 
 def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: float) -> Row:
-    """Returns time, age and value at the crosshair; if it is hidden, the keys that move it."""
+    """Returns time, age and value at the crosshair, or the keys that move a hidden crosshair."""
     held = [nearest(points, at) for name in chart.names if (points := series.get(name))]
     if at is None or not held:
         return ((HINT, "dim"),)

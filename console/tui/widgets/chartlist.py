@@ -12,7 +12,7 @@ HINT = "space shows or hides, enter saves (none: default charts), esc cancels"
 
 
 class ChartList(Reader):
-    """A list of charts; calls `then` with the chosen titles in order, () for the defaults."""
+    """A list of charts; calls `then` with the chosen titles in order; () means the defaults."""
 
     def __init__(self, shown: Sequence[str], then: Callable[[Sequence[str]], object]):
         self._shown, self._then = list(shown), then

@@ -18,12 +18,12 @@ GROUP, NAME = 9, 26
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of the list: a flag, or (if `flag` is None) the choice between phases."""
+    """One line of the list: a flag, or (if `flag` is None) the choice `between` of the launch."""
 
     flag: Flag | None
     now: str
     following: str | None
-    """None where nothing comes, or is known of it."""
+    """The value in the next phase, or None if there is no next phase or its value is unknown."""
     changed: bool
 
 
@@ -81,7 +81,7 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
 
 
 def next_value(flag: Flag, now: str, changed: str | None) -> tuple[bool, str | None]:
-    """Returns whether the space key can change a flag, and the value after it (None undoes).
+    """Returns whether the space key can change a flag, and the new value (None: no change).
 
     A bool changes to its other value, then to its present value, then to no change. A choice goes
     through its choices. Any other value must be typed.

@@ -17,7 +17,7 @@ AMBER_S, RED_S = 3.0, 10.0
 FULL_NAME_WIDTH = 150
 LONGEST, GAP = 999, 2
 PUNCTUAL_S = 2.5
-"""A snapshot is due each second; only one that is later than this adds to the shown age."""
+"""A snapshot is due each second. A delay that is longer than this is added to the shown age."""
 
 
 def header_row(snapshot: ScreenData, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
@@ -47,7 +47,7 @@ def _part(weight: int, style: str, *forms: str) -> Part:
 
 
 def _names(state: RunState, width: int) -> list[str]:
-    """Returns the forms of the name: the id, or plan, time and phase, or plan and phase."""
+    """Returns the forms of the name: the id; plan, time and phase; plan and phase."""
     long = state.id or state.path
     launch = state.launch
     if launch is None or not launch.phases:
@@ -75,7 +75,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns for how long the blamed rank (without a verdict: every rank) made no progress."""
+    """Returns how long the blamed rank has made no progress, or every rank if none is blamed."""
     blamed = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)
@@ -111,7 +111,7 @@ def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
 
 
 def _armed(state: RunState, room: int) -> list[str]:
-    """Returns the policy as forms, the longest first, or [] without a supervisor."""
+    """Returns the forms of the policy's text, the longest first, or [] without a supervisor."""
     watched = state.state in LIVE_STATES and state.state != "unsupervised"
     if not state.armed or not watched or (state.launch and state.launch.state == "unsupervised"):
         return []

@@ -1,4 +1,4 @@
-"""The buffer of log lines (`LogBook`), and the panel that shows the newest ones."""
+"""The buffer of log lines (`LogBook`), and the panel that shows the newest lines."""
 
 from __future__ import annotations
 

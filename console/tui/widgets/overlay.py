@@ -1,4 +1,4 @@
-"""A drawer over the bottom of the view, for questions, help and fields; only it is repainted."""
+"""A drawer over the bottom of the view for questions, help and fields; it is repainted alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Overlay(Widget):
         self.post_message(self.Closed(self))
 
     do_back = do_leave = close
-    """`q` closes what is open; only ctrl+c leaves the console from here."""
+    """`q` closes the overlay; while it is open, only ctrl+c leaves the console."""
 
     def do_right(self) -> None:
         self.screen.focus_next(f"#{self.id} *")

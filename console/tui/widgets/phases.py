@@ -17,7 +17,7 @@ from console.tui.styles import STATE_STYLE
 STEPS = 12
 CHECKS = "preflight"
 SIGNS = {"fail": ("✗", "crit"), "unknown": ("?", "warn"), "pass": ("✓", "ok"), "": ("·", "dim")}
-"""Sign and style of a result, the worst first; "" is one that is still to come."""
+"""Sign and style of a result, the worst first; "" stands for a result that is not known yet."""
 
 
 def planned_phases(plan: Any) -> tuple[PhaseState, ...]:
@@ -33,7 +33,8 @@ def phase_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns the phases with their states and what they prove.
 
-    A low panel shows only the phases around the current one, and what the undecided phase proves.
+    A low panel shows only the phases around the current phase, and what a single phase proves: the
+    current phase, or the next phase after the current phase has completed.
     """
     words = {"ask": "L starts each next phase", "go": "starts the next phase if gates passed"}
     sentences = [wrap(phase.proves, width - 4, 2) for phase in phases]

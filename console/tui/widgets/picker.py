@@ -1,4 +1,4 @@
-"""A list with a cursor, of which only visible rows are drawn, and the keys that scroll it."""
+"""A list with a cursor and the keys that scroll it; only its visible rows are drawn."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MARK = "› "
 """Marks the chosen row, also without colour and without the focus."""
 GUTTER = len(MARK)
 END = 1 << 40
-"""More rows than there can be."""
+"""A number that is larger than any number of rows."""
 
 
 class Picker(Lines, can_focus=True):
-    """A heading and as many items as fit; `cursor` is the chosen item, -1 in a plain text."""
+    """A heading and as many items as fit; `cursor` is the chosen item, or -1 for a plain text."""
 
     def __init__(self, id: str, title: str = "", cursor: bool = True):
         super().__init__(id=id)
@@ -28,7 +28,7 @@ class Picker(Lines, can_focus=True):
         self.cursor = 0 if cursor else -1
         self.top = 0
         self.always = False
-        """Reverses the chosen row also without the focus."""
+        """True if the chosen row is in reverse video even without the focus."""
 
     def fill(self, items: Sequence[Row], note: str = "") -> None:
         """Replaces the items; the cursor remains at its place if possible."""

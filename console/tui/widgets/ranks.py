@@ -22,7 +22,7 @@ BAR = ""
 
 
 def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> list[Row]:
-    """Returns a heading and a row per rank; if there is no room, the worst ranks and a count."""
+    """Returns a heading and a row per rank, or the worst ranks and a count if not all fit."""
     has_gpus = bool(state.gpus) or any(rank.gpu is not None for rank in state.ranks)
     idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
     ranks = state.ranks or idle
@@ -141,7 +141,10 @@ def lives(state: RunState, rank: Rank) -> bool:
 
 
 def unmeasured(rank: Rank, state: RunState) -> Rank:
-    """Returns a rank without its last measurements; after the run's end, also without its GPU's."""
+    """Returns a rank without its last measurements.
+
+    If the run has ended, the measurements of its GPU are removed too.
+    """
     pulse, gpu = rank.pulse and replace(rank.pulse, since_s=None), rank.gpu
     if gpu is not None and state.state not in LIVE_STATES:
         gpu = replace(gpu, util_pct=None, power_w=None, mem_used_mib=None, temp_c=None)
@@ -149,7 +152,7 @@ def unmeasured(rank: Rank, state: RunState) -> Rank:
 
 
 def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
-    """Returns the step and phase of a rank, or what is wrong with it, and for how long."""
+    """Returns the step of a rank, its phase or what is wrong with it, and for how long."""
     pulse = rank.pulse
     step = fmt.count(pulse.step) if pulse else fmt.DASH
     phase = wrong.removeprefix("killed by ") or (pulse.phase if pulse else fmt.DASH)

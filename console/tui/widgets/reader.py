@@ -1,4 +1,4 @@
-"""`Reader`, the overlay with a list: a text to scroll through, or rows of which one is chosen."""
+"""`Reader`, the overlay with a list: a text to scroll through, or a list to choose a row from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from console.tui.widgets.picker import Picker, Scrolls
 
 
 class Reader(Scrolls, Overlay):
-    """An overlay with a list; with `cursor` a row of it can be chosen."""
+    """An overlay with a list; if `cursor` is set, a row of the list can be chosen."""
 
     least, below = 0, 5
     """The least height of the list, and the rows of the screen below the overlay."""

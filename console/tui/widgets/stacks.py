@@ -1,4 +1,4 @@
-"""Shows the stacks of all ranks, the different one first: as a tree, or side by side."""
+"""Shows the stacks of all ranks as a tree or side by side, the stacks that differ first."""
 
 from __future__ import annotations
 
@@ -132,13 +132,14 @@ def tree_rows(
 
 
 Group = tuple[tuple[int, ...], int, str, Where | None, list[Frame]]
-"""Ranks, depth, style, class where they end, and the frames that they share with no other."""
+"""Ranks, depth, style, class of their stacks if they end here, and the frames that only they share.
+"""
 
 
 def _groups(
     node: Node, stacks: Mapping[int, Stack], depth: int, odd: int | None, style: str
 ) -> Iterator[Group]:
-    """Yields the groups of a tree; a group that ends where other groups continue is separate."""
+    """Yields the groups of a tree; ranks that end where others continue are a separate group."""
     frames = [node.frame] if node.frame else []
     while len(node.children) == 1 and node.children[0].ranks == node.ranks:
         node = node.children[0]

@@ -162,6 +162,18 @@ def test_a_thread_that_ran_waits_for_the_gil_and_not_for_a_lock(waits, ticks, th
     assert (verdict.cause, verdict.rank, verdict.sure) == (cause, 1, sure), verdict
 
 
+def test_a_lock_with_a_time_limit_stays_a_lock_if_the_samples_are_a_minute_apart():
+    """Each wake-up of the wait takes some of the time of a core: here 0.12 s of a minute."""
+    before, after = working(0.1, ())
+    for seconds, ticks in ((2.0, 0), (60.0, 12)):
+        threads = (replace(after.threads[0], cpu_ticks=before.threads[0].cpu_ticks + ticks),)
+        asleep = {"state": "S", "wchan": IDLE.wchan, "main": IDLE.main}
+        last = replace(after, mono=before.mono + seconds, threads=threads, **asleep)
+        found = replace(evidence((OWN,)), before={0: IDLE, 1: replace(before, **asleep)},
+                        after={0: replace(IDLE, mono=seconds), 1: last})  # fmt: skip
+        assert explained(found, rank(0), rank(1)).cause == "lock", seconds
+
+
 def test_a_computation_in_other_threads_says_nothing_about_the_main_thread():
     before, after = working(25.0)
     threads = after.threads[0], replace(after.threads[1], cpu_ticks=150)

@@ -98,6 +98,15 @@ def test_one_gpu_that_hangs_is_named_and_a_sensor_that_fails_is_no_pass(machine)
     machine.gpus(gpu0={"refused": "ecc=999"})
     result, said = machine.check(gpus=2)
     assert (result, "GPU 0: no ECC errors (Unknown Error)" in said) == ("unknown", True)
+    for refused, words in (
+        ("processes=999", "its processes are not available (Unknown Error)"),
+        ("mig=999", "its MIG mode is not available (Unknown Error)"),
+    ):
+        machine.gpus(gpu0={"refused": refused})
+        result, said = machine.check(gpus=2)
+        assert (result, words in said) == ("unknown", True), said
+    machine.gpus(gpu0={"refused": "mig=3"})
+    assert machine.check(gpus=2)[0] == "pass", "most GPUs have no MIG"
 
 
 def test_a_driver_that_is_too_old_for_torch_fails(machine):

@@ -54,6 +54,13 @@ def test_a_disk_that_cannot_hold_the_checkpoints_of_the_plan_is_refused(tmp_path
     assert (result, text.endswith("1.0 GiB are needed")) == ("pass", True)
 
 
+@pytest.mark.parametrize("pattern", ["/absolute/*.md", "**x"])
+def test_a_check_that_cannot_be_made_fails_by_name(tmp_path, pattern):
+    sets = {"data.source": "text", "data.path": str(tmp_path), "data.pattern": pattern}
+    result, text = row("data", tmp_path, sets)
+    assert (result, text.startswith("the check itself failed: ")) == ("fail", True), text
+
+
 @pytest.fixture
 def full(tmp_path):
     """A file system of 1 MiB."""
@@ -256,6 +263,9 @@ def test_a_phase_that_cannot_fit_into_a_gpu_is_refused(tmp_path):
     assert (result, "lower train.batch_size" in text) == ("fail", True), text
     fsdp = {"model.dim": "16384", "model.n_heads": "128", "model.mlp_hidden": "4096"}
     assert row("gpu memory", tmp_path, fsdp, **gpus, **production)[0] == "fail"
+    some = large | {"train.recompute": "0:11"}
+    less = row("gpu memory", tmp_path, some, **gpus, **production)[1]
+    assert less != row("gpu memory", tmp_path, large, **gpus, **production)[1]
 
 
 def test_settings_of_nccl_that_slow_it_down_or_mean_nothing_are_warnings(tmp_path):

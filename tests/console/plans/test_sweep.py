@@ -52,7 +52,7 @@ def test_the_phases_of_a_sweep_are_interleaved_and_every_second_round_is_reverse
     ("change", "words"),
     [
         ({"rounds": 7}, "'rounds' cannot be 7"),
-        ({"variants": {"a": {}}}, "at least two variants"),
+        ({"variants": {"a": {}}}, "must name 2 to 5 variants"),
         ({"variants": {"a": {}, "b": {}, "c": {}}}, "cannot show a difference"),
         ({"variants": {"a": {"steps": 1}, "b": {}}}, "there is no key 'steps'"),
         ({"variants": [1]}, "must be key: value lines"),
@@ -121,6 +121,16 @@ def test_a_variable_of_the_attention_may_change_its_route() -> None:
     other = variant("b", [1.0] * 8, {"attention.no_flash": "1"}, backend={"win": "math"})
     first = variant("a", [1.0] * 8, {}, settings={"attention.no_flash": "0"})
     assert not compare("sdpa", [first, other]).refusal
+
+
+def test_the_variant_that_is_slower_for_certain_is_named_whatever_its_rank() -> None:
+    even = [100 + 0.01 * i for i in range(12)]
+    uneven = [105.0, 70, 103, 71, 100, 72, 97, 73, 95, 74, 93, 75]
+    three = [variant("a", even, {}), variant("b", [x * 0.99 for x in even], {}),
+             variant("c", uneven, {})]  # fmt: skip
+    found = compare("x", three)
+    assert (found.best, [v.name for v in found.variants]) == (("a", "c"), ["a", "b", "c"])
+    assert found.answer.endswith("faster than b")
 
 
 def test_a_missing_fact_is_not_agreement() -> None:

@@ -29,7 +29,8 @@ def test_a_name_that_no_file_can_have_is_a_missing_file(tmp_path, name):
     log.write_text("Received 15 death signal\n")
     found = Files(tmp_path, 1, 1, RecordFiles(tmp_path)).read_final()
     assert (found.torchrun_signal, found.checkpoint) == ("SIGTERM", 1)
-    assert found.files is not None and "is missing" in found.files.checkpoint_doubt
+    assert found.files is not None
+    assert "is missing" in found.files.checkpoint_doubt
 
 
 def test_the_speed_of_one_rank_is_that_of_its_records_and_its_phase_is_planned(tmp_path):

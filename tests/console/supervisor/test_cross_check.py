@@ -185,7 +185,13 @@ def test_a_flag_of_all_later_phases_stays_until_it_is_undone_and_is_confirmed_fo
     assert evidence.confirms_flag("NCCL_DEBUG", "WARN", ["one", "two"])
     assert evidence.confirms_flag("NCCL_DEBUG", "WARN", ["one"])
     assert not evidence.confirms_flag("NCCL_DEBUG", "WARN", ["two"])
-    flags.set(1, "NCCL_DEBUG", None, "x")
+    assert flags.set(1, "NCCL_DEBUG", "INFO", "x")[0]
+    assert flags.values()["NCCL_DEBUG"].value == "INFO"
+    flags.started()
+    assert flags.values()["NCCL_DEBUG"].value == "WARN", "the value of all later phases is back"
+    done, text = flags.set(1, "NCCL_DEBUG", None, "x")
+    assert (done, "pass phases=all to reset it" in text) == (False, True)
+    flags.set(1, "NCCL_DEBUG", None, "x", "all")
     assert not flags.pending
 
 
@@ -305,7 +311,7 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin):
     assert all(process.state(pid) in "RSD" for pid in pids.values())
     notes = " ".join(e["text"] for i in (None, 0) for e in started.events(i) if e["kind"] == "note")
     assert "kill was requested from the former supervisor and is not continued" in notes
-    assert "plan_state.json sets NSA_LR=9.5 for the next phase; no answer" in notes
+    assert "plan_state.json sets NSA_LR=9.5 for later phases; no answer" in notes
     ended = started.wait_end()
     assert [entry["state"] for entry in ended["phases"]] == ["completed", "later"]
     assert ended["why"] == "one: stop requested by x"

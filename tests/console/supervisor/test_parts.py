@@ -6,11 +6,13 @@ import gzip
 import json
 import os
 import shutil
+import threading
+import time
 
 import pytest
 
 from console.sources.run_records import Reads, RunRecords
-from console.supervisor.rotation import split
+from console.supervisor.rotation import Parts
 from console.supervisor.rundir_io import Directory
 from tests.mounts import tmpfs
 from trainers.contract import jsonl, rundir
@@ -26,12 +28,20 @@ def sample(number: int) -> dict[str, object]:
 def fill(path, count: int = COUNT) -> None:
     """Writes records as a supervisor does, and looks at the parts between them."""
     directory = Directory()
+    parts = Parts(directory, path, PART_BYTES)
     for number in range(count):
         directory.put(path, jsonl.encode(sample(number)))
         if number % 100 == 99:
-            directory.call(lambda: split(directory, path, PART_BYTES))
+            directory.call(parts.poll)
+    drained = threading.Event()
+    directory.call(drained.set)
+    assert drained.wait(60)
+    until = time.monotonic() + 20
+    while any(p.suffix != rundir.GZIP for _, p in rundir.parts(path)):
+        assert time.monotonic() < until
+        directory.call(parts.poll)
+        time.sleep(0.02)
     assert directory.close()
-    assert all(part.suffix == rundir.GZIP for _, part in rundir.parts(path))
     assert not directory.replaced
 
 
@@ -116,8 +126,29 @@ def test_a_full_disk_leaves_the_plain_part(tmp_path):
         filler = mount / "filler"
         filler.write_bytes(bytes((room.f_bavail - 2) * room.f_frsize))
         directory = Directory()
-        directory.call(lambda: split(directory, path, PART_BYTES))
+        parts = Parts(directory, path, PART_BYTES)
+        directory.call(parts.poll)
         assert directory.close()
+        assert parts._thread is not None
+        parts._thread.join(20)
         ((_, part),) = rundir.parts(path)
         assert part.read_bytes() == data
         assert sorted(os.listdir(mount)) == ["filler", part.name]
+
+
+def test_a_fifo_is_no_part_and_no_link_is_written_through(tmp_path):
+    path, victim = rundir.samples(tmp_path, "here"), tmp_path / "victim"
+    first, second = rundir.part(path, 1), rundir.part(path, 2)
+    victim.write_bytes(b"untouched")
+    os.mkfifo(first)
+    second.write_bytes(b"x" * PART_BYTES)
+    (tmp_path / f".{second.name}{rundir.GZIP}.tmp").symlink_to(victim)
+    directory = Directory()
+    parts = Parts(directory, path, PART_BYTES)
+    directory.call(parts.poll)
+    assert directory.close()
+    assert parts._thread is not None
+    parts._thread.join(20)
+    assert victim.read_bytes() == b"untouched"
+    assert gzip.decompress(rundir.parts(path)[1][1].read_bytes()) == b"x" * PART_BYTES
+    assert sorted(os.listdir(tmp_path)) == [first.name, f"{second.name}{rundir.GZIP}", "victim"]

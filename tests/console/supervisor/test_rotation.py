@@ -32,8 +32,8 @@ def run(tmp_path):
     return tmp_path
 
 
-def rotation(run) -> Rotation:
-    return Rotation(rundir.logs(run, 1), LIMIT)
+def rotation(run, **more) -> Rotation:
+    return Rotation(rundir.logs(run, 1), LIMIT, **{"reserve_bytes": 0, **more})
 
 
 def append(path, data: bytes) -> None:
@@ -79,7 +79,7 @@ def test_one_former_part_is_kept_and_of_a_much_longer_log_its_end(run):
 
 def test_a_writer_that_never_pauses_loses_lines_only_at_a_cut(run):
     log, count = rundir.rank_log(run, 1, 0), 200_000
-    rotates = Rotation(rundir.logs(run, 1), 1 << 20)
+    rotates = Rotation(rundir.logs(run, 1), 1 << 20, reserve_bytes=0)
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(log), str(count)])
     seen: set[int] = set()
     said: list[str] = []
@@ -94,6 +94,19 @@ def test_a_writer_that_never_pauses_loses_lines_only_at_a_cut(run):
     assert gaps <= 2 * len(said), "lines are lost only where the log was cut or too long"
     assert len(seen) > count // 2
     assert not log.read_bytes().startswith(b"\0"), "the writer appends, so there is no hole"
+
+
+def test_what_is_written_during_the_copy_is_copied_too(run, monkeypatch):
+    log, rename = rundir.rank_log(run, 1, 0), os.rename
+
+    def write_and_rename(*paths, **folders) -> None:
+        append(log, numbered(1000, 1001))
+        rename(*paths, **folders)
+
+    append(log, numbered(0, 1000))
+    monkeypatch.setattr(os, "rename", write_and_rename)
+    assert rotation(run).poll()
+    assert lines_of(rundir.rotated_log(log)) == list(range(1001))
 
 
 def test_the_ranks_and_torchrun_append_so_that_a_cut_leaves_no_hole(run):
@@ -145,8 +158,8 @@ def test_a_disk_without_room_is_not_filled_further(tmp_path):
         log = folder / "rank0.log"
         append(rundir.rotated_log(log), b"a" * (1 << 20))
         append(log, b"e" * (1 << 20))
-        rotates = Rotation(folder, 1 << 19)
-        append(mount / "checkpoint", b"d" * (5 << 18))
+        rotates = Rotation(folder, 1 << 19, reserve_bytes=1 << 19)
+        append(mount / "checkpoint", b"d" * (3 << 18))
         said = rotates.poll()
         assert "cannot be rotated (No space left on device" in said
         assert rotates.poll() == ""

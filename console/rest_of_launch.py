@@ -1,0 +1,86 @@
+"""The rest of an ended launch as a plan: its phases that have not passed, with its options."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from console.plans import gate_check
+from console.sources import launches, liveness
+from console.sources.run import RunSource
+from console.supervisor import cross_check, former_documents, launch_spec
+from console.supervisor.next_flags import OPERATOR
+from trainers.contract import jsonl, rundir
+from trainers.contract.errors import RefusedError
+from trainers.contract.plan import Phase, Plan
+
+RESUME = "resume"
+"""The origin of the setting that names the checkpoint."""
+
+
+def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
+    """Returns a plan of the phases that have not passed in an ended launch, and the origins.
+
+    The plan has the options of that launch, and the flags that an operator set. Its first phase
+    begins at its newest checkpoint, if it has one. Raises RefusedError if processes are alive,
+    or no phase is left.
+    """
+    top = launches.launch_of(path)
+    if top is None:
+        raise RefusedError(f"{path} belongs to no launch; pass --resume to its trainer instead")
+    rundir.check_ours(top)
+    launches.check_in_place(top)
+    state, name = rundir.read_json(top / rundir.PLAN_STATE) or {}, launches.launch_id(top)
+    living = next(filter(None, map(liveness.living_in, launches.run_directories(top))), "")
+    if living or jsonl.text(state, "state") != "ended":
+        why = living or f"it is {jsonl.text(state, 'state', 'in no known state')[:40]}"
+        raise RefusedError(f"{name} has not ended ({why}); halt it first, or adopt it")
+    stored = rundir.read_json(top / rundir.PLAN)
+    old = launch_spec.load(top, stored)
+    done = [(each.get("state"), each.get("result")) for each in jsonl.entries(state, "phases")]
+    index = len(list(itertools.takewhile(("completed", "pass").__eq__, done)))
+    gate_check.check_former(top, stored or {}, state | {"phase": index, "state": "running"})
+    if index >= len(old.plan.phases):
+        raise RefusedError(f"all phases of {name} have passed; there is nothing to resume")
+    phases, by_operator = _with_operator_flags(top, old.plan, index, state)
+    run, origins = top / f"{index}-{phases[0].name}", dict(old.set_origins)
+    if phases[0].is_ours and RunSource(run).poll().checkpoint:
+        resume = {"checkpoint.resume": str(run.absolute())}
+        phases[0] = replace(phases[0], set={**phases[0].set, **resume})
+        origins["checkpoint.resume"] = RESUME
+    return replace(old.plan, phases=tuple(phases)), {**old.flag_origins, **by_operator}, origins
+
+
+def _with_operator_flags(
+    top: Path, planned: Plan, index: int, plan_state: Mapping[str, Any]
+) -> tuple[list[Phase], dict[str, str]]:
+    """Returns the phases from `index` on with the flags that an operator set, and their origins.
+
+    run.json has those of a phase that began, plan_state.json those of later phases. Only flags that
+    the answer to a request confirms count.
+    """
+    run, phases = top / f"{index}-{planned.phases[index].name}", list(planned.phases[index:])
+    has_begun, evidence = (run / rundir.RUN).exists(), cross_check.Evidence(top, [run])
+    names = [phase.name for phase in planned.phases[: index + 1 + has_begun]]
+    pending, _ = cross_check.confirmed_flags(plan_state, names, evidence)
+    record = rundir.read_json(run / rundir.RUN) or {}
+    begun = {
+        name: {"value": flag.value, "by": flag.origin.removeprefix(OPERATOR)}
+        for name, flag in former_documents.flags(jsonl.mapping(record, "flags"), "origin").items()
+        if flag.origin.startswith(OPERATOR)
+        and evidence.confirms_flag(name, flag.value, names[: index + 1])
+    }
+    lasting = {
+        name: then for name, flag in pending.items()
+        if (then := flag if flag["phases"] == "all" else flag.get("then"))
+    }  # fmt: skip
+    added = [*([begun] if has_begun else []), pending, *[lasting] * len(phases)]
+    origins = {name: f"{OPERATOR}{flag['by']}" for each in added for name, flag in each.items()}
+    phases = [
+        replace(phase, flags={**phase.flags, **{name: flag["value"] for name, flag in of.items()}})
+        for phase, of in zip(phases, added, strict=False)
+    ]
+    return phases, origins

@@ -1,0 +1,76 @@
+"""The report of a launch is written beside the work of the supervisor, for a limited time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from console.plans import report, sweep
+from console.supervisor import report_writer
+from console.supervisor.report_writer import ReportWriter
+from console.supervisor.rundir_io import Directory
+from tests.console.sources import directory
+from tests.console.test_report import recorded
+from trainers.contract import rundir
+
+
+@pytest.fixture
+def launch(tmp_path):
+    path = directory.launch(tmp_path / "artifacts")
+    recorded(path)
+    plan = rundir.read_json(path / rundir.PLAN) or {}
+    plan["phases"][0]["sweep"] = "speed"
+    directory.document(path / rundir.PLAN, plan)
+    return path
+
+
+def written(launch, files=None):
+    """Returns the sentences about a report, and the seconds until the supervisor may end."""
+    files, said = files or Directory(), []
+    writer = ReportWriter(launch, files, lambda _, text, level: said.append(text))
+    writer.start()
+    begun = time.monotonic()
+    while writer.busy and time.monotonic() - begun < 20:
+        files.deliver()
+        writer.poll()
+        time.sleep(0.01)
+    assert files.close()
+    return said, time.monotonic() - begun
+
+
+def test_a_comparison_that_takes_too_long_is_left_out_and_blocks_nothing(launch, monkeypatch):
+    files, answers, ended = Directory(), [], threading.Event()
+
+    def long_comparison(_):
+        files.job(lambda: "answered", lambda value, _: answers.append(value))
+        ended.wait(20)
+        return []
+
+    monkeypatch.setattr(sweep, "sweeps", long_comparison)
+    monkeypatch.setattr(report_writer, "LIMIT_S", 1.0)
+    said, seconds = written(launch, files)
+    ended.set()
+    assert (answers, seconds < 10) == (["answered"], True)
+    assert said == [
+        "the report lacks the comparison of the sweeps: it is not complete after 1 s; run "
+        f"nsa-console report {launch}"
+    ]
+    text = (launch / report.NAME).read_text()
+    assert "**go** with 1 override" in text
+    assert "The sweeps have not been compared yet." in text
+
+
+def test_a_whole_report_has_the_comparison_and_no_event(launch, monkeypatch):
+    monkeypatch.setattr(sweep, "sweeps", lambda _: [sweep.Comparison("speed", refusal="planted")])
+    said, _ = written(launch)
+    text = (launch / report.NAME).read_text()
+    assert (said, "speed: not compared: planted" in text, "yet" in text) == ([], True, False)
+
+
+def test_a_report_that_cannot_be_written_is_an_event(launch):
+    os.mkdir(launch / report.NAME)
+    ((text,), _) = written(launch)
+    assert text.startswith("the report is not written: Is a directory; run nsa-console report ")
