@@ -98,7 +98,7 @@ def test_a_plan_that_extends_a_sweep_can_leave_a_variant_out(folder):
     sweep = "{name: mb, rounds: 10, variants: {a: {}, b: {}, c: {}}}"
     (folder / "base.yaml").write_text(f"name: base\nphases: [{sweep}]\n")
     assert len(plan.load(folder / "base.yaml").phases) == 30
-    fewer = "{name: mb, rounds: 8, set: {train.steps: 3}, variants: {b: null}}"
+    fewer = "{name: mb, rounds: 9, set: {train.steps: 3}, variants: {b: null}}"
     (folder / "child.yaml").write_text(f"name: child\nextends: base\nphases: [{fewer}]\n")
     found = plan.load(folder / "child.yaml").phases
     assert [phase.name for phase in found[:2]] == ["mb-1-a", "mb-1-c"]
