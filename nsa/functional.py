@@ -33,7 +33,7 @@ Routes = Callable[[Tensor, int], Mapping[str, Route]]
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How `nsa_attention` computes; nothing here changes its result beyond rounding.
+    """The way `nsa_attention` computes; it changes the result only by rounding.
 
     `observe` is called with the rotated queries and compressed keys of a whole sequence. `nvtx`
     marks the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
@@ -101,17 +101,28 @@ def nsa_attention(
     if cache is None:
         blocks = summaries(k_cmp, v_cmp, phi, config, rope_base)
     else:
-        k_cmp, v_cmp, *kv = cache.append([k_cmp, v_cmp, *kv])
-        begun, done = (compressed_blocks(config, n) for n in (first, first + q.shape[2]))
-        if done > begun or first == 0:
-            rest = k_cmp.shape[2] - (first + q.shape[2] - begun * config.block_stride)
-            new = k_cmp[:, :, rest:], v_cmp[:, :, rest:]
-            cache.append_blocks(*summaries(new[0], new[1], phi, config, rope_base, begun))
-        blocks = cache.blocks
+        kv, blocks = _extended(cache, [k_cmp, v_cmp, *kv], config, phi, rope_base)
     if how.observe is not None and first == 0:
         how.observe(q, blocks[0])
     branches = _branches(q, blocks, kv, config, first, how)
     return gated_sum(gates, *branches)
+
+
+def _extended(
+    cache: Cache, new: Sequence[Tensor], config: NSAConfig, phi: tuple[Phi, Phi], rope_base: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Appends the next tokens to the cache.
+
+    Returns the keys and values of the selected and window branch, and the compressed blocks.
+    """
+    first = cache.length
+    k_cmp, v_cmp, *kv = cache.append(new)
+    begun, done = (compressed_blocks(config, n) for n in (first, cache.length))
+    if done > begun or first == 0:
+        rest = k_cmp.shape[2] - (cache.length - begun * config.block_stride)
+        k_rest, v_rest = k_cmp[:, :, rest:], v_cmp[:, :, rest:]
+        cache.append_blocks(*summaries(k_rest, v_rest, phi, config, rope_base, begun))
+    return kv, cache.blocks
 
 
 def _documents(

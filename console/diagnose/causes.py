@@ -43,9 +43,9 @@ class Suspect:
     uses_a_core: bool = False
     """True if the rank uses a core, also while it waits for its peers or its GPU."""
     python: bool | None = None
-    """Whether its running main thread is in Python code, or None if that is not known."""
+    """True if its running main thread is in Python code, None if that is not known."""
     ran: bool | None = None
-    """Whether its main thread ran between the samples, or None if that is not known."""
+    """True if its main thread ran between the samples, None if that is not known."""
 
     @property
     def in_futex(self) -> bool:

@@ -33,7 +33,7 @@ MAX_TRIES = 8
 MAX_TOTAL_BYTES = 64 << 20
 """Most bytes that one call of `latest` reads; a record beyond it is a gap in the evidence."""
 MIN_PAST = MAX_SKIPPED = 8
-"""How many earlier calls show what is usual, and how many calls a rank can have skipped."""
+"""The number of earlier calls that show the usual order, and the most calls a rank can skip."""
 RARE = 2
 """A call that is this many times rarer than another is unusual, but not certainly wrong."""
 DEFAULT_GROUP = "default_pg"

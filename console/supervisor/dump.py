@@ -41,7 +41,7 @@ class _RankDump:
     """The result in words, "" while there is none."""
     data: bytes = b""
     used_last_resort: bool | None = None
-    """Whether the signal `LAST_RESORT` was sent; None before this was tried."""
+    """True if the signal `LAST_RESORT` was sent, None before the first try."""
     copy: str = ""
     """The name of the copy in the run directory, "" before it is written."""
 

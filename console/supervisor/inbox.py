@@ -66,7 +66,7 @@ class Request:
 
 
 Outcome = tuple[bool, str, list[str]]
-"""Whether the request was done, a sentence, and further lines."""
+"""True if the request was done; then a sentence, and further lines."""
 Execute = Callable[[Request], Outcome | None]
 """Executes a request and returns its outcome, or None if the outcome follows later."""
 

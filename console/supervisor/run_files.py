@@ -162,7 +162,7 @@ class Files:
     def read_final(self) -> FinalRead:
         """Returns the data that are read once, after all processes have ended.
 
-        What only gates need is read last; without it these gates are unknown.
+        The files that only gates need are read last. If that fails, these gates are unknown.
         """
         log = read_end(self._log, LOG_TAIL_BYTES, self._run)
         last = {}

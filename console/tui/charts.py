@@ -34,7 +34,7 @@ class Chart:
     parts: tuple[str, ...] = ()
     """The series whose single values the zoomed chart lists."""
     measures: str = ""
-    """What is measured, if the unit does not show it: "GPU", "CPU" or "RSS"."""
+    """The measured quantity, if the unit does not show it: "GPU", "CPU" or "RSS"."""
 
     @property
     def unit_word(self) -> str:

@@ -114,7 +114,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What one variant of a sweep changes."""
+    """The settings and flags that one variant of a sweep changes."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
