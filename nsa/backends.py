@@ -4,10 +4,12 @@ Standard library only. `effective` returns which kernels a forward of a given sh
 The layer calls it before each forward, and `env.json` records its result, so both report the same.
 """
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from nsa.config import ModelConfig
@@ -19,6 +21,24 @@ MASKED_UP_TO_ELSEWHERE = 4096
 FLASH_ATTN_INSTALLED = importlib.util.find_spec("flash_attn") is not None
 """Found once, without importing it: a search takes 0.1 ms, and torch.compile cannot trace it."""
 FLASH_ATTN_LARGEST_HEAD = 256
+
+
+def cache_mib(cpu: Path) -> int:
+    """Returns the size of the largest cache in Linux's folder of a CPU; 0 where it is unknown."""
+    found = [0]
+    for file in cpu.glob("index?/size"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(file.read_text().strip().removesuffix("K")) >> 10)
+    return max(found)
+
+
+CACHE_MIB = cache_mib(Path("/sys/devices/system/cpu/cpu0/cache"))
+"""Found once, as `FLASH_ATTN_INSTALLED` is."""
+LEAST_PART_MIB, MOST_PART_MIB = 16, 64
+"""Limits of the memory of a part of the chunked route on the CPU. Between them the largest cache
+decides; smaller parts cost more in calls than they save in memory traffic."""
+PART_MIB_ELSEWHERE = 128
+"""Memory of a part on other devices, where each part is a wait for the device."""
 FOLDED_UP_TO = 1024
 """Most tokens whose causal attention folds the heads of a group into the rows of one product."""
 
@@ -113,6 +133,9 @@ class Route:
     folded: bool = False
     """The heads of a group are rows of one product in the route's causal part. On the CPU only; it
     needs a group for each thread, because the kernel's backward gives each thread whole groups."""
+    part: int = 0
+    """Pairs of a query and a block that the chunked route computes at once. It depends on the
+    machine and does not change the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +193,25 @@ def effective(case: Case) -> dict[str, Route]:
             continue
         fallbacks = (_sdpa_refusal(case, rule.name), _fa2_refusal(case, rule.branch))
         reason = "; ".join(filter(None, fallbacks))
-        routes[rule.branch] = Route(rule.name, rule.why, reason, _folds(case, rule.name))
+        folds, part = _folds(case, rule.name), _part(case) if rule.name == "chunked" else 0
+        routes[rule.branch] = Route(rule.name, rule.why, reason, folds, part)
     return routes
+
+
+def _part(case: Case) -> int:
+    config = case.config
+    heads = config.n_heads // config.n_kv_groups
+    return part_pairs(case.device, heads, config.d_k + config.d_v)
+
+
+def part_pairs(device: str, heads: int, width: int) -> int:
+    """Returns `Route.part` for `heads` query heads in a group and `width` = Dk + Dv.
+
+    The memory of a part is that of its queries, outputs and their gradients in float32.
+    """
+    cached = min(max(CACHE_MIB, LEAST_PART_MIB), MOST_PART_MIB)
+    mib = cached if device == "cpu" else PART_MIB_ELSEWHERE
+    return max((mib << 20) // (8 * heads * width), 1)
 
 
 def _folds(case: Case, route: str) -> bool:

@@ -6,6 +6,9 @@ matrices. The current block and the one before it are contiguous and need no sor
 query are combined by their log-sum-exps; the backward computes the parts again from the saved
 indices.
 
+A tile may have more slots than queries. The spare slots contain the spare row: the last row of all
+rows of a chunk, which has no query.
+
 Tokens t < n · l' select every block that has begun, so they use plain causal attention.
 
 Shapes: S queries, the last of T tokens; C queries in a chunk; R heads in each of G groups; a row is
@@ -20,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.attend import attend_last, causal_mask
+from nsa.backends import part_pairs
 from nsa.config import LOCAL_BLOCKS, NSAConfig, selection_blocks
 from nsa.partial import attend_part, attend_part_backward
 from nsa.precision import no_autocast, upcast_fp32
@@ -30,10 +34,6 @@ CHUNK = 8192
 TILE_ROWS = 768
 """Most rows in a tile: large enough for an efficient product, small enough to fill. The last tile
 of a block may have half as many."""
-PART_PAIRS = 2048
-"""Pairs of a token and a selected block in one part; the tiles of a part fit the cache."""
-SPARE = -1
-"""The row number of a slot without a query."""
 FARTHEST_AHEAD = 40.0
 """Largest distance of a log-sum-exp above its query's reference; float32 overflows at 88."""
 
@@ -81,13 +81,14 @@ def _selected(
     batch, heads, seq_len, _ = q.shape
     out = q.new_empty(batch, seq_len, heads, v.shape[-1])
     lse = keys.data.new_empty(batch, seq_len, heads, 1)
+    part = part_pairs(q.device.type, heads // k.shape[1], q.shape[-1] + v.shape[-1])
     for chunk in _chunks(q, k, blocks, size):
         queries = chunk.rows(q)
         near, near_lse = attend_part(
             chunk.fold(queries), keys.near(chunk), values.near(chunk), chunk.bias, flash
         )
         joined = _Joined(chunk.unfold(near), chunk.unfold(near_lse.unsqueeze(-1)))
-        for tiles in chunk.plan(keys.count):
+        for tiles in chunk.plan(keys.count, part):
             far, far_lse = attend_part(
                 tiles.queries(queries), keys.far(tiles), values.far(tiles), None, flash
             )
@@ -105,25 +106,26 @@ def _selected_backward(
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     grad_keys, grad_values = keys.zeros(), values.zeros()
     grad_q = q.new_empty(q.transpose(1, 2).shape)
+    part = part_pairs(q.device.type, q.shape[1] // k.shape[1], q.shape[-1] + v.shape[-1])
     for chunk in _chunks(q, k, blocks, size):
-        heads_first = (grad.transpose(1, 2), q, out.transpose(1, 2), lse.mT.unsqueeze(-1))
-        rows = [chunk.rows(x) for x in heads_first]
+        rows = [chunk.rows(x) for x in (grad.transpose(1, 2), q, out.transpose(1, 2))]
+        rows.append(chunk.rows(lse.mT.unsqueeze(-1), spare=torch.inf))
         near, near_k, near_v = _part_backward(
             [chunk.fold(x) for x in rows], keys.near(chunk), values.near(chunk), chunk.bias, flash
         )
         grad_keys.add_near(chunk, near_k)
         grad_values.add_near(chunk, near_v)
         total = chunk.unfold(near)
-        for tiles in chunk.plan(keys.count):
+        for tiles in chunk.plan(keys.count, part):
             far_rows = [tiles.queries(x) for x in rows]
-            far_rows[-1].masked_fill_(tiles.spare(rows[-1]), torch.inf)
             far_q, far_k, far_v = _part_backward(
                 far_rows, keys.far(tiles), values.far(tiles), None, flash
             )
             tiles.add(total, far_q)
             grad_keys.add_far(tiles, far_k)
             grad_values.add_far(tiles, far_v)
-        chunk.of(grad_q).copy_(total)
+        wanted = chunk.of(grad_q)
+        wanted.copy_(total[:-1].view(wanted.shape))
     return grad_q.transpose(1, 2), grad_keys.joined(k), grad_values.joined(v)
 
 
@@ -171,16 +173,16 @@ class _Joined:
     """
 
     def __init__(self, near: Tensor, near_lse: Tensor) -> None:
-        """Starts with the output `near` `[B, G, C, R, Dv]` and its log-sum-exp `near_lse`.
+        """Starts with the output `near` `[rows, R, Dv]` and its log-sum-exp `[rows, R, 1]`.
 
-        `near_lse` is `[B, G, C, R, 1]`. The memory of `near` is reused.
+        The memory of `near` is reused.
         """
         self._out, self._reference = near, near_lse
         self._mass = torch.ones_like(near_lse)
 
     def add(self, tiles: "_Tiles", out: Tensor, lse: Tensor) -> None:
         """Adds a part's output `[tiles, slots · R, Dv]` and log-sum-exp `[tiles, slots · R]`."""
-        lse = lse.unsqueeze(-1).masked_fill(tiles.spare(self._mass), -torch.inf)
+        lse = lse.unsqueeze(-1)
         ahead = lse - tiles.queries(self._reference)
         if bool((ahead > FARTHEST_AHEAD).any()):
             self._raise(tiles, lse)
@@ -190,10 +192,9 @@ class _Joined:
         tiles.add(self._out, out.mul_(weight))
 
     def _raise(self, tiles: "_Tiles", lse: Tensor) -> None:
-        before = self._reference
-        flat, row = before.flatten(3).flatten(0, 2), tiles.row.flatten()
-        lse = lse.reshape(len(row), -1)
-        self._reference = flat.index_reduce(0, row, lse, "amax").view_as(before)
+        before, row = self._reference, tiles.row.flatten()
+        lse = lse.reshape(len(row), -1, 1)
+        self._reference = before.index_reduce(0, row, lse, "amax")
         scale = (before - self._reference).exp_()
         self._mass *= scale
         self._out *= scale
@@ -203,8 +204,10 @@ class _Joined:
 
         `out` is `[B, G, C, R, Dv]`, `lse` is `[B, G, C, R, 1]`.
         """
-        torch.div(self._out, self._mass, out=out)
-        torch.add(self._reference, self._mass.log(), out=lse)
+        torch.div(self._out[:-1].view(out.shape), self._mass[:-1].view(lse.shape), out=out)
+        torch.add(
+            self._reference[:-1].view(lse.shape), self._mass[:-1].log().view(lse.shape), out=lse
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,36 +223,40 @@ class _Chunk:
     bias: Tensor
     """Additive mask `[l' · R, 2 · l']` of a query in the second of two neighbouring blocks."""
 
-    def rows(self, x: Tensor) -> Tensor:
-        """`[B, H, S, X]` → `[B, G, C, R, X]`, contiguous, in float32 or wider."""
-        x = upcast_fp32(x[:, :, self.begin : self.end]).unflatten(1, (self.blocks.shape[1], -1))
-        return x.transpose(2, 3).contiguous()
+    def rows(self, x: Tensor, spare: float = 0.0) -> Tensor:
+        """`[B, H, S, X]` → `[B · G · C + 1, R, X]`, in float32 or wider; the last is `spare`."""
+        x = x[:, :, self.begin : self.end].unflatten(1, (self.blocks.shape[1], -1)).transpose(2, 3)
+        wide = upcast_fp32(x[:0])
+        rows = wide.new_empty(self.blocks[..., 0].numel() + 1, *x.shape[3:])
+        rows[:-1].view(x.shape).copy_(x)
+        rows[-1] = spare
+        return rows
 
-    def fold(self, x: Tensor) -> Tensor:
-        """`[B, G, C, R, X]` → `[B · G · blocks, l' · R, X]`, padded to whole blocks."""
-        spare = -x.shape[2] % self.size
+    def fold(self, rows: Tensor) -> Tensor:
+        """`[B · G · C + 1, R, X]` → `[B · G · blocks, l' · R, X]`, padded to whole blocks."""
+        x, spare = rows[:-1], -self.blocks.shape[2] % self.size
         if spare:
-            x = F.pad(x, (0, 0, 0, 0, 0, spare))
-        return x.view(-1, self.size * x.shape[3], x.shape[4])
+            x = F.pad(x.unflatten(0, (-1, self.blocks.shape[2])), (0, 0, 0, 0, 0, spare))
+        return x.view(-1, self.size * rows.shape[1], rows.shape[2])
 
     def unfold(self, x: Tensor) -> Tensor:
-        """The reverse of `fold`."""
+        """The reverse of `fold`; the last row is 0."""
         batch, groups, tokens, _ = self.blocks.shape
-        x = x.reshape(batch, groups, -1, x.shape[1] // self.size, x.shape[2])
-        return x[:, :, :tokens].contiguous()
+        x = x.reshape(batch * groups, -1, x.shape[1] // self.size, x.shape[2])[:, :tokens]
+        return F.pad(x.flatten(0, 1), (0, 0, 0, 0, 0, 1))
 
     def of(self, x: Tensor) -> Tensor:
         """Returns a writable view of the chunk in `x`: `[B, S, H, X]` → `[B, G, C, R, X]`."""
         rows = x[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
         return rows.transpose(1, 2)
 
-    def plan(self, n_blocks: int) -> "list[_Tiles]":
-        """Returns the tiles of the chunk, cut into parts that fit the processor's cache.
+    def plan(self, n_blocks: int, part: int) -> "list[_Tiles]":
+        """Returns the tiles of the chunk, cut into parts of about `part` pairs (query, block).
 
         Each sequence and group has `n_blocks` blocks. The number of parts does not depend on the
         data, unless no block needs a half tile.
         """
-        batch, groups, tokens, picks = self.blocks.shape
+        batch, groups, _, picks = self.blocks.shape
         slots, half = self._tile_sizes(n_blocks)
         owner = torch.arange(batch * groups, device=self.blocks.device).view(batch, groups, 1, 1)
         block = (owner * n_blocks + self.blocks).flatten()
@@ -260,10 +267,10 @@ class _Chunk:
         numbers = torch.arange(len(pairs), device=pairs.device)
         whole, last = (numbers.repeat_interleave(n) for n in (n_whole, n_half))
         in_whole, in_last = len(whole) * slots, len(last) * half
-        row = order.new_full((in_whole + in_last,), SPARE)
+        row = order.new_full((in_whole + in_last,), len(order) // picks)
         row[_slots(block[order], pairs, n_whole, n_half, (slots, half, in_whole))] = order // picks
         row_whole, row_last = row.split([in_whole, in_last])
-        parts = -(-tokens * picks // PART_PAIRS)
+        parts = -(-len(order) // part)
         return [
             *_Tiles.cut(row_whole.view(-1, slots), whole, parts),
             *_Tiles.cut(row_last.view(-1, half), last, -(-parts // 8)),
@@ -296,40 +303,29 @@ def _slots(
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiles with `slots` slots each; a slot contains a query or is spare."""
+    """Tiles with `slots` slots each."""
 
     row: Tensor
-    """`[tiles, slots]`: the chunk's row of each slot; arbitrary for spare slots."""
+    """`[tiles, slots]`: the chunk's row of each slot."""
     block: Tensor
     """`[tiles]`: the block of each tile."""
-    unused: Tensor
-    """bool `[tiles, slots]`: true for spare slots."""
 
     @classmethod
     def cut(cls, row: Tensor, block: Tensor, parts: int) -> "list[_Tiles]":
-        """Returns at most `parts` parts of equal size; `row` is `SPARE` in spare slots."""
-        unused = row == SPARE
-        row = row.clamp_min(0)
+        """Returns at most `parts` parts of equal size."""
         count = min(parts, len(block))
         ends = [len(block) * i // count for i in range(count + 1)] if count else []
-        return [cls(row[i:j], block[i:j], unused[i:j]) for i, j in pairwise(ends)]
-
-    def spare(self, like: Tensor) -> Tensor:
-        """bool `[tiles, slots · R, 1]`, true for spare slots; `like` `[B, G, C, R, X]` gives R."""
-        return self.unused.repeat_interleave(like.shape[3], 1).unsqueeze(-1)
+        return [cls(row[i:j], block[i:j]) for i, j in pairwise(ends)]
 
     def queries(self, x: Tensor) -> Tensor:
-        """`[B, G, C, R, X]` → `[tiles, slots · R, X]`."""
-        rows = x.flatten(3, 4).flatten(0, 2).index_select(0, self.row.flatten())
+        """`[rows, R, X]` → `[tiles, slots · R, X]`."""
+        rows = x.flatten(1).index_select(0, self.row.flatten())
         return rows.view(len(self.row), -1, x.shape[-1])
 
     def add(self, sums: Tensor, x: Tensor) -> None:
-        """Adds the rows of the tiles to their rows in `sums`.
-
-        `x` is `[tiles, slots · R, X]`, 0 in spare slots; `sums` is `[B, G, C, R, X]`.
-        """
+        """Adds `x` `[tiles, slots · R, X]` to the rows of the tiles in `sums` `[rows, R, X]`."""
         row = self.row.flatten()
-        sums.flatten(3, 4).flatten(0, 2).index_add_(0, row, x.reshape(len(row), -1))
+        sums.flatten(1).index_add_(0, row, x.reshape(len(row), -1))
 
 
 @dataclass(frozen=True, slots=True)
