@@ -4,12 +4,10 @@ Standard library only. `effective` returns which kernels a forward of a given sh
 The layer calls it before each forward, and `env.json` records its result, so both report the same.
 """
 
-import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from nsa.config import ModelConfig
@@ -21,24 +19,6 @@ MASKED_UP_TO_ELSEWHERE = 4096
 FLASH_ATTN_INSTALLED = importlib.util.find_spec("flash_attn") is not None
 """Found once, without importing it: a search takes 0.1 ms, and torch.compile cannot trace it."""
 FLASH_ATTN_LARGEST_HEAD = 256
-
-
-def cache_mib(cpu: Path) -> int:
-    """Returns the size of the largest cache in Linux's folder of a CPU; 0 where it is unknown."""
-    found = [0]
-    for file in cpu.glob("index?/size"):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(int(file.read_text().strip().removesuffix("K")) >> 10)
-    return max(found)
-
-
-CACHE_MIB = cache_mib(Path("/sys/devices/system/cpu/cpu0/cache"))
-"""Found once, as `FLASH_ATTN_INSTALLED` is."""
-LEAST_PART_MIB, MOST_PART_MIB = 16, 64
-"""Limits of the memory of a part of the chunked route on the CPU. Between them the largest cache
-decides; smaller parts cost more in calls than they save in memory traffic."""
-PART_MIB_ELSEWHERE = 128
-"""Memory of a part on other devices, where each part is a wait for the device."""
 FOLDED_UP_TO = 1024
 """Most tokens whose causal attention folds the heads of a group into the rows of one product."""
 
@@ -104,7 +84,7 @@ class Case:
     """Position of the first of the `seq_len` queries; the keys begin at position 0."""
     batch: int = 1
     threads: int = 0
-    """Threads of the CPU; 0 if unknown, as while torch.compile traces."""
+    """Threads of the CPU; 0 if unknown, for example while torch.compile traces."""
 
     @property
     def total(self) -> int:
@@ -129,13 +109,10 @@ class Route:
     name: str
     why: str
     fallback: str = ""
-    """The reason for which a switch is not followed, "" where all are."""
+    """Why a switch is not obeyed, or "" if all switches are obeyed."""
     folded: bool = False
     """The heads of a group are rows of one product in the route's causal part. On the CPU only; it
     needs a group for each thread, because the kernel's backward gives each thread whole groups."""
-    part: int = 0
-    """Pairs of a query and a block that the chunked route computes at once. It depends on the
-    machine and does not change the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,25 +170,8 @@ def effective(case: Case) -> dict[str, Route]:
             continue
         fallbacks = (_sdpa_refusal(case, rule.name), _fa2_refusal(case, rule.branch))
         reason = "; ".join(filter(None, fallbacks))
-        folds, part = _folds(case, rule.name), _part(case) if rule.name == "chunked" else 0
-        routes[rule.branch] = Route(rule.name, rule.why, reason, folds, part)
+        routes[rule.branch] = Route(rule.name, rule.why, reason, _folds(case, rule.name))
     return routes
-
-
-def _part(case: Case) -> int:
-    config = case.config
-    heads = config.n_heads // config.n_kv_groups
-    return part_pairs(case.device, heads, config.d_k + config.d_v)
-
-
-def part_pairs(device: str, heads: int, width: int) -> int:
-    """Returns `Route.part` for `heads` query heads in a group and `width` = Dk + Dv.
-
-    The memory of a part is that of its queries, outputs and their gradients in float32.
-    """
-    cached = min(max(CACHE_MIB, LEAST_PART_MIB), MOST_PART_MIB)
-    mib = cached if device == "cpu" else PART_MIB_ELSEWHERE
-    return max((mib << 20) // (8 * heads * width), 1)
 
 
 def _folds(case: Case, route: str) -> bool:

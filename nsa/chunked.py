@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.attend import attend_last, causal_mask
-from nsa.backends import part_pairs
 from nsa.config import LOCAL_BLOCKS, NSAConfig, selection_blocks
 from nsa.partial import attend_part, attend_part_backward
 from nsa.precision import no_autocast, upcast_fp32
@@ -34,6 +33,10 @@ CHUNK = 8192
 TILE_ROWS = 768
 """Most rows in a tile: large enough for an efficient product, small enough to fill. The last tile
 of a block may have half as many."""
+PART_BYTES = 64 << 20
+"""Memory of the queries and outputs of a part, and of their gradients. It changes no bit of the
+result, unless scores differ by more than `FARTHEST_AHEAD`. Sizes from 32 to 256 MiB are equally
+fast; smaller parts are slower, because they are more calls, and on a GPU more waits."""
 FARTHEST_AHEAD = 40.0
 """Largest distance of a log-sum-exp above its query's reference; float32 overflows at 88."""
 
@@ -81,14 +84,13 @@ def _selected(
     batch, heads, seq_len, _ = q.shape
     out = q.new_empty(batch, seq_len, heads, v.shape[-1])
     lse = keys.data.new_empty(batch, seq_len, heads, 1)
-    part = part_pairs(q.device.type, heads // k.shape[1], q.shape[-1] + v.shape[-1])
     for chunk in _chunks(q, k, blocks, size):
         queries = chunk.rows(q)
         near, near_lse = attend_part(
             chunk.fold(queries), keys.near(chunk), values.near(chunk), chunk.bias, flash
         )
         joined = _Joined(chunk.unfold(near), chunk.unfold(near_lse.unsqueeze(-1)))
-        for tiles in chunk.plan(keys.count, part):
+        for tiles in chunk.plan(keys, values):
             far, far_lse = attend_part(
                 tiles.queries(queries), keys.far(tiles), values.far(tiles), None, flash
             )
@@ -106,7 +108,6 @@ def _selected_backward(
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     grad_keys, grad_values = keys.zeros(), values.zeros()
     grad_q = q.new_empty(q.transpose(1, 2).shape)
-    part = part_pairs(q.device.type, q.shape[1] // k.shape[1], q.shape[-1] + v.shape[-1])
     for chunk in _chunks(q, k, blocks, size):
         rows = [chunk.rows(x) for x in (grad.transpose(1, 2), q, out.transpose(1, 2))]
         rows.append(chunk.rows(lse.mT.unsqueeze(-1), spare=torch.inf))
@@ -116,7 +117,7 @@ def _selected_backward(
         grad_keys.add_near(chunk, near_k)
         grad_values.add_near(chunk, near_v)
         total = chunk.unfold(near)
-        for tiles in chunk.plan(keys.count, part):
+        for tiles in chunk.plan(keys, values):
             far_rows = [tiles.queries(x) for x in rows]
             far_q, far_k, far_v = _part_backward(
                 far_rows, keys.far(tiles), values.far(tiles), None, flash
@@ -250,13 +251,13 @@ class _Chunk:
         rows = x[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
         return rows.transpose(1, 2)
 
-    def plan(self, n_blocks: int, part: int) -> "list[_Tiles]":
-        """Returns the tiles of the chunk, cut into parts of about `part` pairs (query, block).
+    def plan(self, keys: "_Blocks", values: "_Blocks") -> "list[_Tiles]":
+        """Returns the tiles of the chunk, cut into parts.
 
-        Each sequence and group has `n_blocks` blocks. The number of parts does not depend on the
-        data, unless no block needs a half tile.
+        The number of parts does not depend on the data, unless no block needs a half tile.
         """
         batch, groups, _, picks = self.blocks.shape
+        n_blocks, width = keys.count, keys.data.shape[-1] + values.data.shape[-1]
         slots, half = self._tile_sizes(n_blocks)
         owner = torch.arange(batch * groups, device=self.blocks.device).view(batch, groups, 1, 1)
         block = (owner * n_blocks + self.blocks).flatten()
@@ -270,7 +271,8 @@ class _Chunk:
         row = order.new_full((in_whole + in_last,), len(order) // picks)
         row[_slots(block[order], pairs, n_whole, n_half, (slots, half, in_whole))] = order // picks
         row_whole, row_last = row.split([in_whole, in_last])
-        parts = -(-len(order) // part)
+        pair_bytes = 2 * width * len(self.bias) // self.size * keys.data.element_size()
+        parts = -(-len(order) * pair_bytes // PART_BYTES)
         return [
             *_Tiles.cut(row_whole.view(-1, slots), whole, parts),
             *_Tiles.cut(row_last.view(-1, half), last, -(-parts // 8)),

@@ -130,7 +130,7 @@ def test_selected_attention_is_masked_softmax_over_several_tiles_of_the_kernel(a
 def test_many_tiles_and_half_tiles_of_a_block_equal_masked_attention(flash, monkeypatch):
     """Outputs and gradients, where the blocks are selected unequally often and fill many tiles."""
     monkeypatch.setattr("nsa.chunked.TILE_ROWS", 32)
-    monkeypatch.setattr("nsa.chunked.part_pairs", lambda *_: 600)
+    monkeypatch.setattr("nsa.chunked.PART_BYTES", 300 << 10)
     torch.manual_seed(0)
     config = sparse(select_block_size=16, n_select=5)
     inputs = [torch.randn(2, n, 500, 8, dtype=torch.float64) for n in (4, 2, 2)]
@@ -143,6 +143,25 @@ def test_many_tiles_and_half_tiles_of_a_block_equal_masked_attention(flash, monk
         (out * weight).sum().backward()
         found.append([out, q.grad, k.grad, v.grad])
     torch.testing.assert_close(*found)
+
+
+def test_the_size_of_a_part_changes_no_bit(monkeypatch):
+    """So it may follow the machine: an exact resume does not depend on it."""
+    torch.manual_seed(0)
+    config = sparse(select_block_size=16, n_select=5)
+    inputs, calls = [torch.randn(2, n, 500, 32) for n in (4, 2, 2)], []
+    blocks = top_blocks(torch.rand(2, 2, 500, 32) + torch.arange(32) % 3, config)
+    found = []
+    for size in (64 << 20, 256 << 10):
+        monkeypatch.setattr("nsa.chunked.PART_BYTES", size)
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        with torch.autograd.profiler.profile(use_kineto=False) as profiled:
+            out = attend_chunked(q, k, v, blocks, config)
+            out.backward(torch.ones_like(out))
+        calls.append(len(profiled.function_events))
+        found.append([out, q.grad, k.grad, v.grad])
+    assert calls[1] > 2 * calls[0]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("flash", [True, False])
