@@ -36,7 +36,7 @@ of a block may have half as many."""
 PART_BYTES = 64 << 20
 """Memory of the queries and outputs of a part, and of their gradients. It changes no bit of the
 result, unless scores differ by more than `FARTHEST_AHEAD`. Sizes from 32 to 256 MiB are equally
-fast; smaller parts are slower, because they are more calls, and on a GPU more waits."""
+fast on a CPU, so it need not follow the cache; smaller parts are slower, because of more calls."""
 FARTHEST_AHEAD = 40.0
 """Largest distance of a log-sum-exp above its query's reference; float32 overflows at 88."""
 
@@ -95,7 +95,8 @@ def _selected(
                 tiles.queries(queries), keys.far(tiles), values.far(tiles), None, flash
             )
             joined.add(tiles, far, far_lse)
-        joined.write(chunk.of(out), chunk.of(lse))
+        for rows, whole in zip(joined.result(), (out, lse), strict=True):
+            chunk.write(rows, whole)
     return out, lse.squeeze(-1)
 
 
@@ -106,7 +107,7 @@ def _selected_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q `[B, H, S, Dk]`, k and v; `grad` is the output's gradient."""
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
-    grad_keys, grad_values = keys.zeros(), values.zeros()
+    grad_keys, grad_values = (_Blocks(torch.zeros_like(x.data)) for x in (keys, values))
     grad_q = q.new_empty(q.transpose(1, 2).shape)
     for chunk in _chunks(q, k, blocks, size):
         rows = [chunk.rows(x) for x in (grad.transpose(1, 2), q, out.transpose(1, 2))]
@@ -125,8 +126,7 @@ def _selected_backward(
             tiles.add(total, far_q)
             grad_keys.add_far(tiles, far_k)
             grad_values.add_far(tiles, far_v)
-        wanted = chunk.of(grad_q)
-        wanted.copy_(total[:-1].view(wanted.shape))
+        chunk.write(total, grad_q)
     return grad_q.transpose(1, 2), grad_keys.joined(k), grad_values.joined(v)
 
 
@@ -160,7 +160,7 @@ _selected.register_autograd(_backward, setup_context=_keep)
 def _part_backward(
     rows: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, flash: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Calls `attend_part_backward`; `rows` are output gradients, queries, outputs and lse."""
+    """`attend_part_backward`; `rows` are output gradients, queries, outputs and lse."""
     grad, q, out, lse = rows
     return attend_part_backward(grad, q, k, v, out, lse.squeeze(-1), bias, flash)
 
@@ -169,8 +169,8 @@ class _Joined:
     """Sums the weighted outputs of the parts.
 
     The weights of a query are relative to a reference near its log-sum-exp, at first that of the
-    near keys. The reference is raised if a part lies so far above it that a weight could overflow;
-    this check waits for the device once per part.
+    near keys. A part that lies so far above it that a weight could overflow raises it; where the
+    host may not wait for this check, each part does.
     """
 
     def __init__(self, near: Tensor, near_lse: Tensor) -> None:
@@ -185,7 +185,7 @@ class _Joined:
         """Adds a part's output `[tiles, slots · R, Dv]` and log-sum-exp `[tiles, slots · R]`."""
         lse = lse.unsqueeze(-1)
         ahead = lse - tiles.queries(self._reference)
-        if bool((ahead > FARTHEST_AHEAD).any()):
+        if not _host_may_wait(lse) or bool((ahead > FARTHEST_AHEAD).any()):
             self._raise(tiles, lse)
             ahead = lse - tiles.queries(self._reference)
         weight = ahead.exp_()
@@ -200,15 +200,9 @@ class _Joined:
         self._mass *= scale
         self._out *= scale
 
-    def write(self, out: Tensor, lse: Tensor) -> None:
-        """Writes the output and the log-sum-exp over all keys.
-
-        `out` is `[B, G, C, R, Dv]`, `lse` is `[B, G, C, R, 1]`.
-        """
-        torch.div(self._out[:-1].view(out.shape), self._mass[:-1].view(lse.shape), out=out)
-        torch.add(
-            self._reference[:-1].view(lse.shape), self._mass[:-1].log().view(lse.shape), out=lse
-        )
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Returns the output and the log-sum-exp over all keys, in the memory of the sums."""
+        return self._out.div_(self._mass), self._mass.log_().add_(self._reference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +240,11 @@ class _Chunk:
         x = x.reshape(batch * groups, -1, x.shape[1] // self.size, x.shape[2])[:, :tokens]
         return F.pad(x.flatten(0, 1), (0, 0, 0, 0, 0, 1))
 
-    def of(self, x: Tensor) -> Tensor:
-        """Returns a writable view of the chunk in `x`: `[B, S, H, X]` → `[B, G, C, R, X]`."""
-        rows = x[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
-        return rows.transpose(1, 2)
+    def write(self, rows: Tensor, whole: Tensor) -> None:
+        """Writes `[B · G · C + 1, R, X]` to the tokens of the chunk in `whole` `[B, S, H, X]`."""
+        part = whole[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
+        part = part.transpose(1, 2)
+        part.copy_(rows[:-1].view(part.shape))
 
     def plan(self, keys: "_Blocks", values: "_Blocks") -> "list[_Tiles]":
         """Returns the tiles of the chunk, cut into parts.
@@ -257,19 +252,20 @@ class _Chunk:
         The number of parts does not depend on the data, unless no block needs a half tile.
         """
         batch, groups, _, picks = self.blocks.shape
-        n_blocks, width = keys.count, keys.data.shape[-1] + values.data.shape[-1]
+        n_blocks, width = keys.data.shape[2], keys.data.shape[-1] + values.data.shape[-1]
         slots, half = self._tile_sizes(n_blocks)
-        owner = torch.arange(batch * groups, device=self.blocks.device).view(batch, groups, 1, 1)
-        block = (owner * n_blocks + self.blocks).flatten()
-        order = block.argsort(stable=True)
-        pairs = torch.bincount(block, minlength=batch * groups * n_blocks)
-        halves = (pairs + half - 1) // half
-        n_whole, n_half = halves // (slots // half), halves % (slots // half)
-        numbers = torch.arange(len(pairs), device=pairs.device)
-        whole, last = (numbers.repeat_interleave(n) for n in (n_whole, n_half))
+        device, all_blocks, per_whole = self.blocks.device, batch * groups * n_blocks, slots // half
+        owner = torch.arange(batch * groups, device=device).view(batch, groups, 1, 1)
+        block, order = (owner * n_blocks + self.blocks).flatten().sort(stable=True)
+        begin = torch.searchsorted(block, torch.arange(all_blocks + 1, device=device))
+        halves = (begin.diff() + half - 1) // half
+        n_whole, n_half = halves // per_whole, halves % per_whole
+        most = (len(order) + all_blocks * (half - 1)) // (half * per_whole)
+        whole, last = _block_of(n_whole, most), _block_of(n_half, all_blocks * (per_whole - 1))
         in_whole, in_last = len(whole) * slots, len(last) * half
         row = order.new_full((in_whole + in_last,), len(order) // picks)
-        row[_slots(block[order], pairs, n_whole, n_half, (slots, half, in_whole))] = order // picks
+        slot = _slots(block, begin, n_whole, n_half, (slots, half, in_whole))
+        row.scatter_(0, slot, order // picks)
         row_whole, row_last = row.split([in_whole, in_last])
         pair_bytes = 2 * width * len(self.bias) // self.size * keys.data.element_size()
         parts = -(-len(order) * pair_bytes // PART_BYTES)
@@ -287,17 +283,32 @@ class _Chunk:
         return slots, slots // 2 if filled > slots else slots
 
 
+def _host_may_wait(x: Tensor) -> bool:
+    """False on a GPU, where the host prepares the next kernels while one runs."""
+    return x.device.type == "cpu"
+
+
+def _block_of(tiles: Tensor, most: int) -> Tensor:
+    """Returns the block of each tile; `tiles` `[blocks]` is the number of tiles of each block.
+
+    Where the host may not wait for their sum, there are `most` tiles; the last are spare.
+    """
+    end = tiles.cumsum(0)
+    count = int(end[-1]) if _host_may_wait(end) else most
+    tile = torch.arange(count, device=tiles.device)
+    return torch.searchsorted(end, tile, right=True).clamp_max(len(tiles) - 1)
+
+
 def _slots(
-    block: Tensor, pairs: Tensor, n_whole: Tensor, n_half: Tensor, sizes: tuple[int, int, int]
+    block: Tensor, begin: Tensor, n_whole: Tensor, n_half: Tensor, sizes: tuple[int, int, int]
 ) -> Tensor:
     """Returns the slot of each (query, block) pair; `block` is sorted.
 
-    Each block has `pairs` pairs, `n_whole` whole tiles, and `n_half` last tiles, which all follow
-    the whole tiles.
+    The pairs of a block start at `begin`. All last tiles (`n_half`) follow the whole tiles.
     """
     slots, half, in_whole = sizes
-    pairs_before, whole_before, half_before = (x.cumsum(0) - x for x in (pairs, n_whole, n_half))
-    place = torch.arange(len(block), device=block.device) - pairs_before[block]
+    whole_before, half_before = (x.cumsum(0) - x for x in (n_whole, n_half))
+    place = torch.arange(len(block), device=block.device) - begin[block]
     rest = place - n_whole[block] * slots
     slot = whole_before[block] * slots + place
     return torch.where(rest < 0, slot, in_whole + half_before[block] * half + rest)
@@ -342,13 +353,6 @@ class _Blocks:
         spare = -x.shape[2] % size
         wide = F.pad(upcast_fp32(x), (0, 0, 0, spare)) if spare else upcast_fp32(x)
         return cls(wide.unflatten(2, (-1, size)).contiguous())
-
-    @property
-    def count(self) -> int:
-        return self.data.shape[2]
-
-    def zeros(self) -> "_Blocks":
-        return _Blocks(torch.zeros_like(self.data))
 
     def near(self, chunk: _Chunk) -> Tensor:
         """`[B · G · blocks, 2 · l', D]`: each block of the chunk after the one before it."""

@@ -243,6 +243,15 @@ def test_operator_count_grows_by_chunks_of_the_selected_branch(monkeypatch):
     assert counts[2] - counts[1] == counts[1] - counts[0] > 0
 
 
+@pytest.mark.parametrize("route", ["masked", "chunked", "ranges"])
+def test_the_host_waits_for_no_result_of_a_gpu(route):
+    """A meta tensor has no values: whatever has to read one, as a wait for a GPU does, fails."""
+    with torch.device("meta"):
+        layer = routed(model_config(), route)
+        x = torch.randn(2, 500, layer.config.dim)
+        gradients(layer, x, x)
+
+
 @pytest.mark.parametrize("route", ["masked", "chunked"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_gives_the_same_gradients(reentrant, route):
