@@ -128,6 +128,14 @@ def test_a_fallback_is_counted_by_cause_and_said():
     assert model.fallbacks() == {"flash-attn is not installed": 3}
 
 
+def test_no_forward_searches_for_a_package(monkeypatch):
+    searched = []
+    monkeypatch.setattr("importlib.util.find_spec", searched.append)
+    layer, x = layer_and_input(model_config(), Switches(use_fa2=True))
+    layer(x)
+    assert searched == []
+
+
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_a_forced_branch_is_alone_and_keeps_all_parameters_in_the_graph(gate):
     config = model_config(gate=gate)
