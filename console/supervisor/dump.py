@@ -54,12 +54,12 @@ def why_not(pid: int) -> str:
     if state in "Tt":
         return f"is stopped (SIGSTOP or a debugger) and cannot dump; kill -CONT {pid} resumes it"
     if not process.catches(pid, signal.SIGUSR1):
-        return "does not catch SIGUSR1 (still starting, or not instrumented): it was not signalled"
+        return "does not catch SIGUSR1 (still starting, or not instrumented) and was not signalled"
     return ""
 
 
 class Dumps:
-    """Owns the dump in progress (at most one), and the requests that wait for its end.
+    """Owns the dump in progress (at most one), and the requests that wait for the end of the dump.
 
     Call `poll` while `busy` is true; no method waits.
     """

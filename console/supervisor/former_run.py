@@ -67,10 +67,11 @@ def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
 
 
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """Returns the newest attempt that has processes, or 0 if none has.
+    """Returns the newest attempt that has processes, or 0 if there are no processes.
 
-    Raises RefusedError if the token in run.json belongs to another run: processes with the token
-    name another run directory, or supervisor.json names the shared memory of another token.
+    Raises RefusedError if the token in run.json belongs to another run. In that case, processes
+    with the token have another run directory, or supervisor.json has the live directory of another
+    token.
     """
     token, mine = former_documents.token(record), former_documents.home(record)
     environments = [process.environment(pid) for pid in process.with_token(token)]

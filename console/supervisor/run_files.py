@@ -1,4 +1,4 @@
-"""Reads an attempt's `.HALT`, heartbeats, training.csv and disk space; at its end also its logs."""
+"""Reads `.HALT`, heartbeats, training.csv and disk space of an attempt, and at the end its logs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FinalRead:
     checkpoint: int | None = None
     """The step of the newest complete checkpoint; 0: there is none, None: unreadable."""
     torchrun_signal: str = ""
-    """The signal that torchrun's log names; the exits of the ranks must confirm it."""
+    """The signal in torchrun's log; the exits of the ranks must confirm this signal."""
     files: GateFiles | None = None
 
 
@@ -148,7 +148,7 @@ class Files:
     def poll(self, heartbeats: bool) -> Poll:
         """Returns what is new; reads only `.HALT` if `heartbeats` is False.
 
-        Records are read last, so that an OSError loses none. Raises OSError.
+        Records are read last, so that no record is lost after an OSError. Raises OSError.
         """
         news = Poll(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
