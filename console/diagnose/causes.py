@@ -22,7 +22,7 @@ from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import Frame
 
 WORKER = "pt_data_worker"
-"""Beginning of the name that torch gives its loader's worker processes."""
+"""Start of the name that torch gives to the worker processes of its loader."""
 NO_PROCESS_WAIT = BlockedOn("none", "")
 
 
@@ -199,7 +199,7 @@ CAUSES: tuple[Cause, ...] = (
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
 """Causes that one source proves; other causes need the stack and the process of the rank."""
 OF_LIBRARY = ("loader", "socket")
-"""Classes of stacks that show which object a `poll` waits for; the system call does not show it."""
+"""Classes of stacks that show which object a `poll` waits for; the system call does not."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
 
 
@@ -263,7 +263,7 @@ def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> 
 def _culprits(
     found: Sequence[Sign], case: Case, evidence: Evidence
 ) -> list[RankEvidence]:  # fmt: skip
-    """Returns the ranks that cause the stall: ranks that cannot run, or else the most named ones.
+    """Returns the ranks that cause a stall: those that cannot run, or else those with most signs.
 
     A rank that cannot run is not the cause if two other sources name other ranks.
     """

@@ -38,7 +38,7 @@ the GIL has the second, because it polls 20 times a second. A watcher that asks 
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """Kinds of system calls in which a rank never waits for its peers."""
 HELD = ("disk", "lock", "pipe", "child")
-"""Kinds of waits of a rank that works during the start; ranks in other waits wait for that rank."""
+"""During the start, a rank in such a wait works; a rank in another wait waits for other ranks."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
 """Calls that the flight records do not show."""
@@ -62,7 +62,7 @@ class Sign:
 class Evidence:
     """Two samples of each process, and the stacks and flight records written since the stall began.
 
-    `gaps` holds a sentence for each piece that is not available.
+    `gaps` has a sentence for each piece of evidence that is not available.
     """
 
     before: Mapping[int, ProcessEvidence] = field(default_factory=dict)
@@ -87,7 +87,10 @@ class Evidence:
         return before is None or after.state in (before.state, *ENDED_STATES)
 
     def waits(self, rank: int) -> bool:
-        """Returns whether both samples show a wait for one kind of object, other than a peer."""
+        """Returns whether a rank waits for the same kind of object in both samples.
+
+        Waits for peers are left out.
+        """
         before, after = self.before.get(rank), self.after.get(rank)
         if after is None or after.main.kind not in OWN_WAITS:
             return False
@@ -208,7 +211,7 @@ class Evidence:
 
         CUDA calls have no Python frame, so a thread that runs in the program's code may wait for
         its GPU, unless that GPU is idle. If one rank waits for its GPU, every other rank in the
-        same frame waits for its GPU too.
+        same frame waits for its own GPU too.
         """
         if "places" not in self._known:
             self._known["places"] = self._find_places()
@@ -238,7 +241,7 @@ class Evidence:
 
         A rank is not behind if its stack waits in a call that all ranks have made. If all ranks
         wait for peers, and the ranks that are behind wait in calls that are never recorded, then
-        the calls differ: a mismatch.
+        the calls differ (a mismatch).
         """
         key = "difference", *(each.rank for each in ranks)
         if key not in self._known:

@@ -92,7 +92,8 @@ def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
     """Returns the ranks whose GPU differs from the others: ranks with a lost GPU, if there are any.
 
     Otherwise returns the ranks with an idle GPU if all others run a kernel. Otherwise returns the
-    ranks whose GPU computes if all others run a kernel that waits for a peer and computes little.
+    ranks whose GPU computes, if the GPUs of all other ranks run a kernel that waits for a peer and
+    computes little.
     """
     groups: dict[str, list[int]] = {}
     for rank, rows in gpus.items():

@@ -69,8 +69,8 @@ WAITS: Sequence[tuple[str, str, Wait]] = (
 """End of the file name, functions ("": any) and class of each wait; the first match decides."""
 _WAITS = tuple((file, re.compile(functions or ".*"), wait) for file, functions, wait in WAITS)
 DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
-"""Kinds that the innermost frame decides. The outermost frame decides other kinds, because a queue
-waits for a lock."""
+"""Kinds that the innermost frame decides. The outermost frame decides the other kinds. For example,
+a queue waits for its lock, but the kind is "queue"."""
 _MACHINERY = re.compile(r"^<|/(?:contextlib|functools)\.py$")
 _HELPERS = re.compile(r"/trainers/(?:contract/|timeout\.py$)")
 _DATA = re.compile(
@@ -111,7 +111,7 @@ def where(stack: Stack) -> Where:
     own = _own(frames)
     if not frames:
         return Where("none", None, None, "has no stack")
-    if len(stack.threads) == 1:  # other dumps contain the threads of the contract too
+    if len(stack.threads) == 1:  # other dumps also contain the threads of the contract
         place = (own or frames[0]).short
         return Where("native", frames[0], own, f"runs native code that holds the GIL, in {place}")
     if (found := _wait(frames)) is not None:

@@ -143,7 +143,7 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
         if isinstance(route, str) and route.endswith(")")
     }  # fmt: skip
     found = "; ".join(f"{branch} runs {route}" for branch, route in others.items())
-    text = f"the attention does not follow its switches: {found}; unset the switch or install it"
+    text = f"the attention does not follow its switches: {found}; unset the switch, or install the backend"
     return Measured(float(len(others)), text)
 
 
@@ -221,7 +221,8 @@ def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | No
     """Returns the slowest rank's time ÷ that of the others, in phases that wait for no other rank.
 
     In fetch and forward a rank does not wait for other ranks, except in the forward of FSDP. On a
-    GPU, the forward time of a foreign program is only the time that the host needs to start it.
+    GPU, the forward time of a foreign program is only the time that the host needs to start the
+    forward pass.
     """
     truth, strategy = history.truth, history.value("train.strategy")
     own = ("fetch", "forward")

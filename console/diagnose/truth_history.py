@@ -18,7 +18,7 @@ KEPT_STEPS, KEPT_LOSSES, KEPT_SKIPS = 48, 512, 256
 WINDOW, LEAST = 16, 8
 """Number of newest steps that are compared between the ranks, and the least sufficient number."""
 SURE_Z, LEAST_SPREAD = 4.0, 0.02
-"""The number of standard errors that are subtracted from a ratio, and the least spread assumed."""
+"""The number of standard errors that are subtracted from a ratio, and the least assumed spread."""
 SURELY = 1.15
 """A difference is sure if the lower bound of its ratio is at least this."""
 SLOWER, MATERIAL = 1.3, 0.1

@@ -50,7 +50,7 @@ class Case:
         return sorted(found, key=lambda each: each.position)
 
     def since(self, rank: RankEvidence) -> str:
-        """Returns the time of a rank's last change. In an alert, an age would become wrong."""
+        """Returns the time of a rank's last change (an age would become wrong in an alert)."""
         return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
 
     def verdict(

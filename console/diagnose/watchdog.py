@@ -33,7 +33,7 @@ class Change:
     """A change of one rule. The kind `act` says that `action` is due.
 
     The kind `withhold` says that the action would be due if the second source confirmed it; the
-    text says why it does not.
+    text says why the source does not.
     """
 
     kind: Kind

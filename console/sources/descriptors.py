@@ -31,7 +31,7 @@ class BlockedOn:
     kind: Kind
     text: str
     unsure: bool = False
-    """Other readings of the same system call are possible."""
+    """True if the same system call can also mean another object."""
 
 
 NOTHING = BlockedOn("none", "")
@@ -156,7 +156,8 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
     """Returns the wait for a socket.
 
-    The text has the address of the peer or, if the socket `accepts`, the address of the socket.
+    The text contains the address of the peer. With `accepts`, it contains the address of the socket
+    itself.
     """
     here, peer, state = tcp.entry(socket_tables(pid), inode)
     if not state:

@@ -101,7 +101,7 @@ class Difference:
     confirmed: bool = False
     """True for a mismatch in which a second sign in the records names `ranks` too (`_unusual`)."""
     inside: bool = False
-    """Each rank that is behind still waits in its last call, and all other ranks made this call."""
+    """True if each rank that is behind still waits in its last call, which all others have made."""
 
 
 @functools.lru_cache(4096)
@@ -225,7 +225,7 @@ def _named(ranks: Iterable[int], one: str = "", many: str = "") -> str:
 
 
 def _call(group: str, number: int, members: _Members) -> str:
-    """Returns "all_reduce 918,331 ([131584] float32)", with the group unless that has all ranks."""
+    """Returns "all_reduce 918,331 ([131584] float32)", and the group if it lacks some ranks."""
     each = next(m.calls[number][0] for m in members.values() if number in m.calls)
     sizes = f" ({each.sizes})" if each.sizes else ""
     return f"{each.op} {number:,}{sizes}{_of_group(group)}"
@@ -355,9 +355,9 @@ def _groups(records: Mapping[int, FlightRecord]) -> dict[str, dict[int, _Member]
 def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
     """Returns the difference that explains the differences in the other groups.
 
-    This is the difference in a group in which ranks are behind that wait in no other group. Ranks
-    that wait for each other in different groups are a mismatch without a minority; if all ranks
-    have a record, a rank that waits alone in its group is the minority.
+    It is a mismatch, or the difference of ranks that are behind in one group and wait in no other
+    group. Ranks that wait for each other in different groups are a mismatch without a minority; if
+    all ranks have a record, a rank that waits alone in its group is the minority.
     """
     circular: list[str] = []
     found = {group: _difference(group, members) for group, members in groups.items()}

@@ -27,7 +27,7 @@ from trainers.contract.jsonl import entries
 T = TypeVar("T")
 MAX_GPUS = 1024
 CLOCK_S = 2.0
-"""The clock of a writer may be ahead of the clock of this host by this time."""
+"""The clock of a writer may be ahead of the clock of this host by at most this time."""
 
 
 class Document:

@@ -242,7 +242,7 @@ def _is_frozen(pid: int) -> bool:
             if len(each) > 3 and each[2] == kind and option in ("", *each[3].split(","))
         )  # fmt: skip
         top, parts = next(tops, None), place.strip("/").split("/")[:MAX_DEPTH]
-        # In a container the mount may start at a cgroup above the one that the path names.
+        # In a container, the mount may start at a cgroup above the cgroup of the path.
         folders = ("/".join((top or "", *parts[:depth])) for depth in range(len(parts) + 1))
         if top and ".." not in parts and any(
             line in read_text(f"{folder}/{name}").splitlines()
@@ -348,7 +348,7 @@ def _lock(pid: int, link: str) -> BlockedOn:
 
 
 def _holder(locks: str, waiting: int) -> int | None:
-    """Returns the pid that holds the lock for which a process waits, as /proc/locks shows it.
+    """Returns the pid that holds the lock for which a process waits, according to /proc/locks.
 
     The lines of the waiting processes have an arrow and the number of the holder's line.
     """

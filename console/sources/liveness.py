@@ -226,7 +226,7 @@ def living_in(run: Path) -> str:
 
 
 def has_lost_rank(supervisor: Record) -> bool:
-    """Returns whether a worker has ended, as supervisor.json or this host's kernel shows."""
+    """Returns whether a worker has ended, according to supervisor.json or this host's kernel."""
     left, is_here = _workers_without_exit(supervisor), supervisor.get("host") == rundir.host_name()
     return len(left) < len(jsonl.entries(supervisor, "workers")) or any(
         is_here and not alive for _, alive in left

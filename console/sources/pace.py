@@ -96,16 +96,16 @@ class Pace:
         self._new_step_at = -math.inf
         """Time at which the newest step was read (monotonic s), -inf if before `live_since`."""
         self._new_step_ts = math.inf
-        """The time in the record of that step (unix s)."""
+        """The time in the record of the newest step (unix s)."""
         self._gaps: deque[tuple[int, float]] = deque(maxlen=KEPT_GAPS)
         """Steps and seconds from one record with a new step to the next."""
         self._first_s = 0.0
-        """The longest time per step before the first of these gaps."""
+        """The longest time per step before the first gap."""
         self._read_at, self._age_s = -math.inf, 0.0
         """Time at which the newest record was read (monotonic s), and its age at that time."""
         self._timed_steps = 0
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
-        """The newest durations of each phase, by arrival and sorted; the key "" is for steps."""
+        """Durations of each phase, once by arrival and once sorted; the key "" is for steps."""
 
     def add(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
         """Adds one record, which was read at the times `mono` (monotonic s) and `ts` (unix s).

@@ -116,7 +116,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def with_token(token: str, home: str = "") -> list[int]:
-    """Returns the processes that were started with this token, with any parent.
+    """Returns the processes of any parent that were started with this token.
 
     With `home`, the environment must also contain this run directory, because a token may be
     copied.

@@ -318,7 +318,7 @@ class RankTotals:
                 self.live.add(step, at, *self.figures().values())
 
     def _take_figures(self, record: Record, step: int, loss: float | None) -> None:
-        """Adds the figures that the gates need of rank 0 only."""
+        """Adds the figures that the gates need only of rank 0."""
         norm, speed = jsonl.number(record, "grad_norm"), jsonl.number(record, "toks_per_s")
         self.norms += norm is not None
         self.norm_min = _worst(self.norm_min, norm, min)

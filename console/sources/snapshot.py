@@ -123,7 +123,7 @@ class _Loader:
         series.load(jsonl.mapping(self._saved, "series"))
         gpus = GpuTotals.load(self._saved["gpus"])
         # Nothing raises from here on, so the reducer is filled completely or not at all.
-        reducer.cursors.update(cursors)  # in place: `RecordFiles` may share them
+        reducer.cursors.update(cursors)  # in place, because `RecordFiles` may share them
         reducer.all_heads, reducer.events = heads, events
         reducer.summary.ranks, reducer.series = ranks, series
         reducer.summary.gpus = gpus

@@ -70,7 +70,7 @@ class AttemptOwner(Protocol):
         ...
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-        """Appends an event to the run's events and returns it."""
+        """Appends an event to the run's events and returns the event."""
         ...
 
     def publish(self) -> None:

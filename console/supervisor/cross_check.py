@@ -21,7 +21,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 GROWING = ("watch", "restart")
-"""Mappings that may have fewer keys in an older document. Only existing keys are compared."""
+"""Mappings that may have fewer keys in an older document. Missing keys are not compared."""
 
 
 class Evidence:
@@ -58,7 +58,7 @@ class Evidence:
         )
 
     def confirms_restart(self, run: Path) -> bool:
-        """Returns whether the last state in a run's events is that the run waits for a restart."""
+        """Returns whether "restarting" is the last state in the events of a run."""
         states = [each.get("state") for each in self._events[run]
                   if each.get("kind") == "state" and each.get("state")]  # fmt: skip
         return states[-1:] == ["restarting"]
@@ -118,8 +118,8 @@ def check_run(
     """Returns three values: run.json, supervisor.json, and warnings about ignored entries.
 
     If only supervisor.json says that an end was requested, the end is not continued, but no further
-    attempt starts. Raises RefusedError if plan.json or the living processes contradict these
-    documents.
+    attempt starts. Raises RefusedError if plan.json or the processes that are alive contradict
+    these documents.
     """
     document, record = (
         former_documents.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN)
@@ -204,10 +204,10 @@ def _check_none(differ: Sequence[str], name: str) -> None:
 def check_flags(
     record: Mapping[str, Any], spec: LaunchSpec, index: int, evidence: Evidence
 ) -> None:  # fmt: skip
-    """Raises RefusedError for a flag in run.json that the plan or the living processes contradict.
+    """Raises RefusedError for a flag in run.json that the plan or a running process contradicts.
 
     A plan never contains a flag that an operator has set. The answer to the operator's request, or
-    a living process, must confirm such a flag.
+    a running process, must confirm such a flag.
     """
     planned = spec.flags(index, {})
     names = [phase.name for phase in spec.plan.phases[: index + 1]]

@@ -56,7 +56,7 @@ class Diagnosis:
 
 
 def is_supervised(state: RunState) -> bool:
-    """Returns whether a living supervisor decides the state of the run."""
+    """Returns whether a supervisor that is alive decides the state of the run."""
     silent = any(alert.id in SILENT_ALERTS for alert in state.alerts)
     return state.state not in ("unsupervised", "lost", "queued") and not silent
 

@@ -122,7 +122,7 @@ class Dumps:
             self._finish(answer)
 
     def abandon(self, answer: Answer) -> None:
-        """Answers the requests that still wait when the ranks have ended."""
+        """Answers the requests that still wait, after the ranks have ended."""
         for each in self._ranks:
             late = _late(each) if each.copy else "exited before it wrote its stack"
             each.result = each.result or late

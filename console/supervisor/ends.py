@@ -17,7 +17,7 @@ from console.supervisor.shm import LastPulses
 from trainers.contract import jsonl, pulse, rundir
 
 LATE_END_S = 5.0
-"""The time within which torchrun reaps a rank that has ended, and its last record arrives."""
+"""After this time torchrun has reaped an ended rank, and the rank's last record has arrived."""
 
 
 class Ends:

@@ -36,7 +36,7 @@ class FormerRun:
     number: int
     """The newest attempt."""
     ended: list[AttemptEnd]
-    """The attempts that have ended, with the newest attempt if the next has not begun."""
+    """The attempts that have ended, including the newest attempt if the next has not begun."""
 
     @property
     def home(self) -> str:
@@ -88,7 +88,7 @@ def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -
 
 
 def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
-    """Returns how the attempts ended, as supervisor.json records it."""
+    """Returns how the attempts ended, according to supervisor.json."""
     entries = jsonl.entries(state, "ended")[-MAX_ENDED:]
     return [each for entry in entries if (each := json_documents.read(AttemptEnd, entry)).state]
 

@@ -56,7 +56,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """The id in the request, or else the path of the file; each key is executed only once."""
+        """The id in the request, or else the path of the file. Each key is accepted only once."""
         return self.id if self.has_own_id else str(self.path)
 
     @property
@@ -143,7 +143,7 @@ def remove(path: Path) -> None:
 
 
 class Inbox:
-    """Owns the keys of the requests that were seen; each key is executed once.
+    """Owns the keys of the requests that were seen, so that each request is executed once.
 
     A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
     an earlier supervisor may have executed it. Only times of the file system are compared, never

@@ -88,7 +88,7 @@ class Launch:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next tick; ticks once a second are aligned to full seconds."""
+        """Seconds until the next tick. Ticks that are 1 s apart start at full seconds."""
         if self._quiet and not self._poller.is_polling:
             return 1 - time.monotonic() % 1
         return min(self._pace_s, IDLE_S)

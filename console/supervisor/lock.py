@@ -79,7 +79,7 @@ class LaunchLock:
         self._file, self.token, self._lost = os.fstat(fd), take_over(fd), ""
 
     def lost(self) -> str:
-        """Returns why the directory at the path is no longer this launch's, or "" while it is."""
+        """Returns why the directory at the path no longer belongs to this launch, or ""."""
         try:
             same = os.path.samestat(os.stat(self._path), self._file)
         except (FileNotFoundError, NotADirectoryError):

@@ -59,7 +59,7 @@ class Monitor:
         self._sampled_ts = 0.0
         """Time of the newest evidence that agrees with the verdict, 0 without evidence."""
         self._changed: tuple[tuple[object, ...], float] | None = None
-        """A verdict on newer evidence that differs from `verdict`, and the evidence's time."""
+        """Parts of a newer verdict that differs from `verdict`, and the time of its evidence."""
         self._doubtful_polls = 0
         self._late = late
         self._first_positions: dict[int, tuple[int, int, int]] = {}
@@ -183,7 +183,7 @@ class Monitor:
             self._alerts.clear(PULSE, "the pulse of every rank agrees with its records")
 
     def _unchanged(self, seen: Sequence[RankEvidence]) -> str:
-        """Returns which pulse has not changed since a late supervisor started, or "" if none."""
+        """Returns which pulse has not changed since a late supervisor started, or ""."""
         for each in seen:
             first = self._first_positions
             if each.phase and first.setdefault(each.rank, each.position) != each.position:

@@ -34,7 +34,7 @@ class _Health:
     failures: int = 0
     failed_at: float = 0.0
     again_at: float = 0.0
-    """The observer is skipped until this time; infinity: the observer is switched off."""
+    """The observer is skipped until this time. Infinity means that the observer is switched off."""
     traced_at: float = -math.inf
     """Time at which a traceback of the observer was last written."""
 

@@ -1,10 +1,10 @@
 """The owner of a launch, which has the lock and the processes, and replaces a child that fails.
 
-The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that
-a rank wrote. Its child, a fork of this process, reads, writes and decides. A child that ends, or
+The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that a
+rank wrote. Its child, a fork of this process, reads, writes and decides. A child that ends, or
 sends nothing for `SILENT_S`, is replaced; the next child starts with the documents that this
-process stores. The owner acts alone if no child acts: after TERM it ends the ranks within the grace
-time.
+process stores. If no child acts, the owner acts alone. After TERM it ends the ranks within the
+grace time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainers.contract import environ
 
 PR_SET_PDEATHSIG = 1
 SILENT_S, FIRST_S, CLOSING_S = 10.0, 60.0, 3700.0
-"""The longest silence of a child: while it works, before its first message, while it closes."""
+"""The longest silence of a child: while it works, before the first message, and while it closes."""
 WAITS_S = (0.0, 2.0, 10.0, 60.0)
 """The wait before a child is replaced for the first, second, third and each further time."""
 SETTLED_S = 60.0
@@ -283,7 +283,7 @@ class Owner:
                     self._channel.send(link.SPAWNED, str(pid).encode(), fd)
             finally:
                 os.close(fd)
-        except OSError:  # the next child finds the process in its state
+        except OSError:  # the next child learns of the process from its state
             os.kill(self._pid, signal.SIGKILL)
 
     def _own_attempt(self, named: Mapping[str, Any], torchrun_pid: int, is_parent: bool) -> None:

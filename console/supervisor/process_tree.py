@@ -51,7 +51,7 @@ class Worker:
     code: int | None = None
     signal: str | None = None
     observed: bool = False
-    """The kernel reported `code` or `signal`; False: they come from a log or a document."""
+    """True if the kernel reported the exit, False if it comes from a log or a document."""
     confirmed: bool = False
     """The kernel did not report the exit, and two other sources agree on it."""
     killed_after_failure: bool = False
@@ -106,7 +106,7 @@ class Tree:
         self.order: list[int] = []
         """Ranks in the order in which they ended."""
         self._kill_at = self._ranks_kill_at = math.inf
-        """The end of the grace time of all processes, and that of the ranks; 0: KILL was sent."""
+        """The end of the grace time of all processes, and that of the ranks; 0 if KILL was sent."""
         self._scanned = self._killed = self._first_killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
@@ -321,7 +321,7 @@ class Tree:
             self._forget(self.agent)
 
     def _add_rank(self, pid: int) -> bool:
-        """Adds a process as the rank in its environment, unless the rank is known."""
+        """Adds a process with the rank in its environment, unless the rank is known."""
         variables = process.environment(pid)
         rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
         if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:
@@ -335,7 +335,7 @@ class Tree:
         return True
 
     def _record_end(self, worker: Worker) -> bool:
-        """Records the end of a rank, and its exit once known; returns whether anything is new.
+        """Records the end of a rank, and its exit when known; returns whether anything is new.
 
         The kernel reports ranks that torchrun reaps; the owner reports ranks that it reaps itself.
         """

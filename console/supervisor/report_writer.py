@@ -1,4 +1,4 @@
-"""Writes the report of a launch when it has ended, while the supervisor answers requests."""
+"""Writes the report of a launch that has ended, while the supervisor still answers requests."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class AttemptEnd:
 
 @dataclass(frozen=True, slots=True)
 class NextAttempt:
-    """The next attempt, which begins after `wait_s` from `origin` (a checkpoint, or step 1)."""
+    """The next attempt. It begins after `wait_s`, from `origin` (a checkpoint, or step 1)."""
 
     wait_s: float
     origin: str

@@ -34,7 +34,7 @@ from trainers.contract import VERSION, environ, jsonl, rundir
 REFRESH_S = 5.0
 WARM_UP_BYTES = 256 << 10
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
-"""Seconds between two polls while something changes fast, usually, and while nothing changes."""
+"""Seconds between two polls: while something changes fast, usually, and while nothing changes."""
 NO_MEMORY, REPLACED = "live-directory", "supervisor-replaced"
 
 
@@ -386,7 +386,7 @@ class Run:
         return {"armed": text, "armed_short": short}
 
     def _send_heartbeat(self) -> None:
-        """Writes the supervisor heartbeat to shared memory, which works even if no disk does."""
+        """Writes the supervisor heartbeat to shared memory, which works even if no disk works."""
         self._status_at = time.monotonic()
         self.observers.run("the supervisor heartbeat", self._write_status, None)
 

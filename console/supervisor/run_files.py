@@ -36,7 +36,7 @@ class Poll:
     env: Mapping[str, Any] = field(default_factory=dict)
     """env.json of this attempt, or {} if there is none."""
     behind: bool = False
-    """More records wait than one poll reads."""
+    """True if more records wait than one poll reads."""
     unread: str = ""
     """A sentence on a heartbeat file that exists and cannot be read, or "" if there is none."""
 
@@ -48,14 +48,14 @@ class FinalRead:
     log: bytes = b""
     last: Mapping[int, Crash] = field(default_factory=dict)
     checkpoint: int | None = None
-    """The step of the newest complete checkpoint; 0: there is none, None: unreadable."""
+    """The step of the newest complete checkpoint; 0 if there is none, None if unreadable."""
     torchrun_signal: str = ""
     """The signal in torchrun's log; the exits of the ranks must confirm this signal."""
     files: GateFiles | None = None
 
 
 def newest_checkpoint(run: Path) -> int | None:
-    """Returns the step of the newest complete checkpoint (0: there is none, None: unreadable)."""
+    """Returns the newest complete checkpoint's step, 0 if there is none, None if unreadable."""
     try:
         os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
     except FileNotFoundError:

@@ -25,8 +25,8 @@ class Live:
     """Owns the live directory of an attempt; `path` is None if there is no shared memory.
 
     A lock, released when this process ends, marks the directory as owned. Every file is created
-    before the ranks start, so that either every rank has its files or no rank has. `adopt` opens
-    the directory of a former supervisor.
+    before the ranks start, so that either every rank has its files or no rank has. With `adopt`,
+    the directory of a former supervisor is opened.
 
     Pulses are read through descriptors, because logind with `RemoveIPC=yes` removes the names at
     logout while the ranks still have the files mapped.

@@ -36,7 +36,7 @@ ENDING = frozenset(("halting", "stopping", "restarting"))
 
 
 def stall_doubt(run: Path) -> str:
-    """Returns why a run without new records may not be stalled, or "" if no file shows that.
+    """Returns why a run without new records is perhaps not stalled, or "" if no file shows it.
 
     The files are CSV files, logs and checkpoints. A file contradicts a stall if it was written more
     than `RECORDS_LATE_S` after the newest record, unless even more time has passed since then.
