@@ -59,7 +59,7 @@ def number(value: float | None, digits: int = 4) -> str:
         return "-"
     if not math.isfinite(value):
         return str(value)
-    if abs(value) >= 10_000 or (value == int(value) and abs(value) < 1e6):
+    if 10_000 <= abs(value) < 1e15 or (value == int(value) and abs(value) < 1e6):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
 
