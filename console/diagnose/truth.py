@@ -143,7 +143,10 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
         if isinstance(route, str) and route.endswith(")")
     }  # fmt: skip
     found = "; ".join(f"{branch} runs {route}" for branch, route in others.items())
-    text = f"the attention does not follow its switches: {found}; unset the switch, or install the backend"
+    text = (
+        f"the attention does not follow its switches: {found}; unset the switch, or install the "
+        "backend"
+    )
     return Measured(float(len(others)), text)
 
 
