@@ -62,7 +62,10 @@ def is_running(rows: Sequence[Gpu]) -> bool:
 
 
 def words(rows: Sequence[Gpu]) -> str:
-    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W"; it says why a figure is missing."""
+    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W".
+
+    The text says why a figure is missing.
+    """
     return ", ".join(_words(gpu) for gpu in rows[:8])
 
 

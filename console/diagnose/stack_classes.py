@@ -137,7 +137,7 @@ def _deciding(stack: Stack) -> Sequence[Frame]:
 
 
 def _wait(frames: Sequence[Frame]) -> tuple[Frame, Wait] | None:
-    """Returns the wait that the innermost code of the program called, or None for no wait."""
+    """Returns the wait that the innermost code of the program called, with its frame, or None."""
     found = None
     for at, frame in enumerate(frames):
         wait = _wait_of(frame)

@@ -61,7 +61,7 @@ class RankEvidence:
     nonfinite_steps: int = -1
     """Number of steps with a non-finite loss, or -1 if the pulse does not count such steps."""
     start_ticks: int | None = None
-    """The start time of its process (clock ticks); it shows whether the pid was reused."""
+    """The start time of the process (clock ticks), which shows whether the pid was reused."""
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -161,7 +161,7 @@ def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
     """Returns why the records do not confirm that these ranks stall, or "" if they confirm it.
 
     A new step in a record shows progress only if the record is younger than the stall limit. If a
-    rank writes few records, they confirm a stall only when the next record is overdue.
+    rank writes few records, these records confirm a stall only when the next one is overdue.
     """
     for each in ranks:
         name = f"rank {each.rank}"

@@ -1,7 +1,7 @@
 """Finds launches and runs on disk by directory, id, unique prefix or `latest`.
 
-A query returns the best match. An action (`act`) also needs a second source that agrees, or it is
-rejected. See the rows `target-id` and `target-latest` of docs/decisions.md.
+A query returns the best match. An action (`act`) is rejected unless a second source agrees. See the
+rows `target-id` and `target-latest` of docs/decisions.md.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ class Series:
         return list(self._durations_s)[left_out:]
 
     def step_percentiles_s(self) -> tuple[float, float, int] | None:
-        """Returns p50 and p99 of the durations of the last steps, and the number of these steps."""
+        """Returns three values: p50 and p99 of the last step durations, and the number of steps."""
         steps = sorted(self._durations_s)
         if not steps:
             return None

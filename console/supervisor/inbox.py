@@ -1,7 +1,7 @@
 """Polls the mailboxes and other files of a launch, and executes each request once.
 
-A request file may contain anything. Therefore its size is bounded, it must be a regular file of
-this user, and `console.request_schema` checks its arguments before anything is executed.
+A request file may contain anything. Therefore its size is bounded, the file must be a regular file
+of this user, and `console.request_schema` checks its arguments before anything is executed.
 """
 
 from __future__ import annotations
