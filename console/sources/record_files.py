@@ -187,8 +187,7 @@ class RecordFile:
         return Cursor(self._head, Place(self.number, self.tail.line_at), self.skipped)
 
     def poll(self, limit_bytes: int) -> tuple[list[Line], int]:
-        """Returns two values: new records, and the number of bytes read (0 at the end of the
-        file)."""
+        """Returns two values: new records, and the number of bytes read (0 at the end)."""
         left, found = limit_bytes, []
         if self.number and self.tail.path == self.path and self.number in parts(self.path):
             self._next_part()
