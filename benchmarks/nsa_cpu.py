@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.common import ROOT, median, publish, table
+from benchmarks.common import RESULTS, ROOT, median, publish, table
 from nsa.attention import DenseAttention, NSAttention, routes_of
 from nsa.backends import Switches, in_words
 from nsa.config import ModelConfig, flops_per_token, parameter_count
@@ -235,6 +236,15 @@ def about(configs: dict[str, ModelConfig]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def keep_other_machines(path: Path, before: str) -> None:
+    """Appends the results of other CPU models, which the file had `before`, to the new one."""
+    found: dict[str, str] = {}
+    for result in re.split(r"\n(?=# )", f"{path.read_text()}\n{before}"):
+        if machine := re.search(r" Machine: ([^,]+),", result):
+            found.setdefault(machine[1], result.strip())
+    path.write_text("\n\n".join(found.values()) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="2 layers and 2 rounds")
@@ -259,6 +269,8 @@ def main() -> None:
             "nsa_cpu",
         )
         return
+    path = RESULTS / "nsa_cpu.md"
+    before = path.read_text() if path.exists() else ""
     layers, rounds = (2, 2) if arguments.quick else (arguments.layers, arguments.rounds)
     publish(
         "nsa_cpu",
@@ -268,6 +280,7 @@ def main() -> None:
         f"({2 * rounds + 1} of the layer), freed memory kept as by the trainers. A "
         f"ratio above 1 means that NSA is the faster.\n\n{about(models())}",
     )
+    keep_other_machines(path, before)
 
 
 if __name__ == "__main__":
