@@ -33,7 +33,7 @@ CHUNK = 8192
 TILE_ROWS = 768
 """Most rows in a tile: large enough for an efficient product, small enough to fill. The last tile
 of a block may have half as many."""
-PART_BYTES = 64 << 20
+PART_BYTES = 32 << 20
 """Memory of the queries and outputs of a part, and of their gradients. It changes no bit of the
 result, unless scores differ by more than `FARTHEST_AHEAD`. Sizes from 32 to 256 MiB are equally
 fast on a CPU, so it need not follow the cache; smaller parts are slower, because of more calls."""
