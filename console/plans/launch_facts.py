@@ -68,9 +68,10 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the sum of the times of all phases in their newest completed runs, or why unknown.
+    """Returns as text the sum over all phases of the time of the newest completed run.
 
-    A run counts only if it had the same settings, host and number of ranks.
+    Only runs with the same settings, host and number of ranks are used. Without such a run of each
+    phase, the text says that the time is not available.
     """
     total_s = 0.0
     for phase in phases:

@@ -126,7 +126,7 @@ class Checks(DraftPanel):
 
 
 class FlagList(Picker):
-    """The list of flags; its rows are made for its width."""
+    """The list of flags; the rows are made for the width of the list."""
 
     def on_resize(self) -> None:
         super().on_resize()
