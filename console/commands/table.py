@@ -281,7 +281,7 @@ RESUME = Command(
 ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
         _run(), option("--yes", action="store_true", help="confirm after a reboot of the host"),
-    ), "Live ranks continue under the new supervisor. If the ranks have exited meanwhile,\n"
+    ), "Live ranks continue under the new supervisor. If the ranks have already exited,\n"
        "their exit records and pulses decide the result of the run. The plan continues.\n",
     "control.adopt",
 )  # fmt: skip
