@@ -26,7 +26,7 @@ _ALL_BUT_FLASH = [
 
 
 def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
-    """Returns a context that limits SDPA's kernels. If `refused`, flash cannot compute this case."""
+    """Returns a context that limits SDPA's kernels; `refused` if flash cannot compute this case."""
     if switches.no_flash:
         return sdpa_kernel(_ALL_BUT_FLASH)
     if switches.flash_only and not refused:

@@ -57,7 +57,7 @@ BY_NAME: dict[str, tuple[int, str]] = {
     "DistNetworkError": (COLLECTIVE, "the ranks cannot reach each other"),
     "DistStoreError": (COLLECTIVE, "the rendezvous store does not answer"),
 }  # fmt: skip
-"""Exit code and sentence for exceptions of torch and Python, by class name: this needs no torch."""
+"""Exit code and sentence for each class of exception; class names need no import of torch."""
 
 HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""
