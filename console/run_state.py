@@ -2,7 +2,8 @@
 
 torchrun returns 1 for every failure, so the cause comes from the ranks: how and in which order they
 ended, and their last records. A rank that lost its peer is blamed only if no other rank failed. A
-reader accepts the last state that the supervisor recorded, unless living processes contradict it.
+reader accepts the last state that the supervisor recorded, unless processes that are alive
+contradict this state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TOGETHER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """A reader's evidence apart from the records: living processes, the supervisor's last state."""
+    """A reader's evidence except records: processes that are alive, the supervisor's last state."""
 
     state: State | None = None
     """The last state that the supervisor wrote, or None if no document has a state."""
@@ -296,7 +297,7 @@ SAID_BY_SUPERVISOR: tuple[Rule, ...] = (
      lambda f: f"{f.view.no_supervisor}, so attempt {f.view.next_attempt} does not start until you "
                f"adopt the run; previous end: {f.view.why.partition(': ')[2]}"),
 )  # fmt: skip
-"""For a reader: the last state of the supervisor, unless living processes contradict it."""
+"""For a reader: the supervisor's last state, unless processes that are alive contradict it."""
 
 NO_END_RECORDED: tuple[Rule, ...] = (
     ("queued", lambda f: f.view.state is None and not f.view.newest_record,
@@ -373,7 +374,7 @@ TABLES: tuple[tuple[Callable[[Facts], bool], tuple[Rule, ...]], ...] = (
 
 
 def decide(facts: Facts) -> tuple[State, str]:
-    """Returns the state of a run and the reason for it."""
+    """Returns two values: the state of a run, and the reason for this state."""
     rules = (rule for applies, table in TABLES if applies(facts) for rule in table)
     state, _, words = next(rule for rule in rules if rule[1](facts))
     trouble, why = facts.view.trouble, words(facts)

@@ -117,7 +117,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns a word and a sentence on the state of an ended launch, or else of its run."""
+    """Returns two values: word and sentence for the state of an ended launch, or else of its run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):

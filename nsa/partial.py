@@ -35,7 +35,7 @@ def attend_part_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     bias: Tensor | None, flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the part of the gradients of q, k and v that this part of the keys contributes.
+    """Returns what this part of the keys contributes to the gradients of q, k and v.
 
     `grad` and `out` `[N, M, Dv]` and `lse` `[N, M]` are over all keys; a query whose lse is +inf
     contributes nothing.

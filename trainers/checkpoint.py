@@ -200,7 +200,7 @@ def load_section(path: Path, section: str) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[tuple[_Reader, Metadata]]:
-    """Yields the reader and the index of a checkpoint; read errors become CheckpointError."""
+    """Yields two values: reader and index of a checkpoint. Read errors become CheckpointError."""
     reader = _Reader(path)
     try:
         with warnings.catch_warnings():

@@ -78,7 +78,7 @@ def command(name: str, work: Callable[[], str]) -> int:
 
 
 def classify(error: BaseException) -> tuple[int, str]:
-    """Returns the exit code of an error and one sentence; an unexpected error has code `BUG`."""
+    """Returns two values: exit code and sentence for an error. Unexpected errors have code `BUG`."""
     if isinstance(error, TrainingError):
         return error.exit_code, str(error)
     if isinstance(error, ContractError):

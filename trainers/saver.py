@@ -146,7 +146,7 @@ class Saver:
         return _failed(target, late)
 
     def _begin(self, position: Manifest) -> tuple[Path, Tensor]:
-        """Removes the files of a killed save. Returns target, and generator states of all ranks."""
+        """Removes the files of a killed save. Returns two values: target, all generator states."""
         self.wait()
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)

@@ -115,7 +115,7 @@ def resolve(
 def _from_yaml(
     path: Path, known: Mapping[str, Key], includers: tuple[Path, ...] = ()
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yields key, value and origin of each setting in a file; an included file comes first."""
+    """Yields three values per setting in a file: key, value, origin. Included files come first."""
     document, names = yamlfile.load(path), known.keys() | ALIASES.keys()
     if INCLUDE in document:
         included = _included(path, document.pop(INCLUDE), includers)
@@ -147,7 +147,7 @@ def _included(path: Path, name: Any, includers: tuple[Path, ...]) -> Path:
 
 
 def translate(key: str, value: Any) -> tuple[str, Any]:
-    """Returns two values: this project's name of a key (or an unknown name itself), and the value."""
+    """Returns two values: this project's name of a key, or else the key; the value."""
     if isinstance(value, str | bool):
         value = VALUES.get(key, {}).get(value, value)
     return ALIASES.get(key, key), value

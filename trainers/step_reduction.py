@@ -1,4 +1,4 @@
-"""The only all-reduce of a step: figures, halt and requests; its result is read a step later.
+"""The only all-reduce of a step, for figures, halt and requests; a step later the sum is read.
 
 The all-reduce sums `FIGURES` and the requests over all ranks. Every rank starts and finishes the
 all-reduce at the same place in the loop, so all ranks decide alike without another collective.

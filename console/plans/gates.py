@@ -186,7 +186,7 @@ def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def _each(bounds: Mapping[str, Any]) -> Iterator[tuple[Rule, Demand, int]]:
-    """Yields each gate of a phase, with the step at which it is evaluated; 0 means the end."""
+    """Yields three values per evaluation of a gate: rule, demand, and step (0 means the end)."""
     for name, value in bounds.items():
         wanted = demand(value)
         yield from ((RULES[name], wanted, at) for at in (0, *wanted.at))

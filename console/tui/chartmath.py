@@ -72,7 +72,7 @@ def merge(several: Sequence[list[Bin]]) -> list[Bin]:
 
 
 def bounds(held: Sequence[Bin], from_zero: bool) -> tuple[float, float]:
-    """Returns round bounds around all values. Round bounds rarely change, nor does the drawing."""
+    """Returns round bounds around all values; round bounds rarely change, so redrawing is rare."""
     known = [b for b in held if b is not None]
     if not known:
         return 0.0, 1.0
