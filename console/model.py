@@ -28,7 +28,7 @@ LIVE_STATES: frozenset[State] = frozenset(
 """States in which processes of the run may be alive."""
 BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
 RANK_GONE = "rank-gone"
-"""The alert of a run that cannot continue: a rank ended before the others."""
+"""The alert of a run that cannot continue, because a rank ended before the others."""
 STALL = "stall"
 """The alert and the watch rule of a run that makes no progress."""
 NO_GO = "no-go"

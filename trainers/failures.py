@@ -78,7 +78,7 @@ def command(name: str, work: Callable[[], str]) -> int:
 
 
 def classify(error: BaseException) -> tuple[int, str]:
-    """Returns two values: exit code and sentence for an error. Unexpected errors have code `BUG`."""
+    """Returns two values for an error: exit code and sentence. `BUG` means an unexpected error."""
     if isinstance(error, TrainingError):
         return error.exit_code, str(error)
     if isinstance(error, ContractError):

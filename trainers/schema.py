@@ -256,7 +256,7 @@ def keys() -> dict[str, Key]:
 
 
 def section_keys(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
-    """Yields two values for each key of a section: the name, which begins with `prefix`; the key."""
+    """Yields two values for each key of a section: its name with the `prefix`, and the key."""
     hints = get_type_hints(section)
     for each in fields(section):
         name, hint = f"{prefix}{each.name}", hints[each.name]

@@ -19,7 +19,7 @@ LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart: its title and its series. The band goes from their lowest to highest value.
+    """One chart: title and series. The chart draws a band from the lowest to the highest value.
 
     `each` is the kind of thing that has a separate series: "GPU", "rank" or "layer".
     """

@@ -1,4 +1,4 @@
-"""The base of all views: they show snapshots and handle keys."""
+"""The base of all views, which show snapshots and handle keys."""
 
 from __future__ import annotations
 
