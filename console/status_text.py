@@ -117,7 +117,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns two values, a word and a sentence: the state of an ended launch, or else its run's."""
+    """Returns a word and a sentence (two values) for an ended launch, or else for its run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):
