@@ -147,7 +147,10 @@ def _included(path: Path, name: Any, includers: tuple[Path, ...]) -> Path:
 
 
 def translate(key: str, value: Any) -> tuple[str, Any]:
-    """Returns two values: this project's name of a key, or else the key; the value."""
+    """Returns two values: the name of a key in this project, and its value in this project.
+
+    A key that has no other name here is returned unchanged.
+    """
     if isinstance(value, str | bool):
         value = VALUES.get(key, {}).get(value, value)
     return ALIASES.get(key, key), value

@@ -17,7 +17,7 @@ COUNTED = {
     "entropy_min": "gated", "collapse_max": "gated", "memory_mib": "memories",
     "memory_growth_mib": "memories", "fetch_max_s": "fetches",
 }  # fmt: skip
-"""For each figure that every progress record must have, the field that counts these records."""
+"""For each figure that every progress record must have: the number of records with the figure."""
 UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
 
 

@@ -159,7 +159,7 @@ def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator
     launch = state.launch if is_launch else None
     word, why = status_text.outcome(state)
     result = "no go" if status_text.exit_code(state, is_launch) else "go"
-    result = result if status_text.is_over(state) else "no go yet: it has not ended"
+    result = result if status_text.is_over(state) else "no go yet: the run has not ended"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     count = sum(gate.result != "pass" and not gate.blocks for p in phases for gate in p.state.gates)
     overridden = f" with {counted(count, 'override')}" if count else ""

@@ -24,7 +24,7 @@ from trainers.contract.errors import ContractError
 ANSWER_S = 300.0
 """Longest wait for a supervisor's answer; the screen shows an answer as soon as it comes."""
 LIMIT_S = 20.0
-"""After this time without a result, the alert line shows the action and the time since then."""
+"""After this time without a result, the alert line shows the action and the waiting time."""
 
 
 class Screen(Protocol):

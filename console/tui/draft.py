@@ -90,7 +90,7 @@ class Draft:
         return self.prepared.checks if self.prepared is not None else ()
 
     def planned_flags(self) -> Mapping[str, str]:
-        """Returns the value of each flag in the first phase, from plan flags or else from settings."""
+        """Returns each flag's value in the first phase, from plan flags or else from settings."""
         if self.prepared is None:
             return {}
         from console.sources.json_documents import flag_settings  # not needed at first

@@ -27,7 +27,8 @@ READ_BYTES = 4096
 POLL_S, QUIET_S = 0.1, 0.25
 """A paste has ended when no input has come for `QUIET_S`."""
 FEW, FIELD_CHARS = 8, 256
-"""The most characters that one read returns while a person types: outside a field, in a field."""
+"""The largest number of characters that one read returns while a person types: first for keys,
+then for text in a field."""
 IGNORED = "input ignored: keys that come together are treated as pasted; type them one by one"
 PASTE_MARKS = ("\x1b[200~", "\x1b[201~")
 RESTORE = (
@@ -120,7 +121,7 @@ class TerminalDriver(LinuxDriver):
         _thread(wait)
 
     def _end_with_terminal(self) -> None:
-        """Waits for the hang-up of the terminal, then ends the process without restoring it."""
+        """Waits for the hang-up of the terminal, then ends the process; restores nothing."""
         poll = select.poll()
         poll.register(self.fileno, 0)
         poll.poll()

@@ -130,7 +130,7 @@ class Recorder:
         if written < len(data):
             self._torn.add(path)
             self.dropped += 1
-            self.trouble = f"{path.name} was written partly: the disk is full"
+            self.trouble = f"{path.name} was written only partly, because the disk is full"
         else:
             self._torn.discard(path)
 
