@@ -68,10 +68,10 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
-    """Returns as text the sum over all phases of the time of the newest completed run.
+    """Returns the expected time of a launch as text: the sum of the times of earlier runs.
 
-    Only runs with the same settings, host and number of ranks are used. Without such a run of each
-    phase, the text says that the time is not available.
+    For each phase, the newest completed run with the same settings, host and number of ranks is
+    used. If a phase has no such run, the text says that the time is not available.
     """
     total_s = 0.0
     for phase in phases:
