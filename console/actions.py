@@ -159,7 +159,7 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch and returns its directory; raises the same errors as `launch`."""
     if prepared.assumed:
-        raise UsageError("--assume-gpus never launches; omit it, or use check or --dry-run")
+        raise UsageError("--assume-gpus is only for check and --dry-run, so nothing was launched")
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))
