@@ -32,7 +32,7 @@ def pairs(words: Sequence[str], option: str) -> dict[str, str]:
 
 
 def _chosen(options: argparse.Namespace) -> LaunchOptions:
-    """Returns the options of a launch. Raises UsageError unless they name one plan or config."""
+    """Returns the options of a launch. Raises UsageError unless there is one plan or one config."""
     if (options.plan is None) == (options.config is None):
         raise UsageError("launch needs either PLAN or --config FILE; see nsa-console launch --help")
     if options.trainer and options.config is None:
@@ -110,7 +110,7 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     except TimeoutError:
         raise ContractError(
             f"the file system of {path} does not answer {limit}: delivery of {action} unknown; "
-            "send it again when the file system answers"
+            f"send {action} again when the file system answers"
         ) from None
     if event is None:
         host, stopped = targets.host_and_stopped(path, ACTIONS[action])

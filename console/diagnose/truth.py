@@ -134,7 +134,7 @@ def _skipped_steps(_now: Readings, history: History, _watch: Watch) -> Measured 
 
 
 def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Counts the attention branches that do not follow a switch that the operator set."""
+    """Counts the attention branches that do not obey a switch that the operator set."""
     routes = jsonl.mapping(now.env, "backend")
     if not routes:
         return None
@@ -252,7 +252,7 @@ ROWS: tuple[Rule, ...] = (
          "consecutive records", 20, 1, 0.0, _constant_figure),
     Rule("skipped_steps", "share of skipped steps in the last 200 or more", "share",
          0.1, 0.05, 0.0, _skipped_steps),
-    Rule("backend", "branches of the attention that do not follow a switch", "routes",
+    Rule("backend", "branches of the attention that do not obey a switch", "routes",
          1, 0, 0.0, _backend),
     Rule("model_size", "parameters ÷ the number that config, phase or plan names, or its inverse",
          "ratio", 2.0, 1.9, 0.0, _model_size),

@@ -72,12 +72,12 @@ class Case:
 
 
 def assume(text: str) -> Survey:
-    """Returns idle, healthy GPUs as named by a text such as "2xA100". Raises UsageError."""
+    """Returns idle, healthy GPUs for a text like "2xA100". Raises UsageError for any other text."""
     number, _, name = text.partition("x")
     is_number = number.isdecimal() and len(number) <= 2 and int(number) > 0
     if not is_number or name not in CARDS_MIB:
         known = ", ".join(CARDS_MIB)
-        raise UsageError(f"--assume-gpus {text[:40]!r} is not NxNAME, as in 2xA100; names: {known}")
+        raise UsageError(f"--assume-gpus {text[:40]!r} is not NxNAME (like 2xA100); names: {known}")
     gpus = (
         Gpu(i, name, "ok", util_pct=0.0, mem_used_mib=0.0, mem_total_mib=CARDS_MIB[name])
         for i in range(int(number))

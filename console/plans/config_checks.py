@@ -118,7 +118,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def gpu_memory(case: Case) -> Found:
-    """Compares the memory of the GPUs that the ranks see with the least that a rank needs."""
+    """Compares the memory of the GPUs that the ranks see with the least memory of a rank."""
     cards = () if isinstance(case.survey, str) else case.survey.cards
     if case.plan.gpus == 0 or not any(case.settings):
         return "pass", "no GPU is needed"

@@ -81,7 +81,8 @@ def limits(case: Case) -> Found:
 def shm(case: Case) -> Found:
     """Checks the shared memory for the pulses, and for NCCL between several GPUs.
 
-    Without NCCL, too little is only a warning, because the run directory can store the pulses.
+    Without NCCL, too little memory is only a warning, because the run directory can store the
+    pulses.
     """
     folder = case.root / "dev/shm"
     nccl = case.plan.gpus > 0 and case.nproc > 1
@@ -112,9 +113,9 @@ def ports(_case: Case) -> Found:
 
 
 def leftovers(case: Case) -> Found:
-    """Lists trainers without a living supervisor; fails if one of them has a GPU open.
+    """Lists trainers without a supervisor; fails if the plan needs GPUs and one of these has a GPU.
 
-    A trainer without a GPU is only listed, because it may belong to another user.
+    A trainer without a GPU is only listed, because it shares only cores and memory with the launch.
     """
     proc = case.root / "proc"
     commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
@@ -161,7 +162,7 @@ def _has_gpu(folder: Path) -> bool:
 
 
 def code(case: Case) -> Found:
-    """Names the commit; for a plan with GPUs, code without a commit is a warning."""
+    """Reports the commit; for a plan with GPUs, code that is not committed is a warning."""
     sha = jsonl.text(dict(case.git), "sha")[:12]
     if not sha:
         return "unknown" if case.plan.gpus else "pass", "the code is in no git repository"

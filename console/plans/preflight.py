@@ -96,7 +96,7 @@ def _directory(case: Case) -> Found:
 
 
 def _shell(case: Case) -> Found:
-    """Lists the shell variables that a launch passes to the training, and those that it does not.
+    """Lists the shell variables that a launch passes to the training, and those that it drops.
 
     A variable that the plan or an option sets for every phase is not reported.
     """
@@ -269,7 +269,7 @@ def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Fou
 
 
 def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check:
-    """Waits for the answer of a row; with assumed GPUs, a fault of this machine only warns."""
+    """Waits for the answer of a row; with assumed GPUs, this machine can cause only warnings."""
     limit_s = LIMIT_S.get(row.needs, USUAL_S)
     try:
         result, text = answer.result(max(0.0, begun + limit_s - time.monotonic()))
