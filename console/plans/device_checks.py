@@ -93,5 +93,5 @@ def _check(row: str, record: Mapping[str, Any] | None, end: str) -> Check:
     result = next((each for each in RESULTS if each == record.get("result")), None)
     if result is None:
         return Check(row, "fail", end)
-    figures = {key: value for key, value in jsonl.mapping(record, "figures").items()}
-    return Check(row, result, clean(jsonl.text(record, "text"), MAX_TEXT), figures)
+    text = clean(jsonl.text(record, "text"), MAX_TEXT)
+    return Check(row, result, text, jsonl.mapping(record, "figures"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from console.plans.host_checks import unsupervised
-from console.sources import liveness, process
+from console.sources import process
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
@@ -28,6 +28,8 @@ class Leftover:
 
     handle: process.Handle
     name: str
+    run: Path
+    token: str
 
 
 def find() -> tuple[list[Leftover], list[str]]:
@@ -40,7 +42,8 @@ def find() -> tuple[list[Leftover], list[str]]:
         handle = None if why else process.open_process(pid, token)
         if handle:
             rank = f"rank {variables['RANK']}" if "RANK" in variables else "torchrun"
-            found.append(Leftover(handle, clean(f"pid {pid} ({rank} of {run})", 400)))
+            name = clean(f"pid {pid} ({rank} of {run})", 400)
+            found.append(Leftover(handle, name, run, token))
         else:
             others.append(clean(f"pid {pid} is not ended: {why or 'it has ended'}", 400))
     return found, others
@@ -70,17 +73,20 @@ def _why_not(run: Path, token: str) -> str:
 
 
 def end(found: Sequence[Leftover]) -> Iterator[str]:
-    """Sends TERM, and KILL after the grace time; yields how each process ended."""
+    """Sends TERM, and KILL after the grace time; yields how each process ended.
+
+    A process whose run was adopted meanwhile gets no signal.
+    """
     for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILLED_S)):
         living = [each for each in found if not each.handle.is_over()]
         for each in living:
-            each.handle.send(number)
+            if not _why_not(each.run, each.token):
+                each.handle.send(number)
         until = time.monotonic() + limit_s
         while not all(each.handle.is_over() for each in living) and time.monotonic() < until:
             time.sleep(POLL_S)
-        yield from (f"{each.name} ended by {number.name}" for each in living
-                    if each.handle.is_over())  # fmt: skip
+        over = [each for each in living if each.handle.is_over()]
+        yield from (f"{each.name} ended after {number.name}" for each in over)
     for each in found:
         if not each.handle.is_over():
-            yield f"{each.name} does not end: it waits in the kernel"
-        each.handle.close()
+            yield f"{each.name} is alive: {_why_not(each.run, each.token) or 'it does not end'}"
