@@ -124,9 +124,13 @@ def leftovers(case: Case) -> Found:
     on_gpu = [pid for pid in found if case.plan.gpus and _has_gpu(proc / f"{pid}/fd")]
     pids = " ".join(map(str, (on_gpu or found)[:MAX_SHOWN]))
     if on_gpu:
-        text = f"trainers without a supervisor have GPUs open: end {pids} ({END}), or wait for them"
+        text = (
+            f"trainers without a supervisor have GPUs open: kill {pids}, or {END}, or wait for them"
+        )
         return "fail", text
-    text = f"trainers without a supervisor share this machine: pid {pids}; to end them: {END}"
+    text = (
+        f"trainers without a supervisor share this machine: pid {pids}; kill, or {END}, ends them"
+    )
     return "unknown" if case.plan.gpus else "pass", text
 
 
