@@ -190,7 +190,7 @@ QUERIES: tuple[Command, ...] = (
              ASSUME,
              option("--measure", action="store_true",
                     help="also measure the devices, the first batch and the attention of a plan, "
-                         "up to 4 minutes"),
+                         "up to 5 minutes"),
              option("--end-leftovers", action="store_true",
                     help="first end the trainers of launches without a supervisor, after a "
                          "confirmation"),

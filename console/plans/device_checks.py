@@ -23,7 +23,7 @@ from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl
 
 ROWS = ("matmul", "all-reduce", "first batch", "causality", "parity")
-LIMIT_S, ENDING_S = 240.0, 1.0
+LIMIT_S, ENDING_S = 300.0, 1.0
 """Time limit of all rows together, and the longest wait for the end of a killed process."""
 ANSWER_BYTES, LOG_BYTES, MAX_TEXT = 1 << 18, 1 << 12, 600
 MODULE = "trainers.device_probe"

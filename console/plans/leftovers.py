@@ -42,8 +42,7 @@ def find() -> tuple[list[Leftover], list[str]]:
         handle = None if why else process.open_process(pid, token)
         if handle:
             rank = f"rank {variables['RANK']}" if "RANK" in variables else "torchrun"
-            name = clean(f"pid {pid} ({rank} of {run})", 400)
-            found.append(Leftover(handle, name, run, token))
+            found.append(Leftover(handle, clean(f"pid {pid} ({rank} of {run})", 400), run, token))
         else:
             others.append(clean(f"pid {pid} is not ended: {why or 'it has ended'}", 400))
     return found, others
@@ -77,8 +76,8 @@ def end(found: Sequence[Leftover]) -> Iterator[str]:
 
     A process whose run was adopted meanwhile gets no signal.
     """
+    living = list(found)
     for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILLED_S)):
-        living = [each for each in found if not each.handle.is_over()]
         for each in living:
             if not _why_not(each.run, each.token):
                 each.handle.send(number)
@@ -87,6 +86,6 @@ def end(found: Sequence[Leftover]) -> Iterator[str]:
             time.sleep(POLL_S)
         over = [each for each in living if each.handle.is_over()]
         yield from (f"{each.name} ended after {number.name}" for each in over)
-    for each in found:
-        if not each.handle.is_over():
-            yield f"{each.name} is alive: {_why_not(each.run, each.token) or 'it does not end'}"
+        living = [each for each in living if each not in over]
+    for each in living:
+        yield f"{each.name} is alive: {_why_not(each.run, each.token) or 'it does not end'}"
