@@ -265,7 +265,7 @@ def difference(phase: Phase) -> float:
     x = torch.randn(1, SHORT, model.dim).to(layer.out.weight)
     with torch.no_grad(), autocast(of.train.precision, phase.device):
         found = layer(x).cpu()
-        weights = {name: p.cpu() for name, p in layer.named_parameters()}
+        weights = {name: p.detach().cpu() for name, p in layer.named_parameters()}
         rows = layer.qkv.rows(weights.pop("qkv.weight"))
         weights |= {f"{name}.weight": row for name, row in rows.items()}
     right = nsa_layer(weights, x.cpu(), model, blocks[0]).out

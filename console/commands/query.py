@@ -142,19 +142,16 @@ def _end_leftovers(confirmed: bool) -> None:
     from console.plans import leftovers
 
     found, others = leftovers.find()
-    for text in (*others, *(each.name for each in found)):
+    for text in (*others, *(f"{each.name} can be ended" for each in found)):
         print_error(text)
-    if not found:
-        return print_error("no trainer of a launch without a supervisor can be ended")
-    if not confirmed and not is_terminal():
-        raise UsageError("--end-leftovers needs --yes without a terminal; nothing was ended")
-    if not confirmed:
-        print_error("end them? `adopt RUN` would continue their run instead; y ends them")
+    if found and not confirmed:
+        if not is_terminal():
+            raise UsageError("--end-leftovers needs --yes without a terminal; nothing was ended")
+        print_error("y ends these processes; nsa-console adopt RUN continues their run instead")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise UsageError("not confirmed; nothing was ended")
-    for text in leftovers.end(found):
+    for text in leftovers.end(found) if found else ["no process is a leftover of a launch"]:
         print_error(text)
-    return None
 
 
 def _check_run(options: argparse.Namespace) -> int:

@@ -38,23 +38,24 @@ def measure(case: Case, refused: bool, said: Callable[[str], None] | None) -> tu
         phase.name: {key: entry["value"] for key, entry in held.items()}
         for phase, held in zip(case.plan.phases, case.settings, strict=True) if held
     }  # fmt: skip
-    reasons = {
-        "check PLAN --measure does": not case.measure,
-        "the GPUs are assumed": bool(case.assumed),
-        "another check failed": refused,
-        "the plan starts foreign programs": not phases,
-    }
-    if why := next((text for text, applies in reasons.items() if applies), ""):
+    reasons = (
+        (not case.measure, "check PLAN --measure does"), (case.assumed, "the GPUs are assumed"),
+        (refused, "another check failed"), (not phases, "the plan starts foreign programs"),
+    )  # fmt: skip
+    if why := next((text for applies, text in reasons if applies), ""):
         text = f"{', '.join(ROWS)} are not measured: {why}"
         return (Check("measured", "unknown" if case.plan.gpus else "pass", text),)
     if said:
         said(f"the preflight measures {', '.join(ROWS)}, at most {LIMIT_S:g} s")
-    with tempfile.TemporaryDirectory(prefix="nsa-preflight-") as name:
-        folder = Path(name)
-        request = {"world": case.nproc, "phases": phases}
-        (folder / "request.json").write_bytes(jsonl.encode(request))
-        end = _run(case, folder)
-        data = jsonl.read_bytes(folder / "answers", ANSWER_BYTES, 0)
+    data = b""
+    try:
+        with tempfile.TemporaryDirectory(prefix="nsa-preflight-") as name:
+            request = jsonl.encode({"world": case.nproc, "phases": phases})
+            (Path(name) / "request.json").write_bytes(request)
+            end = _run(case, Path(name))
+            data = jsonl.read_bytes(Path(name) / "answers", ANSWER_BYTES, 0)
+    except OSError as error:
+        end = f"cannot start the process that measures: {error.strerror} (check disk and limits)"
     records = [jsonl.decode(line) or {} for line in data.split(b"\n")]
     answers = {jsonl.text(record, "row"): record for record in records}
     return tuple(_check(row, answers.get(row), end) for row in ROWS)
@@ -81,8 +82,8 @@ def _run(case: Case, folder: Path) -> str:
             child.wait(ENDING_S)
     if not is_over:
         return f"no answer within {LIMIT_S:g} s"
-    lines = jsonl.read_bytes(folder / "log", LOG_BYTES).decode("utf-8", "replace").split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "")
+    log_end = jsonl.read_bytes(folder / "log", LOG_BYTES).decode("utf-8", "replace")
+    last = log_end.rstrip().rpartition("\n")[2]
     return clean(f"the process that measures exited with {child.returncode}: {last}", MAX_TEXT)
 
 
@@ -90,7 +91,7 @@ def _check(row: str, record: Mapping[str, Any] | None, end: str) -> Check:
     """Returns the result of a row; a row that began and did not end fails."""
     if record is None:
         return Check(row, "unknown", f"not measured: {end}")
-    result = next((each for each in RESULTS if each == record.get("result")), None)
+    result = {each: each for each in RESULTS}.get(jsonl.text(record, "result"))
     if result is None:
         return Check(row, "fail", end)
     text = clean(jsonl.text(record, "text"), MAX_TEXT)

@@ -26,8 +26,10 @@ def phase(name: str = "train", **sets: Any) -> Phase:
 
 @pytest.mark.parametrize(
     "sets",
-    [{}, {"train.precision": "bf16"}, {"train.precision": "fp64"}, {"attention.sel_ranges": True},
-     {"model.nsa.n_select": 64, "model.nsa.window": 64}, {"attention.prefill_batched": False}],
+    [{}, {"train.precision": "bf16"}, {"attention.sel_ranges": True},
+     {"model.nsa.n_select": 64, "model.nsa.window": 64},
+     pytest.param({"train.precision": "fp64"}, marks=pytest.mark.slow),
+     pytest.param({"attention.prefill_batched": False}, marks=pytest.mark.slow)],
     ids=str,
 )  # fmt: skip
 def test_sound_attention_is_causal_and_as_the_oracle_on_each_route(sets):
@@ -60,7 +62,8 @@ def leaking(true: Any) -> Any:
 @pytest.mark.parametrize(
     ("branch", "function", "sets"),
     [("win", "attend_window", {}), ("win", "attend_window", {"train.precision": "bf16"}),
-     ("cmp", "attend_compressed", {}), ("sel", "masked", {}), ("sel", "attend_chunked", CHUNKED)],
+     ("cmp", "attend_compressed", {}), ("sel", "masked", {}),
+     pytest.param("sel", "attend_chunked", CHUNKED, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_leak_in_one_row_of_50_of_one_branch_is_named(branch, function, sets, monkeypatch):
     if function == "masked":

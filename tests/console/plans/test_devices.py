@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -118,6 +119,13 @@ def test_a_row_that_hangs_or_crashes_fails_and_later_rows_are_not_measured(
     assert tuple(check.result for check in found[:3]) == results
     assert text in found[2].text
     assert all(len(check.text) <= 700 and check.text.isprintable() for check in found)
+
+
+def test_a_full_disk_measures_nothing_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    found = device_checks.measure(bare(tmp_path), False, None)
+    assert {check.result for check in found} == {"unknown"}
+    assert "not measured: cannot start the process that measures: No such file" in found[0].text
 
 
 def test_processes_that_the_measurement_started_end_with_it(tmp_path, monkeypatch):
