@@ -126,9 +126,18 @@ def test_without_one_of_the_sources_nothing_is_ended(launch, missing):
     assert (mine, f"pid {child.pid} is not ended: " in said) == ([], True), said
 
 
-def test_without_a_terminal_the_command_needs_a_confirmation(launch, capsys):
+def test_without_a_terminal_the_command_needs_a_confirmation(launch, capsys, monkeypatch):
     child = launch.start()
+    only = launch.folder / "proc"  # the command must not find the trainers of others
+    only.mkdir()
+    (only / str(child.pid)).symlink_to(f"/proc/{child.pid}")
+    monkeypatch.setattr(leftovers, "PROC", only)
     named = ["--root", str(launch.folder / "none"), "check", "cpu_smoke", "--end-leftovers"]
     assert main(named) == 2
     assert "needs --yes" in capsys.readouterr().err
     assert child.poll() is None
+    main([*named, "--yes"])
+    assert f"pid {child.pid} (rank 3 of {launch.run}) ended after SIGTERM" in (
+        capsys.readouterr().err.replace("\n", " ")
+    )
+    assert child.wait(10) == -15
