@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from console.model import RESULTS
+from console.model import RESULTS, Result
 from console.plans import catalog
 from console.plans.case import Case, Check
 from console.sources.sanitize import clean
@@ -65,7 +65,7 @@ def _run(case: Case, folder: Path) -> str:
     """Runs the measuring processes in a session of their own; returns how they ended."""
     phase = max(case.plan.phases, key=lambda each: each.nproc)
     path = os.pathsep.join(filter(None, (str(catalog.PROJECT), environ.get("PYTHONPATH"))))
-    variables = environ.inherited() | {"PYTHONPATH": path} | case.plan.env | phase.flags
+    variables = {**environ.inherited(), "PYTHONPATH": path, **case.plan.env, **phase.flags}
     with (folder / "answers").open("wb") as answers, (folder / "log").open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, str(folder / "request.json")], env=variables,
@@ -91,7 +91,8 @@ def _check(row: str, record: Mapping[str, Any] | None, end: str) -> Check:
     """Returns the result of a row; a row that began and did not end fails."""
     if record is None:
         return Check(row, "unknown", f"not measured: {end}")
-    result = {each: each for each in RESULTS}.get(jsonl.text(record, "result"))
+    known: dict[str, Result] = {each: each for each in RESULTS}
+    result = known.get(jsonl.text(record, "result"))
     if result is None:
         return Check(row, "fail", end)
     text = clean(jsonl.text(record, "text"), MAX_TEXT)

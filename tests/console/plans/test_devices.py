@@ -143,6 +143,12 @@ def test_processes_that_the_measurement_started_end_with_it(tmp_path, monkeypatc
     assert rundir.start_ticks(pid) is None
 
 
+def test_a_dry_run_measures_nothing(tmp_path, capsys):
+    named = written(tmp_path, preflight={"measure": True})
+    assert main(["--root", str(tmp_path), "launch", named, "--dry-run"]) == 0
+    assert "parity are not measured: check PLAN --measure does" in capsys.readouterr().out
+
+
 def test_measuring_and_ending_need_a_plan(tmp_path, capsys):
     assert main(["--root", str(tmp_path), "check", "latest", "--measure"]) == 2
     assert "need a plan, and 'latest' is none" in capsys.readouterr().err
