@@ -1,4 +1,4 @@
-"""The oracle: one NSA layer in float64, one query and one head at a time. For tests and the preflight.
+"""The oracle, for tests and preflight: an NSA layer in float64, one query and head at a time.
 
 The oracle shares no code with the fast path and uses other methods. It gathers the visible keys
 instead of masking the others, and rotates with complex numbers. It scores a selection block by
