@@ -58,6 +58,8 @@ class LaunchOptions:
     root: Path = launches.ROOT
     assume_gpus: str = ""
     """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
+    measure: bool | None = None
+    """Measure the devices; None: if the plan says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +133,14 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
         plan = replace(plan, gpus=_gpus(phases[0]))
         spec = replace(spec, plan=plan)
     settings = tuple(phase["settings"] for phase in phases)
+    measure = plan.preflight.measure if options.measure is None else options.measure
     case = Case(
         plan, directory, options.devices, spec.operator, settings, options.assume_gpus,
-        options.root, spec.git,
+        options.root, spec.git, measure,
     )  # fmt: skip
     checks = preflight.run(case, said)
+    if measured := {key: value for check in checks for key, value in check.figures.items()}:
+        spec = replace(spec, host={**spec.host, "measured": measured})
     facts = launch_facts.facts(options.root, phases)
     return Prepared(plan, directory, phases, checks, spec, facts, options.assume_gpus)
 
@@ -147,7 +152,7 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
     rejected. Raises UsageError, RefusedError or ContractError; after an error nothing has started,
     and no file remains.
     """
-    prepared = prepare(options)
+    prepared = prepare(replace(options, measure=None))
     if seen is not None and prepared.plan != seen:
         raise RefusedError(
             f"the plan {seen.name} has changed since it was checked, so nothing was launched; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from console import actions, targets
@@ -58,6 +59,7 @@ def resume(options: argparse.Namespace) -> int:
 
 
 def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
+    chosen = replace(chosen, measure=False) if options.dry_run else chosen
     prepared = actions.prepare(chosen, print_error)
     if options.dry_run:
         show(options.json, prepared.as_dict(), prepared.lines())

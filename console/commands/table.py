@@ -189,6 +189,13 @@ QUERIES: tuple[Command, ...] = (
             ("check cpu_smoke", "check m7c_2xa100 --assume-gpus 2xA100", "check latest"),
             (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),
              ASSUME,
+             option("--measure", action="store_true",
+                    help="also measure the devices, the first batch and the attention of a plan, "
+                         "up to 5 minutes"),
+             option("--end-leftovers", action="store_true",
+                    help="first end the trainers of launches without a supervisor, after a "
+                         "confirmation"),
+             option("--yes", action="store_true", help="confirm --end-leftovers"),
              option("--full", action="store_true",
                     help="read all records of the run instead of its snapshot; may take minutes")),
             "For a plan, this is the result of its preflight on this machine; for a run, the\n"

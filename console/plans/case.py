@@ -27,6 +27,8 @@ class Check:
     name: str
     result: Result
     text: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """What was measured; the launch records it as `measured` of its host."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Case:
     """The directory of earlier launches."""
     git: Mapping[str, Any] = field(default_factory=dict)
     """The commit of the code, in the form of `git` in plan.json."""
+    measure: bool = False
+    """Measure devices, data and attention in processes of their own."""
     root: Path = Path("/")
     """The root of the file system that is inspected."""
     driver_s: float = gpu_survey.LIMIT_S

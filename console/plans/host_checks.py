@@ -24,6 +24,7 @@ NCCL_SHM_PER_RANK = 64 << 20
 """Approximate size of NCCL's buffers in /dev/shm; Docker's default is 64 MiB for all ranks."""
 TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
 SUPERVISOR = "console.supervisor"
+END = "check PLAN --end-leftovers"
 MAX_DEPTH, MAX_SHOWN, MAX_COMMAND = 32, 8, 4096
 
 
@@ -118,18 +119,27 @@ def leftovers(case: Case) -> Found:
     A trainer without a GPU is only listed, because it shares only cores and memory with the launch.
     """
     proc = case.root / "proc"
-    commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
-    found = [pid for pid, command in sorted(commands.items())
-             if TRAINER.search(command) and not _is_supervised(pid, proc, commands)]  # fmt: skip
+    found = unsupervised(proc)
     if not found:
         return "pass", "no trainer runs without a supervisor"
     on_gpu = [pid for pid in found if case.plan.gpus and _has_gpu(proc / f"{pid}/fd")]
     pids = " ".join(map(str, (on_gpu or found)[:MAX_SHOWN]))
     if on_gpu:
-        text = f"trainers without a supervisor have GPUs open: kill {pids}, or wait for them"
+        text = (
+            f"trainers without a supervisor have GPUs open: kill {pids}, or {END}, or wait for them"
+        )
         return "fail", text
-    text = f"trainers without a supervisor share this machine: pid {pids}; kill ends them"
+    text = (
+        f"trainers without a supervisor share this machine: pid {pids}; kill, or {END}, ends them"
+    )
     return "unknown" if case.plan.gpus else "pass", text
+
+
+def unsupervised(proc: Path) -> list[int]:
+    """Returns the trainers that are no descendants of a supervisor."""
+    commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
+    return [pid for pid, command in sorted(commands.items())
+            if TRAINER.search(command) and not _is_supervised(pid, proc, commands)]  # fmt: skip
 
 
 def _command(folder: Path) -> str:

@@ -62,9 +62,11 @@ class Draft:
             self.is_chosen = False
 
     def options(self, actions: Any) -> Any:
+        # Every change of a flag repeats this check, so only the launch itself measures.
         return actions.LaunchOptions(
-            plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root
-        )
+            plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root,
+            measure=False,
+        )  # fmt: skip
 
     @property
     def is_checked(self) -> bool:

@@ -83,6 +83,15 @@ class Expects:
     seq_len: int | None = None
     tokens_per_step: int | None = None
     """Tokens of all ranks in one optimizer step."""
+    hours: float | None = None
+    """Duration of the phase, for the watch rule `late`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The optional part of the preflight; `measure` runs it before each launch of the plan."""
+
+    measure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +152,7 @@ class Plan:
     watch: Watch = Watch()
     restart: Restart = Restart()
     env: Mapping[str, str] = field(default_factory=dict)
+    preflight: Preflight = Preflight()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data, for plan.json."""
