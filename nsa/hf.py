@@ -4,7 +4,7 @@
 of `nsa.save_model`.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -76,9 +76,8 @@ def left_padding(mask: Tensor, batch: int, columns: int) -> list[int]:
     Raises ValueError unless each row is zeros, then ones up to its last token.
     """
     real = mask.bool()
-    if tuple(mask.shape) != (batch, columns) or not bool(
-        real[:, -1].all() & (real[:, :-1] <= real[:, 1:]).all()
-    ):
+    ascending = (real[..., :-1] <= real[..., 1:]).all() & real[..., -1].all()
+    if mask.shape != (batch, columns) or not bool(ascending):
         raise ValueError(
             f"attention_mask must be [{batch}, {columns}], 0 for padding on the left and 1 for all "
             "tokens after it; pad with padding_side='left'."
@@ -91,7 +90,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = NSAModelConfig
     base_model_prefix = "model"
-    _tied_weights_keys = {"model.head.weight": "model.embed.weight"}
+    _tied_weights_keys: ClassVar = {"model.head.weight": "model.embed.weight"}
     _input_embed_layer = "embed"
     _is_stateful = True  # the cache cannot drop its last tokens
 
@@ -123,7 +122,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         `attention_mask` `[B, T]` is 0 for padding on the left; its columns are the tokens in the
         cache and these. The logits of padding are 0. The tokens follow those in `past_key_values`;
         without it, `use_cache` makes a new cache. `labels` `[B, S]` add the mean loss of the next
-        tokens, without those of -100. Raises ValueError for another kind of mask or cache.
+        tokens, without padding and -100. Raises ValueError for another kind of mask or cache.
         """
         batch, count = input_ids.shape
         cache = past_key_values
@@ -140,17 +139,23 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         for pad, caches in cache.caches.items():
             rows = cache.rows(pad)
             tokens = input_ids[rows, max(pad - cache.columns, 0) :]
-            caches = caches if use_cache or past_key_values else ()
-            if caches and kept == 1:
+            if not (use_cache or past_key_values):
+                part = self.model(tokens)[:, -kept:]
+            elif kept == 1:
                 part = next_logits(self.model, tokens, caches)
             else:
                 part = self.model(tokens, caches)[:, -kept:]
-            parts.append(F.pad(part, (0, 0, kept - part.shape[1], 0)))
+            hidden = kept - part.shape[1]
+            parts.append(F.pad(part, (0, 0, hidden, 0)) if hidden else part)
             order += rows
-        logits = torch.cat(parts)[torch.tensor(order).argsort()]
+        one = len(parts) == 1  # whose logits need no copy
+        logits = parts[0] if one else torch.cat(parts)[torch.tensor(order).argsort()]
         cache.columns = columns
         loss = None
-        if labels is not None:
+        if labels is not None:  # the first token after padding has nothing to be predicted from
+            column = torch.arange(count, device=labels.device)
+            padded = column <= torch.tensor(padding, device=labels.device)[:, None]
+            labels = labels.masked_fill(padded, -100)
             loss = self.loss_function(logits, labels, self.config.vocab_size)
         used = cache if use_cache or past_key_values else None
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=used)
