@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nsa.attend import allowed_kernels, attend_last
 from nsa.backends import Route, Switches
 from nsa.cache import Cache
-from nsa.compress import BlockMean, BlockMLP
+from nsa.compress import make_phi
 from nsa.config import ModelConfig
 from nsa.documents import each_document, lengths_of
 from nsa.functional import Execution, nsa_attention, routes_of
@@ -59,12 +59,7 @@ class NSAttention(nn.Module):
             | dict.fromkeys(("v_cmp", "v_slc", "v_win"), values),
         )
         accept_separate_weights(self, "qkv")
-        if config.nsa.compress == "mlp":
-            self.phi_k = BlockMLP(config.nsa.block_size, config.d_k)
-            self.phi_v = BlockMLP(config.nsa.block_size, config.d_v)
-        else:
-            self.phi_k = BlockMean()
-            self.phi_v = BlockMean()
+        self.phi_k, self.phi_v = (make_phi(config.nsa, d) for d in (config.d_k, config.d_v))
         fixed = self.switches.fixed_gate
         hidden = config.nsa.gate_hidden
         self.gate = Gate(config.dim, config.n_heads, config.nsa.gate, fixed, hidden)

@@ -26,10 +26,11 @@ MODEL_TYPE = "nsa"
 def save_model(
     model: Transformer, directory: Path | str, facts: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the configuration and the weights of a model to a directory. Raises OSError.
+    """Writes the configuration and the weights of a model to a directory.
 
     `facts` are added to the metadata of the weights. A directory that was not written to its end
-    has no `config.json`, so that no reader accepts it.
+    has no `config.json`, so that no reader accepts it. Raises OSError, also if the directory has a
+    `config.json` of another kind.
     """
     path, weights = Path(directory), model.state_dict()
     if model.config.tie_embeddings:
@@ -39,6 +40,12 @@ def save_model(
         "dtype": str(model.head.weight.dtype).removeprefix("torch."), "model": asdict(model.config),
     }  # fmt: skip
     path.mkdir(parents=True, exist_ok=True)
+    try:
+        _described(path)
+    except ValueError as error:
+        raise FileExistsError(f"{path} has a {CONFIG} of another kind; name a new one") from error
+    except FileNotFoundError:
+        pass
     new = path / f".{WEIGHTS}.new"
     new.write_bytes(save(weights, {"format": "pt", **(facts or {})}))
     (path / CONFIG).unlink(missing_ok=True)
@@ -53,10 +60,7 @@ def load_model(directory: Path | str) -> Transformer:
     """
     path = Path(directory)
     try:
-        found = json.loads((path / CONFIG).read_text())
-        if not isinstance(found, dict) or found.get("model_type") != MODEL_TYPE:
-            raise ValueError(f"{CONFIG} does not have the model_type {MODEL_TYPE!r}")
-        config = model_config(found.get("model"))
+        config = model_config(_described(path))
         weights = load((path / WEIGHTS).read_bytes())
         # `NSAForCausalLM.save_pretrained` writes the names with this prefix.
         weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
@@ -64,6 +68,14 @@ def load_model(directory: Path | str) -> Transformer:
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{directory} cannot be loaded as a model: {reason}") from error
+
+
+def _described(path: Path) -> Any:
+    """Returns the fields of the model in a directory. Raises ValueError or OSError."""
+    found = json.loads((path / CONFIG).read_text())
+    if not isinstance(found, dict) or found.get("model_type") != MODEL_TYPE:
+        raise ValueError(f"{CONFIG} does not have the model_type {MODEL_TYPE!r}")
+    return found.get("model")
 
 
 def _with_weights(config: ModelConfig, weights: dict[str, Tensor]) -> Transformer:

@@ -15,12 +15,11 @@ from nsa.chunked import attend_chunked
 from nsa.compress import BlockMean, Phi, attend_compressed, summaries
 from nsa.config import ModelConfig, NSAConfig, compressed_blocks
 from nsa.documents import each_document, lengths_of
-from nsa.flash import attend_flash_attn
 from nsa.precision import upcast_fp32
 from nsa.profiler_ranges import mark
 from nsa.rope import rotate
 from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
-from nsa.window import attend_window
+from nsa.window import attend_flash_attn, attend_window
 
 GATED_TOKENS = 512
 """Tokens in a chunk of the gates' backward on the CPU."""

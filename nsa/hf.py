@@ -4,7 +4,7 @@
 of `nsa.save_model`.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = NSAModelConfig
     base_model_prefix = "model"
-    _tied_weights_keys: ClassVar = {"model.head.weight": "model.embed.weight"}
+    _tied_weights_keys = {"model.head.weight": "model.embed.weight"}  # noqa: RUF012
     _input_embed_layer = "embed"
     _is_stateful = True  # the cache cannot drop its last tokens
 
@@ -157,7 +157,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             padded = column <= torch.tensor(padding, device=labels.device)[:, None]
             labels = labels.masked_fill(padded, -100)
             loss = self.loss_function(logits, labels, self.config.vocab_size)
-        used = cache if use_cache or past_key_values else None
+        used: Any = cache if use_cache or past_key_values else None
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=used)
         return output if return_dict else output.to_tuple()
 

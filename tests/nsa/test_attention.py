@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import DenseAttention, NSAttention
-from nsa.reference import nsa_layer
 from nsa.select import block_scores
 from tests.nsa.cases import (
     ROUTES,
@@ -25,6 +24,7 @@ from tests.nsa.cases import (
     routed,
     selected_blocks,
 )
+from tests.nsa.reference import nsa_layer
 
 SHORTER_THAN_BLOCK = model_config(block_size=8, block_stride=3, window=12, n_select=3)
 
