@@ -133,8 +133,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None:
             padding = left_padding(attention_mask, batch, columns)
         cache = cache or NSACache(self.model, padding)
-        if padding != cache.padding:
-            raise ValueError("attention_mask has other padding than the tokens in the cache.")
+        if padding != cache.padding or len(padding) != batch:
+            raise ValueError("past_key_values is of a batch with other rows or other padding.")
         kept, parts, order = min(logits_to_keep or count, count), [], []
         for pad, caches in cache.caches.items():
             rows = cache.rows(pad)

@@ -109,8 +109,10 @@ def test_other_caches_are_refused(models, ragged):
     with torch.no_grad():
         cache = theirs(tokens, attention_mask=mask, use_cache=True).past_key_values
     other = torch.ones(len(LENGTHS), max(LENGTHS) + 1, dtype=torch.long)
-    with pytest.raises(ValueError, match="other padding than the tokens in the cache"):
-        theirs(tokens[:, :1], attention_mask=other, past_key_values=cache)
+    for of_another in ({"input_ids": tokens[:, :1], "attention_mask": other},
+                       {"input_ids": tokens[:2, :1]}):  # fmt: skip
+        with pytest.raises(ValueError, match="a batch with other rows or other padding"):
+            theirs(past_key_values=cache, **of_another)
     with pytest.raises(ValueError, match="not supported with stateful models"):
         theirs.generate(tokens, attention_mask=mask, prompt_lookup_num_tokens=2)
 
