@@ -13,31 +13,20 @@ if TYPE_CHECKING:
     from nsa.backends import Switches
     from nsa.cache import Cache
     from nsa.config import ModelConfig, NSAConfig
+    from nsa.directory import load_model, save_model
     from nsa.functional import Execution, nsa_attention
     from nsa.model import Transformer
 
 __all__ = [
-    "Cache",
-    "DenseAttention",
-    "Execution",
-    "ModelConfig",
-    "NSAConfig",
-    "NSAttention",
-    "Switches",
-    "Transformer",
-    "nsa_attention",
-]
+    "Cache", "DenseAttention", "Execution", "ModelConfig", "NSAConfig", "NSAttention", "Switches",
+    "Transformer", "load_model", "nsa_attention", "save_model",
+]  # fmt: skip
 _MODULES = {
-    "Cache": "cache",
-    "DenseAttention": "attention",
-    "Execution": "functional",
-    "ModelConfig": "config",
-    "NSAConfig": "config",
-    "NSAttention": "attention",
-    "Switches": "backends",
-    "Transformer": "model",
-    "nsa_attention": "functional",
-}
+    "Cache": "cache", "DenseAttention": "attention", "Execution": "functional",
+    "ModelConfig": "config", "NSAConfig": "config", "NSAttention": "attention",
+    "Switches": "backends", "Transformer": "model", "load_model": "directory",
+    "nsa_attention": "functional", "save_model": "directory",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from nsa.attend import allowed_kernels, attend_last
 from nsa.backends import Route, Switches
-from nsa.cache import Cache, DenseCache
-from nsa.compress import BlockMean, BlockMLP
+from nsa.cache import Cache
+from nsa.compress import make_phi
 from nsa.config import ModelConfig
-from nsa.documents import each_document, each_document_cached, lengths_of
+from nsa.documents import each_document, lengths_of
 from nsa.functional import Execution, nsa_attention, routes_of
 from nsa.gate import Gate
 from nsa.precision import has_autocast, upcast_fp32
@@ -59,12 +59,7 @@ class NSAttention(nn.Module):
             | dict.fromkeys(("v_cmp", "v_slc", "v_win"), values),
         )
         accept_separate_weights(self, "qkv")
-        if config.nsa.compress == "mlp":
-            self.phi_k = BlockMLP(config.nsa.block_size, config.d_k)
-            self.phi_v = BlockMLP(config.nsa.block_size, config.d_v)
-        else:
-            self.phi_k = BlockMean()
-            self.phi_v = BlockMean()
+        self.phi_k, self.phi_v = (make_phi(config.nsa, d) for d in (config.d_k, config.d_v))
         fixed = self.switches.fixed_gate
         hidden = config.nsa.gate_hidden
         self.gate = Gate(config.dim, config.n_heads, config.nsa.gate, fixed, hidden)
@@ -150,11 +145,11 @@ class DenseAttention(nn.Module):
         accept_separate_weights(self, "qkv")
         self.out = nn.Linear(config.n_heads * config.d_v, config.dim, bias=False)
 
-    def new_cache(self, capacity: int = 0) -> DenseCache:
-        return DenseCache(capacity)
+    def new_cache(self, capacity: int = 0) -> Cache:
+        return Cache(None, capacity)
 
     def forward(
-        self, x: Tensor, cache: DenseCache | None = None, cu_seqlens: Sequence[int] | None = None
+        self, x: Tensor, cache: Cache | None = None, cu_seqlens: Sequence[int] | None = None
     ) -> Tensor:
         """`[B, S, dim]` → `[B, S, dim]`. With a `cache`, the tokens follow the cached tokens.
 
@@ -168,19 +163,16 @@ class DenseAttention(nn.Module):
         with mark("all", "causal", self.nvtx):
             if cu_seqlens is None:
                 out = attend(*parts)
-            elif cache is None:
-                out = each_document(attend, parts, lengths_of(cu_seqlens, x.shape[1]))
             else:
-                lengths = lengths_of(cu_seqlens, x.shape[1])
-                out = each_document_cached(attend, parts, lengths, cache)
+                out = each_document(attend, parts, lengths_of(cu_seqlens, x.shape[1]), cache)
         return self.out(merge_heads(out))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: DenseCache | None) -> Tensor:
-        """Returns the attention to the cached tokens and the new tokens, `[B, H, S, Dv]`."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None) -> Tensor:
+        """Returns the attention to the tokens in the cache and these, `[B, H, S, Dv]`."""
         config, first = self.config, 0 if cache is None else cache.length
         q, k = (rotate(part, config.rope_base, first) for part in (q, k))
         if cache is not None:
-            k, v = cache.append(k, v)
+            k, v = cache.append((k, v))
         route = routes_of(
             config, q.shape[2], q.device, q.dtype, self.switches, first, q.shape[0]
         )["all"]  # fmt: skip

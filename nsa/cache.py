@@ -42,6 +42,11 @@ class Rows:
         assert self._buffer is not None, "nothing was appended"
         return self._buffer[:, :, self._begin : self._end]
 
+    def select(self, sequences: Tensor) -> None:
+        """Keeps the sequences of the batch with these indices, in this order."""
+        if self._buffer is not None:
+            self._buffer = self._buffer[sequences]
+
     def clear(self) -> None:
         """Drops all rows; the buffer stays."""
         self._begin = self._end = 0
@@ -63,17 +68,19 @@ class Cache:
 
     `kv` are unrotated rows of the compressed branch for its incomplete block, then rotated keys
     and values of the selected and window branch. `blocks` are keys and values of the complete
-    compressed blocks. Rows that no later token can use are dropped. `capacity` is the number of
-    tokens for which memory is reserved at once; a longer sequence doubles the memory.
+    compressed blocks. Rows that no later token can use are dropped. Without a `config`, `kv` are
+    those of dense attention: rotated keys, and values. `capacity` is the number of tokens for which
+    memory is reserved at once; a longer sequence doubles it.
     """
 
-    def __init__(self, config: NSAConfig, capacity: int = 0) -> None:
+    def __init__(self, config: NSAConfig | None, capacity: int = 0) -> None:
         self.length = 0
-        blocks = -(-capacity // config.block_stride)
-        size, window = config.block_size, config.window
-        keep = ((size, 0), (size, 0), (None, capacity), (None, capacity), (window, 0), (window, 0))
-        self._kv = [Rows(*each) for each in keep]
-        self._blocks = [Rows(None, blocks) for _ in range(2)]
+        self._kv = [Rows(None, capacity) for _ in range(2)]
+        self._blocks: list[Rows] = []
+        if config is not None:
+            size, window = config.block_size, config.window
+            self._kv = [Rows(size), Rows(size), *self._kv, Rows(window), Rows(window)]
+            self._blocks = [Rows(None, -(-capacity // config.block_stride)) for _ in range(2)]
 
     @property
     def kv(self) -> list[Tensor]:
@@ -93,27 +100,13 @@ class Cache:
         for rows, new in zip(self._blocks, kv, strict=True):
             rows.append(new)
 
+    def select(self, sequences: Tensor) -> None:
+        """Keeps the sequences of the batch with these indices, in this order."""
+        for rows in (*self._kv, *self._blocks):
+            rows.select(sequences)
+
     def reset(self) -> None:
         """Makes the cache empty, for the next document."""
         self.length = 0
         for rows in (*self._kv, *self._blocks):
-            rows.clear()
-
-
-class DenseCache:
-    """The decoding cache of a layer with dense attention: rotated keys, and values."""
-
-    def __init__(self, capacity: int = 0) -> None:
-        self.length = 0
-        self._kv = [Rows(None, capacity) for _ in range(2)]
-
-    def append(self, *kv: Tensor) -> list[Tensor]:
-        """Appends keys and values of new tokens. Returns keys and values of all tokens."""
-        self.length += kv[0].shape[2]
-        return [rows.append(new) for rows, new in zip(self._kv, kv, strict=True)]
-
-    def reset(self) -> None:
-        """Makes the cache empty, for the next document."""
-        self.length = 0
-        for rows in self._kv:
             rows.clear()

@@ -63,6 +63,11 @@ class BlockMean(nn.Module):
         return upcast_fp32(blocks).mean(-2)
 
 
+def make_phi(config: NSAConfig, width: int) -> nn.Module:
+    """Returns the phi of a configuration for keys or values of a width."""
+    return BlockMLP(config.block_size, width) if config.compress == "mlp" else BlockMean()
+
+
 def to_blocks(x: Tensor, size: int, stride: int) -> Tensor:
     """Cuts `[B, G, S, D]` into complete blocks `[B, G, N, size, D]`; N is 0 if S < size."""
     if x.shape[-2] < size:
@@ -106,11 +111,7 @@ def attend_compressed(
     cut = q.split([q.shape[2] - sum(lengths), *lengths], dim=2)
     with no_autocast(q.device):
         for queries, (_, n, mask) in zip(cut[1:], seeing, strict=True):
-            queries, keys, values = (
-                upcast_fp32(queries),
-                upcast_fp32(k[:, :, :n]),
-                upcast_fp32(v[:, :, :n]),
-            )
+            queries, keys, values = map(upcast_fp32, (queries, k[:, :, :n], v[:, :, :n]))
             if n < FEW_BLOCKS:
                 weights = _weights(queries, keys, mask)
                 out = (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nsa.cache import Cache, DenseCache
+from nsa.cache import Cache
 
 Attend = Callable[..., Tensor]
 
@@ -27,33 +27,24 @@ def lengths_of(cu_seqlens: Sequence[int], seq_len: int) -> list[int]:
     return lengths
 
 
-def each_document(attend: Attend, parts: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+def each_document(
+    attend: Attend, parts: Sequence[Tensor], lengths: Sequence[int], cache: Cache | None
+) -> Tensor:
     """Returns the results of `attend(*parts)` for each document, `[B, H, S, D]`.
 
-    Each of the parts is `[B, …, S, …]` with S tokens along dimension 2.
+    Each of the parts is `[B, …, S, …]` with S tokens along dimension 2. With a decoding cache, the
+    first document continues that in the cache, and the last one stays in it; an empty first
+    document ends the one in the cache.
     """
-    batch = parts[0].shape[0]
+    batch, found = parts[0].shape[0], dict[int, Tensor]()
     pieces = [part.split(list(lengths), dim=2) for part in parts]
-    found: dict[int, Tensor] = {}
-    for length in dict.fromkeys(lengths):
-        members = [i for i, each in enumerate(lengths) if each == length and length]
-        if members:
+    # With a cache, each document is computed by itself and in order.
+    kinds = lengths if cache is None else range(len(lengths))
+    for kind in dict.fromkeys(kinds):
+        members = [i for i, each in enumerate(kinds) if each == kind]
+        if cache is not None and members[0]:
+            cache.reset()
+        if lengths[members[0]]:
             together = [torch.cat([piece[i] for i in members]) for piece in pieces]
             found |= zip(members, attend(*together).split(batch), strict=True)
     return torch.cat([found[i] for i in sorted(found)], dim=2)
-
-
-def each_document_cached(
-    attend: Attend, parts: Sequence[Tensor], lengths: Sequence[int], cache: Cache | DenseCache
-) -> Tensor:
-    """`each_document` with a decoding cache: the first document continues the cached document.
-
-    The last document stays in the cache. If the first document is empty, the cached document ends.
-    """
-    found = []
-    for number, pieces in enumerate(zip(*(p.split(list(lengths), 2) for p in parts), strict=True)):
-        if number:
-            cache.reset()
-        if pieces[0].shape[2]:
-            found.append(attend(*pieces))
-    return torch.cat(found, dim=2)

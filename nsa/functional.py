@@ -14,13 +14,12 @@ from nsa.cache import Cache
 from nsa.chunked import attend_chunked
 from nsa.compress import BlockMean, Phi, attend_compressed, summaries
 from nsa.config import ModelConfig, NSAConfig, compressed_blocks
-from nsa.documents import each_document, each_document_cached, lengths_of
-from nsa.flash import attend_flash_attn
+from nsa.documents import each_document, lengths_of
 from nsa.precision import upcast_fp32
 from nsa.profiler_ranges import mark
 from nsa.rope import rotate
 from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
-from nsa.window import attend_window
+from nsa.window import attend_flash_attn, attend_window
 
 GATED_TOKENS = 512
 """Tokens in a chunk of the gates' backward on the CPU."""
@@ -140,10 +139,7 @@ def _documents(
         gates = gates.transpose(1, 2)
         return nsa_attention(q, kv[:3], kv[3:], gates, config, first=first, how=own, **more)
 
-    parts = (q, gates.transpose(1, 2), *k, *v)
-    if cache is None:
-        return each_document(attend, parts, lengths)
-    return each_document_cached(attend, parts, lengths, cache)
+    return each_document(attend, (q, gates.transpose(1, 2), *k, *v), lengths, cache)
 
 
 def _branches(

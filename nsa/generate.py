@@ -1,8 +1,11 @@
 """Generates tokens with a model: prefill in blocks, then one token at a time."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from nsa.cache import Cache
 from nsa.model import Transformer
 
 PREFILL_TOKENS = 1024
@@ -25,10 +28,7 @@ def generate(
     caches = model.caches(tokens.shape[1] + count)
     found = []
     for _ in range(count):
-        *former, last = tokens.split(PREFILL_TOKENS, dim=1)
-        for block in former:
-            model(block, caches)
-        logits = model(last, caches)[:, -1].float()
+        logits = next_logits(model, tokens, caches)[:, -1].float()
         if temperature == 0:
             tokens = logits.argmax(-1, keepdim=True)
         else:
@@ -36,3 +36,11 @@ def generate(
             tokens = torch.multinomial(probabilities, 1, generator=generator)
         found.append(tokens)
     return torch.cat(found, dim=1) if found else tokens[:, :0]
+
+
+def next_logits(model: Transformer, tokens: Tensor, caches: Sequence[Cache]) -> Tensor:
+    """Returns the logits `[B, 1, V]` after `tokens` `[B, S]`, which follow those in the caches."""
+    *former, last = tokens.split(PREFILL_TOKENS, dim=1)
+    for block in former:
+        model(block, caches)
+    return model(last, caches)[:, -1:]

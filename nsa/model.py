@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import DenseAttention, NSAttention
 from nsa.backends import Switches
-from nsa.cache import Cache, DenseCache
+from nsa.cache import Cache
 from nsa.compress import BlockMLP
 from nsa.config import ModelConfig
 from nsa.stats import over_layers
@@ -45,10 +45,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.dim, config.mlp_hidden)
 
     def forward(
-        self,
-        x: Tensor,
-        cache: Cache | DenseCache | None = None,
-        cu_seqlens: Sequence[int] | None = None,
+        self, x: Tensor, cache: Cache | None = None, cu_seqlens: Sequence[int] | None = None
     ) -> Tensor:
         """`[B, S, dim]` → `[B, S, dim]`; `cache` and `cu_seqlens` as in `nsa_attention`."""
         x = x + self.attn(self.attn_norm(x), cache, cu_seqlens)
@@ -133,7 +130,7 @@ class Transformer(nn.Module):
     def _sparse_layers(self) -> list[NSAttention]:
         return [module for module in self.modules() if isinstance(module, NSAttention)]
 
-    def caches(self, capacity: int = 0) -> list[Cache | DenseCache]:
+    def caches(self, capacity: int = 0) -> list[Cache]:
         """Returns an empty decoding cache for each layer, with memory for `capacity` tokens."""
         return [layer.new_cache(capacity) for layer in self.attention_layers()]
 
@@ -142,10 +139,7 @@ class Transformer(nn.Module):
         return sum((layer.fallbacks for layer in self._sparse_layers()), Counter())
 
     def forward(
-        self,
-        tokens: Tensor,
-        caches: Sequence[Cache | DenseCache] = (),
-        cu_seqlens: Sequence[int] | None = None,
+        self, tokens: Tensor, caches: Sequence[Cache] = (), cu_seqlens: Sequence[int] | None = None
     ) -> Tensor:
         """int64 `[B, S]` → logits `[B, S, V]`. With `caches`, the tokens follow the cached tokens.
 

@@ -1,5 +1,7 @@
 """The window branch: causal attention to the last w tokens, including the query."""
 
+import importlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,3 +62,17 @@ def chunk_tokens(window: int, heads: int) -> int:
     """Returns the number of tokens in a chunk if `heads` heads share the keys."""
     wanted = min(max(CHUNK_ROWS // heads, SMALLEST_CHUNK), LARGEST_CHUNK)
     return min(max(window, SMALLEST_CHUNK), wanted)
+
+
+def attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """`attend_window` by the package flash-attn (CUDA, bf16 or fp16). Raises ImportError.
+
+    flash-attn expects `[B, S, H, D]`, expands key heads itself, and its window does not count the
+    query: (w - 1, 0) means w tokens.
+    """
+    flash_attn_func = importlib.import_module("flash_attn").flash_attn_func
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = flash_attn_func(
+        q, k, v, dropout_p=0.0, softmax_scale=None, causal=True, window_size=(window - 1, 0)
+    )
+    return out.transpose(1, 2)

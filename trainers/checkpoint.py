@@ -39,7 +39,7 @@ from trainers.failures import CheckpointError
 from trainers.guard import Spikes
 from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
-from trainers.precision import LossScale
+from trainers.precision import LossScale, weights_dtype
 
 State = dict[str, Any]
 Result = TypeVar("Result")
@@ -181,7 +181,7 @@ def load_model(path: Path) -> Transformer:
     try:
         shape = settings.section(ModelConfig, "model.", saved, MANIFEST)
         switches = settings.section(Switches, "attention.", saved, MANIFEST)
-        model = Transformer(shape, switches)
+        model = Transformer(shape, switches).to(weights_dtype(str(saved.get("train.precision"))))
         model.load_state_dict(load_weights(path))
     except (AttributeError, RuntimeError, TypeError, ValueError, UsageError) as error:
         raise CheckpointError(f"{path} does not describe its model: {reason_of(error)}") from error

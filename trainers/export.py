@@ -1,4 +1,8 @@
-"""`python -m trainers.export RUN_OR_CHECKPOINT FILE.safetensors` writes the weights as one file."""
+"""`python -m trainers.export RUN_OR_CHECKPOINT TARGET` writes a checkpoint for other programs.
+
+A target that ends in `.safetensors` is a file with the weights. Another target is a directory with
+the weights and their configuration, which `nsa.load_model` and `nsa.hf` read.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(argv: Sequence[str] | None) -> str:
     parser = Parser(prog="trainers.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", type=Path, help="a run directory, or one of its checkpoints")
-    parser.add_argument("target", type=Path, help="the file to write")
+    parser.add_argument("target", type=Path, help="the file or the directory to write")
     arguments = parser.parse_args(argv)
     source, _ = manifest.choose(arguments.source)
     export(source, arguments.target)
@@ -28,13 +32,14 @@ def _export(argv: Sequence[str] | None) -> str:
 
 
 def export(checkpoint: Path, target: Path) -> None:
-    """Writes weights and settings of a checkpoint atomically to one safetensors file.
+    """Writes weights and settings of a checkpoint to a safetensors file or a directory.
 
-    Raises CheckpointError.
+    A file is written atomically. Raises CheckpointError.
     """
     from safetensors.torch import save
 
-    from trainers.checkpoint import load_weights
+    from nsa.directory import save_model
+    from trainers.checkpoint import load_model, load_weights
     from trainers.contract import rundir
 
     record = manifest.read(checkpoint)
@@ -42,9 +47,17 @@ def export(checkpoint: Path, target: Path) -> None:
         "step": str(record.step), "tokens_total": str(record.tokens_total),
         "settings": json.dumps(dict(record.settings)),
     }  # fmt: skip
-    weights = save(load_weights(checkpoint), facts)
     try:
-        rundir.write_atomic(target, weights)
+        if target.suffix == ".safetensors":
+            rundir.write_atomic(target, save(load_weights(checkpoint), facts))
+            return
+        model = load_model(checkpoint)
+        if any(layer.switches.fixed_gate for layer in model.attention_layers()):
+            raise CheckpointError(
+                f"{checkpoint} was trained with attention.force_branch or attention.uniform_gate, "
+                "which a directory cannot describe; export it to a .safetensors file"
+            )
+        save_model(model, target, facts)
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
 

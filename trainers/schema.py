@@ -206,7 +206,7 @@ class CheckpointSettings:
     allow_change: str = key(
         "", "Changes that a resumed run may make: all, or some of precision,batch,schedule,data."
     )
-    export: str = key("", "Write the final weights to this safetensors file.")
+    export: str = key("", "Write the final weights to this .safetensors file or directory.")
 
 
 TINY_MODEL = ModelConfig(

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa import chunked
 from nsa.attention import DenseAttention, NSAttention
-from nsa.reference import nsa_layer
 from nsa.select import block_scores
 from tests.nsa.cases import (
     ROUTES,
@@ -26,6 +25,7 @@ from tests.nsa.cases import (
     routed,
     selected_blocks,
 )
+from tests.nsa.reference import nsa_layer
 
 SHORTER_THAN_BLOCK = model_config(block_size=8, block_stride=3, window=12, n_select=3)
 

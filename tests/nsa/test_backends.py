@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from nsa.attention import DenseAttention, NSAttention
 from nsa.backends import Case, Switches, effective, in_words
 from nsa.config import ModelConfig
-from nsa.flash import attend_flash_attn
 from nsa.model import Transformer
-from nsa.window import attend_window
+from nsa.window import attend_flash_attn, attend_window
 from tests.nsa.cases import gradients, model_config
 
 M7C = ModelConfig(dim=768, n_layers=12, n_heads=12, n_kv_groups=2, d_k=64, d_v=64, mlp_hidden=2048)

@@ -1,19 +1,52 @@
 """The package as another program uses it: the example of its README, and its public names."""
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import nsa
 
+ROOT = Path(__file__).parents[2]
+ALONE = """
+import importlib.util, pathlib, sys
+sys.path = [path for path in sys.path if path != {root!r}]
+import nsa, nsa.directory, nsa.generate
+assert pathlib.Path(nsa.__file__).is_relative_to({site!r}), nsa.__file__
+assert not any(importlib.util.find_spec(name) for name in ("console", "trainers"))
+assert "transformers" not in sys.modules
+"""
+
+
+def example() -> str:
+    text = (ROOT / "nsa/README.md").read_text()
+    return text.partition("```python\n")[2].partition("```")[0]
+
 
 def test_the_example_of_the_readme_runs():
-    text = Path(nsa.__file__).with_name("README.md").read_text()
-    example = text.partition("```python\n")[2].partition("```")[0]
-    statements = [line for line in example.splitlines() if line]
+    statements = [line for line in example().splitlines() if line]
     assert 10 < len(statements) <= 15
-    exec(compile(example, "README.md", "exec"), {})
+    exec(compile(example(), "README.md", "exec"), {})
+
+
+def test_the_wheel_of_nsa_works_without_the_console_and_the_trainers(tmp_path):
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    alone, site = ["--no-deps", "--no-index"], tmp_path / "site"
+    build = [*pip, "wheel", *alone, "--no-build-isolation", "-w", tmp_path, ROOT / "nsa"]
+    subprocess.run(build, check=True, timeout=120)
+    (wheel,) = tmp_path.glob("nsa_attention-*.whl")
+    subprocess.run([*pip, "install", *alone, "--target", site, wheel], check=True, timeout=120)
+    assert (site / "nsa/py.typed").exists()
+    assert {path.name.partition("-")[0] for path in site.iterdir()} == {"nsa", "nsa_attention"}
+    program = tmp_path / "example.py"
+    program.write_text(ALONE.format(root=str(ROOT), site=str(site)) + example())
+    done = subprocess.run(
+        [sys.executable, program], cwd=tmp_path, env={"PYTHONPATH": str(site)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_all_public_names_are_importable_and_no_others():

@@ -205,7 +205,7 @@ def test_weights_and_settings_go_into_one_safetensors_file(tmp_path, capsys):
             assert torch.equal(file.get_tensor(name), weight)
     for words, code, says in (
         ((tmp_path, target), 15, "has no verified checkpoint: there is none"),
-        ((tmp_path / "run", tmp_path / "no" / "x"), 15, "cannot write"),
+        ((tmp_path / "run", tmp_path / "no" / "x.safetensors"), 15, "cannot write"),
         ((tmp_path / "run",), 13, "target"),
     ):
         capsys.readouterr()

@@ -19,7 +19,7 @@ from trainers.generate import main
 from trainers.guard import Spikes
 from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
-from trainers.precision import LossScale
+from trainers.precision import LossScale, weights_dtype
 from trainers.saver import Saver
 
 CHANGES = small(model__init_std=0.5, attention__uniform_gate=True)
@@ -31,17 +31,18 @@ def run(tmp_path_factory):
     return checkpointed(tmp_path_factory.mktemp("run"), CHANGES)
 
 
-def checkpointed(path, changes):
+def checkpointed(path, changes, kind=Parts):
     """Saves a checkpoint of a random model. Returns the run directory and the model."""
     path.mkdir(exist_ok=True)
     resolved = settings.resolve(CONFIG, {}, changes)
     torch.manual_seed(0)
     model = Transformer(resolved.settings.model, resolved.settings.attention)
+    model = model.to(weights_dtype(resolved.settings.train.precision))
     optimizer = optim.build(model, resolved.settings.optim)
     values = {key: entry["value"] for key, entry in resolved.as_dict().items()}
     cpu = torch.device("cpu")
     scale = LossScale(resolved.settings.scaler, False, cpu)
-    parts = Parts(Single(cpu), model, optimizer, scale, Spikes(0.0, cpu))
+    parts = kind(Single(cpu), model, optimizer, scale, Spikes(0.0, cpu))
     saver = Saver(path, parts, resolved.settings.checkpoint)
     saver.save(Manifest(3, 384, {"position": 12}, settings=values))
     return path, model

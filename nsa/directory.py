@@ -1,0 +1,112 @@
+"""A model as a directory: `config.json` and `model.safetensors`.
+
+Hugging Face's tools read the same directory (`nsa.hf`). Reading it runs no code from it.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from nsa.config import ModelConfig, NSAConfig, parameter_count
+from nsa.model import Transformer
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+MODEL_TYPE = "nsa"
+"""The type in `config.json`, by which Hugging Face's tools find `nsa.hf`."""
+
+
+def save_model(
+    model: Transformer, directory: Path | str, facts: Mapping[str, str] | None = None
+) -> None:
+    """Writes the configuration and the weights of a model to a directory.
+
+    `facts` are added to the metadata of the weights. A directory that was not written to its end
+    has no `config.json`, so that no reader accepts it. Raises OSError, also if the directory has a
+    `config.json` of another kind.
+    """
+    path, weights = Path(directory), model.state_dict()
+    if model.config.tie_embeddings:
+        del weights["head.weight"]
+    config = {
+        "model_type": MODEL_TYPE, "architectures": ["NSAForCausalLM"],
+        "dtype": str(model.head.weight.dtype).removeprefix("torch."), "model": asdict(model.config),
+    }  # fmt: skip
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        _described(path)
+    except ValueError as error:
+        raise FileExistsError(f"{path} has a {CONFIG} of another kind; name a new one") from error
+    except FileNotFoundError:
+        pass
+    new = path / f".{WEIGHTS}.new"
+    new.write_bytes(save(weights, {"format": "pt", **(facts or {})}))
+    (path / CONFIG).unlink(missing_ok=True)
+    new.replace(path / WEIGHTS)
+    (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_model(directory: Path | str) -> Transformer:
+    """Returns the model of a directory, on the CPU, in the dtype of its weights.
+
+    Raises ValueError if the directory is incomplete, damaged, or of another kind of model.
+    """
+    path = Path(directory)
+    try:
+        config = model_config(_described(path))
+        weights = load((path / WEIGHTS).read_bytes())
+        # `NSAForCausalLM.save_pretrained` writes the names with this prefix.
+        weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
+        return _with_weights(config, weights)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{directory} cannot be loaded as a model: {reason}") from error
+
+
+def _described(path: Path) -> Any:
+    """Returns the fields of the model in a directory. Raises ValueError or OSError."""
+    found = json.loads((path / CONFIG).read_text())
+    if not isinstance(found, dict) or found.get("model_type") != MODEL_TYPE:
+        raise ValueError(f"{CONFIG} does not have the model_type {MODEL_TYPE!r}")
+    return found.get("model")
+
+
+def _with_weights(config: ModelConfig, weights: dict[str, Tensor]) -> Transformer:
+    """Returns the model with these weights. Raises RuntimeError or ValueError."""
+    if config.tie_embeddings:
+        weights["head.weight"] = weights.get("embed.weight", torch.empty(0))
+    total, expected = sum(x.numel() for x in set(weights.values())), parameter_count(config)
+    if total != expected:  # first, because a damaged configuration may describe a huge model
+        raise ValueError(f"{WEIGHTS} has {total} parameters, {CONFIG} describes {expected}")
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.load_state_dict(weights, assign=True)
+    if config.tie_embeddings:
+        model.head.weight = model.embed.weight
+    return model
+
+
+def model_config(values: Any, kind: type = ModelConfig) -> Any:
+    """Returns the configuration that plain data, as from JSON, describe. Raises ValueError."""
+    types, found = get_type_hints(kind), dict(values if isinstance(values, dict) else {})
+    for name in [name for name in types if name in found]:
+        hint, value, choices = types[name], found[name], get_args(types[name])
+        if hint is NSAConfig:
+            found[name] = model_config(value, NSAConfig)
+            continue
+        number = type(value) in ((int, float) if hint is float else (hint,))
+        usual = number and (0 < value < math.inf or value == getattr(kind, name, None))
+        if not (value in choices if choices else usual):
+            expected = f"one of {choices}" if choices else f"a positive {hint.__name__}"
+            raise ValueError(f"{name} must be {expected}; got {value!r:.40}")
+    try:
+        return kind(**found)
+    except TypeError as error:  # a field is missing or unknown
+        raise ValueError(str(error)) from error

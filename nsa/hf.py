@@ -1,0 +1,166 @@
+"""Hugging Face: a configuration, a cache and a causal language model for `transformers`.
+
+`import nsa.hf` registers them, so that `AutoModelForCausalLM.from_pretrained` reads the directories
+of `nsa.save_model`.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from nsa.directory import MODEL_TYPE, model_config
+from nsa.generate import next_logits
+from nsa.model import Transformer
+
+
+class NSAModelConfig(PreTrainedConfig):
+    """A `ModelConfig` for Hugging Face's tools: `model` has its fields as plain data.
+
+    Raises ValueError if they do not describe a model.
+    """
+
+    model_type = MODEL_TYPE
+
+    def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
+        super().__init__(**others)
+        self.model, shape = model, model_config(model)
+        self.vocab_size, self.tie_word_embeddings = shape.vocab_size, shape.tie_embeddings
+
+
+class NSACache:
+    """The decoding caches of a batch whose rows are padded on the left.
+
+    Rows with the same padding share their caches, and are computed together, without the padding.
+    So positions, blocks and windows are those of the row alone. `padding` has the number of padded
+    tokens of each row; `columns` counts the tokens of a row with its padding.
+    """
+
+    is_compileable = is_croppable = False
+
+    def __init__(self, model: Transformer, padding: list[int]) -> None:
+        self.padding, self.columns = padding, 0
+        self.caches = {pad: model.caches() for pad in sorted(set(padding))}
+
+    def rows(self, pad: int) -> list[int]:
+        """Returns the rows of the batch with this padding."""
+        return [row for row, each in enumerate(self.padding) if each == pad]
+
+    def get_seq_length(self) -> int:
+        """Returns the number of tokens of a row, with its padding."""
+        return self.columns
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replaces row i by row `beam_idx[i]`, for beam search."""
+        chosen = beam_idx.tolist()
+        for pad, caches in self.caches.items():
+            rows = self.rows(pad)
+            places = [rows.index(row) for row in chosen if row in rows]
+            for cache in caches:
+                cache.select(beam_idx.new_tensor(places))
+        self.padding = [self.padding[row] for row in chosen]
+
+
+def left_padding(mask: Tensor, batch: int, columns: int) -> list[int]:
+    """Returns the number of padded tokens of each row of a mask `[B, columns]`.
+
+    Raises ValueError unless each row is zeros, then ones up to its last token.
+    """
+    real = mask.bool()
+    ascending = (real[..., :-1] <= real[..., 1:]).all() & real[..., -1].all()
+    if mask.shape != (batch, columns) or not bool(ascending):
+        raise ValueError(
+            f"attention_mask must be [{batch}, {columns}], 0 for padding on the left and 1 for all "
+            "tokens after it; pad with padding_side='left'."
+        )
+    return (columns - real.sum(1)).tolist()
+
+
+class NSAForCausalLM(PreTrainedModel, GenerationMixin):
+    """`Transformer` as a causal language model of Hugging Face."""
+
+    config_class = NSAModelConfig
+    base_model_prefix = "model"
+    _tied_weights_keys = {"model.head.weight": "model.embed.weight"}  # noqa: RUF012
+    _input_embed_layer = "embed"
+    _is_stateful = True  # the cache cannot drop its last tokens
+
+    def __init__(self, config: NSAModelConfig) -> None:
+        super().__init__(config)
+        self.model = Transformer(model_config(config.model))
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # `forward` makes the cache
+
+    def init_weights(self) -> None:
+        """Ties the weights; `Transformer` has initialised them."""
+        self.tie_weights(recompute_mapping=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        for name, weight in module.named_parameters(recurse=False):
+            if not getattr(weight, "_is_hf_initialized", False):
+                raise ValueError(f"a {name} of {type(module).__name__} is missing in the directory")
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None,
+        past_key_values: NSACache | None = None, labels: Tensor | None = None,
+        use_cache: bool = False, logits_to_keep: int = 0, return_dict: bool = True,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:  # fmt: skip
+        """int64 `[B, S]` → logits `[B, S, V]`, or those of the last `logits_to_keep` tokens.
+
+        `attention_mask` `[B, T]` is 0 for padding on the left; its columns are the tokens in the
+        cache and these. The logits of padding are 0. The tokens follow those in `past_key_values`;
+        without it, `use_cache` makes a new cache. `labels` `[B, S]` add the mean loss of the next
+        tokens, without padding and -100. Raises ValueError for another kind of mask or cache.
+        """
+        batch, count = input_ids.shape
+        cache = past_key_values
+        if not isinstance(cache, NSACache | None):
+            raise ValueError(f"past_key_values must be an NSACache, not a {type(cache).__name__}.")
+        columns = count + (cache.columns if cache else 0)
+        padding = cache.padding if cache else [0] * batch
+        if attention_mask is not None:
+            padding = left_padding(attention_mask, batch, columns)
+        cache = cache or NSACache(self.model, padding)
+        if padding != cache.padding or len(padding) != batch:
+            raise ValueError("past_key_values is of a batch with other rows or other padding.")
+        kept, parts, order = min(logits_to_keep or count, count), [], []
+        for pad, caches in cache.caches.items():
+            rows = cache.rows(pad)
+            tokens = input_ids[rows, max(pad - cache.columns, 0) :]
+            if not (use_cache or past_key_values):
+                part = self.model(tokens)[:, -kept:]
+            elif kept == 1:
+                part = next_logits(self.model, tokens, caches)
+            else:
+                part = self.model(tokens, caches)[:, -kept:]
+            hidden = kept - part.shape[1]
+            parts.append(F.pad(part, (0, 0, hidden, 0)) if hidden else part)
+            order += rows
+        one = len(parts) == 1  # whose logits need no copy
+        logits = parts[0] if one else torch.cat(parts)[torch.tensor(order).argsort()]
+        cache.columns = columns
+        loss = None
+        if labels is not None:  # the first token after padding has nothing to be predicted from
+            column = torch.arange(count, device=labels.device)
+            padded = column <= torch.tensor(padding, device=labels.device)[:, None]
+            labels = labels.masked_fill(padded, -100)
+            loss = self.loss_function(logits, labels, self.config.vocab_size)
+        used: Any = cache if use_cache or past_key_values else None
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=used)
+        return output if return_dict else output.to_tuple()
+
+
+AutoConfig.register(MODEL_TYPE, NSAModelConfig)
+AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM)
