@@ -14,7 +14,7 @@ from nsa.model import Transformer
 from trainers import changes, checkpoint, drills, facts, initial_weights, manifest, optim, precision
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
-from trainers.contract import rundir
+from trainers.contract import jsonl, rundir
 from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CheckpointError
@@ -86,8 +86,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     on_cuda = parallel.device.type == "cuda"
     return Training(
         settings, member, report, parallel, plain, model, optimizer, loss_scale,
-        Loader(source, settings, parallel.rank, parallel.world, parallel.device,
-               resumed.data if resumed else None),
+        Loader(source, settings, parallel.rank, parallel.world, parallel.device, resumed),
         draw_held_out(settings, member.run, parallel),
         Phases(member.pulse, torch.cuda if on_cuda else None, settings.report.nvtx),
         StepReduction(parallel.reduce, parallel.device), guard,
@@ -165,8 +164,8 @@ def resume(
     unknown, changed = [], set()
 
     def accept(path: Path, found: Manifest) -> None:
-        of = found.data.get("fingerprint") if isinstance(found.data, dict) else None
-        before = changes.compared(found.settings, found.world, of if isinstance(of, str) else "")
+        before_stream = jsonl.text(found.data, "fingerprint")
+        before = changes.compared(found.settings, found.world, before_stream)
         now = changes.compared(report.values(), parts.parallel.world, stream)
         names, groups = changes.refuse(path, before, now, settings.checkpoint.allow_change)
         unknown.extend(names)
