@@ -37,6 +37,7 @@ from trainers import manifest, optim, settings
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
 from trainers.guard import Spikes
+from trainers.initial_weights import set_whole
 from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale
@@ -136,37 +137,47 @@ def load(path: Path, parts: Parts) -> None:
     """
     state = parts.state()
     with _readable(path) as (reader, index):
-        state = _with_saved_names(state, parts.parallel.plain(parts.model), index)
+        wholes = _use_saved_names(state, parts.parallel.plain(parts.model), index)
         _compare(path, state, index)
         if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
             del state[SPIKES]
         state[RANDOM] = _empty(index, RANDOM)
         # Each rank reads without a group, which could hang if one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    for sharded, whole in wholes:
+        set_whole(sharded, whole)
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
 
 
-def _with_saved_names(state: State, plain: nn.Module, index: Metadata) -> State:
-    """Returns the state with the names of a checkpoint whose projections are separate parameters.
+def _use_saved_names(
+    state: State, plain: nn.Module, index: Metadata
+) -> list[tuple[Tensor, Tensor]]:
+    """Changes the names if the projections in the checkpoint are separate parameters.
 
     Such a checkpoint is older than `nsa.projection`. The separate tensors are views, so loading
-    them fills the joined tensors. A sharded parameter has no such views and stays as it is.
+    them fills the joined tensors. A sharded tensor has no such views. It is returned with the whole
+    tensor that is loaded in its place.
     """
+    wholes = []
+
+    def rows(module: Projection, x: Tensor) -> dict[str, Tensor]:
+        if isinstance(x, DTensor):
+            wholes.append((x, torch.empty(x.shape, dtype=x.dtype)))
+            x = wholes[-1][1]
+        return module.rows(x)
+
     for name, module in plain.named_modules():
         new = f"{name}.weight"
-        weight = state["model"].get(new)
-        saved = f"model.{new}" in index.state_dict_metadata
-        if not isinstance(module, Projection) or saved or isinstance(weight, DTensor):
+        if not isinstance(module, Projection) or f"model.{new}" in index.state_dict_metadata:
             continue
         averages = state["optimizer"].pop(new)
-        rows = {"": module.rows(state["model"].pop(new))}
-        rows |= {key: module.rows(x) for key, x in averages.items() if x.dim()}
+        weights = rows(module, state["model"].pop(new))
+        parts = {key: rows(module, x) for key, x in averages.items() if x.dim()}
         for part in module.widths:
             old = f"{name.rpartition('.')[0]}.{part}.weight"
-            state["model"][old] = rows[""][part]
-            own = {key: rows[key][part] if key in rows else x for key, x in averages.items()}
-            state["optimizer"][old] = own
-    return state
+            state["model"][old] = weights[part]
+            state["optimizer"][old] = averages | {key: parts[key][part] for key in parts}
+    return wholes
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nsa.model import Transformer
 
 
+@torch.no_grad()
 def set_whole(target: Tensor, whole: Tensor) -> None:
     """Copies a whole tensor into `target`, or this rank's shard of it if `target` is sharded."""
     whole = whole.to(target.device, target.dtype)

@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.trainers.files import write
-from tests.trainers.ranks import together
+from tests.trainers.ranks import sharded, together
 from tests.trainers.runs import CONFIG, Run, small
-from trainers import build, manifest, settings
-from trainers.parallel import Ddp, Fsdp, Single
+from trainers import build, checkpoint, manifest, settings
+from trainers.parallel import Ddp, Single
 from trainers.precision import autocast
 
+CPU = torch.device("cpu")
 STEPS = 20
 WHOLE = small(
     train__steps=STEPS, train__batch_size=8, report__log_every=1, model__n_layers=2,
@@ -101,9 +104,7 @@ def test_weights_depend_on_seed_and_name_only_and_shards_gather_in_the_forwards_
             model__nsa__compress="mlp", train__strategy="fsdp",
         )  # fmt: skip
         resolved = settings.resolve(CONFIG, {}, changes).settings
-        shards = Fsdp.__new__(Fsdp)
-        shards.__dict__.update(parallel.__dict__)
-        shards.prepare(resolved)
+        shards = sharded(parallel, resolved)
         torch.use_deterministic_algorithms(True)
         whole, drawn = build.make_model(resolved, Single(parallel.device))[0], torch.rand(3)
         copy, _ = build.make_model(resolved, parallel)
@@ -146,11 +147,11 @@ RESUMED = small(
 )  # fmt: skip
 
 
-def parquet(folder: Path) -> dict[str, Any]:
+def parquet(folder: Path, longest: int = 400) -> dict[str, Any]:
     """Writes files of documents, and returns the settings that read them."""
     draw = random.Random(0)
     for part in range(3):
-        texts = [draw.randbytes(draw.randrange(400)).hex() for _ in range(90)]
+        texts = [draw.randbytes(draw.randrange(longest)).hex() for _ in range(90)]
         write(folder / f"{part}.parquet", texts)
     return {"data.source": "parquet", "data.path": str(folder), "data.lanes": 2}
 
@@ -226,8 +227,9 @@ ALL = RESUMED | {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "nproc"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy, nproc):
-    """With spikes, overflows, evaluation and background saves in play."""
-    changes = ALL | {"train.strategy": strategy}
+    """With spikes, overflows, packed documents, evaluation and background saves in play."""
+    packed = {"data.documents": "separate", "data.held_out": 0.2}
+    changes = ALL | parquet(tmp_path / "data", 40) | packed | {"train.strategy": strategy}
     whole = Run(tmp_path, changes, nproc=nproc, name="whole").done(600)
     draw = random.Random(f"{strategy}{nproc}")
     for _ in range(3):
@@ -252,6 +254,8 @@ def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy,
     assert 0 < end["spike_steps"] < 100
     assert end["overflow_steps"] > 0
     assert len({record["step"] for record in last.records(0, "resume")}) > 1
+    fingerprint = manifest.verify(manifest.newest_first(last.path)[0]).data["fingerprint"]
+    assert fingerprint.endswith("documents=separate")
 
 
 def resumed_on(ranks: int, batch: int, folder: Path, changes: dict, path: Path, step: int) -> Run:
@@ -274,3 +278,35 @@ def assert_step_equal(run: Run, whole: Run, step: int, close: float = 1e-5) -> N
     )
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=close)
     assert mine["tokens_total"] == theirs["tokens_total"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_two_ranks_of_fsdp_resume_a_checkpoint_with_separate_projections(tmp_path):
+    changes = RESUMED | {"train.strategy": "fsdp", "train.steps": 8, "checkpoint.every": 4}
+    run = Run(tmp_path, changes, name="whole").done()
+    path = manifest.newest_first(run.path)[1]
+    to_separate_projections(path)
+    more = {"checkpoint.resume": str(run.path), "checkpoint.from_step": 4}
+    again = Run(tmp_path, changes | more, name="again").done()
+    expected = {record["step"]: record for record in run.records(0, "progress")}
+    for record in (resumed := again.records(0, "progress")):
+        for name in ("loss", "grad_norm", "tokens_total"):
+            assert record[name] == expected[record["step"]][name]
+    assert [record["step"] for record in resumed] == [5, 6, 7, 8]
+
+
+def to_separate_projections(path: Path) -> None:
+    """Writes a checkpoint again as it was before the projections of a layer were one parameter."""
+    model, _ = build.make_model(settings.resolve(CONFIG, {}, RESUMED).settings, Single(CPU))
+    with checkpoint._readable(path) as (reader, index):
+        state = {name: checkpoint._empty(index, name) for name in index.state_dict_metadata}
+        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    for name in [name for name in state if ".qkv." in name]:
+        tensor, projection = state.pop(name), model.attention_layers()[0].qkv
+        for part in projection.widths:
+            own = projection.rows(tensor)[part].clone() if tensor.dim() else tensor
+            state[name.replace(".qkv.", f".{part}.")] = own
+    temporary = path.with_name(f".{path.name}.tmp")
+    state_dict_saver.save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
+    manifest.complete(temporary, path, manifest.read(path))
