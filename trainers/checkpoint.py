@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.tensor import DTensor
 
 from nsa.backends import Switches
 from nsa.config import ModelConfig
@@ -144,8 +143,8 @@ def load(path: Path, parts: Parts) -> None:
         state[RANDOM] = _empty(index, RANDOM)
         # Each rank reads without a group, which could hang if one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
-    for sharded, whole in wholes:
-        set_whole(sharded, whole)
+    for joined, whole in wholes:
+        set_whole(joined, whole)
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
 
 
@@ -154,29 +153,23 @@ def _use_saved_names(
 ) -> list[tuple[Tensor, Tensor]]:
     """Changes the names if the projections in the checkpoint are separate parameters.
 
-    Such a checkpoint is older than `nsa.projection`. The separate tensors are views, so loading
-    them fills the joined tensors. A sharded tensor has no such views. It is returned with the whole
-    tensor that is loaded in its place.
+    Such a checkpoint is older than `nsa.projection`. Returns each joined tensor of this model, with
+    the whole tensor that is loaded in its place; the separate tensors in `state` are views of it.
     """
     wholes = []
-
-    def rows(module: Projection, x: Tensor) -> dict[str, Tensor]:
-        if isinstance(x, DTensor):
-            wholes.append((x, torch.empty(x.shape, dtype=x.dtype)))
-            x = wholes[-1][1]
-        return module.rows(x)
-
     for name, module in plain.named_modules():
         new = f"{name}.weight"
         if not isinstance(module, Projection) or f"model.{new}" in index.state_dict_metadata:
             continue
-        averages = state["optimizer"].pop(new)
-        weights = rows(module, state["model"].pop(new))
-        parts = {key: rows(module, x) for key, x in averages.items() if x.dim()}
-        for part in module.widths:
-            old = f"{name.rpartition('.')[0]}.{part}.weight"
-            state["model"][old] = weights[part]
-            state["optimizer"][old] = averages | {key: parts[key][part] for key in parts}
+        joined = {"": state["model"].pop(new)} | state["optimizer"].pop(new)
+        for key, tensor in joined.items():
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            wholes.append((tensor, whole))
+            parts = module.rows(whole) if whole.dim() else dict.fromkeys(module.widths, whole)
+            for part, rows in parts.items():
+                old = f"{name.rpartition('.')[0]}.{part}.weight"
+                section = state["optimizer"].setdefault(old, {}) if key else state["model"]
+                section[key or old] = rows
     return wholes
 
 

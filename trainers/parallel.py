@@ -57,7 +57,8 @@ class Single:
 
     def scale(self, tokens: int) -> float:
         """Returns the factor for a rank's loss sum, if all ranks together score `tokens`."""
-        return 1.0 / tokens
+        # The reduction averages gradients over ranks; the factor `world` makes that a sum.
+        return self.world / tokens
 
     def reduce(self, vector: Tensor) -> Callable[[], None]:
         """Starts to sum `vector` over ranks, in place. Returns a function that waits for it."""
@@ -93,10 +94,6 @@ class Group(Single):
             raise CollectiveError(
                 f"rank {member.rank} of {member.world} cannot join the process group: {reason}"
             ) from error
-
-    def scale(self, tokens: int) -> float:
-        # The reduction averages gradients over ranks; the factor `world` makes that a sum.
-        return self.world / tokens
 
     def reduce(self, vector: Tensor) -> Callable[[], None]:
         self._member.pulse.collectives += 1
