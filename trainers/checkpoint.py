@@ -173,9 +173,14 @@ def _use_saved_names(
     return wholes
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """Returns the weights of a checkpoint by parameter name, on the CPU. Raises CheckpointError."""
-    return load_section(path, "model")
+def load_weights(path: Path, section: str = "model") -> dict[str, Tensor]:
+    """Returns the tensors of one section by name, on the CPU. Raises CheckpointError."""
+    prefix = f"{section}."
+    with _readable(path) as (reader, index):
+        names = [name for name in index.state_dict_metadata if name.startswith(prefix)]
+        state = {name: _empty(index, name) for name in names}
+        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 def load_model(path: Path) -> Transformer:
@@ -189,16 +194,6 @@ def load_model(path: Path) -> Transformer:
     except (AttributeError, RuntimeError, TypeError, ValueError, UsageError) as error:
         raise CheckpointError(f"{path} does not describe its model: {reason_of(error)}") from error
     return model
-
-
-def load_section(path: Path, section: str) -> dict[str, Tensor]:
-    """Returns the tensors of one section by name, on the CPU. Raises CheckpointError."""
-    prefix = f"{section}."
-    with _readable(path) as (reader, index):
-        names = [name for name in index.state_dict_metadata if name.startswith(prefix)]
-        state = {name: _empty(index, name) for name in names}
-        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 @contextlib.contextmanager

@@ -277,7 +277,7 @@ def test_a_skipped_step_leaves_the_weights_and_training_goes_on(tmp_path, fused)
     assert path is not None
     weights = checkpoint.load_weights(path)
     assert all(torch.isfinite(weight).all() for weight in weights.values())
-    averages = checkpoint.load_section(path, "optimizer")
+    averages = checkpoint.load_weights(path, "optimizer")
     steps = {float(value) for name, value in averages.items() if name.endswith(".step")}
     assert steps == {5.0}
 
