@@ -184,9 +184,8 @@ def to_skip(steps: str, sequences: int, resumed: Manifest | None) -> Mapping[str
     done, position = 0, 0
     if resumed:
         known = jsonl.mapping(resumed.data, SKIP)
-        if known.get("steps") == steps and None not in [
-            jsonl.integer(known, edge) for edge in EDGES
-        ]:
+        is_whole = all(jsonl.integer(known, edge) is not None for edge in EDGES)
+        if is_whole and known.get("steps") == steps:
             return known
         done, position = resumed.step, jsonl.integer(resumed.data, "position") or 0
         sequences = changes.compared(resumed.settings, resumed.world, "").get(SEQUENCES, sequences)

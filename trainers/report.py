@@ -56,7 +56,7 @@ class Csv:
         row = [step, *(fields.get(name, "") for name in self._columns)]
         line = self._header + ",".join(map(str, row)) + "\n"
         self._header = ""
-        self._member.append(self._name, line.encode())
+        self._member.recorder.put(self._member.run / self._name, line.encode())
 
 
 class TensorBoard:

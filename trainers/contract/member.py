@@ -112,10 +112,6 @@ class Member:
             }  # fmt: skip
             self.recorder.put(self._heartbeat, figures)
 
-    def append(self, name: str, data: bytes) -> None:
-        """Appends a whole record to another file of the run directory."""
-        self.recorder.put(self.run / name, data)
-
     def log(self, text: str) -> None:
         """Queues one line for this rank's log."""
         self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
