@@ -125,7 +125,7 @@ def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 def open_regular(path: Path, below: Path | None = None) -> int | None:
     """Opens a regular file for reading; returns None for a link, fifo, directory or missing file.
 
-    With `below`, the directories between it and the file must not be links either.
+    With `below`, the directories between `below` and the file must not be links either.
     """
     fd = open_inside(path, below)
     if fd is None:
