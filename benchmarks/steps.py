@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from console.sources.tail import Tail
 from trainers.contract import heartbeat, jsonl
 
 LONGEST = 4.0
@@ -26,7 +27,7 @@ class Step:
 
 def read(path: Path) -> list[Step]:
     """Returns the steps in a heartbeat file, in the order in which they were done."""
-    tail = jsonl.Tail(path, heartbeat.accept)
+    tail = Tail(path, heartbeat.accept)
     found: list[Step] = []
     while (records := tail.poll()) or tail.offset < tail.size_bytes:
         found += from_records(records)

@@ -16,6 +16,7 @@ from console.plans import catalog, launch_facts, preflight
 from console.plans.case import Case, Check
 from console.request_schema import ACTIONS, check
 from console.sources import launches, process
+from console.sources.tail import Tail
 from console.status_text import shell_line
 from console.supervisor import launch_spec, launcher
 from console.supervisor.launch_spec import LaunchSpec
@@ -336,8 +337,7 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
     top = launches.launch_of(path)
     folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]
     tails = [
-        jsonl.Tail(folder / rundir.EVENTS, lambda record: record, ANSWER_BYTES)
-        for folder in folders
+        Tail(folder / rundir.EVENTS, lambda record: record, ANSWER_BYTES) for folder in folders
     ]
     deadline = time.monotonic() + timeout_s
     while True:

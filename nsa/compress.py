@@ -18,12 +18,20 @@ from nsa.rope import rotate
 Phi = Callable[[Tensor], Tensor]
 """A function of blocks `[..., l, D]` → `[..., D]`, in float32 or wider."""
 
+Draw = Callable[[Tensor, float], None]
+"""A function that fills a weight from a normal distribution with this standard deviation."""
+
 CHUNK = 768
 """Tokens in a chunk of the attention; blocks that no token of the chunk sees are left out."""
 FEW_BLOCKS = 64
 """Number of blocks below which plain matrix products are faster than a fused kernel."""
 SCORE_CHUNK = 512
 """Tokens in a chunk of the scores."""
+
+
+def draw_normal(weight: Tensor, std: float) -> None:
+    """Fills a weight from the global generator."""
+    weight.normal_(std=std)
 
 
 class BlockMLP(nn.Module):
@@ -41,11 +49,11 @@ class BlockMLP(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, draw: Draw = draw_normal) -> None:
         """Normal weights of standard deviation 1 / sqrt(fan-in); positions 0."""
         self.position.zero_()
         for layer in (self.hidden, self.out):
-            layer.weight.normal_(std=layer.in_features**-0.5)
+            draw(layer.weight, layer.in_features**-0.5)
 
     def forward(self, blocks: Tensor) -> Tensor:
         """`[..., l, D]` → `[..., D]`, in float32 or wider."""

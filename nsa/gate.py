@@ -37,7 +37,8 @@ class Gate(nn.Module):
         weights = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
         if self.fixed is None:
             return weights, logits
-        fixed = torch.tensor(self.fixed, dtype=weights.dtype, device=weights.device)
+        # Filled on the device: a tensor of host values would be copied, which waits for the device.
+        fixed = torch.stack([weights.new_full((), share) for share in self.fixed])
         # For both kinds of gate, these logits give the fixed weights as branch shares.
         return weights * 0 + fixed, fixed.log().clamp_min(-1e4).expand_as(logits)
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa.attention import DenseAttention, NSAttention
 from nsa.backends import Switches
 from nsa.cache import Cache
-from nsa.compress import BlockMLP
+from nsa.compress import BlockMLP, Draw, draw_normal
 from nsa.config import ModelConfig
 from nsa.stats import over_layers
 
@@ -71,8 +71,8 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialises all weights from a normal distribution of mean 0.
+    def reset_parameters(self, draw: Draw = draw_normal) -> None:
+        """Initialises all weights from a normal distribution of mean 0, with `draw`.
 
         The standard deviation is `init_std`. It is divided by sqrt(2 · n_layers) in the layers that
         write to the residual stream (GPT-2), so that the stream's variance does not grow with
@@ -84,7 +84,7 @@ class Transformer(nn.Module):
         for module in self.modules():
             match module:
                 case nn.Linear() | nn.Embedding():
-                    module.weight.normal_(std=std)
+                    draw(module.weight, std)
                 case nn.RMSNorm():
                     module.weight.fill_(1.0)
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -92,10 +92,10 @@ class Transformer(nn.Module):
         for module in self.modules():
             match module:
                 case Block():
-                    module.attn.out.weight.normal_(std=residual_std)
-                    module.mlp.down.weight.normal_(std=residual_std)
+                    draw(module.attn.out.weight, residual_std)
+                    draw(module.mlp.down.weight, residual_std)
                 case BlockMLP():
-                    module.reset_parameters()
+                    module.reset_parameters(draw)
 
     @contextmanager
     def collect_stats(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from dataclasses import asdict, dataclass, replace
@@ -12,15 +11,14 @@ import torch
 from torch import nn
 
 from nsa.model import Transformer
-from trainers import changes, checkpoint, drills, facts, manifest, optim, precision
+from trainers import changes, checkpoint, drills, facts, initial_weights, manifest, optim, precision
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
-from trainers.contract import rundir
+from trainers.contract import jsonl, rundir
 from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
-from trainers.initial_weights import InitialWeights
 from trainers.inventory import Inventory
 from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.manifest import Manifest
@@ -70,13 +68,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     precision.allow_tf32(train.tf32)
     if parallel.device.type == "cpu":
         keep_freed_memory()
-    weights = InitialWeights() if parallel.sharded else None
-    plain = make_model(settings, parallel.device, weights)
-    if parallel.name == "ddp" and settings.ddp.disable_gc:
-        plain.recompute = range(0)
-    model = parallel.wrap(plain)
-    if weights:
-        weights.fill(plain, parallel.device)
+    plain, model = make_model(settings, parallel)
     optimizer = optim.build(plain, settings.optim)
     loss_scale = LossScale(settings.scaler, train.precision == "fp16", parallel.device)
     random_bytes = settings.data.source == "synthetic"
@@ -94,8 +86,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     on_cuda = parallel.device.type == "cuda"
     return Training(
         settings, member, report, parallel, plain, model, optimizer, loss_scale,
-        Loader(source, settings, parallel.rank, parallel.world, parallel.device,
-               resumed.data if resumed else None),
+        Loader(source, settings, parallel.rank, parallel.world, parallel.device, resumed),
         draw_held_out(settings, member.run, parallel),
         Phases(member.pulse, torch.cuda if on_cuda else None, settings.report.nvtx),
         StepReduction(parallel.reduce, parallel.device), guard,
@@ -124,25 +115,29 @@ def refuse_other_settings(settings: Settings, parallel: Single) -> None:
             raise UsageError(f"rank {rank} has other settings than rank 0: {text}")
 
 
-def make_model(
-    settings: Settings, device: torch.device, weights: InitialWeights | None = None
-) -> Transformer:
-    """Returns the model with its initial weights, the same on every rank.
+def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Module]:
+    """Returns the model with its initial weights, and the module to call.
 
-    With `weights`, the model is on the meta device, and `weights` can fill it.
+    The model is built on the meta device, so that no rank allocates more than its shards.
     """
     train = settings.train
-    torch.manual_seed(train.seed)
-    make = functools.partial(Transformer, settings.model, settings.attention)
-    model = weights.build(make) if weights else make().to(device)
-    model = model.to(precision.weights_dtype(train.precision))
-    model.recompute = recomputed(train.recompute, settings.model.n_layers) or range(0)
-    for layer in model.attention_layers():
-        layer.nvtx = settings.report.nvtx and device.type == "cuda"
+    with torch.device("meta"):
+        plain = Transformer(settings.model, settings.attention)
+    plain.to(precision.weights_dtype(train.precision))
+    if not (parallel.name == "ddp" and settings.ddp.disable_gc):
+        plain.recompute = recomputed(train.recompute, settings.model.n_layers) or range(0)
+    for layer in plain.attention_layers():
+        layer.nvtx = settings.report.nvtx and parallel.device.type == "cuda"
     if train.compile:
-        for block in model.blocks:
+        for block in plain.blocks:
             block.compile(fullgraph=True)
-    return model
+    torch.manual_seed(train.seed)
+    if parallel.sharded:
+        model = parallel.wrap(plain)
+        initial_weights.fill(plain, train.seed, parallel.device)
+        return plain, model
+    initial_weights.fill(plain, train.seed, parallel.device)
+    return plain, parallel.wrap(plain)
 
 
 def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch]:
@@ -169,8 +164,8 @@ def resume(
     unknown, changed = [], set()
 
     def accept(path: Path, found: Manifest) -> None:
-        of = found.data.get("fingerprint") if isinstance(found.data, dict) else None
-        before = changes.compared(found.settings, found.world, of if isinstance(of, str) else "")
+        before_stream = jsonl.text(found.data, "fingerprint")
+        before = changes.compared(found.settings, found.world, before_stream)
         now = changes.compared(report.values(), parts.parallel.world, stream)
         names, groups = changes.refuse(path, before, now, settings.checkpoint.allow_change)
         unknown.extend(names)

@@ -14,11 +14,11 @@ from typing import Any
 from trainers.contract import jsonl
 from trainers.contract.errors import UsageError
 
-FUNCTION, ALL, STREAM = "function", "all", "data stream"
+FUNCTION, ALL, STREAM, SEQUENCES = "function", "all", "data stream", "sequences per step"
 GROUPS: Mapping[str, tuple[str, ...]] = {
     FUNCTION: ("model.", "attention.force_branch", "attention.uniform_gate"),
     "precision": ("train.precision", "train.tf32", "ddp.compress"),
-    "batch": ("sequences per step",),
+    "batch": (SEQUENCES,),
     "schedule": (
         "train.lr", "train.warmup_steps", "train.min_lr_ratio", "end of the schedule", "optim.",
     ),
@@ -47,7 +47,7 @@ def compared(settings: Any, world: int, stream: str) -> dict[str, Any]:
     found = {key: value for key, value in values.items() if _group(key) and key not in FREE}
     sizes = [jsonl.integer(values, key) for key in BATCH]
     if None not in sizes:
-        found["sequences per step"] = (sizes[0] or 0) * (sizes[1] or 0) * world
+        found[SEQUENCES] = (sizes[0] or 0) * (sizes[1] or 0) * world
     if "train.min_lr_ratio" in values and "train.steps" in values:
         end = values.get("train.schedule_steps") or values["train.steps"]
         found["end of the schedule"] = end if values["train.min_lr_ratio"] != 1 else "none"

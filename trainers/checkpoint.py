@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.tensor import DTensor
 
 from nsa.backends import Switches
 from nsa.config import ModelConfig
@@ -37,6 +36,7 @@ from trainers import manifest, optim, settings
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
 from trainers.guard import Spikes
+from trainers.initial_weights import set_whole
 from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale, weights_dtype
@@ -137,42 +137,51 @@ def load(path: Path, parts: Parts) -> None:
     """
     state = parts.state()
     with _readable(path) as (reader, index):
-        state = _with_saved_names(state, parts.parallel.plain(parts.model), index)
+        wholes = _use_saved_names(state, parts.parallel.plain(parts.model), index)
         _compare(path, state, index)
         if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
             del state[SPIKES]
         state[RANDOM] = _empty(index, RANDOM)
         # Each rank reads without a group, which could hang if one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    for joined, whole in wholes:
+        set_whole(joined, whole)
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
 
 
-def _with_saved_names(state: State, plain: nn.Module, index: Metadata) -> State:
-    """Returns the state with the names of a checkpoint whose projections are separate parameters.
+def _use_saved_names(
+    state: State, plain: nn.Module, index: Metadata
+) -> list[tuple[Tensor, Tensor]]:
+    """Changes the names if the projections in the checkpoint are separate parameters.
 
-    Such a checkpoint is older than `nsa.projection`. The separate tensors are views, so loading
-    them fills the joined tensors. A sharded parameter has no such views and stays as it is.
+    Such a checkpoint is older than `nsa.projection`. Returns each joined tensor of this model, with
+    the whole tensor that is loaded in its place; the separate tensors in `state` are views of it.
     """
+    wholes = []
     for name, module in plain.named_modules():
         new = f"{name}.weight"
-        weight = state["model"].get(new)
-        saved = f"model.{new}" in index.state_dict_metadata
-        if not isinstance(module, Projection) or saved or isinstance(weight, DTensor):
+        if not isinstance(module, Projection) or f"model.{new}" in index.state_dict_metadata:
             continue
-        averages = state["optimizer"].pop(new)
-        rows = {"": module.rows(state["model"].pop(new))}
-        rows |= {key: module.rows(x) for key, x in averages.items() if x.dim()}
-        for part in module.widths:
-            old = f"{name.rpartition('.')[0]}.{part}.weight"
-            state["model"][old] = rows[""][part]
-            own = {key: rows[key][part] if key in rows else x for key, x in averages.items()}
-            state["optimizer"][old] = own
-    return state
+        joined = {"": state["model"].pop(new)} | state["optimizer"].pop(new)
+        for key, tensor in joined.items():
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            wholes.append((tensor, whole))
+            parts = module.rows(whole) if whole.dim() else dict.fromkeys(module.widths, whole)
+            for part, rows in parts.items():
+                old = f"{name.rpartition('.')[0]}.{part}.weight"
+                section = state["optimizer"].setdefault(old, {}) if key else state["model"]
+                section[key or old] = rows
+    return wholes
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """Returns the weights of a checkpoint by parameter name, on the CPU. Raises CheckpointError."""
-    return load_section(path, "model")
+def load_weights(path: Path, section: str = "model") -> dict[str, Tensor]:
+    """Returns the tensors of one section by name, on the CPU. Raises CheckpointError."""
+    prefix = f"{section}."
+    with _readable(path) as (reader, index):
+        names = [name for name in index.state_dict_metadata if name.startswith(prefix)]
+        state = {name: _empty(index, name) for name in names}
+        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 def load_model(path: Path) -> Transformer:
@@ -186,16 +195,6 @@ def load_model(path: Path) -> Transformer:
     except (AttributeError, RuntimeError, TypeError, ValueError, UsageError) as error:
         raise CheckpointError(f"{path} does not describe its model: {reason_of(error)}") from error
     return model
-
-
-def load_section(path: Path, section: str) -> dict[str, Tensor]:
-    """Returns the tensors of one section by name, on the CPU. Raises CheckpointError."""
-    prefix = f"{section}."
-    with _readable(path) as (reader, index):
-        names = [name for name in index.state_dict_metadata if name.startswith(prefix)]
-        state = {name: _empty(index, name) for name in names}
-        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 @contextlib.contextmanager

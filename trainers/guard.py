@@ -57,16 +57,12 @@ def dead_parameters(model: nn.Module) -> list[str]:
     dead = []
     joined = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Projection)}
     for name, p in model.named_parameters():
-        parts = {"": p.grad}
-        if name in joined and p.grad is not None:
-            whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        parts = {"": whole}
+        if name in joined and whole is not None:
             parts = {f" ({part})": rows for part, rows in joined[name].rows(whole).items()}
-        for part, grad in parts.items():
-            largest = None if grad is None else grad.detach().abs().amax()
-            if isinstance(largest, DTensor):
-                largest = largest.full_tensor()
-            if p.requires_grad and (largest is None or largest.item() == 0):
-                dead.append(name + part)
+        if p.requires_grad:
+            dead += [name + part for part, grad in parts.items() if grad is None or not grad.any()]
     return dead
 
 

@@ -1,91 +1,42 @@
-"""Initial weights of a sharded model, without the whole model in the memory of any rank.
+"""Initial weights: each parameter has its own generator, seeded by the run's seed and its name.
 
-The model is built on the meta device, where a tensor has no memory. Meanwhile `InitialWeights`
-records how each weight is initialised. After sharding, `fill` repeats this for one weight at a time
-and keeps this rank's shard. The weights equal those of a model that was built as a whole.
+So the weights depend neither on the number of ranks nor on their strategy, and a rank that has a
+shard of each parameter never holds the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+import hashlib
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-Model = TypeVar("Model", bound=nn.Module)
-ATEN = torch.ops.aten
-INITIALISERS = (
-    ATEN.normal_.default, ATEN.uniform_.default, ATEN.fill_.Scalar, ATEN.zero_.default,
-)  # fmt: skip
+from nsa.model import Transformer
 
 
-class InitialWeights(TorchDispatchMode):
-    """Records the calls of `INITIALISERS`; a call on a part is recorded for the whole weight."""
+@torch.no_grad()
+def set_whole(target: Tensor, whole: Tensor) -> None:
+    """Copies a whole tensor into `target`, or this rank's shard of it if `target` is sharded."""
+    whole = whole.to(target.device, target.dtype)
+    if isinstance(target, DTensor):
+        whole = distribute_tensor(
+            whole, target.device_mesh, target.placements, src_data_rank=None
+        )  # fmt: skip
+    target.copy_(whole)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: dict[int, list[Callable[[Tensor], object]]] = {}
-        self._named: dict[str, list[Callable[[Tensor], object]]] = {}
-        self._recorded: list[Tensor] = []
-        """Keeps the weights, so that no other tensor gets the id of their memory."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        result = func(*args, **given)
-        if func not in INITIALISERS or not result.is_meta:
-            return result
-        rest, state = args[1:], torch.get_rng_state()
-        place = result.size(), result.stride(), result.storage_offset()
+@torch.no_grad()
+def fill(model: Transformer, seed: int, device: torch.device) -> None:
+    """Allocates the parameters of a model from the meta device, and sets their values."""
+    model.to_empty(device=device)
+    if model.config.tie_embeddings:
+        model.head.weight = model.embed.weight
+    names = {id(p): name for name, p in model.named_parameters()}
 
-        def repeat(whole: Tensor) -> None:
-            torch.set_rng_state(state)
-            func(whole.as_strided(*place), *rest, **given)
+    def draw(weight: Tensor, std: float) -> None:
+        digest = hashlib.sha256(f"{seed} {names[id(weight)]}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        set_whole(weight, torch.empty(weight.shape).normal_(std=std, generator=generator))
 
-        memory = result.untyped_storage()
-        calls = self._calls.setdefault(memory._cdata, [])
-        if result.nbytes == memory.nbytes():
-            calls.clear()
-        calls.append(repeat)
-        self._recorded.append(result)
-        # The next weight continues after these numbers, as in a model that is built as a whole.
-        func(torch.empty(result.shape, dtype=result.dtype, device="cpu"), *rest, **given)
-        return result
-
-    def build(self, make: Callable[[], Model]) -> Model:
-        """Returns the module that `make` builds, on the meta device."""
-        with self, torch.device("meta"):
-            model = make()
-        if any(True for _ in model.buffers()):
-            raise TypeError("a buffer would lose its values on the meta device")
-        self._named = {
-            name: self._calls[p.untyped_storage()._cdata] for name, p in model.named_parameters()
-        }
-        return model
-
-    @torch.no_grad()
-    def fill(self, model: nn.Module, device: torch.device) -> None:
-        """Allocates this rank's shards on `device` and sets their values."""
-        first: dict[int, str] = {}
-        everywhere = model.named_parameters(remove_duplicate=False)
-        shared = [(name, first.setdefault(id(p), name)) for name, p in everywhere]
-        model.to_empty(device=device)
-        for name, original in shared:
-            if name != original:
-                owner, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, model.get_parameter(original))
-        state = torch.get_rng_state()
-        for name, p in model.named_parameters():
-            whole = torch.empty(p.shape)
-            for repeat in self._named[name]:
-                repeat(whole)
-            sharded = cast(DTensor, p)
-            p.copy_(
-                distribute_tensor(
-                    whole.to(p.device, p.dtype), sharded.device_mesh, sharded.placements,
-                    src_data_rank=None,
-                )
-            )  # fmt: skip
-        torch.set_rng_state(state)
+    model.reset_parameters(draw)

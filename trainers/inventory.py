@@ -13,7 +13,7 @@ from collections import Counter
 from importlib.metadata import distributions
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainers.contract import rundir
@@ -103,11 +103,7 @@ def state_mib(optimizer: torch.optim.Optimizer) -> float:
     """Returns the size of the optimizer's state on this rank in MiB."""
     values = (each for state in optimizer.state.values() for each in state.values())
     local = (x.to_local() if isinstance(x, DTensor) else x for x in values if torch.is_tensor(x))
-    return sum(_size_bytes(x) for x in local) / MIB
-
-
-def _size_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return sum(x.nbytes for x in local) / MIB
 
 
 def environment() -> str:

@@ -188,6 +188,7 @@ def read(path: Path) -> Manifest:
         files = {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
         manifest = Manifest(**record, files=files)
         sound = min(manifest.step, manifest.tokens_total, manifest.world) >= 0
+        sound = sound and isinstance(manifest.data, dict)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} has a missing or wrong part: {error}") from None
     if not sound or not files or any("/" in name or name.startswith("..") for name in files):

@@ -57,9 +57,10 @@ class Single:
 
     def scale(self, tokens: int) -> float:
         """Returns the factor for a rank's loss sum, if all ranks together score `tokens`."""
-        return 1.0 / tokens
+        # The reduction averages gradients over ranks; the factor `world` makes that a sum.
+        return self.world / tokens
 
-    def reduce(self, vector: Tensor) -> Callable[[], None]:
+    def reduce(self, vector: Tensor) -> Callable[[], object]:
         """Starts to sum `vector` over ranks in place. Returns a function that waits for the sum."""
         del vector
         return lambda: None
@@ -94,14 +95,9 @@ class Group(Single):
                 f"rank {member.rank} of {member.world} cannot join the process group: {reason}"
             ) from error
 
-    def scale(self, tokens: int) -> float:
-        # The reduction averages gradients over ranks; the factor `world` makes that a sum.
-        return self.world / tokens
-
-    def reduce(self, vector: Tensor) -> Callable[[], None]:
+    def reduce(self, vector: Tensor) -> Callable[[], object]:
         self._member.pulse.collectives += 1
-        work = dist.all_reduce(vector, async_op=True)
-        return lambda: None if work is None else _wait(work)
+        return cast(dist.Work, dist.all_reduce(vector, async_op=True)).wait
 
     def gather(self, vector: Tensor) -> list[Tensor]:
         self._member.pulse.collectives += 1
@@ -205,10 +201,6 @@ class Fsdp(Group):
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         cast(FSDPModule, model).set_requires_gradient_sync(last)
         yield
-
-
-def _wait(work: dist.Work) -> None:
-    work.wait()
 
 
 def device_of(settings: Settings, member: Member) -> torch.device:

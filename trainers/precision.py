@@ -28,8 +28,11 @@ PEAK_OF = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
 LEAST_SCALE = 1.0
 """Lowest loss scale; gradients that overflow at this scale are too large for fp16."""
 
-MFU_FORMULA = "flops_per_token(causal=False) * toks_per_s / (world * peak_flops)"
-
+MFU_FORMULA = {
+    "mfu": "flops_per_token * toks_per_s / (world * peak_flops); dense attention, uncorrected",
+    "mfu_exact": "the same with flops_per_token_exact; exact pairs of query and key",
+}
+"""The formula of each figure; both numbers of FLOPs are of `nsa.config.flops_per_token`."""
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

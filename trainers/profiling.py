@@ -45,8 +45,6 @@ class Profiler:
         self._steps = range(0)
         """The steps of the open window."""
         self._exporting: threading.Thread | None = None
-        if settings.memory_every and not on_cuda:
-            report.record_event("note", 0, "report.memory_every has no effect without CUDA")
 
     def request(self, step: int) -> None:
         """Profiles the steps after `step`, unless a window is already open or planned."""

@@ -56,7 +56,7 @@ class Csv:
         row = [step, *(fields.get(name, "") for name in self._columns)]
         line = self._header + ",".join(map(str, row)) + "\n"
         self._header = ""
-        self._member.append(self._name, line.encode())
+        self._member.recorder.put(self._member.run / self._name, line.encode())
 
 
 class TensorBoard:
@@ -89,7 +89,10 @@ class Report:
         self._resolved, self._member = resolved, member
         self._tokens_per_step = self.settings.tokens_per_step * member.world
         seq_len = self.settings.data.seq_len
-        self.flops_per_token = flops_per_token(self.settings.model, seq_len, causal=False)
+        self._flops_per_token = {
+            name: flops_per_token(self.settings.model, seq_len, causal=name == "mfu_exact")
+            for name in ("mfu", "mfu_exact")
+        }
         self.peak_flops: float | None = None
         self.steps_done = self._steps_before = self._tokens_before = 0
         self.skipped_before = 0
@@ -130,17 +133,25 @@ class Report:
         self.peak_flops = peak_flops
         if self._member.rank:
             return
+        missing = ""
+        if peak_flops is None:
+            device, precision = facts["device"]["name"], self.settings.train.precision
+            missing = f"not available: the peak FLOP/s of {device} with {precision} is not known"
         record = {
             "v": VERSION, "run": self._member.run_id, "attempt": self._member.attempt,
             "ts": time.time(), "host": rundir.host_name(), "world": self._member.world,
             "parameters": parameter_count(self.settings.model),
-            "flops_per_token": self.flops_per_token, "peak_flops": peak_flops,
+            "flops_per_token": self._flops_per_token["mfu"],
+            "flops_per_token_exact": self._flops_per_token["mfu_exact"],
+            "peak_flops": peak_flops, "mfu_missing": missing,
             "tokens_per_step": self._tokens_per_step, "config": self._resolved.config, **facts,
             "settings": self._resolved.as_dict(),
         }  # fmt: skip
         path = self._member.run / rundir.ENV
         self._member.recorder.call(lambda: rundir.write_json(path, record))
         self._member.log(self._summary(facts["parameters_counted"]))
+        if missing:
+            self._member.log(f"MFU is {missing}")
         self._sinks = self._open_sinks(facts["strategy"] == "fsdp")
 
     def _summary(self, parameters: int) -> str:
@@ -240,7 +251,7 @@ class Report:
         fields: dict[str, Any] = {
             "loss": loss, "bits_per_byte": self._bits_per_byte(loss),
             "toks_per_s": round(rate, 2), "toks_per_s_rank": round(rate / world, 2),
-            "tokens_total": self.tokens_total, "mfu": self._mfu(rate),
+            "tokens_total": self.tokens_total, **self._mfu(rate),
             "steps_dt_s": [round(duration, 6) for duration in self._durations],
             "skipped_steps": self.skipped_before + skipped_steps, "rss_mib": _rss_mib(),
             "dropped_records": self._member.recorder.dropped, "batch_crc32": self.batch_crc32,
@@ -257,10 +268,11 @@ class Report:
         """Returns the loss in bits if the tokens are bytes, or else None."""
         return loss_nats / LN2 if self.settings.data.tokenizer == "byte" else None
 
-    def _mfu(self, toks_per_s: float) -> float | None:
-        if self.peak_flops is None:
-            return None
-        return self.flops_per_token * toks_per_s / (self._member.world * self.peak_flops)
+    def _mfu(self, toks_per_s: float) -> dict[str, float | None]:
+        """Returns the figures of `precision.MFU_FORMULA`; None if the peak is not available."""
+        peak = self._member.world * (self.peak_flops or 0.0)
+        flops = self._flops_per_token.items()
+        return {name: each * toks_per_s / peak if peak else None for name, each in flops}
 
     def _log(self, step: int, fields: Mapping[str, Any]) -> None:
         right = f"  right {fields['bytes_right']:.3f}" if "bytes_right" in fields else ""
@@ -277,7 +289,8 @@ class Report:
 
     def metrics(self, reason: str, exit_code: int) -> None:
         """Writes metrics.json: steps, results, and the reason of the end."""
-        kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s", "mfu")
+        kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s",
+                "mfu", "mfu_exact")  # fmt: skip
         trained, took_s = self.tokens_total - self._tokens_before, self._training_s
         write_metrics(
             self._member, steps_done=self.steps_done, reason=reason, exit_code=exit_code,

@@ -59,7 +59,8 @@ class Saver:
         warnings.filterwarnings("ignore", ALONE, UserWarning)
         device = parts.parallel.device.type
         choice = settings.background
-        self._background = choice == "on" or (choice == "auto" and device == "cuda")
+        self.in_background = choice == "on" or (choice == "auto" and device == "cuda")
+        """True if this run uses `save_async`."""
         self._group = cast(
             "dist.ProcessGroup | None",
             dist.new_group(backend="gloo") if parts.parallel.world > 1 else None,
@@ -85,19 +86,12 @@ class Saver:
 
         Raises CheckpointError on all ranks if the save cannot start.
         """
-        if not self._background:
-            raise ValueError("this run saves in the foreground")
         target, random = self._begin(position)
         writer = FileSystemWriter(_temporary(target))
         copy = self._alike(target, lambda: writer.stage(self._state(random)))
         # The future finishes with any exception, so `wait` always returns.
         written = self._workers.submit(self._write, copy, writer, position, target)
         self._pending = written, target
-
-    @property
-    def in_background(self) -> bool:
-        """True if this run uses `save_async`."""
-        return self._background
 
     @property
     def busy(self) -> bool:

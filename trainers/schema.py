@@ -67,7 +67,9 @@ class DataSettings:
     recall_distance_max: int = key(
         0, "Largest distance in bytes, if drawn for each sequence; 0: always `recall_distance`."
     )
-    skip: str = key("", "Steps A:B (B excluded) whose data is skipped.")
+    skip: str = key(
+        "", "Steps A:B (B excluded) whose data is skipped, as the resumed training counts."
+    )
     prefetch: int = key(4, "Batches that the loader reads ahead.", 1, 1024)
     timeout_s: float = key(60.0, "Longest wait for one batch, in seconds.", 0.01, 86_400)
 

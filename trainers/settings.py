@@ -123,7 +123,9 @@ def _from_yaml(
     unknown = []
     for written, value in flatten(document):
         if written in names:
-            yield *translate(written, value), f"config {path}"
+            if isinstance(value, str | bool):
+                value = VALUES.get(written, {}).get(value, value)
+            yield ALIASES.get(written, written), value, f"config {path}"
         elif not any(name.startswith(f"{written}.") for name in names):
             unknown.append(f"there is no setting {written!r}{did_you_mean(written, names)}")
         elif value not in (None, {}):
@@ -144,16 +146,6 @@ def _included(path: Path, name: Any, includers: tuple[Path, ...]) -> Path:
     if not included.is_file():
         raise UsageError(f"{path}: {INCLUDE}: there is no file {included}; correct the path")
     return included
-
-
-def translate(key: str, value: Any) -> tuple[str, Any]:
-    """Returns two values: the name of a key in this project, and its value in this project.
-
-    A key that has no other name here is returned unchanged.
-    """
-    if isinstance(value, str | bool):
-        value = VALUES.get(key, {}).get(value, value)
-    return ALIASES.get(key, key), value
 
 
 def _convert(name: str, value: Any, key: Key, origin: str) -> Any:

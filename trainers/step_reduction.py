@@ -66,9 +66,9 @@ class StepReduction:
     sum.
     """
 
-    def __init__(self, reduce: Callable[[Tensor], Callable[[], None]], device: torch.device):
+    def __init__(self, reduce: Callable[[Tensor], Callable[[], object]], device: torch.device):
         self._reduce, self._device = reduce, device
-        self._open: deque[tuple[int, Tensor, Callable[[], None]]] = deque()
+        self._open: deque[tuple[int, Tensor, Callable[[], object]]] = deque()
         self._side: Any = torch.cuda.Stream() if device.type == "cuda" else None
 
     def start(self, step: int, figures: Tensor, halt_reason: str, requests: frozenset[str]) -> None:
@@ -94,7 +94,7 @@ class StepReduction:
             rows.append(_row(step, vector.tolist()))
         return rows
 
-    def _send(self, vector: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def _send(self, vector: Tensor) -> tuple[Tensor, Callable[[], object]]:
         wait = self._reduce(vector)
         if self._side is None:
             return vector, wait

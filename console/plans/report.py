@@ -55,7 +55,7 @@ FIGURE_ROWS: Mapping[str, tuple[str, str]] = {
 ENVIRONMENT = (
     "config", "parameters", "tokens_per_step", "python", "versions", "cuda", "device",
     "device_count", "world", "strategy", "comm_backend", "comm_hook", "backend", "host", "machine",
-    "git",
+    "git", "mfu_missing",
 )  # fmt: skip
 """Keys that are read from env.json, or else from run.json."""
 

@@ -12,7 +12,8 @@ from trainers.contract import jsonl
 UNITS: Mapping[str, tuple[str, str]] = {
     "toks_per_s": ("tok/s", "steps"), "toks_per_s_rank": ("tok/s", "steps"),
     "loss": ("nats/token", "step"), "lr": ("", "step"), "grad_norm": ("", "step"),
-    "mfu": ("share", "steps"), "tokens_total": ("tokens", "run"), "bytes_right": ("share", "steps"),
+    "mfu": ("share", "steps"), "mfu_exact": ("share", "steps"),
+    "tokens_total": ("tokens", "run"), "bytes_right": ("share", "steps"),
     "dt_fetch_s": ("s", "step"), "dt_forward_s": ("s", "step"), "dt_backward_s": ("s", "step"),
     "dt_optimizer_s": ("s", "step"), "fetch_p95_ms": ("ms", "steps"),
     "gate_entropy_mean": ("nats", "step"), "gate_entropy_min": ("nats", "step"),

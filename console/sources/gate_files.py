@@ -19,6 +19,7 @@ from console.sources import json_documents
 from console.sources.rank_totals import LAST_STEPS, MAX_ATTEMPTS, RankTotals
 from console.sources.record_files import read_end
 from console.sources.sanitize import clean
+from console.sources.tail import Tail
 from trainers.contract import heartbeat, jsonl, rundir
 
 LOG_BYTES, ALL_BYTES, SPEED_BYTES = 2 << 20, 64 << 20, 1 << 20
@@ -83,7 +84,7 @@ def _is_same(written: float | None, own: float | None) -> bool:
 def _last_speed(run: Path) -> float | None:
     """Returns the tokens per second of the last steps, or None if a record is missing."""
     totals = RankTotals(0)
-    tail = jsonl.Tail(rundir.heartbeat(run, 0), heartbeat.accept, SPEED_BYTES)
+    tail = Tail(rundir.heartbeat(run, 0), heartbeat.accept, SPEED_BYTES)
     for record in tail.poll(SPEED_BYTES):
         if record["rank"] == 0:
             totals.add(record)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from console.sources.tail import Tail
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.plan import Watch
 
@@ -35,13 +36,13 @@ def is_legacy(run: Path) -> bool:
     return "v" not in record and "iso" in record and isinstance(record.get("msg"), str)
 
 
-def tail(run: Path, rank: int, recent_bytes: int | None) -> jsonl.Tail:
+def tail(run: Path, rank: int, recent_bytes: int | None) -> Tail:
     """Returns a reader of one rank's heartbeat file; restarts append to the same file.
 
-    `recent_bytes` has the same meaning as in `jsonl.Tail`; attempts are counted from the place
+    `recent_bytes` has the same meaning as in `Tail`; attempts are counted from the place
     where reading starts.
     """
-    return jsonl.Tail(rundir.heartbeat(run, rank), _Heartbeats(rank).record, recent_bytes)
+    return Tail(rundir.heartbeat(run, rank), _Heartbeats(rank).record, recent_bytes)
 
 
 class _Heartbeats:

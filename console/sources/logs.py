@@ -9,6 +9,7 @@ from pathlib import Path
 
 from console.model import LogLine
 from console.sources.sanitize import clean
+from console.sources.tail import Tail
 from trainers.contract import jsonl, rundir
 
 BACKLOG_BYTES = 256 << 10
@@ -64,7 +65,7 @@ class LogSource:
     def __init__(self, run: Path, attempt: int = 1):
         self.run, self.attempt = run, attempt
         self._files: dict[str, Log] = {}
-        self._events = jsonl.Tail(run / rundir.EVENTS, lambda record: record)
+        self._events = Tail(run / rundir.EVENTS, lambda record: record)
 
     def poll(self, over: bool = False) -> list[LogLine]:
         """Returns the new lines of all logs; `over` has the same meaning as in `Log.poll`."""

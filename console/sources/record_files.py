@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from console.sources import legacy
+from console.sources.tail import GzipTail, Tail
 from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
@@ -122,7 +123,7 @@ def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
     if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
         return {}
     if found.suffix == jsonl.GZIP:
-        tail, lines = jsonl.GzipTail(found, _any, place.at), []
+        tail, lines = GzipTail(found, _any, place.at), []
         while not lines and tail.taken_bytes <= min(place.at + length, MAX_PART_BYTES):
             offset, taken = tail.offset, tail.taken_bytes
             lines = tail.poll_lines()
@@ -143,7 +144,7 @@ class RecordFile:
     is being read, or 0 for a file without parts.
     """
 
-    def __init__(self, path: Path, tail: jsonl.Tail, number: int = 0, skipped: int = 0,
+    def __init__(self, path: Path, tail: Tail, number: int = 0, skipped: int = 0,
                  left_out_bytes: int = 0):  # fmt: skip
         self.path, self.number, self.tail = path, number, tail
         self._head, self._of = "", 0
@@ -224,18 +225,18 @@ class RecordFile:
         self._replace(open_part(there.get(self.number, self.path)))
         return True
 
-    def _replace(self, tail: jsonl.Tail) -> None:
+    def _replace(self, tail: Tail) -> None:
         self._skipped += self.tail.skipped
         self._replaced += max(0, self.tail.generation - 1)
         tail.left_out_bytes = self.tail.left_out_bytes
         self.tail, self._head = tail, ""
 
 
-def open_part(path: Path, begin_at: int = 0) -> jsonl.Tail:
+def open_part(path: Path, begin_at: int = 0) -> Tail:
     """Returns a reader of a sample file, or of one part of such a file."""
     if path.suffix == jsonl.GZIP:
-        return jsonl.GzipTail(path, _any, begin_at)
-    return jsonl.Tail(path, _any, begin_at=begin_at, stays=True)
+        return GzipTail(path, _any, begin_at)
+    return Tail(path, _any, begin_at=begin_at, stays=True)
 
 
 class RecordFiles:
@@ -335,7 +336,7 @@ class RecordFiles:
     ) -> RecordFile:
         path, cursor = self.run / name, self._cursors.get(name, FILE_START)
         begin = line_before(path, cursor.place.at, warm_up_bytes)
-        tail = jsonl.Tail(path, accept, recent_bytes, begin)
+        tail = Tail(path, accept, recent_bytes, begin)
         follower = RecordFile(path, tail, skipped=cursor.skipped)
         follower.known_until = cursor.place.at
         return follower
@@ -356,7 +357,7 @@ class RecordFiles:
         if self._recent_bytes is None and there:
             first = min(there)
             return RecordFile(path, open_part(there[first]), first)
-        tail = jsonl.Tail(path, _any, self._recent_bytes, stays=True)
+        tail = Tail(path, _any, self._recent_bytes, stays=True)
         return RecordFile(
             path, tail, grows, left_out_bytes=sum(map(jsonl.size_bytes, there.values()))
         )

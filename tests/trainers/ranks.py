@@ -13,7 +13,8 @@ from typing import Any
 from tests.trainers.runs import CONFIG, small
 from trainers import failures, settings
 from trainers.contract.member import Member
-from trainers.parallel import Group, make_strategy
+from trainers.parallel import Fsdp, Group, make_strategy
+from trainers.schema import Settings
 
 TIMEOUT_MIN = 0.25
 """Ends a collective that not all ranks call, so that a test fails instead of hanging."""
@@ -49,6 +50,14 @@ def together(
         for child, _ in children:
             child.kill()
             child.join()
+
+
+def sharded(parallel: Group, resolved: Settings) -> Fsdp:
+    """Returns FSDP2 in the process group of another strategy."""
+    shards = Fsdp.__new__(Fsdp)
+    shards.__dict__.update(parallel.__dict__)
+    shards.prepare(resolved)
+    return shards
 
 
 def _answer(answers: Any) -> Any:

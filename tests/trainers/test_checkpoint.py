@@ -14,16 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nsa.model import Transformer
+from tests.trainers.ranks import sharded, together
 from tests.trainers.runs import CONFIG, latest_checkpoint, small
-from trainers import checkpoint, export, manifest, optim, settings
+from trainers import build, checkpoint, export, manifest, optim, settings
 from trainers.checkpoint import Parts
 from trainers.failures import CheckpointError
 from trainers.guard import Spikes
+from trainers.initial_weights import set_whole
 from trainers.loader import Synthetic
 from trainers.manifest import Manifest
-from trainers.parallel import Single
+from trainers.parallel import Group, Single
 from trainers.precision import LossScale
 from trainers.saver import Saver
 from trainers.schema import CheckpointSettings
@@ -96,10 +99,64 @@ class Separate(Parts):
             layer = self.model.get_submodule(name.removesuffix(".weight"))
             weight, averages = (state[section].pop(name) for section in ("model", "optimizer"))
             for old in ("q", "k_cmp", "k_slc", "k_win", "v_cmp", "v_slc", "v_win"):
-                own = {k: layer.rows(x)[old] if x.dim() else x for k, x in averages.items()}
-                state["model"][name.replace("qkv", old)] = layer.rows(weight)[old]
+                own = {k: rows(layer, x, old) if x.dim() else x for k, x in averages.items()}
+                state["model"][name.replace("qkv", old)] = rows(layer, weight, old)
                 state["optimizer"][name.replace("qkv", old)] = own
         return state
+
+
+def rows(layer, x, old: str):
+    """Returns the rows of one projection, sharded as a parameter of its own if `x` is sharded."""
+    if not isinstance(x, DTensor):
+        return layer.rows(x)[old]
+    whole = layer.rows(x.full_tensor())[old]
+    return distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None)
+
+
+def made_sharded(seed: int, parallel: Group) -> Parts:
+    """Returns parts of FSDP2 with drawn weights and averages."""
+    resolved = settings.resolve(CONFIG, {}, small(train__seed=seed)).settings
+    shards = sharded(parallel, resolved)
+    plain, model = build.make_model(resolved, shards)
+    optimizer = optim.build(plain, resolved.optim)
+    scale = LossScale(resolved.scaler, True, CPU)
+    parts = Parts(shards, model, optimizer, scale, Spikes(6.0, CPU))
+    draw = torch.Generator().manual_seed(seed)
+    for averages in parts.state()["optimizer"].values():
+        for average in averages.values():
+            set_whole(average, torch.rand(average.shape, generator=draw))
+    return parts
+
+
+def whole(parts: Parts) -> dict[str, torch.Tensor]:
+    """Returns all weights and averages as whole tensors."""
+    state = parts.state()
+    found = state["model"] | {
+        f"{name}.{key}": x for name, own in state["optimizer"].items() for key, x in own.items()
+    }
+    return {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in found.items()}
+
+
+def test_a_sharded_checkpoint_with_separate_projections_loads_sharded_and_whole(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def work(rank, parallel, member):
+        del rank, member
+        parts, other = made_sharded(1, parallel), made_sharded(2, parallel)
+        old = Separate(*(getattr(parts, each.name) for each in fields(parts)))
+        path = Saver(run, old, CheckpointSettings()).save(at(3))
+        checkpoint.load(path, other)
+        alone = made(2)
+        checkpoint.load(path, alone)
+        mine, theirs, third = whole(parts), whole(other), whole(alone)
+        assert mine.keys() == theirs.keys() == third.keys()
+        for name in mine:
+            assert torch.equal(mine[name], theirs[name])
+            assert torch.equal(mine[name], third[name])
+        return len(mine)
+
+    assert together([run, run], work) == [len(whole(made(1)))] * 2
 
 
 def test_a_checkpoint_with_separate_projections_goes_on_bitwise(tmp_path):

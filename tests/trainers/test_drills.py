@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console.sources.tail import Tail
 from tests.trainers.runs import ROOT, Run, small
 from trainers import settings
-from trainers.contract import drill, dumps, environ, flags, heartbeat, jsonl, plan, pulse, rundir
+from trainers.contract import drill, dumps, environ, flags, heartbeat, plan, pulse, rundir
 from trainers.contract.drill import KINDS, Drill
 from trainers.contract.errors import UsageError
 from trainers.drills import DRILLS
@@ -141,7 +142,7 @@ def test_a_fatal_drill_ends_the_rank_at_its_step_as_the_real_fault_does(kind, dy
     code, words = FATAL[kind]
     assert run.wait() == code, run.text()
     assert words in run.text()
-    reader = jsonl.Tail(run.path / "heartbeat_rank0.jsonl", heartbeat.accept)
+    reader = Tail(run.path / "heartbeat_rank0.jsonl", heartbeat.accept)
     records = reader.poll()
     assert reader.skipped == 0
     assert max(r["step"] for r in records if r["msg"] == "progress") == 2

@@ -14,6 +14,7 @@ from tests.trainers.ranks import together
 from trainers import loader, settings
 from trainers.failures import DataError
 from trainers.loader import Loader, open_on_all_ranks
+from trainers.manifest import Manifest
 from trainers.schema import DataSettings, Settings
 from trainers.synthetic import Recall, Synthetic
 from trainers.timeout import within
@@ -136,7 +137,7 @@ def small(**changes) -> Settings:
 
 def loader_of(kind, state=None, rank: int = 0, world: int = 1) -> Loader:
     chosen = small()
-    return Loader(kind(chosen.data, 0), chosen, rank, world, CPU, state)
+    return Loader(kind(chosen.data, 0), chosen, rank, world, CPU, state and Manifest(0, 0, state))
 
 
 def test_every_fetch_has_a_time_limit_and_says_what_did_not_come():
@@ -213,6 +214,33 @@ def test_the_data_of_named_steps_is_passed_over_on_every_rank():
         assert torch.equal(taken, expected)
         assert skips.state["position"] == 64
         skips.close()
+
+
+def test_skipped_data_is_that_of_the_named_steps_after_another_batch_and_a_second_resume():
+    """Step 3 ends at sequence 12. Steps 5 and 6 of the resumed run have sequences 16 to 23."""
+    old = {"train.batch_size": 2, "train.accumulate": 2}
+    tokens = Synthetic(small().data, 0).read(64, 0, 1)[0].long()
+
+    def first(skips, batch_size, at, **more):
+        chosen = small(**{"data.skip": skips, "train.batch_size": batch_size})
+        source = Synthetic(chosen.data, 0)
+        data = source.state() | {"position": at[1]} | more
+        resumed = Manifest(at[0], 0, data, world=1, settings=old)
+        load = Loader(source, chosen, 0, 1, CPU, resumed)
+        inputs = [batch.inputs for batch in load.fetch(3)]
+        begins = [(tokens[:, :-1] == each[0]).all(1).nonzero().item() for each in inputs]
+        load.close()
+        return begins, load.state
+
+    begins, state = first("5:7", 4, (3, 12))
+    assert begins == [12, 24, 28]
+    begins, _ = first("5:7", 8, (3, 12))
+    assert begins == [28, 36, 44]  # a batch with some of the data is left out
+    for at, begins in (((4, 16), [24, 28, 32]), ((5, 28), [28, 32, 36])):
+        assert first("5:7", 4, at, skip=state["skip"])[0] == begins
+    assert first("8:9", 4, (5, 28), skip=state["skip"])[0] == [28, 32, 40]
+    for forged in (1, {"steps": "5:7", "start": "x", "stop": 24}, {"steps": "5:7"}):
+        assert first("5:7", 4, (3, 12), skip=forged)[1]["skip"] == state["skip"]
 
 
 NO, ONE, OTHER = None, b"one", b"another"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -13,15 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.trainers.files import write
-from tests.trainers.ranks import together
+from tests.trainers.ranks import sharded, together
 from tests.trainers.runs import CONFIG, Run, small
-from trainers import build, manifest, settings
-from trainers.initial_weights import InitialWeights
-from trainers.parallel import Fsdp
+from trainers import build, checkpoint, manifest, settings
+from trainers.parallel import Ddp, Single
 from trainers.precision import autocast
 
+CPU = torch.device("cpu")
 STEPS = 20
 WHOLE = small(
     train__steps=STEPS, train__batch_size=8, report__log_every=1, model__n_layers=2,
@@ -88,44 +91,54 @@ def test_every_way_to_share_the_work_gives_the_same_losses_and_norms(
     assert twins == (files if env["strategy"] == "fsdp" else set())
 
 
-def test_shards_start_from_the_weights_of_a_whole_model_and_gather_in_the_forwards_type(tmp_path):
-    """No rank has the whole model, shared weights stay shared, and both draw the same numbers."""
+def test_weights_depend_on_seed_and_name_only_and_shards_gather_in_the_forwards_type(tmp_path):
+    """On 1, 2 and 4 ranks, alone, with DDP and with FSDP2; no rank has the whole model.
 
-    def compare(rank, parallel, precision, tied):
+    Memory that nobody has set is NaN where algorithms are deterministic.
+    """
+
+    def compare(parallel, precision, tied):
         changes = small(
-            train__precision=precision, model__n_layers=2, model__tie_embeddings=tied,
-            train__strategy="fsdp",
+            train__precision=precision, model__tie_embeddings=tied, train__strategy="fsdp",
+            model__nsa__compress="mlp",
         )  # fmt: skip
         resolved = settings.resolve(CONFIG, {}, changes).settings
-        shards = Fsdp.__new__(Fsdp)
-        shards.__dict__.update(parallel.__dict__)
-        shards.prepare(resolved)
-        whole, drawn = build.make_model(resolved, parallel.device), torch.rand(3)
-        weights = InitialWeights()
-        plain = build.make_model(resolved, parallel.device, weights)
-        assert all(p.is_meta for p in plain.parameters())
-        model = shards.wrap(plain)
-        weights.fill(plain, parallel.device)
+        shards = sharded(parallel, resolved)
+        torch.use_deterministic_algorithms(True)
+        whole, drawn = build.make_model(resolved, Single(parallel.device))[0], torch.rand(3)
+        copy, _ = build.make_model(resolved, parallel)
+        plain, model = build.make_model(resolved, shards)
+        torch.use_deterministic_algorithms(False)
         assert torch.equal(drawn, torch.rand(3))
+        assert isinstance(parallel, Ddp)
         mine, theirs = (dict(each.named_parameters()) for each in (plain, whole))
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name].full_tensor(), theirs[name]) for name in mine)
-        assert mine["head.weight" if not tied else "embed.weight"].to_local().shape[0] == 128
+        assert all(torch.equal(p, theirs[name]) for name, p in copy.named_parameters())
+        rows = mine["head.weight" if not tied else "embed.weight"].to_local().shape[0]
+        assert rows * parallel.world == 256
+        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in theirs.values()))
+        if parallel.world > 2:
+            return digest.hexdigest()
         tokens = torch.arange(64).reshape(2, 32)
         with autocast(precision, parallel.device):
             got, right = model(tokens), whole(tokens)
         got.float().sum().backward()
         assert mine["embed.weight"].grad.dtype == torch.promote_types(torch.float32, got.dtype)
-        return (got - right).abs().max().item()
+        return digest.hexdigest(), (got - right).abs().max().item()
 
     def work(rank, parallel, member):
-        del member
-        cases = [("fp64", True), ("fp32", False), ("bf16", True), ("bf16", False)]
-        return [compare(rank, parallel, *case) for case in cases]
+        del rank, member
+        cases = [("fp64", True), ("fp32", False), ("bf16", False)]
+        return [compare(parallel, *case) for case in (cases if parallel.world == 2 else cases[1:2])]
 
-    for far in together([tmp_path / "a", tmp_path / "b"], work):
-        assert far[:2] == [0.0, 0.0]
-        assert 0 < max(far[2:]) < 0.02
+    on_two = together([tmp_path / "a", tmp_path / "b"], work)
+    assert on_two[0] == on_two[1]
+    far = [far for _, far in on_two[0]]
+    assert far[:2] == [0.0, 0.0]
+    assert 0 < far[2] < 0.02
+    on_four = together([tmp_path / str(rank) for rank in range(4)], work)
+    assert on_four == [[on_two[0][1][0]]] * 4
 
 
 RESUMED = small(
@@ -135,11 +148,11 @@ RESUMED = small(
 )  # fmt: skip
 
 
-def parquet(folder: Path) -> dict[str, Any]:
+def parquet(folder: Path, longest: int = 400) -> dict[str, Any]:
     """Writes files of documents, and returns the settings that read them."""
     draw = random.Random(0)
     for part in range(3):
-        texts = [draw.randbytes(draw.randrange(400)).hex() for _ in range(90)]
+        texts = [draw.randbytes(draw.randrange(longest)).hex() for _ in range(90)]
         write(folder / f"{part}.parquet", texts)
     return {"data.source": "parquet", "data.path": str(folder), "data.lanes": 2}
 
@@ -215,8 +228,9 @@ ALL = RESUMED | {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "nproc"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy, nproc):
-    """With spikes, overflows, evaluation and background saves in play."""
-    changes = ALL | {"train.strategy": strategy}
+    """With spikes, overflows, packed documents, evaluation and background saves in play."""
+    packed = {"data.documents": "separate", "data.held_out": 0.2}
+    changes = ALL | parquet(tmp_path / "data", 40) | packed | {"train.strategy": strategy}
     whole = Run(tmp_path, changes, nproc=nproc, name="whole").done(600)
     draw = random.Random(f"{strategy}{nproc}")
     for _ in range(3):
@@ -241,6 +255,8 @@ def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy,
     assert 0 < end["spike_steps"] < 100
     assert end["overflow_steps"] > 0
     assert len({record["step"] for record in last.records(0, "resume")}) > 1
+    fingerprint = manifest.verify(manifest.newest_first(last.path)[0]).data["fingerprint"]
+    assert fingerprint.endswith("documents=separate")
 
 
 def resumed_on(ranks: int, batch: int, folder: Path, changes: dict, path: Path, step: int) -> Run:
@@ -263,3 +279,35 @@ def assert_step_equal(run: Run, whole: Run, step: int, close: float = 1e-5) -> N
     )
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=close)
     assert mine["tokens_total"] == theirs["tokens_total"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_two_ranks_of_fsdp_resume_a_checkpoint_with_separate_projections(tmp_path):
+    changes = RESUMED | {"train.strategy": "fsdp", "train.steps": 8, "checkpoint.every": 4}
+    run = Run(tmp_path, changes, name="whole").done()
+    path = manifest.newest_first(run.path)[1]
+    to_separate_projections(path)
+    more = {"checkpoint.resume": str(run.path), "checkpoint.from_step": 4}
+    again = Run(tmp_path, changes | more, name="again").done()
+    expected = {record["step"]: record for record in run.records(0, "progress")}
+    for record in (resumed := again.records(0, "progress")):
+        for name in ("loss", "grad_norm", "tokens_total"):
+            assert record[name] == expected[record["step"]][name]
+    assert [record["step"] for record in resumed] == [5, 6, 7, 8]
+
+
+def to_separate_projections(path: Path) -> None:
+    """Writes a checkpoint again as it was before the projections of a layer were one parameter."""
+    model, _ = build.make_model(settings.resolve(CONFIG, {}, RESUMED).settings, Single(CPU))
+    with checkpoint._readable(path) as (reader, index):
+        state = {name: checkpoint._empty(index, name) for name in index.state_dict_metadata}
+        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    for name in [name for name in state if ".qkv." in name]:
+        tensor, projection = state.pop(name), model.attention_layers()[0].qkv
+        for part in projection.widths:
+            own = projection.rows(tensor)[part].clone() if tensor.dim() else tensor
+            state[name.replace(".qkv.", f".{part}.")] = own
+    temporary = path.with_name(f".{path.name}.tmp")
+    state_dict_saver.save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
+    manifest.complete(temporary, path, manifest.read(path))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.config import parameter_count
+from nsa.config import flops_per_token, parameter_count
 from nsa.model import Transformer
 from tests.trainers.runs import (
     CONFIG,
@@ -27,8 +27,10 @@ from tests.trainers.runs import (
     latest_checkpoint,
     small,
 )
-from trainers import checkpoint, failures, manifest, settings
+from trainers import checkpoint, failures, manifest, precision, settings
 from trainers.contract import rundir
+from trainers.contract.member import Member
+from trainers.report import Report
 
 STEPS = 12
 
@@ -70,7 +72,7 @@ def test_progress_carries_every_figure_and_the_figures_agree_with_each_other(tex
         assert sum(len(r["steps_dt_s"]) for r in progress) == STEPS
         for record in progress:
             assert set(record) >= PROGRESS
-            assert record["mfu"] is None
+            assert record["mfu"] is record["mfu_exact"] is None
             assert record["tokens_total"] == record["step"] * 2 * 4 * 32
             steps = len(record["steps_dt_s"])
             rate = steps * 2 * 4 * 32 / sum(record["steps_dt_s"])
@@ -83,6 +85,19 @@ def test_progress_carries_every_figure_and_the_figures_agree_with_each_other(tex
     for mine, theirs in both:
         assert (mine["loss"], mine["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
         assert mine["batch_crc32"] != theirs["batch_crc32"]
+
+
+def test_both_formulas_of_the_mfu_differ_by_what_the_attention_leaves_out(tmp_path):
+    config = CONFIG.with_name("m7c_125m.yaml")
+    resolved = settings.resolve(config, {}, {"data.seq_len": 32_768, "train.precision": "bf16"})
+    report = Report(resolved, Member(tmp_path, {"WORLD_SIZE": "2"}))
+    report.peak_flops = precision.peak_flops("NVIDIA H100 80GB HBM3", "bf16")
+    found = report._mfu(100_000)
+    model = resolved.settings.model
+    for name, causal in (("mfu", False), ("mfu_exact", True)):
+        flops = flops_per_token(model, 32_768, causal) * 100_000
+        assert found[name] == pytest.approx(flops / (2 * 989.5e12))
+    assert found["mfu"] / found["mfu_exact"] == pytest.approx(5.33, rel=0.01)
 
 
 def test_held_out_text_is_evaluated_alike_on_every_rank(text_run):
@@ -104,6 +119,10 @@ def test_csv_env_and_metrics_are_the_same_numbers(text_run):
     assert env["parameters"] == env["parameters_counted"] == parameter_count(model)
     assert env["settings"]["train.lr"] == {"value": 0.002, "origin": "flag NSA_LR"}
     assert (env["strategy"], env["comm_backend"], env["world"]) == ("ddp", "gloo", 2)
+    assert set(env["mfu_formula"]) == {"mfu", "mfu_exact"}
+    missing = f"not available: the peak FLOP/s of {env['device']['name']} with fp32 is not known"
+    assert env["mfu_missing"] == missing
+    assert missing in (text_run.path.parent / "run.log").read_text()
     assert env["backend"] == {
         "cmp": "masked", "sel": "causal, heads folded", "win": "banded, heads folded",
     }  # fmt: skip
@@ -258,7 +277,7 @@ def test_a_skipped_step_leaves_the_weights_and_training_goes_on(tmp_path, fused)
     assert path is not None
     weights = checkpoint.load_weights(path)
     assert all(torch.isfinite(weight).all() for weight in weights.values())
-    averages = checkpoint.load_section(path, "optimizer")
+    averages = checkpoint.load_weights(path, "optimizer")
     steps = {float(value) for name, value in averages.items() if name.endswith(".step")}
     assert steps == {5.0}
 

@@ -82,8 +82,8 @@ class Member:
         self._numbering = threading.Lock()
         """Held while a record is numbered and queued, so that records are queued by number."""
         self.halt_reason = ""
-        self._ignored_halt = None if self.supervised else self._file_stamp(rundir.HALT)
-        self._known_requests = {name: self._file_stamp(name) for name in rundir.REQUEST_FILES}
+        self._ignored_halt = None if self.supervised else rundir.stamp(run / rundir.HALT)
+        self._known_requests = {name: rundir.stamp(run / name) for name in rundir.REQUEST_FILES}
         self._requests: set[str] = set()
         self.dumper = dumps.StackDumper(run, self.live, self.rank, self.recorder.call)
         self._stop = threading.Event()
@@ -112,10 +112,6 @@ class Member:
                 "local_rank": self.local_rank, "world": self.world, "step": step, "msg": msg,
             }  # fmt: skip
             self.recorder.put(self._heartbeat, figures)
-
-    def append(self, name: str, data: bytes) -> None:
-        """Appends a whole record to another file of the run directory."""
-        self.recorder.put(self.run / name, data)
 
     def log(self, text: str) -> None:
         """Queues one line for this rank's log."""
@@ -155,22 +151,15 @@ class Member:
         self._requests -= found
         return found
 
-    def _file_stamp(self, name: str) -> tuple[int, int] | None:
-        try:
-            status = os.stat(self.run / name, follow_symlinks=False)
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns
-
     def _watch(self) -> None:
         """Polls for files in a thread, so that a directory that hangs does not stall a step."""
         mirrored = 0.0
         while not self._stop.wait(HALT_POLL_S):
-            found = self._file_stamp(rundir.HALT)
+            found = rundir.stamp(self.run / rundir.HALT)
             if found not in (None, self._ignored_halt) and self.home.is_there():
                 self.halt_reason = self.halt_reason or rundir.HALT
             for name in rundir.REQUEST_FILES:
-                seen = self._file_stamp(name)
+                seen = rundir.stamp(self.run / name)
                 if seen not in (None, self._known_requests[name]) and self.home.is_there():
                     self._known_requests[name] = seen
                     self._requests.add(name)

@@ -114,22 +114,19 @@ class PulseWriter:
 
     def _write(self, now: float) -> None:
         with self._lock:
-            self._pack(now)
-
-    def _pack(self, now: float) -> None:
-        self._sequence += 1
-        self._beat = now
-        code, (device_step, device_phase) = CODES[self.phase], self._device
-        body = _BODY.pack(
-            MAGIC, self._rank, self._pid, self.step, code, self._since, now, self.collectives,
-            self.step if device_step < 0 else device_step,
-            CODES[device_phase] if device_phase else code,
-            self.records, self.nonfinite_steps,
-        )  # fmt: skip
-        sequence = _SEQUENCE.pack(self._sequence)
-        self.memory[:8] = sequence
-        self.memory[8:_END] = body
-        self.memory[_END:] = sequence
+            self._sequence += 1
+            self._beat = now
+            code, (device_step, device_phase) = CODES[self.phase], self._device
+            body = _BODY.pack(
+                MAGIC, self._rank, self._pid, self.step, code, self._since, now, self.collectives,
+                self.step if device_step < 0 else device_step,
+                CODES[device_phase] if device_phase else code,
+                self.records, self.nonfinite_steps,
+            )  # fmt: skip
+            sequence = _SEQUENCE.pack(self._sequence)
+            self.memory[:8] = sequence
+            self.memory[8:_END] = body
+            self.memory[_END:] = sequence
 
 
 def unpack(data: bytes) -> Pulse | None:

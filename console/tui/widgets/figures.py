@@ -33,7 +33,7 @@ LINES: tuple[Line, ...] = (
     Line("grad norm", ("grad_norm",)),
     Line("saved step", ("checkpoint_step",)),
     Line("lr", ("lr",)),
-    Line("MFU", ("mfu",)),
+    Line("MFU 6ND", ("mfu",), ("exact", "mfu_exact")),
     Line("memory", ("gpu_mem_reserved", "rss_mib"), ("largest", "")),
     Line("skipped", ("skipped_steps",), only_above=0),
     Line("dropped", ("dropped_records",), only_above=0),
@@ -62,7 +62,8 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
         other = figures.get(name)
         note = "" if name else label
         if other is not None:
-            value = fmt.duration(other.value) if other.unit == "s" else f"{other.value:.2f}"
+            has_unit = other.unit in ("s", "share")
+            value = fmt.figure(other.value, other.unit) if has_unit else f"{other.value:.2f}"
             note = f"{label} {value}"
         old = now - figure.at
         if old > OLD_S and state.data_age_s is not None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from console.plans import gates, measures
 from console.sources.gate_files import GateFiles
 from console.sources.summary import Summary
+from console.sources.tail import Tail
 from tests.console.plans.extras import GPUS, Extras
 from tests.console.plans.histories import Written
 from trainers.contract import heartbeat, jsonl
@@ -279,7 +280,7 @@ def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Rando
     for rank, data in files.items():
         path = folder / f"heartbeat_rank{rank}.jsonl"
         path.write_bytes(data)
-        tails[rank] = jsonl.Tail(path, heartbeat.accept)
+        tails[rank] = Tail(path, heartbeat.accept)
     while tails:
         rank = rng.choice(list(tails))
         before = tails[rank].offset

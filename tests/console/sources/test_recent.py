@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.sources.run import RunSource
+from console.sources.tail import Tail
 from tests.console.sources import directory
-from trainers.contract import jsonl
 
 STEPS, RECENT = 400, 4 << 10
 
@@ -63,7 +63,7 @@ def test_a_tail_that_starts_late_has_the_last_complete_lines(
     path = tmp_path_factory.mktemp("tail") / "x.jsonl"
     lines = [json.dumps({"n": number}).encode() + b"\n" for number in before]
     path.write_bytes(b"".join(lines))
-    tail = jsonl.Tail(path, lambda record: record, recent)
+    tail = Tail(path, lambda record: record, recent)
     found = [record["n"] for record in tail.poll()]
     size = sum(map(len, lines))
     assert found == before[len(before) - len(found) :]

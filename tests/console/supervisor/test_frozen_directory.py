@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from console.sources import process
+from console.sources.tail import Tail
 from tests.fakes import errors
 from tests.faults.sweep import LONG, Case, Course, orders
 from tests.faults.test_places import WITHOUT_MEMORY
 from tests.launches import STUB, Started, phase
 from tests.mounts import ext4
-from trainers.contract import heartbeat, jsonl, pulse, rundir
+from trainers.contract import heartbeat, pulse, rundir
 
 FROZEN_S = 8.0
 
@@ -53,7 +54,7 @@ def test_a_frozen_directory_blocks_only_its_writer_and_loses_nothing(begin, moun
     assert started.ask("halt")["ok"]
     started.wait_end()
     assert started.state()["state"] == "halted"
-    reader = jsonl.Tail(rundir.heartbeat(started.run(), 0), heartbeat.accept)
+    reader = Tail(rundir.heartbeat(started.run(), 0), heartbeat.accept)
     steps = [r["step"] for r in reader.poll() if r["msg"] == "progress"]
     assert steps == list(range(1, len(steps) + 1))
     gaps = [b["mono"] - a["mono"] for a, b in itertools.pairwise(started.samples())]

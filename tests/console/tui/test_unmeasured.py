@@ -104,3 +104,10 @@ def test_the_entropy_of_a_gate_that_collapses_has_its_lowest_layer(width):
     state = recorded.running(figures=recorded.figures() | {"gate_entropy_min": lowest})
     rows = [text_of(row) for row in figure_rows(state, width, 12, NOW)]
     assert "entropy       0.931 min 0.04" in rows
+
+
+def test_the_mfu_says_which_formula_it_is():
+    shares = {"mfu": Figure(0.41, "share", "", NOW), "mfu_exact": Figure(0.077, "share", "", NOW)}
+    state = recorded.running(figures=recorded.figures() | shares)
+    rows = [text_of(row) for row in figure_rows(state, 40, 12, NOW)]
+    assert "MFU 6ND      41.0 % exact 7.7 %" in rows

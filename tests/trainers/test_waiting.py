@@ -1,0 +1,48 @@
+"""Between log steps the host never waits for the device: no value is read, no new tensor copied."""
+
+from __future__ import annotations
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.trainers.runs import CONFIG, small
+from trainers import loop, settings
+from trainers.contract.member import Member
+from trainers.report import Report
+
+READS = {
+    "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2",
+}  # fmt: skip
+"""Operators whose result the host needs; each of them waits for the device."""
+FROM_HOST = "lift_fresh"
+"""`torch.tensor` makes a tensor of host values; on a device that is a copy from pageable memory."""
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators of the main thread that wait, with their steps."""
+
+    def __init__(self, member: Member):
+        super().__init__()
+        self.found, self._member = [], member
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in READS or name == FROM_HOST:
+            self.found.append((self._member.pulse.step, name))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_the_device_at_log_steps_only(tmp_path):
+    changes = {
+        "train.steps": 10, "report.log_every": 10, "train.precision": "fp16", "data.source": "text",
+        "data.documents": "separate", "optim.skip_spikes_sigma": 6, "attention.uniform_gate": True,
+        "train.accumulate": 2, "checkpoint.at_end": False,
+    }  # fmt: skip
+    resolved = settings.resolve(CONFIG, {}, small(**changes))
+    member = Member(tmp_path, {})
+    with Operators(member) as operators:
+        assert loop.train(resolved.settings, member, Report(resolved, member)) == "done"
+    assert member.close(10)
+    assert (10, "_local_scalar_dense") in operators.found
+    # The one tensor of host values is that of `StepReduction.start`, which is pinned for a GPU.
+    quiet = [(step, name) for step, name in operators.found if 5 < step < 10]
+    assert quiet == [(step, FROM_HOST) for step in range(6, 10)]
