@@ -26,11 +26,11 @@ from nsa.backends import BRANCHES
 from nsa.config import ModelConfig
 from nsa.functional import routes_of
 from nsa.model import Block
-from nsa.reference import nsa_layer
 from nsa.select import block_scores, top_blocks
 from trainers import facts, failures, fwe_smoke, settings
 from trainers.entry import exit_now
 from trainers.precision import AUTOCAST, allow_tf32, autocast, weights_dtype
+from trainers.reference import nsa_layer
 from trainers.schema import Settings
 
 REPEATS, BATCHES = 6, 2
