@@ -241,11 +241,13 @@ def _undecided(gate: Gate, rule: Rule) -> Gate:
     return replace(gate, result="unknown", why=gate.why or "not met so far; the run has not ended")
 
 
-def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
+def unknown(
+    bounds: Mapping[str, Any], why: str, overrides: Mapping[str, str] | None = None
+) -> tuple[Gate, ...]:
     """Returns all gates of a phase with the result unknown, and `why` as their reason."""
     return tuple(
         Gate(named(rule, at), None, rule.unit, rule.span, rule.source, "", "unknown", why,
-             wanted.override)
+             (overrides or {}).get(named(rule, at), wanted.override))
         for rule, wanted, at in _each(bounds)
     )  # fmt: skip
 
@@ -267,7 +269,7 @@ def _gate(rule: Rule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
     window = ", ".join(filter(None, (rule.span, found.window)))
     return Gate(
         named(rule, at), found.value, rule.unit, window, rule.source, f"{sign} {limit:g}", result,
-        why, wanted.override,
+        why, summary.overrides.get(named(rule, at), wanted.override),
     )  # fmt: skip
 
 

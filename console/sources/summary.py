@@ -14,9 +14,11 @@ from console.sources.gate_files import GateFiles
 from console.sources.gpu_totals import GpuTotals
 from console.sources.rank_totals import MAX_ATTEMPTS, AttemptTotals, LastPulse, RankTotals, Record
 from console.sources.record_files import MAX_RANKS
+from console.sources.sanitize import clean
 from trainers.contract import jsonl
 from trainers.contract.pulse import Pulse
 
+MAX_LOADED, MAX_OVERRIDES = 1024, 64
 NO_END = "the number of records after"
 
 
@@ -38,6 +40,10 @@ class Summary:
         """The logs and the newest checkpoint, read at the end of an attempt."""
         self.is_live = False
         """The newest attempt still writes records, so records after the newest are not missing."""
+        self.loaded: set[int] = set()
+        """The steps of the checkpoints that another process loaded after they were saved."""
+        self.overrides: dict[str, str] = {}
+        """The reason, operator and time of each override by request, by the name of the gate."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
         """The last pulse of each process that has ended, by attempt and rank."""
 
@@ -50,6 +56,16 @@ class Summary:
                 return False
             totals = self.ranks[rank] = RankTotals(rank)
         return totals.add(record)
+
+    def add_event(self, event: Record) -> None:
+        """Adds what gates need of an event of the run."""
+        kind, step = jsonl.text(event, "kind"), jsonl.integer(event, "step")
+        gate, reason = jsonl.text(event, "gate")[:80], clean(jsonl.text(event, "text"), 400)
+        if kind == "checkpoint" and event.get("result") == "pass" and event.get("what") == "load":
+            if step is not None and len(self.loaded) < MAX_LOADED:
+                self.loaded.add(step)
+        elif kind == "override" and gate and reason and len(self.overrides) < MAX_OVERRIDES:
+            self.overrides[gate] = reason
 
     def limit(self, world: int) -> None:
         """Drops the ranks beyond `world`, which may become known only after the records."""

@@ -75,6 +75,23 @@ class Restart:
     backoff_s: float = 10.0
 
 
+PLACEHOLDER = "{checkpoint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """What the supervisor does with each new checkpoint: load it in another process, back it up.
+
+    `backup` is a program with its arguments; it runs after a checkpoint was loaded. The path of the
+    checkpoint replaces `PLACEHOLDER`, or is the last argument.
+    """
+
+    load: bool = False
+    backup: tuple[str, ...] = ()
+    load_s: float = 300.0
+    backup_s: float = 600.0
+
+
 @dataclass(frozen=True, slots=True)
 class Expects:
     """Facts about the settings of a phase, which the preflight checks; None is not checked."""
@@ -142,6 +159,7 @@ class Plan:
     between: Between = "go"
     watch: Watch = Watch()
     restart: Restart = Restart()
+    checkpoints: Checkpoints = Checkpoints()
     env: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
