@@ -6,6 +6,7 @@ The file of each rank is added up separately, so the order in which files are re
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
@@ -18,7 +19,7 @@ from console.sources.sanitize import clean
 from trainers.contract import jsonl
 from trainers.contract.pulse import Pulse
 
-MAX_LOADED, MAX_OVERRIDES = 1024, 64
+MAX_LOADED, MAX_OVERRIDES, LATEST_S = 1024, 64, 1 << 36
 NO_END = "the number of records after"
 
 
@@ -60,12 +61,14 @@ class Summary:
     def add_event(self, event: Record) -> None:
         """Adds what gates need of an event of the run."""
         kind, step = jsonl.text(event, "kind"), jsonl.integer(event, "step")
-        gate, reason = jsonl.text(event, "gate")[:80], clean(jsonl.text(event, "text"), 400)
         if kind == "checkpoint" and event.get("result") == "pass" and event.get("what") == "load":
             if step is not None and len(self.loaded) < MAX_LOADED:
                 self.loaded.add(step)
-        elif kind == "override" and gate and reason and len(self.overrides) < MAX_OVERRIDES:
-            self.overrides[gate] = reason
+        elif kind == "override" and len(self.overrides) < MAX_OVERRIDES:
+            at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
+            stamp = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+            reason, by = (clean(jsonl.text(event, key), 200) for key in ("reason", "by"))
+            self.overrides[jsonl.text(event, "gate")[:80]] = f"{reason} ({by}, {stamp})"
 
     def limit(self, world: int) -> None:
         """Drops the ranks beyond `world`, which may become known only after the records."""

@@ -198,7 +198,9 @@ class Journey:
             sealed = [s.step for s in saves if s.what == "saved" and s.at < first.at]
             newest = max(sealed, default=0)
             assert first.step > newest, f"{phase}: {newest} is sealed, {first} repeats\n{told}"
-            assert first.step <= reached + 1, f"{phase}: {reached} is reached, {first} skips\n{told}"
+            assert first.step <= reached + 1, (
+                f"{phase}: {reached} is reached, {first} skips\n{told}"
+            )
             reached = max(reached, numbers[-1])
         assert reached == STEPS, f"{phase}: only {reached} steps\n{told}"
 
@@ -225,7 +227,9 @@ def begin(tmp_path_factory) -> Iterator[Begin]:
     started.clean()
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS_FROM", 0)), int(os.environ.get("KILLS_TO", 3))))
+@pytest.mark.parametrize(
+    "seed", range(int(os.environ.get("KILLS_FROM", 0)), int(os.environ.get("KILLS_TO", 3)))
+)
 def test_a_plan_goes_on_in_the_right_phase_whatever_is_killed(begin, tmp_path, seed):
     draw = random.Random(seed)
     plan = RESTART if draw.random() < 0.5 else {}
