@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.nice(NICE)
     with contextlib.suppress(OSError):  # if memory runs out, this process ends and no rank does
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL, encoding="ascii")
-    return failures.command("trainers.load", lambda: _load(_parse(argv).checkpoint))
+    return failures.command("trainers.load", lambda: load(_parse(argv).checkpoint))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -34,8 +34,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _load(path: Path) -> str:
-    """Reads every file and every tensor. Raises CheckpointError."""
+def load(path: Path) -> str:
+    """Reads every file and tensor of a checkpoint; returns what it loaded. Raises CheckpointError."""
     found = manifest.verify(path)
     import torch
 

@@ -20,6 +20,7 @@ from trainers.contract import jsonl
 from trainers.contract.pulse import Pulse
 
 MAX_LOADED, MAX_OVERRIDES, LATEST_S = 1024, 64, 1 << 36
+NO_STEP = "no step remained after the resume, so this run has no figures"
 NO_END = "the number of records after"
 
 
@@ -126,7 +127,9 @@ class Summary:
         replaces the last records of a rank that was killed.
         """
         if not self.of_rank(0).progress:
-            return "no progress record of rank 0"
+            newest = self.of_attempt(0, self.of_rank(0).newest)
+            has_none_left = newest is not None and newest.start and newest.exit
+            return NO_STEP if has_none_left else "no progress record of rank 0"
         if self.attempts is None:
             return "the number of attempts is not available"
         if self.attempts > MAX_ATTEMPTS:
