@@ -35,7 +35,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load(path: Path) -> str:
-    """Reads every file and tensor of a checkpoint; returns what it loaded. Raises CheckpointError."""
+    """Reads every file and tensor of a checkpoint; returns a sentence. Raises CheckpointError."""
     found = manifest.verify(path)
     import torch
 

@@ -148,6 +148,6 @@ class CheckpointCheck:
         self, argv: tuple[str, ...], environment: Mapping[str, str], limit_s: float
     ) -> program.Ended:
         return program.run(
-            (*LOW_PRIORITY, *argv), inherited() | environment, limit_s, keeps_output=True,
+            (*LOW_PRIORITY, *argv), {**inherited(), **environment}, limit_s, keeps_output=True,
             stop=self._stop,
         )  # fmt: skip

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.readings import setting_values
-from console.diagnose.watchdog import STRONG
 from console.model import Gate, State
 from console.plans import gates
 from console.run_state import Facts, decide
@@ -376,22 +375,12 @@ class Run:
             "ended": [asdict(each) for each in self._ended],
             "checkpoint_check": self._check.document(),
             "live_dir": "" if self.over else str(self.live or ""),
-            "watch": asdict(self._context.watch), "git": self._commit.git, **self._armed(),
-            **self.summary.as_dict(),
+            "watch": asdict(self._context.watch), "git": self._commit.git,
+            **restart.armed(
+                *self.attempt.monitor.on_stall(), not self._context.live.why, self._ended,
+                self.spec.plan.restart, self.attempt.saved,
+            ), **self.summary.as_dict(),
         }  # fmt: skip
-
-    def _armed(self) -> dict[str, str]:
-        """Returns the policy on a stall and on a crash, as a sentence and in a few words."""
-        policy = self.spec.plan.restart
-        action, text = self.attempt.monitor.on_stall()
-        if self._context.live.why and action in STRONG:
-            action, text = "warn", "on stall: alert only, there is no shared memory"
-        short = "alert" if action == "warn" else action
-        if policy.when != "never":
-            left = restart.restarts_left(self._ended, policy, self.attempt.saved)
-            text = f"{text}; on crash: " + (f"restart, {left} left" if left else "no restart left")
-            short = f"{short} ↻{left}"
-        return {"armed": text, "armed_short": short}
 
     def _send_heartbeat(self) -> None:
         """Writes the supervisor heartbeat to shared memory, which works even if no disk does."""

@@ -87,7 +87,7 @@ def test_a_load_that_does_not_succeed_says_why(tmp_path, monkeypatch, script, re
     monkeypatch.setattr("console.supervisor.checkpoint_check.AGAIN_S", 0.05)
     trial = Trial(tmp_path, script, load_s=0.3, backup=("touch", str(tmp_path / "backup")))
     assert trial.saved(5).finish() == [("load", 5, result, level)]
-    assert text in [each for each in trial.events if each["kind"] == "checkpoint"][0]["text"]
+    assert text in next(each for each in trial.events if each["kind"] == "checkpoint")["text"]
     opened = trial.alerts.open()
     assert list(opened) == ["checkpoint-load"] * (level != "info"), opened
     assert not (tmp_path / "backup").exists()
