@@ -5,7 +5,6 @@ The supervisor starts this command beside a training after each save, so it has 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -23,15 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints what was loaded. Returns an exit code of docs/run-directory.md."""
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    with contextlib.suppress(OSError):  # if memory runs out, this process ends and no rank does
+        # If memory runs out, the kernel kills this process and no rank.
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL, encoding="ascii")
-    return failures.command("trainers.load", lambda: load(_parse(argv).checkpoint))
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="trainers.load", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="directory of a checkpoint")
-    return parser.parse_args(argv)
+    return failures.command("trainers.load", lambda: load(parser.parse_args(argv).checkpoint))
 
 
 def load(path: Path) -> str:
@@ -42,10 +37,8 @@ def load(path: Path) -> str:
     from trainers import checkpoint
 
     torch.set_num_threads(1)
-    model = checkpoint.load_model(path)
-    weights = list(model.named_parameters())
-    bad = next((name for name, each in weights if not torch.isfinite(each).all()), "")
-    if bad:
+    weights = list(checkpoint.load_model(path).named_parameters())
+    if bad := next((name for name, each in weights if not torch.isfinite(each).all()), ""):
         raise CheckpointError(f"{path} has a weight that is not finite, in {bad}")
     sections = ("optimizer", "loss_scale", checkpoint.SPIKES, checkpoint.RANDOM)
     others = sum(len(checkpoint.load_section(path, section)) for section in sections)

@@ -241,13 +241,11 @@ def _undecided(gate: Gate, rule: Rule) -> Gate:
     return replace(gate, result="unknown", why=gate.why or "not met so far; the run has not ended")
 
 
-def unknown(
-    bounds: Mapping[str, Any], why: str, overrides: Mapping[str, str] | None = None
-) -> tuple[Gate, ...]:
+def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
     """Returns all gates of a phase with the result unknown, and `why` as their reason."""
     return tuple(
         Gate(named(rule, at), None, rule.unit, rule.span, rule.source, "", "unknown", why,
-             (overrides or {}).get(named(rule, at), wanted.override))
+             wanted.override)
         for rule, wanted, at in _each(bounds)
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ those that wait. After the working process was replaced, the last program may ru
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -53,8 +52,8 @@ class CheckpointCheck:
         self._doing = ""
         """The program that runs: a key of `ALERTS`, or "" for none."""
         self._job: Future[Outcome] | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._stop, self._stopped = program.NO_STOP, False
+        self._threads = ThreadPoolExecutor(1, "checkpoint")
+        self._stopped = False
 
     @property
     def doing(self) -> str:
@@ -85,15 +84,10 @@ class CheckpointCheck:
     def stop(self) -> None:
         """Ends the running program within its grace time, and starts no other."""
         self._stopped = True
-        if self._threads is not None:
-            os.eventfd_write(self._stop, 1)
 
     def _begin(self, what: str, work: Callable[[int, Path], Outcome]) -> None:
         if self._stopped:
             return
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, "checkpoint")
-            self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._doing, step = what, self._newest[1]
         path = self._run.absolute() / rundir.CHECKPOINTS / f"step_{step:08d}"
         self._job = self._threads.submit(work, step, path)
@@ -149,5 +143,5 @@ class CheckpointCheck:
     ) -> program.Ended:
         return program.run(
             (*LOW_PRIORITY, *argv), {**inherited(), **environment}, limit_s, keeps_output=True,
-            stop=self._stop,
+            stopped=lambda: self._stopped,
         )  # fmt: skip

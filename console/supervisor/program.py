@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from console.sources import process
 from console.sources.sanitize import clean
 
-GRACE_S = 2.0
+GRACE_S, POLL_S = 2.0, 0.02
 """A program gets TERM after its time limit, and KILL after the grace time that follows."""
-TAIL_BYTES, MAX_LINE, NO_STOP = 4096, 300, -1
+TAIL_BYTES, MAX_LINE, PARTS = 4096, 300, 16
+IS_OVER = os.WEXITED | os.WNOWAIT | os.WNOHANG
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Ended:
 
 def run(
     argv: Sequence[str], environment: Mapping[str, str], limit_s: float, folder: Path | None = None,
-    stdin: bytes = b"", keeps_output: bool = False, stop: int = NO_STOP,
+    stdin: bytes = b"", keeps_output: bool = False, stopped: Callable[[], bool] = lambda: False,
 ) -> Ended:  # fmt: skip
-    """Runs a program and returns its end; a readable descriptor `stop` ends the program early.
+    """Runs a program and returns its end; the program gets TERM once `stopped` returns True.
 
     The process group of the program gets KILL before its leader is reaped, because the number of
     the group could be reused after that.
@@ -44,7 +44,7 @@ def run(
     begun, tail = time.monotonic(), b""
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read_fd, False)
-    with os.fdopen(os.memfd_create("stdin"), "r+b", buffering=0) as given:
+    with os.fdopen(os.memfd_create("stdin"), "r+b", buffering=0) as given, os.fdopen(read_fd):
         os.pwrite(given.fileno(), stdin, 0)
         output = write_fd if keeps_output else subprocess.DEVNULL
         try:
@@ -54,52 +54,28 @@ def run(
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            os.close(read_fd)
             return Ended(None, f"cannot be started: {error.strerror}")
         finally:
             os.close(write_fd)
-    with os.fdopen(read_fd, "rb", buffering=0) as stream:
-        tail = _follow(started, stream.fileno(), stop)
+        while os.waitid(os.P_PID, started.pid, IS_OVER) is None:
+            if stopped():
+                os.kill(started.pid, signal.SIGTERM)  # `timeout` passes it on
+            tail = _end_of(read_fd, tail)
+            time.sleep(POLL_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(started.pid, signal.SIGKILL)
-        code = started.wait()
+        code, tail = started.wait(), _end_of(read_fd, tail)
     lines = [line for line in tail.decode("utf-8", "replace").splitlines() if line.strip()]
-    last_line = clean(lines[-1].strip(), MAX_LINE) if lines else ""
-    failure = f"exited (code {code})" if code else ""
-    if code < 0:
-        failure = f"was killed ({process.signal_name(-code)})"
+    failure = f"was killed ({process.signal_name(-code)})" if code < 0 else ""
+    failure = f"exited (code {code})" if code > 0 else failure
     if time.monotonic() - begun >= limit_s:
         failure = f"ran longer than {limit_s:g} s and was ended"
-    return Ended(code, failure, last_line)
+    return Ended(code, failure, clean(lines[-1].strip(), MAX_LINE) if lines else "")
 
 
-def _follow(started: subprocess.Popen[bytes], output: int, stop: int) -> bytes:
-    """Waits until the program ends; returns the end of its output."""
-    tail, poller = b"", select.poll()
-    ended = os.pidfd_open(started.pid)
-    for fd in {ended, output, stop} - {NO_STOP}:
-        poller.register(fd, select.POLLIN)
-    try:
-        ready = set[int]()
-        while ended not in ready:
-            ready = {fd for fd, _ in poller.poll()}
-            if stop in ready:
-                signal.pidfd_send_signal(ended, signal.SIGTERM)  # `timeout` passes it on
-                poller.unregister(stop)
-            if output in ready and (data := _read(output)) is not None:
-                tail = (tail + data)[-TAIL_BYTES:]
-                if not data:
-                    poller.unregister(output)
-        while data := _read(output):
-            tail = (tail + data)[-TAIL_BYTES:]
-    finally:
-        os.close(ended)
+def _end_of(fd: int, tail: bytes) -> bytes:
+    """Returns the end of the output so far; reads a bounded part of it, and never waits."""
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(PARTS):
+            tail = (tail + os.read(fd, 1 << 16))[-TAIL_BYTES:]
     return tail
-
-
-def _read(fd: int) -> bytes | None:
-    """Returns what can be read now: b"" at the end of the file, None if nothing is there yet."""
-    try:
-        return os.read(fd, 1 << 16)
-    except BlockingIOError:
-        return None

@@ -334,12 +334,11 @@ class Run:
     def _conclude(self, state: State, why: str) -> None:
         """Ends the run; writes the gates and the last state, the state also to shared memory."""
         self._next_at, self.over = None, True
-        overrides = self.summary.overrides
-        self.gates = gates.unknown(self.phase.gates, "the records were not read", overrides)
+        self.gates = gates.unknown(self.phase.gates, "the records were not read")
         if self.is_read:
             self.gates = self.observers.call(
                 "gates", lambda: gates.evaluate(self.summary, self.phase.gates),
-                gates.unknown(self.phase.gates, "the gates could not be evaluated", overrides),
+                gates.unknown(self.phase.gates, "the gates could not be evaluated"),
             )  # fmt: skip
         self._directory.document(
             self.path / rundir.GATES,

@@ -29,8 +29,8 @@ def test_a_plan_that_stopped_at_gates_goes_on_after_they_are_overridden(begin, c
     assert "gate loss_falls unknown" in started.wait_end()["why"]
     assert main(["check", str(started.path)]) == 1
     for wrong, sentence in (
-        ({"phase": "on"}, "no phase 'on'"), ({"gate": "loss_fall"}, "no gate 'loss_fall'"),
-        ({"gate": "steps_done"}, "steps_done passed"), ({"phase": "two"}, "not completed"),
+        ({"phase": "on"}, "no phase 'on'"), ({"gate": "loss_fall"}, "of a gate 'loss_fall'"),
+        ({"gate": "steps_done"}, "steps_done passed"), ({"phase": "two"}, "has not completed"),
     ):  # fmt: skip
         with pytest.raises(RefusedError, match=sentence):
             given(started.path, **wrong)
@@ -62,9 +62,12 @@ def test_a_gate_that_failed_is_overridden_while_its_phase_runs(begin):
     started = begin(*phases, shell=STUB)
     started.wait_steps(10)
     wanted = {"phase": "one", "reason": "It is planted."}
-    assert "no result yet" in started.ask("override", gate="steps_done", **wanted)["text"]
+    assert (
+        "no result of a gate 'steps_done'; known: grad_norm_above"
+        in started.ask("override", gate="steps_done", **wanted)["text"]
+    )
     later = wanted | {"phase": "two", "gate": "steps_done"}
-    assert "has not started" in started.ask("override", **later)["text"]
+    assert "two is not the phase that runs" in started.ask("override", **later)["text"]
     answer = started.ask("override", gate="grad_norm_above", **wanted)
     assert answer["ok"], answer
     os.kill(started.child(), 9)  # the next working process finds it in the events
