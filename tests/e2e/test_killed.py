@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import signal
@@ -34,7 +35,7 @@ PLAN: dict[str, Any] = {
 RESTART = {"restart": {"when": "crash", "attempts": 3, "backoff_s": 0.1}}
 WHO = ("launcher", "owner", "working process", "all")
 WHERE = ("in the first", "after the first", "in the second", "at the end")
-LONGEST_S, MOST_LAUNCHES = 90.0, 6
+LONGEST_S, MOST_LAUNCHES, ALL_DONE = 90.0, 6, "all phases are done"
 
 
 class Line(NamedTuple):
@@ -149,7 +150,7 @@ class Journey:
         if rundir.is_alive(state["supervisor"]):
             return False
         state = self.now.plan_state
-        if state["state"] == "ended" and state["why"] == "all phases are done":
+        if state["state"] == "ended" and state["why"] == ALL_DONE:
             return True
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
@@ -228,12 +229,68 @@ def begin(tmp_path_factory) -> Iterator[Begin]:
     started.clean()
 
 
-@pytest.mark.parametrize(
-    "seed", range(int(os.environ.get("KILLS_FROM", 0)), int(os.environ.get("KILLS_TO", 3)))
-)
-def test_a_plan_goes_on_in_the_right_phase_whatever_is_killed(begin, tmp_path, seed):
+def test_a_plan_goes_on_in_the_right_phase_when_each_of_its_processes_is_killed(begin, tmp_path):
+    draw = random.Random(7)
+    kills = zip(WHERE, ("working process", "launcher", "all", "owner"), strict=True)
+    travel(begin, tmp_path, draw, kills).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_a_plan_goes_on_whatever_is_killed_whenever(begin, tmp_path, seed):
     draw = random.Random(seed)
     plan = RESTART if draw.random() < 0.5 else {}
     where = sorted(draw.sample(WHERE, draw.randrange(1, 5)), key=WHERE.index)
     kills = [(each, draw.choice(WHO)) for each in where]
     travel(begin, tmp_path, draw, kills, **plan).check()
+
+
+def test_ranks_that_ended_before_any_supervisor_saw_them_have_completed(begin, tmp_path):
+    settings = {"data.source": "synthetic", "train.steps": STEPS, "report.out_dir": str(tmp_path)}
+    started = begin({"name": "one"}, **PLAN, shell=STUB, nproc=RANKS, set=settings)
+    started.wait_steps(2)
+    started.kill_supervisor()
+    started.wait_gone()
+    rundir.write_json(started.run() / rundir.SUPERVISOR, started.state() | {"workers": []})
+    actions.adopt(started.path)
+    assert started.wait_end()["why"] == ALL_DONE
+
+
+@pytest.mark.slow
+def test_a_real_training_goes_on_and_its_checkpoints_are_loaded_and_backed_up(begin, tmp_path):
+    """The trainers with torch: all processes are killed in the second of three phases."""
+    store = tmp_path / "store"
+    store.mkdir()
+    settings = {"data.source": "synthetic", "train.steps": 40, "checkpoint.every": 10}
+    started = begin(
+        *({"name": name} for name in PHASES), **PLAN | {"gates": {
+            "steps_done": 40, "checkpoints_loaded_at_least": 1,
+        }}, nproc=RANKS, set=settings,
+        checkpoints={"load": True, "backup": ["cp", "-r", "{checkpoint}", str(store)]},
+    )  # fmt: skip
+    latest = started.path / "1-two" / rundir.CHECKPOINTS / rundir.LATEST
+    started.wait(latest.exists, 300)
+    for pid in [*process.with_token(started.token(1)), started.owner["pid"]]:
+        os.kill(pid, signal.SIGKILL)
+    sealed = int(latest.read_text().strip().removeprefix("step_"))
+    started.wait(lambda: not rundir.is_alive(started.owner))
+    actions.adopt(started.path)
+    assert started.wait_end(120)["why"].startswith("two: ")
+    loaded = events(started)
+    options = LaunchOptions(resume=started.path, root=started.path.parents[1])
+    started = begin.adopt(actions.launch(options, "tester"))
+    assert started.wait_end(300)["why"] == ALL_DONE
+    assert [each["name"] for each in started.plan_state["phases"]] == ["two", "three"]
+    lines = rundir.heartbeat(started.run(0), 0).read_text().splitlines()
+    (first,) = (each["step"] for each in map(json.loads, lines) if each["msg"] == "resume")
+    assert first >= sealed
+    loaded |= events(started)
+    assert loaded == {("load", "pass"), ("backup", "pass")}, loaded
+    assert (store / "step_00000040" / "manifest.json").exists()
+
+
+def events(started: Started) -> set[tuple[str, str]]:
+    """Returns what was done with checkpoints in all phases of a launch, and the results."""
+    lines = (line for run in started.runs() for line in (run / rundir.EVENTS).open())
+    records = (each for each in map(json.loads, lines) if each["kind"] == "checkpoint")
+    return {(each["what"], each["result"]) for each in records}
