@@ -6,10 +6,12 @@ those that wait. After the working process was replaced, the last program may ru
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from trainers.contract.plan import PLACEHOLDER, Checkpoints
 
 LOW_PRIORITY = ("nice", "-n", "19")
 LOADS = (sys.executable, "-P", "-m", "trainers.load")
-DAMAGED, AGAIN_S = 15, 1.0
+DAMAGED, AGAIN_S, SPARE_S = 15, 1.0, 10.0
 """The exit code for a damaged checkpoint, and the time until it is loaded once more.
 
 The second try excludes a temporary error of the disk, and a checkpoint that is being removed.
@@ -44,16 +46,19 @@ class CheckpointCheck:
     ):  # fmt: skip
         self._run, self._plan, self._event, self._alerts = run, plan, event, alerts
         self._summary, self._loads = summary, loads
-        self._newest = jsonl.integer(former, "attempt") or 0, jsonl.integer(former, "step") or 0
+        done = (
+            {} if jsonl.text(former, "doing") else former
+        )  # a check that was cut short is repeated
+        self._newest = jsonl.integer(done, "attempt") or 0, jsonl.integer(done, "step") or 0
         """Attempt and step of the newest checkpoint whose check began."""
-        if jsonl.text(former, "doing"):
-            self._newest = 0, 0  # it began and did not end
         self._results = {key: jsonl.text(former, key)[:400] for key in ALERTS}
         self._doing = ""
         """The program that runs: a key of `ALERTS`, or "" for none."""
         self._job: Future[Outcome] | None = None
         self._threads = ThreadPoolExecutor(1, "checkpoint")
-        self._stopped = False
+        self._stopped, self._until = False, math.inf
+        """Whether no further program starts, and when the wait for the running one ends."""
+        self._program = partial(program.run, keeps_output=True, stopped=lambda: self._stopped)
 
     @property
     def doing(self) -> str:
@@ -72,30 +77,32 @@ class CheckpointCheck:
         `newest` is the step of the newest checkpoint of this attempt, or 0.
         """
         if self._job is not None:
-            if not self._job.done():
+            if not self._job.done() and time.monotonic() < self._until:
                 return
             ended, self._job = self._job, None
             self._report(ended)
         wanted = self._plan.load or self._plan.backup
         if self._job is None and wanted and newest and (attempt, newest) != self._newest:
             self._newest, self._results = (attempt, newest), dict.fromkeys(ALERTS, "")
-            self._begin("load", self._load)
+            self._begin("load", self._load, 2 * self._plan.load_s)
 
     def stop(self) -> None:
         """Ends the running program within its grace time, and starts no other."""
-        self._stopped = True
+        self._stopped, self._until = True, min(self._until, time.monotonic() + SPARE_S)
 
-    def _begin(self, what: str, work: Callable[[int, Path], Outcome]) -> None:
+    def _begin(self, what: str, work: Callable[[int, Path], Outcome], limit_s: float) -> None:
         if self._stopped:
             return
         self._doing, step = what, self._newest[1]
+        self._until = time.monotonic() + limit_s + SPARE_S
         path = self._run.absolute() / rundir.CHECKPOINTS / f"step_{step:08d}"
         self._job = self._threads.submit(work, step, path)
 
     def _report(self, ended: Future[Outcome]) -> None:
         """Records a result; begins the back-up after a checkpoint was loaded."""
         what, self._doing, step = self._doing, "", self._newest[1]
-        error = ended.exception()  # no process or descriptor is left
+        # An error means that no process or descriptor is left.
+        error = ended.exception() if ended.done() else "its program does not end (a hung disk?)"
         failed: Outcome = "unknown", "warn", f"checkpoint step {step}: {what} failed: {error}"
         result, level, text = failed if error else ended.result()
         self._results[what] = result
@@ -107,16 +114,17 @@ class CheckpointCheck:
         if what == "load" and result == "pass":
             self._summary.loaded.add(step)
             if self._plan.backup:
-                self._begin("backup", self._back_up)
+                self._begin("backup", self._back_up, self._plan.backup_s)
 
     # --- in the thread -------------------------------------------------------------------------
 
     def _load(self, step: int, path: Path) -> Outcome:
-        name, environment = f"checkpoint step {step}", {flags.DEVICES: "", "OMP_NUM_THREADS": "1"}
-        ended = self._run_program((*self._loads, str(path)), environment, self._plan.load_s)
+        name, argv = f"checkpoint step {step}", (*LOW_PRIORITY, *self._loads, str(path))
+        environment = inherited() | {flags.DEVICES: "", "OMP_NUM_THREADS": "1"}
+        ended = self._program(argv, environment, self._plan.load_s)
         if ended.code == DAMAGED:
             time.sleep(AGAIN_S)
-            ended = self._run_program((*self._loads, str(path)), environment, self._plan.load_s)
+            ended = self._program(argv, environment, self._plan.load_s)
         if not ended.failure:
             return "pass", "info", f"{name} is loaded: {ended.last_line}"
         if self._stopped or not path.exists():
@@ -131,17 +139,9 @@ class CheckpointCheck:
         words = [word.replace(PLACEHOLDER, str(path)) for word in self._plan.backup]
         if not any(PLACEHOLDER in word for word in self._plan.backup):
             words.append(str(path))
-        ended = self._run_program(tuple(words), {}, self._plan.backup_s)
+        ended = self._program((*LOW_PRIORITY, *words), inherited(), self._plan.backup_s)
         if not ended.failure:
             return "pass", "info", f"checkpoint step {step} is backed up: {ended.last_line}"
         level: Level = "info" if self._stopped or not path.exists() else "warn"
         why = f"{words[0]} {ended.failure}: {ended.last_line}"
         return "fail", level, f"checkpoint step {step} is not backed up: {why}"
-
-    def _run_program(
-        self, argv: tuple[str, ...], environment: Mapping[str, str], limit_s: float
-    ) -> program.Ended:
-        return program.run(
-            (*LOW_PRIORITY, *argv), {**inherited(), **environment}, limit_s, keeps_output=True,
-            stopped=lambda: self._stopped,
-        )  # fmt: skip

@@ -11,8 +11,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from console.sources import process
 from console.sources.sanitize import clean
@@ -23,8 +23,7 @@ TAIL_BYTES, MAX_LINE, PARTS = 4096, 300, 16
 IS_OVER = os.WEXITED | os.WNOWAIT | os.WNOHANG
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """The end of a program in words ("" after exit code 0), and the last line of its output."""
 
     code: int | None
@@ -66,8 +65,9 @@ def run(
             os.killpg(started.pid, signal.SIGKILL)
         code, tail = started.wait(), _end_of(read_fd, tail)
     lines = [line for line in tail.decode("utf-8", "replace").splitlines() if line.strip()]
-    failure = f"was killed ({process.signal_name(-code)})" if code < 0 else ""
-    failure = f"exited (code {code})" if code > 0 else failure
+    failure = f"exited (code {code})" if code else ""
+    if code < 0:
+        failure = f"was killed ({process.signal_name(-code)})"
     if time.monotonic() - begun >= limit_s:
         failure = f"ran longer than {limit_s:g} s and was ended"
     return Ended(code, failure, clean(lines[-1].strip(), MAX_LINE) if lines else "")

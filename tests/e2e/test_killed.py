@@ -257,6 +257,7 @@ def test_ranks_that_ended_before_any_supervisor_saw_them_have_completed(begin, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_real_training_goes_on_and_its_checkpoints_are_loaded_and_backed_up(begin, tmp_path):
     """The trainers with torch: all processes are killed in the second of three phases."""
     store = tmp_path / "store"
@@ -275,7 +276,7 @@ def test_a_real_training_goes_on_and_its_checkpoints_are_loaded_and_backed_up(be
     sealed = int(latest.read_text().strip().removeprefix("step_"))
     started.wait(lambda: not rundir.is_alive(started.owner))
     actions.adopt(started.path)
-    assert started.wait_end(120)["why"].startswith("two: ")
+    assert started.wait_end(300)["why"].startswith("two: ")
     loaded = events(started)
     options = LaunchOptions(resume=started.path, root=started.path.parents[1])
     started = begin.adopt(actions.launch(options, "tester"))
