@@ -127,8 +127,7 @@ class CheckpointCheck:
             ended = self._program(argv, environment, self._plan.load_s)
         if not ended.failure:
             return "pass", "info", f"{name} is loaded: {ended.last_line}"
-        if self._stopped or not path.exists():
-            end = "the run ends" if self._stopped else "it was removed"
+        if end := self._harmless(path):
             return "unknown", "info", f"{name} is not loaded: {end}"
         if ended.code == DAMAGED:
             return "fail", "crit", f"{name} does not load: {ended.last_line}"
@@ -142,6 +141,13 @@ class CheckpointCheck:
         ended = self._program((*LOW_PRIORITY, *words), inherited(), self._plan.backup_s)
         if not ended.failure:
             return "pass", "info", f"checkpoint step {step} is backed up: {ended.last_line}"
-        level: Level = "info" if self._stopped or not path.exists() else "warn"
+        if end := self._harmless(path):
+            return "unknown", "info", f"checkpoint step {step} is not backed up: {end}"
         why = f"{words[0]} {ended.failure}: {ended.last_line}"
-        return "fail", level, f"checkpoint step {step} is not backed up: {why}"
+        return "fail", "warn", f"checkpoint step {step} is not backed up: {why}"
+
+    def _harmless(self, path: Path) -> str:
+        """Returns a cause for a failure that needs no operator, or ""."""
+        if self._stopped:
+            return "the run ends"
+        return "" if path.exists() else "it was removed"

@@ -262,7 +262,10 @@ def test_a_real_training_goes_on_and_its_checkpoints_are_loaded_and_backed_up(be
     """The trainers with torch: all processes are killed in the second of three phases."""
     store = tmp_path / "store"
     store.mkdir()
-    settings = {"data.source": "synthetic", "train.steps": 40, "checkpoint.every": 10}
+    settings = {
+        "data.source": "synthetic", "train.steps": 40, "checkpoint.every": 10,
+        "checkpoint.keep_last": 9,
+    }  # fmt: skip
     started = begin(
         *({"name": name} for name in PHASES), **PLAN | {"gates": {
             "steps_done": 40, "checkpoints_loaded_at_least": 1,

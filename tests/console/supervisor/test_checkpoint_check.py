@@ -127,6 +127,7 @@ def test_a_program_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkey
         (("echo", "to={checkpoint}/x"), "pass", "is backed up: to={path}/x"),
         (("sh", "-c", "echo disk full; exit 3"), "fail", "sh exited (code 3): disk full"),
         (("no-such-program",), "fail", "(code 127): "),
+        (("rmdir", "{checkpoint}", "/no"), "unknown", "is not backed up: it was removed"),
         (("echo", "$HOME;id"), "pass", "is backed up: $HOME;id {path}"),
     ],
 )
