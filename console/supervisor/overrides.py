@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from console import status_text
-from console.model import Gate
+from console.model import Gate, RunState
 from console.plans import gates
 from console.sources import launch_documents
 from console.sources.run import RunSource
@@ -82,6 +82,7 @@ def apply_to_ended(launch: Path, args: Mapping[str, Any], by: str) -> str:
 
     Raises RefusedError.
     """
+    _target(launch, args)  # a rejected request leaves no file
     claim = Claim(launch, adopt=True)
     until = time.monotonic() + FREE_S
     while not claim.is_free() and time.monotonic() < until:
@@ -95,7 +96,10 @@ def apply_to_ended(launch: Path, args: Mapping[str, Any], by: str) -> str:
         claim.release()
 
 
-def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
+def _target(
+    launch: Path, args: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], Path, RunState]:
+    """Returns plan_state.json, the entry of the phase in it, and its run. Raises RefusedError."""
     plan_state = former_documents.document(launch, rundir.PLAN_STATE, NOTHING)
     entries = jsonl.entries(plan_state, "phases")
     names = [jsonl.text(each, "name") for each in entries]
@@ -104,9 +108,14 @@ def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
     if entry.get("state") != "completed" or run == launch:
         raise RefusedError(f"{args['phase']} has not completed, so resume it; {NOTHING}")
     rundir.check_ours(run)
-    document = former_documents.document(run, rundir.GATES, NOTHING)
     state = RunSource(run).poll()
     _check(state.gates, args["gate"])
+    return plan_state, entry, run, state
+
+
+def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
+    plan_state, entry, run, state = _target(launch, args)
+    document = former_documents.document(run, rundir.GATES, NOTHING)
     text, keys = _facts(args)
     event = event_record(state.attempt, "override", text, by=by, **keys)
     _append(run, event)
