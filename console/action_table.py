@@ -145,6 +145,15 @@ TABLE: tuple[Action, ...] = (
         cost=("keeps", "completed phases"), key="L",
     ),
     Action(
+        "override", "Accept a gate that failed or is unknown, with a reason; its result remains.",
+        ("launch",),
+        (Argument("phase", "NAME", _text(80), "name of the phase"),
+         Argument("gate", "GATE", _text(80), "name of the gate, as `check` prints it"),
+         Argument("reason", "TEXT", _text(200), "why, at most 200 characters; for the report")),
+        cost=("keeps", "all work (the gate no longer stops the plan)"), verb="override",
+        examples=("override latest --phase smoke --gate loss_falls --reason 'too few steps'",),
+    ),
+    Action(
         "ack", "Acknowledge an alert.", ("run",),
         (Argument("alert", "ID", _text(80), "id of the alert"),),
         cost=("keeps", "the alert, at level info"), key="A", weight=2,

@@ -18,7 +18,7 @@ from console.request_schema import ACTIONS, check
 from console.sources import launches, process
 from console.sources.tail import Tail
 from console.status_text import shell_line
-from console.supervisor import launch_spec, launcher
+from console.supervisor import launch_spec, launcher, overrides
 from console.supervisor.launch_spec import LaunchSpec
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
 from trainers.contract import plan as plans_module
@@ -297,12 +297,15 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     """Writes a request into the mailbox of a launch or run; returns the id of the request.
 
     Raises UsageError for an unknown action or argument, and RefusedError if no supervisor would
-    answer. If a run has no supervisor, a halt writes `.HALT` directly and returns "".
+    answer. If a run has no supervisor, a halt writes `.HALT` directly and returns "". In a launch
+    that has ended, this process executes and answers an override.
     """
     converted = check(action, args)
     folder, box = targets.mailbox(path, ACTIONS[action])
     rundir.check_ours(folder)
     launches.check_in_place(path)
+    if action == "override" and targets.has_ended(folder):
+        return overrides.apply_to_ended(folder, converted, by)
     run = targets.run_to_halt(path) if action == "halt" else None
     if run is not None and targets.is_unsupervised(run, folder, box):
         halt(run, by)

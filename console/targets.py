@@ -117,6 +117,11 @@ def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
     return RunSource(run).poll().state in UNSUPERVISED_STATES
 
 
+def has_ended(launch: Path) -> bool:
+    """Returns whether a launch has ended, according to plan_state.json."""
+    return _document(launch, rundir.PLAN_STATE).get("state") == "ended"
+
+
 def supervisor(folder: Path, box: Mailbox) -> Supervisor:
     """Returns the supervisor that reads a directory's requests, or raises RefusedError."""
     owner, ended = _named(folder, box)

@@ -175,10 +175,13 @@ def _use_saved_names(
 
 
 def load_weights(path: Path, section: str = "model") -> dict[str, Tensor]:
-    """Returns the tensors of one section by name, on the CPU. Raises CheckpointError."""
+    """Returns the tensors of one section by name, on the CPU. Raises CheckpointError.
+
+    A section that is one tensor has the name of the section.
+    """
     prefix = f"{section}."
     with _readable(path) as (reader, index):
-        names = [name for name in index.state_dict_metadata if name.startswith(prefix)]
+        names = [each for each in index.state_dict_metadata if f"{each}.".startswith(prefix)]
         state = {name: _empty(index, name) for name in names}
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}

@@ -267,7 +267,7 @@ def _gate(rule: Rule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
     window = ", ".join(filter(None, (rule.span, found.window)))
     return Gate(
         named(rule, at), found.value, rule.unit, window, rule.source, f"{sign} {limit:g}", result,
-        why, wanted.override,
+        why, summary.overrides.get(named(rule, at), wanted.override),
     )  # fmt: skip
 
 

@@ -189,8 +189,12 @@ def checkpoints(s: Summary) -> Measured:
 
 
 def loads(s: Summary) -> Measured:
-    """Counts the attempts that loaded a checkpoint, each in a new process."""
-    return Measured(float(s.of_rank(0).loads))
+    """Counts the loads of checkpoints in new processes: by attempts, and after each save.
+
+    A load after a save needs an event of the supervisor and a record of rank 0.
+    """
+    resumed, saved = s.of_rank(0).loads, len(s.loaded & s.of_rank(0).checkpoints)
+    return Measured(float(resumed + saved), f"{resumed} at a resume, {saved} after the save")
 
 
 def checkpoint_size(s: Summary) -> Measured:

@@ -23,13 +23,13 @@ from console.sources.rank_totals import FIGURES
 from console.sources.record_files import read_end
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
+from console.sources.summary import LATEST_S
 from console.status_text import counted, number
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
 NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 1024, 256
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
-LATEST_S = 1 << 36
 CHARTS = (("loss", "loss", "nats/token"), ("toks_per_s", "speed", "tok/s"))
 """The series, the word in the file name, and the unit of each chart."""
 FILES = (
@@ -325,7 +325,7 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
         for line in read_end(folder / rundir.EVENTS, EVENT_BYTES, folder).split(b"\n"):
             event = jsonl.decode(line) or {}
             kind, by = jsonl.text(event, "kind"), jsonl.text(event, "by")
-            if kind in ("note", "request", "ack") and by not in ("", "supervisor"):
+            if kind in ("note", "request", "ack", "override") and by not in ("", "supervisor"):
                 at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
                 stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
                 rows.append((folder.name, stamp, by, kind, jsonl.text(event, "text")))

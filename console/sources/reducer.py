@@ -195,6 +195,7 @@ class Reducer:
                     self._take_heartbeat(batch.name, line, is_new, present)
             elif is_new and batch.name == rundir.EVENTS:
                 self.events.add(line)
+                self.summary.add_event(line.record)
             elif is_new:
                 self._take_sample(batch.name, line)
 

@@ -49,6 +49,7 @@ def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
         },
         "folds": {str(rank): each.as_dict() for rank, each in reducer.summary.ranks.items()},
         "gpus": reducer.summary.gpus.as_dict(),
+        "loaded": sorted(reducer.summary.loaded), "overrides": reducer.summary.overrides,
         "heads": {
             str(rank): {
                 str(attempt): {
@@ -122,11 +123,15 @@ class _Loader:
         series = Series(reducer.series.keeps)
         series.load(jsonl.mapping(self._saved, "series"))
         gpus = GpuTotals.load(self._saved["gpus"])
+        overrides = jsonl.mapping(self._saved, "overrides")
+        overrides = {gate: jsonl.text(overrides, gate) for gate in overrides}
+        loaded = {_natural(step) for step in self._saved.get("loaded", ())}
         # Nothing raises from here on, so the reducer is filled completely or not at all.
         reducer.cursors.update(cursors)  # in place, because `RecordFiles` may share them
         reducer.all_heads, reducer.events = heads, events
         reducer.summary.ranks, reducer.series = ranks, series
-        reducer.summary.gpus = gpus
+        reducer.summary.gpus, reducer.summary.loaded = gpus, loaded
+        reducer.summary.overrides = overrides
         reducer.newest_samples = {name: line for name, line in samples.items() if line}
 
     def _read_cursors(self) -> dict[str, Cursor]:

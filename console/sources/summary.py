@@ -6,6 +6,7 @@ The file of each rank is added up separately, so the order in which files are re
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
@@ -14,9 +15,12 @@ from console.sources.gate_files import GateFiles
 from console.sources.gpu_totals import GpuTotals
 from console.sources.rank_totals import MAX_ATTEMPTS, AttemptTotals, LastPulse, RankTotals, Record
 from console.sources.record_files import MAX_RANKS
+from console.sources.sanitize import clean
 from trainers.contract import jsonl
 from trainers.contract.pulse import Pulse
 
+MAX_LOADED, MAX_OVERRIDES, LATEST_S = 1024, 64, 1 << 36
+NO_STEP = "no step remained after the resume, so this run has no figures"
 NO_END = "the number of records after"
 
 
@@ -38,6 +42,10 @@ class Summary:
         """The logs and the newest checkpoint, read at the end of an attempt."""
         self.is_live = False
         """The newest attempt still writes records, so later records are not missing."""
+        self.loaded: set[int] = set()
+        """The steps of the checkpoints that another process loaded after they were saved."""
+        self.overrides: dict[str, str] = {}
+        """The reason, operator and time of each override by request, by the name of the gate."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
         """The last pulse of each process that has ended, by attempt and rank."""
 
@@ -50,6 +58,18 @@ class Summary:
                 return False
             totals = self.ranks[rank] = RankTotals(rank)
         return totals.add(record)
+
+    def add_event(self, event: Record) -> None:
+        """Adds what gates need of an event of the run."""
+        kind, step = jsonl.text(event, "kind"), jsonl.integer(event, "step")
+        if kind == "checkpoint" and event.get("result") == "pass" and event.get("what") == "load":
+            if step is not None and len(self.loaded) < MAX_LOADED:
+                self.loaded.add(step)
+        elif kind == "override" and len(self.overrides) < MAX_OVERRIDES:
+            at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
+            stamp = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+            reason, by = (clean(jsonl.text(event, key), 200) for key in ("reason", "by"))
+            self.overrides[jsonl.text(event, "gate")[:80]] = f"{reason} ({by}, {stamp})"
 
     def limit(self, world: int) -> None:
         """Drops the ranks beyond `world`, which may become known only after the records."""
@@ -107,7 +127,9 @@ class Summary:
         pulse replaces the last records of a rank that was killed.
         """
         if not self.of_rank(0).progress:
-            return "no progress record of rank 0"
+            newest = self.of_attempt(0, self.of_rank(0).newest)
+            has_none_left = newest is not None and newest.start and newest.exit
+            return NO_STEP if has_none_left else "no progress record of rank 0"
         if self.attempts is None:
             return "the number of attempts is not available"
         if self.attempts > MAX_ATTEMPTS:

@@ -10,6 +10,8 @@ from console.supervisor.rundir_io import Directory
 from trainers.contract.recorder import REPLACED
 
 DROPPED, MOVED = "dropped", "own-directory"
+GATE_ALERT = "gate-"
+"""The prefix of the name of an alert on a gate at a step; the name of the gate follows."""
 SETTLED_S = 10.0
 """The alert on dropped records is cleared after this time without a new dropped record."""
 

@@ -70,6 +70,8 @@ class Ends:
     def conclude(self, crashes: Mapping[int, Crash]) -> None:
         """Stores the last error in each rank's log, and reads the last pulses of all ranks."""
         self.crashes = crashes
+        if self._tree.agent_status is None:  # adopted, and torchrun had ended
+            self._tree.add_unseen({rank: x.last.record for rank, x in self._heads().items()})
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
         self._pulses.read_all(pids, self._tree.nproc)
 

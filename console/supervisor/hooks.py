@@ -1,14 +1,7 @@
-"""Runs the operator's hooks: one process of each at a time, with a time limit and an interval.
-
-`timeout` of coreutils ends a hook that hangs, even if the supervisor has died.
-"""
+"""Runs the operator's hooks: one process of each at a time, with a time limit and an interval."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from console.sources.sanitize import clean
+from console.supervisor import program
 from console.supervisor.launch_spec import inherited
 from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl
 
-LIMIT_S, GRACE_S = 10.0, 2.0
-"""A hook gets TERM after the limit, and KILL after the grace time that follows."""
+LIMIT_S = 10.0
 SPARE_S, POLL_S = 5.0, 0.02
 MAX_TEXT, MAX_EARLIER = 1000, 16
 
@@ -80,7 +73,7 @@ class Hooks:
         Returns at the latest after the time limits of two hooks.
         """
         self._next_at = 0.0
-        until = time.monotonic() + 2 * (self._limit_s + GRACE_S + SPARE_S)
+        until = time.monotonic() + 2 * (self._limit_s + program.GRACE_S + SPARE_S)
         while self.busy and time.monotonic() < until:
             self.poll()
             time.sleep(POLL_S)
@@ -121,29 +114,9 @@ class Alive(Hooks):
 
 
 def run(argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float) -> str:
-    """Runs the hook once and ignores its output; returns how the hook failed, or "".
-
-    The process group of the hook gets KILL before its leader is reaped, because the number of the
-    group could be reused after that.
-    """
-    begun = time.monotonic()
-    with os.fdopen(os.memfd_create("alert"), "r+b", buffering=0) as stdin:
-        os.pwrite(stdin.fileno(), jsonl.encode(alert), 0)
-        try:
-            process = subprocess.Popen(
-                ["timeout", f"--kill-after={GRACE_S:g}", f"{limit_s:g}", *argv], cwd=folder,
-                env=inherited() | variables(alert), stdin=stdin, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            return f"cannot be started: {error.strerror}"
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    code = process.wait()
-    if time.monotonic() - begun >= limit_s:
-        return f"ran longer than {limit_s:g} s and was ended"
-    return f"exited (code {code})" if code else ""
+    """Runs the hook once; returns how it failed, or "". Its output is not kept."""
+    environment = inherited() | variables(alert)
+    return program.run(argv, environment, limit_s, folder, jsonl.encode(alert)).failure
 
 
 def document(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from console.plans import gates
 from console.status_text import RESULT_WORDS, not_passed
-from console.supervisor import cross_check, former_documents, former_run, shm
+from console.supervisor import cross_check, former_documents, former_run, overrides, shm
 from console.supervisor.alerts import Alerts
 from console.supervisor.context import Services
 from console.supervisor.dump import Dumps
@@ -357,6 +357,10 @@ class Launch:
             return False, f"the next phase is {phase!r}, not {wanted!r}; no phase was started", []
         self._start(self._index + 1)
         return True, f"{phase} starts", []
+
+    def _do_override(self, request: Request) -> Outcome:
+        phases = [entry["name"] for entry in self._phases]
+        return overrides.apply(self.run, phases, self._index, request.args, request.by)
 
     def _do_dump(self, request: Request) -> Outcome | None:
         run = self._addressed(request)

@@ -19,6 +19,7 @@ from console.sources import process
 from console.sources.pace import Progress
 from console.sources.reducer import LatestRecords
 from console.status_text import gate_line
+from console.supervisor.alerts import GATE_ALERT
 from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.evidence import Collector
 from console.supervisor.sampling import Sampler
@@ -132,7 +133,7 @@ class Monitor:
                 self._evaluated.add(gate.name)
                 text = f"gate at a step: {gate_line(gate).strip()}"
                 if gate.blocks:
-                    self._alerts.raise_(f"gate-{gate.name}", text, "crit")
+                    self._alerts.raise_(f"{GATE_ALERT}{gate.name}", text, "crit")
                 else:
                     self._run.event("note", text)
 

@@ -178,6 +178,12 @@ class Tree:
         worker.confirmed = worker.code == 0 and worker.signal is None
         self.order.append(rank)
 
+    def add_unseen(self, records: Mapping[int, Mapping[str, Any]]) -> None:
+        """Adds the ranks that ended before a supervisor saw them, from their last records."""
+        for rank, record in records.items():
+            if rank < self.nproc and rank not in self.workers:
+                self._adopt_named(rank, record, None)
+
     def _watch(self, handle: process.Handle | None) -> process.Handle | None:
         """Wakes the main loop when the process ends."""
         if handle is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from console import error_patterns
+from console.diagnose.watchdog import STRONG
 from console.model import State
 from console.run_state import Facts, decide
 from trainers.contract import plan as plans
@@ -40,6 +41,24 @@ class NextAttempt:
 
     wait_s: float
     origin: str
+
+
+def armed(
+    action: str, text: str, has_memory: bool, ended: Sequence[AttemptEnd], policy: Restart,
+    saved: int,
+) -> dict[str, str]:  # fmt: skip
+    """Returns the policy on a stall and on a crash, as a sentence and in a few words.
+
+    `action` and `text` are those of the watch rule `stall`.
+    """
+    if not has_memory and action in STRONG:
+        action, text = "warn", "on stall: alert only, there is no shared memory"
+    short = "alert" if action == "warn" else action
+    if policy.when != "never":
+        left = restarts_left(ended, policy, saved)
+        text = f"{text}; on crash: " + (f"restart, {left} left" if left else "no restart left")
+        short = f"{short} ↻{left}"
+    return {"armed": text, "armed_short": short}
 
 
 def restarts_left(ended: Sequence[AttemptEnd], policy: Restart, saved: int = 0) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.readings import setting_values
-from console.diagnose.watchdog import STRONG
 from console.model import Gate, State
 from console.plans import gates
 from console.run_state import Facts, decide
@@ -22,6 +21,7 @@ from console.sources.summary import Summary
 from console.supervisor import former_documents, former_run, launch_spec, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt
+from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.context import RunContext, Services
 from console.supervisor.former_run import FormerRun
 from console.supervisor.git_commit import Commit
@@ -35,7 +35,7 @@ REFRESH_S = 5.0
 WARM_UP_BYTES = 256 << 10
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
 """Seconds between two polls: while something changes fast, usually, and while nothing changes."""
-NO_MEMORY, REPLACED = "live-directory", "supervisor-replaced"
+REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
 
 
 class Run:
@@ -79,6 +79,10 @@ class Run:
         self._flags = former.flags if former else spec.flags(index, pending)
         self._context = self._shared_context(former)
         self.summary = self._context.reducer.summary
+        self._check = CheckpointCheck(
+            path, spec.plan.checkpoints, self.event, self.alerts, self.summary,
+            jsonl.mapping(former.state, "checkpoint_check") if former else {},
+        )  # fmt: skip
         self._snapshots = Snapshots(services, path, self.id, self._context.reducer, self.alerts)
         if former is None:
             self._record = spec.run_record(index, path, self._flags, self._contract())
@@ -180,7 +184,7 @@ class Run:
         attempt, tree = self.attempt, self.attempt.tree
         changing = attempt.stage != "run" or self.state == "stopping" or tree.incomplete
         if changing and self._next_at is None:
-            return BUSY_S
+            return IDLE_S if attempt.stage == "over" and self._check.doing else BUSY_S
         whole = len(tree.alive()) == self.phase.nproc and not tree.agent_over
         return QUIET_S if whole and self.state == "running" and not attempt.behind else IDLE_S
 
@@ -195,6 +199,7 @@ class Run:
         if int(now) != int(self._status_at):
             self.observers.run("the run directory", self._watch_directory, None)
             self.observers.run("the snapshot", self._snapshots.poll, None)
+            self.observers.run(CHECK, self._poll_check, None)
             self._send_heartbeat()
         if now - self._published_at >= REFRESH_S:
             self.publish()
@@ -202,24 +207,22 @@ class Run:
     def _watch_directory(self) -> None:
         self.alerts.check_directory()
         if not self.over and self._next_at is None:
-            self._watch_memory()
+            self._context.live.watch(self.alerts)
         if time.monotonic() - self._begun >= SETTLED_S:
             self.alerts.clear(REPLACED, "the supervisor works again")
         if self._commit.poll():
             self.publish()
 
-    def _watch_memory(self) -> None:
-        if self._context.live.is_removed():
-            self.alerts.raise_(
-                NO_MEMORY, f"shared memory {self.live} was removed during the run "
-                "(RemoveIPC=yes at a logout?): stack dumps are not available until the next "
-                "attempt; run loginctl enable-linger", "warn",
-            )  # fmt: skip
-        else:
-            self.alerts.clear(NO_MEMORY, "the run has shared memory again")
+    def _poll_check(self) -> str:
+        """Checks the newest checkpoint; returns what is done with it, or "" for nothing."""
+        if not self.over:
+            self._check.poll(self.number, self.attempt.saved)
+        return self._check.doing
 
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the run unless this was already requested; returns the answer."""
+        if action in ("stop", "kill"):
+            self._check.stop()
         if self._next_at is not None:
             self._conclude(
                 *decide(Facts(previous_end=self._ended[-1].why, requested=action, by=by))
@@ -305,10 +308,13 @@ class Run:
         state, why = self.attempt.decided()
         if self.attempt.stage != "over":
             return self._become(state, why)
-        self._ended.append(self._ended_as(state, why))
-        known = self.attempt.known
+        known, ended = self.attempt.known, [*self._ended, self._ended_as(state, why)]
         ending = self._is_final or known.halt_wanted or not self.attempt.tree.spawned
-        again = "" if ending else restart.next_attempt(self._ended, self.spec.plan.restart)
+        again = "" if ending else restart.next_attempt(ended, self.spec.plan.restart)
+        if isinstance(again, str) and (doing := self.observers.call(CHECK, self._poll_check, "")):
+            self.why = f"all processes have ended; {doing}"
+            return None
+        self._ended = ended
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._next_at = time.monotonic() + again.wait_s
@@ -367,23 +373,14 @@ class Run:
             "v": VERSION, "run": self.id, "child": rundir.identity(),
             "lock_token": self._services.lock_token, "launch": self.spec.launch,
             "ended": [asdict(each) for each in self._ended],
+            "checkpoint_check": self._check.document(),
             "live_dir": "" if self.over else str(self.live or ""),
-            "watch": asdict(self._context.watch), "git": self._commit.git, **self._armed(),
-            **self.summary.as_dict(),
+            "watch": asdict(self._context.watch), "git": self._commit.git,
+            **restart.armed(
+                *self.attempt.monitor.on_stall(), not self._context.live.why, self._ended,
+                self.spec.plan.restart, self.attempt.saved,
+            ), **self.summary.as_dict(),
         }  # fmt: skip
-
-    def _armed(self) -> dict[str, str]:
-        """Returns the policy on a stall and on a crash, as a sentence and in a few words."""
-        policy = self.spec.plan.restart
-        action, text = self.attempt.monitor.on_stall()
-        if self._context.live.why and action in STRONG:
-            action, text = "warn", "on stall: alert only, there is no shared memory"
-        short = "alert" if action == "warn" else action
-        if policy.when != "never":
-            left = restart.restarts_left(self._ended, policy, self.attempt.saved)
-            text = f"{text}; on crash: " + (f"restart, {left} left" if left else "no restart left")
-            short = f"{short} ↻{left}"
-        return {"armed": text, "armed_short": short}
 
     def _send_heartbeat(self) -> None:
         """Writes the supervisor heartbeat to shared memory, which works even if no disk works."""

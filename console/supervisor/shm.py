@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import process
+from console.supervisor.alerts import Alerts
 from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.errors import RefusedError
 
-SWEPT_AFTER_S = 86_400.0
+SWEPT_AFTER_S, NO_MEMORY = 86_400.0, "live-directory"
 
 
 def _prefix() -> str:
@@ -96,6 +97,17 @@ class Live:
     def is_removed(self) -> bool:
         """Returns whether the directory was removed or replaced while it is in use."""
         return self._home is not None and not self._home.is_there()
+
+    def watch(self, alerts: Alerts) -> None:
+        """Raises an alert while the directory is removed."""
+        if self.is_removed():
+            alerts.raise_(
+                NO_MEMORY, f"shared memory {self.path} was removed during the run "
+                "(RemoveIPC=yes at a logout?): stack dumps are not available until the next "
+                "attempt; run loginctl enable-linger", "warn",
+            )  # fmt: skip
+        else:
+            alerts.clear(NO_MEMORY, "the run has shared memory again")
 
     def _unlock(self) -> None:
         for fd in self._pulses.values():

@@ -25,6 +25,7 @@ GOOD = {
     "flags": [], "plans": [], "drill": ["--list"],
     "launch": ["cpu_smoke", "--dry-run", "--phase=sanity"], "dump": [RUN], "halt": [RUN],
     "stop": [RUN], "do": [RUN, "note", "text=hello"],
+    "override": [RUN, "--phase", "first", "--gate", "loss_falls", "--reason", "why"],
 }  # fmt: skip
 """Words with which a command does what it should; a run that is over takes no request."""
 

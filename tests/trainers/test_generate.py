@@ -12,7 +12,7 @@ from nsa.generate import generate
 from nsa.model import Transformer
 from tests.trainers.runs import CONFIG, ROOT, environment, small
 from tests.trainers.test_tokenizer import bytewise
-from trainers import checkpoint, optim, settings, tokenizer
+from trainers import checkpoint, load, manifest, optim, settings, tokenizer
 from trainers.checkpoint import Parts
 from trainers.failures import CheckpointError
 from trainers.generate import main
@@ -31,13 +31,15 @@ def run(tmp_path_factory):
     return checkpointed(tmp_path_factory.mktemp("run"), CHANGES)
 
 
-def checkpointed(path, changes, kind=Parts):
+def checkpointed(path, changes, kind=Parts, infinite=False):
     """Saves a checkpoint of a random model. Returns the run directory and the model."""
     path.mkdir(exist_ok=True)
     resolved = settings.resolve(CONFIG, {}, changes)
     torch.manual_seed(0)
     model = Transformer(resolved.settings.model, resolved.settings.attention)
     model = model.to(weights_dtype(resolved.settings.train.precision))
+    if infinite:
+        torch.nn.init.constant_(next(model.parameters()), torch.inf)
     optimizer = optim.build(model, resolved.settings.optim)
     values = {key: entry["value"] for key, entry in resolved.as_dict().items()}
     cpu = torch.device("cpu")
@@ -53,6 +55,24 @@ def command(tmp_path, *words):
         [sys.executable, "-m", "trainers.generate", *map(str, words)],
         capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path), timeout=120,
     )  # fmt: skip
+
+
+def test_a_checkpoint_is_loaded_whole_or_its_damage_is_named(run, tmp_path, monkeypatch):
+    path, model = run
+    whole = path / "checkpoints" / "step_00000003"
+    count = sum(each.numel() for each in model.parameters())
+    assert f"step 3: {count:,} weights and" in load.load(whole)
+    folder = shutil.copytree(whole, tmp_path / "step_00000003")
+    (shard,) = folder.glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load.load(folder)
+    monkeypatch.setattr(manifest, "verify", manifest.read)  # as if saved like this
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load.load(folder)
+    bad, _ = checkpointed(tmp_path / "bad", CHANGES, infinite=True)
+    with pytest.raises(CheckpointError, match="a weight that is not finite, in "):
+        load.load(bad / "checkpoints" / "step_00000003")
 
 
 def test_greedy_text_is_that_of_whole_forwards_and_a_seed_decides_what_is_drawn(run, tmp_path):

@@ -75,6 +75,23 @@ class Restart:
     backoff_s: float = 10.0
 
 
+PLACEHOLDER = "{checkpoint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """What the supervisor does with each new checkpoint: load it in another process, back it up.
+
+    `backup` is a program with its arguments; it runs after a checkpoint was loaded. The path of the
+    checkpoint replaces `PLACEHOLDER`, or is the last argument.
+    """
+
+    load: bool = False
+    backup: tuple[str, ...] = ()
+    load_s: float = 300.0
+    backup_s: float = 600.0
+
+
 @dataclass(frozen=True, slots=True)
 class Expects:
     """Facts that must follow from the settings of a phase; a fact that is None is not checked."""
@@ -151,6 +168,7 @@ class Plan:
     between: Between = "go"
     watch: Watch = Watch()
     restart: Restart = Restart()
+    checkpoints: Checkpoints = Checkpoints()
     env: Mapping[str, str] = field(default_factory=dict)
     preflight: Preflight = Preflight()
 

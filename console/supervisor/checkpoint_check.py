@@ -1,0 +1,153 @@
+"""Loads each new checkpoint of a run in another process, and then runs the back-up of the plan.
+
+The programs run one at a time in a thread, at the lowest priority; the newest checkpoint replaces
+those that wait. After the working process was replaced, the last program may run again.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from console.model import Level, Result
+from console.sources.summary import Summary
+from console.supervisor import program
+from console.supervisor.alerts import Alerts
+from console.supervisor.launch_spec import inherited
+from trainers.contract import flags, jsonl, rundir
+from trainers.contract.plan import PLACEHOLDER, Checkpoints
+
+LOW_PRIORITY = ("nice", "-n", "19")
+LOADS = (sys.executable, "-P", "-m", "trainers.load")
+DAMAGED, AGAIN_S, SPARE_S = 15, 1.0, 10.0
+"""The exit code for a damaged checkpoint, and the time until it is loaded once more.
+
+The second try excludes a temporary error of the disk, and a checkpoint that is being removed.
+"""
+ALERTS: Mapping[str, str] = {"load": "checkpoint-load", "backup": "checkpoint-backup"}
+Outcome = tuple[Result, Level, str]
+
+
+class CheckpointCheck:
+    """Owns the check of the newest checkpoint; `event` and `alerts` are those of the run.
+
+    `former` is the `document` of a former working process, or {}.
+    """
+
+    def __init__(
+        self, run: Path, plan: Checkpoints, event: Callable[..., object], alerts: Alerts,
+        summary: Summary, former: Mapping[str, Any], loads: tuple[str, ...] = LOADS,
+    ):  # fmt: skip
+        self._run, self._plan, self._event, self._alerts = run, plan, event, alerts
+        self._summary, self._loads = summary, loads
+        done = (
+            {} if jsonl.text(former, "doing") else former
+        )  # a check that was cut short is repeated
+        self._newest = jsonl.integer(done, "attempt") or 0, jsonl.integer(done, "step") or 0
+        """Attempt and step of the newest checkpoint whose check began."""
+        self._results = {key: jsonl.text(former, key)[:400] for key in ALERTS}
+        self._doing = ""
+        """The program that runs: a key of `ALERTS`, or "" for none."""
+        self._job: Future[Outcome] | None = None
+        self._threads = ThreadPoolExecutor(1, "checkpoint")
+        self._stopped, self._until = False, math.inf
+        """Whether no further program starts, and when the wait for the running one ends."""
+        self._program = partial(program.run, keeps_output=True, stopped=lambda: self._stopped)
+
+    @property
+    def doing(self) -> str:
+        """What is done with which checkpoint now, or "" for nothing."""
+        verb = {"load": "loaded", "backup": "backed up"}.get(self._doing)
+        return f"the checkpoint of step {self._newest[1]} is being {verb}" if verb else ""
+
+    def document(self) -> dict[str, Any]:
+        """Returns the key `checkpoint_check` of supervisor.json."""
+        attempt, step = self._newest
+        return {"attempt": attempt, "step": step, "doing": self.doing, **self._results}
+
+    def poll(self, attempt: int, newest: int) -> None:
+        """Reports a program that has ended, and starts the next one; never waits.
+
+        `newest` is the step of the newest checkpoint of this attempt, or 0.
+        """
+        if self._job is not None:
+            if not self._job.done() and time.monotonic() < self._until:
+                return
+            ended, self._job = self._job, None
+            self._report(ended)
+        wanted = self._plan.load or self._plan.backup
+        if self._job is None and wanted and newest and (attempt, newest) != self._newest:
+            self._newest, self._results = (attempt, newest), dict.fromkeys(ALERTS, "")
+            self._begin("load", self._load, 2 * self._plan.load_s)
+
+    def stop(self) -> None:
+        """Ends the running program within its grace time, and starts no other."""
+        self._stopped, self._until = True, min(self._until, time.monotonic() + SPARE_S)
+
+    def _begin(self, what: str, work: Callable[[int, Path], Outcome], limit_s: float) -> None:
+        if self._stopped:
+            return
+        self._doing, step = what, self._newest[1]
+        self._until = time.monotonic() + limit_s + SPARE_S
+        path = self._run.absolute() / rundir.CHECKPOINTS / f"step_{step:08d}"
+        self._job = self._threads.submit(work, step, path)
+
+    def _report(self, ended: Future[Outcome]) -> None:
+        """Records a result; begins the back-up after a checkpoint was loaded."""
+        what, self._doing, step = self._doing, "", self._newest[1]
+        # An error means that no process or descriptor is left.
+        error = ended.exception() if ended.done() else "its program does not end (a hung disk?)"
+        failed: Outcome = "unknown", "warn", f"checkpoint step {step}: {what} failed: {error}"
+        result, level, text = failed if error else ended.result()
+        self._results[what] = result
+        self._event("checkpoint", text, level, step=step, what=what, result=result)
+        if level != "info" or result == "pass":
+            self._alerts.clear(ALERTS[what], f"a newer result: {text}")
+        if level != "info":
+            self._alerts.raise_(ALERTS[what], text, level)
+        if what == "load" and result == "pass":
+            self._summary.loaded.add(step)
+            if self._plan.backup:
+                self._begin("backup", self._back_up, self._plan.backup_s)
+
+    # --- in the thread -------------------------------------------------------------------------
+
+    def _load(self, step: int, path: Path) -> Outcome:
+        name, argv = f"checkpoint step {step}", (*LOW_PRIORITY, *self._loads, str(path))
+        environment = inherited() | {flags.DEVICES: "", "OMP_NUM_THREADS": "1"}
+        ended = self._program(argv, environment, self._plan.load_s)
+        if ended.code == DAMAGED:
+            time.sleep(AGAIN_S)
+            ended = self._program(argv, environment, self._plan.load_s)
+        if not ended.failure:
+            return "pass", "info", f"{name} is loaded: {ended.last_line}"
+        if end := self._harmless(path):
+            return "unknown", "info", f"{name} is not loaded: {end}"
+        if ended.code == DAMAGED:
+            return "fail", "crit", f"{name} does not load: {ended.last_line}"
+        why = f"{ended.failure} {ended.last_line}".strip()
+        return "unknown", "warn", f"{name} is not loaded: the program that loads it {why}"
+
+    def _back_up(self, step: int, path: Path) -> Outcome:
+        words = [word.replace(PLACEHOLDER, str(path)) for word in self._plan.backup]
+        if not any(PLACEHOLDER in word for word in self._plan.backup):
+            words.append(str(path))
+        ended = self._program((*LOW_PRIORITY, *words), inherited(), self._plan.backup_s)
+        if not ended.failure:
+            return "pass", "info", f"checkpoint step {step} is backed up: {ended.last_line}"
+        if end := self._harmless(path):
+            return "unknown", "info", f"checkpoint step {step} is not backed up: {end}"
+        why = f"{words[0]} {ended.failure}: {ended.last_line}"
+        return "fail", "warn", f"checkpoint step {step} is not backed up: {why}"
+
+    def _harmless(self, path: Path) -> str:
+        """Returns a cause for a failure that needs no operator, or ""."""
+        if self._stopped:
+            return "the run ends"
+        return "" if path.exists() else "it was removed"

@@ -1,0 +1,144 @@
+"""Overrides by request: an operator accepts, with a reason, a gate that did not pass.
+
+The event `override` of the run is the record; every reader evaluates the gates with it. The
+supervisor writes it while the phase runs, and `apply_to_ended` in a launch that has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from console import status_text
+from console.model import Gate, RunState
+from console.plans import gates
+from console.sources import launch_documents
+from console.sources.run import RunSource
+from console.sources.summary import Summary
+from console.supervisor import former_documents
+from console.supervisor.alerts import GATE_ALERT
+from console.supervisor.launcher import Claim
+from console.supervisor.rundir_io import event_record
+from trainers.contract import jsonl, rundir
+from trainers.contract.errors import RefusedError, did_you_mean
+
+if TYPE_CHECKING:  # a command does not load the supervisor
+    from console.supervisor.inbox import Outcome
+    from console.supervisor.run import Run
+
+NOTHING = "nothing is overridden"
+FREE_S, POLL_S = 10.0, 0.05
+"""A supervisor that has ended its plan holds the lock until it has written the report."""
+
+
+def _index(names: Sequence[str], name: str, what: str) -> int:
+    """Returns the index of a name. Raises RefusedError."""
+    if name not in names:
+        raise RefusedError(f"there is no {what} {name!r}{did_you_mean(name, names)}; {NOTHING}")
+    return names.index(name)
+
+
+def _check(found: Sequence[Gate], name: str) -> None:
+    """Raises RefusedError unless a gate of this name has failed or is unknown."""
+    gate = found[_index([each.name for each in found], name, "result of a gate")]
+    if not gate.blocks:
+        why = f"is overridden already: {gate.override}" if gate.override else "passed"
+        raise RefusedError(f"the gate {name} {why}; {NOTHING}")
+
+
+def apply(
+    run: Run | None, phases: Sequence[str], index: int, args: Mapping[str, Any], by: str
+) -> Outcome:
+    """Overrides a gate of the running phase `index` that has a result; returns the outcome.
+
+    A gate has a result if its step was reached, or if no later record can change its failure.
+    """
+    try:
+        if run is None or _index(phases, args["phase"], "phase") != index:
+            raise RefusedError(f"{args['phase']} is not the phase that runs; {NOTHING}")
+        so_far = gates.so_far(run.summary, run.phase.gates)
+        failed = [each for each in so_far if each.result == "fail" and "@" not in each.name]
+        _check([*gates.reached(run.summary, run.phase.gates), *failed], args["gate"])
+    except RefusedError as error:
+        return False, str(error), []
+    text, keys = _facts(args)
+    run.summary.add_event(run.event("override", text, by=by, **keys))
+    run.alerts.clear(f"{GATE_ALERT}{args['gate']}", text)
+    return True, text, []
+
+
+def _facts(args: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Returns the text and the keys of the event `override`."""
+    gate, reason = args["gate"], " ".join(args["reason"].split())
+    return f"the gate {gate} is overridden: {reason}", {"gate": gate, "reason": reason}
+
+
+def apply_to_ended(launch: Path, args: Mapping[str, Any], by: str) -> str:
+    """Overrides a gate of a phase that completed in an ended launch; returns the request's id.
+
+    Raises RefusedError.
+    """
+    _target(launch, args)  # a rejected request leaves no file
+    claim = Claim(launch, adopt=True)
+    until = time.monotonic() + FREE_S
+    while not claim.is_free() and time.monotonic() < until:
+        time.sleep(POLL_S)
+    claim.take()
+    try:
+        return _apply(launch, args, by)
+    except OSError as error:
+        raise RefusedError(f"cannot write into {launch}: {error.strerror}; send it again") from None
+    finally:
+        claim.release()
+
+
+def _target(
+    launch: Path, args: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], Path, RunState]:
+    """Returns plan_state.json, the entry of the phase in it, and its run. Raises RefusedError."""
+    plan_state = former_documents.document(launch, rundir.PLAN_STATE, NOTHING)
+    entries = jsonl.entries(plan_state, "phases")
+    names = [jsonl.text(each, "name") for each in entries]
+    entry = entries[_index(names, args["phase"], "phase")]
+    run = launch / launch_documents.run_directory(entry)
+    if entry.get("state") != "completed" or run == launch:
+        raise RefusedError(f"{args['phase']} has not completed, so resume it; {NOTHING}")
+    rundir.check_ours(run)
+    state = RunSource(run).poll()
+    _check(state.gates, args["gate"])
+    return plan_state, entry, run, state
+
+
+def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
+    plan_state, entry, run, state = _target(launch, args)
+    document = former_documents.document(run, rundir.GATES, NOTHING)
+    text, keys = _facts(args)
+    event = event_record(state.attempt, "override", text, by=by, **keys)
+    _append(run, event)
+    summary = Summary()
+    summary.add_event(event)
+    now = tuple(replace(each, override=summary.overrides.get(each.name, each.override))
+                for each in state.gates)  # fmt: skip
+    entry["result"], plan_state["why"] = gates.overall(now), f"{plan_state.get('why')}; {text}"
+    changed = {"result": entry["result"], "gates": [asdict(each) for each in now]}
+    rundir.write_json(run / rundir.GATES, document | changed)
+    rundir.write_json(launch / rundir.PLAN_STATE, plan_state)
+    name = f"{time.time_ns() // 1_000_000}-{os.urandom(4).hex()}"
+    left = status_text.not_passed(now)
+    answer = f"{text}; {left or 'the phase has passed, and resume starts the next one'}"
+    _append(launch, event_record(1, "answer", answer, request=name, action="override", ok=True,
+                                 detail=[], asked_by=by))  # fmt: skip
+    return name
+
+
+def _append(folder: Path, event: Mapping[str, Any]) -> None:
+    """Appends an event to a launch or run that no supervisor writes. Raises OSError."""
+    fd = rundir.open_append(folder / rundir.EVENTS)
+    try:
+        os.write(fd, jsonl.encode(event))
+    finally:
+        os.close(fd)

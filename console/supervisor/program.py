@@ -1,0 +1,81 @@
+"""Runs one external program with a time limit, on the thread of the caller.
+
+`timeout` of coreutils ends a program that hangs, even if the supervisor has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from console.sources import process
+from console.sources.sanitize import clean
+
+GRACE_S, POLL_S = 2.0, 0.02
+"""A program gets TERM after its time limit, and KILL after the grace time that follows."""
+TAIL_BYTES, MAX_LINE, PARTS = 4096, 300, 16
+IS_OVER = os.WEXITED | os.WNOWAIT | os.WNOHANG
+
+
+class Ended(NamedTuple):
+    """The end of a program in words ("" after exit code 0), and the last line of its output."""
+
+    code: int | None
+    failure: str = ""
+    last_line: str = ""
+
+
+def run(
+    argv: Sequence[str], environment: Mapping[str, str], limit_s: float, folder: Path | None = None,
+    stdin: bytes = b"", keeps_output: bool = False, stopped: Callable[[], bool] = lambda: False,
+) -> Ended:  # fmt: skip
+    """Runs a program and returns its end; the program gets TERM once `stopped` returns True.
+
+    The process group of the program gets KILL before its leader is reaped, because the number of
+    the group could be reused after that.
+    """
+    begun, tail = time.monotonic(), b""
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(read_fd, False)
+    with os.fdopen(os.memfd_create("stdin"), "r+b", buffering=0) as given, os.fdopen(read_fd):
+        os.pwrite(given.fileno(), stdin, 0)
+        output = write_fd if keeps_output else subprocess.DEVNULL
+        try:
+            started = subprocess.Popen(
+                ["timeout", f"--kill-after={GRACE_S:g}", f"{limit_s:g}", *argv], cwd=folder,
+                env=environment, stdin=given, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return Ended(None, f"cannot be started: {error.strerror}")
+        finally:
+            os.close(write_fd)
+        while os.waitid(os.P_PID, started.pid, IS_OVER) is None:
+            if stopped():
+                os.kill(started.pid, signal.SIGTERM)  # `timeout` passes it on
+            tail = _end_of(read_fd, tail)
+            time.sleep(POLL_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(started.pid, signal.SIGKILL)
+        code, tail = started.wait(), _end_of(read_fd, tail)
+    lines = [line for line in tail.decode("utf-8", "replace").splitlines() if line.strip()]
+    failure = f"exited (code {code})" if code else ""
+    if code < 0:
+        failure = f"was killed ({process.signal_name(-code)})"
+    if time.monotonic() - begun >= limit_s:
+        failure = f"ran longer than {limit_s:g} s and was ended"
+    return Ended(code, failure, clean(lines[-1].strip(), MAX_LINE) if lines else "")
+
+
+def _end_of(fd: int, tail: bytes) -> bytes:
+    """Returns the end of the output so far; reads a bounded part of it, and never waits."""
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(PARTS):
+            tail = (tail + os.read(fd, 1 << 16))[-TAIL_BYTES:]
+    return tail

@@ -1,0 +1,154 @@
+"""Each new checkpoint is loaded by another process, which may fail, hang or come too late."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from console.sources.summary import Summary
+from console.supervisor.alerts import Alerts
+from console.supervisor.checkpoint_check import CheckpointCheck
+from console.supervisor.rundir_io import Directory, event_record
+from tests.launches import STUB
+from trainers.contract import rundir
+from trainers.contract.plan import Checkpoints
+
+LONGEST_S = 30.0
+FINE = "echo some line; echo fine"
+
+
+class Trial:
+    """A check with a shell script in place of the program that loads, and what it recorded."""
+
+    def __init__(self, folder, script=FINE, former=None, **plan):
+        self.run, self.events, self.summary = folder, [], Summary(1, 1, 0)
+        directory = Directory()
+        self.alerts = Alerts(self.event, directory)
+        self.check = CheckpointCheck(
+            folder, Checkpoints(**{"load": True, **plan}), self.event, self.alerts, self.summary,
+            former or {}, ("sh", "-c", script, "sh"),
+        )  # fmt: skip
+        directory.close()
+
+    def event(self, kind, text, level="info", **more):
+        self.events.append(event_record(1, kind, text, level, **more))
+        return self.events[-1]
+
+    def results(self):
+        return [(each["what"], each["step"], each["result"], each["level"])
+                for each in self.events if each["kind"] == "checkpoint"]  # fmt: skip
+
+    def saved(self, *steps):
+        for step in steps:
+            (self.run / rundir.CHECKPOINTS / f"step_{step:08d}").mkdir(parents=True, exist_ok=True)
+            self.check.poll(1, step)
+        return self
+
+    def finish(self, attempt=1, step=0):
+        until = time.monotonic() + LONGEST_S
+        while self.check.doing:
+            assert time.monotonic() < until, self.events
+            time.sleep(0.01)
+            self.check.poll(attempt, step)
+        return self.results()
+
+
+def test_a_checkpoint_is_loaded_once_and_counts_for_the_gate(tmp_path):
+    trial = Trial(tmp_path, 'nice; echo "$CUDA_VISIBLE_DEVICES"; test -d "$1" && echo fine')
+    assert trial.saved(5).finish(1, 5) == [("load", 5, "pass", "info")]
+    assert (trial.events[-1]["text"], trial.summary.loaded) == (
+        "checkpoint step 5 is loaded: fine", {5},
+    )  # fmt: skip
+    read = Summary(1, 1, 0)
+    read.add_event(trial.events[-1])
+    assert read.loaded == {5}, "a reader counts it from the event"
+    assert len(trial.saved(5).finish()) == 1
+    assert len(trial.finish()) == 1
+    document = trial.check.document()
+    assert (document["step"], document["load"], document["doing"]) == (5, "pass", "")
+    assert Trial(tmp_path, former=document).saved(5).finish() == []
+    cut_short = document | {"doing": "the checkpoint of step 5 is being loaded"}
+    assert Trial(tmp_path, former=cut_short).saved(5).finish() == [("load", 5, "pass", "info")]
+
+
+@pytest.mark.parametrize(
+    ("script", "result", "level", "text"),
+    [
+        ("echo bad file; exit 15", "fail", "crit", "does not load: bad file"),
+        ("sleep 60", "unknown", "warn", "ran longer than 0.3 s and was ended"),
+        ("trap '' TERM; sleep 1 & wait; wait", "unknown", "warn", "ran longer than 0.3 s"),
+        ("kill -9 $$", "unknown", "warn", "was killed (SIGKILL)"),
+        ("echo no module; exit 1", "unknown", "warn", "exited (code 1) no module"),
+        ("rmdir $1; exit 15", "unknown", "info", "it was removed"),
+    ],
+)
+def test_a_load_that_does_not_succeed_says_why(tmp_path, monkeypatch, script, result, level, text):
+    monkeypatch.setattr("console.supervisor.checkpoint_check.AGAIN_S", 0.05)
+    trial = Trial(tmp_path, script, load_s=0.3, backup=("touch", str(tmp_path / "backup")))
+    assert trial.saved(5).finish() == [("load", 5, result, level)]
+    assert text in next(each for each in trial.events if each["kind"] == "checkpoint")["text"]
+    opened = trial.alerts.open()
+    assert list(opened) == ["checkpoint-load"] * (level != "info"), opened
+    assert not (tmp_path / "backup").exists()
+    assert trial.summary.loaded == set()
+    trial.check._loads = ("sh", "-c", FINE, "sh")
+    trial.saved(10).finish()
+    assert not trial.alerts.open(), "the next one loads"
+
+
+def test_the_newest_checkpoint_replaces_those_that_wait_and_a_stop_ends_it(tmp_path):
+    trial = Trial(tmp_path, "sleep 0.3; echo fine").saved(5, 10, 15)
+    assert trial.finish(1, 15) == [("load", 5, "pass", "info"), ("load", 15, "pass", "info")]
+    slow = Trial(tmp_path, "sleep 60").saved(20)
+    began = time.monotonic()
+    slow.check.stop()
+    assert slow.finish(1, 25) == [("load", 20, "unknown", "info")]
+    assert time.monotonic() - began < 5
+    assert slow.alerts.open() == {}
+
+
+def test_a_program_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("console.supervisor.checkpoint_check.SPARE_S", 0.1)
+    trial = Trial(tmp_path, "sleep 2", load_s=0.05)
+    trial.check._program = lambda *_: time.sleep(2)  # as on a disk that does not answer
+    assert trial.saved(5).finish() == [("load", 5, "unknown", "warn")]
+    assert "a hung disk?" in trial.events[0]["text"]
+    trial = Trial(tmp_path, "sleep 2")
+    trial.check._program = lambda *_: time.sleep(2)
+    trial.saved(5).check.stop()
+    assert trial.finish() == [("load", 5, "unknown", "warn")]
+
+
+@pytest.mark.parametrize(
+    ("words", "result", "text"),
+    [
+        (("sh", "-c", 'echo "got $1"', "sh"), "pass", "is backed up: got {path}"),
+        (("echo", "to={checkpoint}/x"), "pass", "is backed up: to={path}/x"),
+        (("sh", "-c", "echo disk full; exit 3"), "fail", "sh exited (code 3): disk full"),
+        (("no-such-program",), "fail", "(code 127): "),
+        (("rmdir", "{checkpoint}", "/no"), "unknown", "is not backed up: it was removed"),
+        (("echo", "$HOME;id"), "pass", "is backed up: $HOME;id {path}"),
+    ],
+)
+def test_a_back_up_gets_the_path_after_the_load(tmp_path, words, result, text):
+    trial = Trial(tmp_path, backup=words).saved(5)
+    assert [each[:3] for each in trial.finish()] == [("load", 5, "pass"), ("backup", 5, result)]
+    (found,) = (each["text"] for each in trial.events if each.get("what") == "backup")
+    assert text.format(path=tmp_path / rundir.CHECKPOINTS / "step_00000005") in found
+    assert list(trial.alerts.open()) == ["checkpoint-backup"] * (result == "fail")
+
+
+def test_a_run_waits_for_the_check_of_its_last_checkpoint_and_its_gate_counts_it(begin, tmp_path):
+    started = begin(
+        {"name": "one"}, config="configs/tiny_cpu.yaml", module="trainers.ddp", shell=STUB,
+        set={"data.source": "synthetic", "train.steps": 4, "report.out_dir": str(tmp_path)},
+        gates={"steps_done": 4, "checkpoints_loaded_at_least": 1}, checkpoints={"load": True},
+    )  # fmt: skip
+    assert "gate checkpoints_loaded_at_least failed (0 loads" in started.wait_end()["why"]
+    (event,) = (each for each in started.events(0) if each["kind"] == "checkpoint")
+    assert (event["step"], event["result"]) == (4, "unknown"), "the small torch loads nothing"
+    assert started.alerts("checkpoint-load")[0]["level"] == "warn"
+    kinds = [each["kind"] for each in started.events(0)]
+    assert kinds.index("checkpoint") < len(kinds) - 1 - kinds[::-1].index("state")
+    assert started.state()["checkpoint_check"]["step"] == 4

@@ -1,0 +1,77 @@
+"""An operator accepts a gate that did not pass: with a reason, by name, and for all to read."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from console import actions
+from console.actions import LaunchOptions
+from console.cli import main
+from tests.launches import STUB, phase
+from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
+
+GATES = {"steps_done": 5, "loss_falls": True, "grad_norm_above": 5}
+
+
+def given(path, **args):
+    """Sends an override like a command; returns the answer."""
+    found = {"phase": "one", "gate": "loss_falls", "reason": "It is planted."} | args
+    return actions.answer(path, actions.send(path, "override", found, "ann@host"), 15)
+
+
+def test_a_plan_that_stopped_at_gates_goes_on_after_they_are_overridden(begin, capsys):
+    phases = (phase("one", "member.py", 6, gates=GATES), phase("two", "member.py", 6))
+    started = begin(*phases, shell=STUB)
+    assert "gate loss_falls unknown" in started.wait_end()["why"]
+    assert main(["check", str(started.path)]) == 1
+    for wrong, sentence in (
+        ({"phase": "on"}, "no phase 'on'"), ({"gate": "loss_fall"}, "of a gate 'loss_fall'"),
+        ({"gate": "steps_done"}, "steps_done passed"), ({"phase": "two"}, "has not completed"),
+    ):  # fmt: skip
+        with pytest.raises(RefusedError, match=sentence):
+            given(started.path, **wrong)
+    assert "grad_norm_above failed" in given(started.path)["text"]
+    with pytest.raises(RefusedError, match=r"overridden already: It is planted. \(ann@host, 2"):
+        given(started.path)
+    assert (started.plan_state["phases"][0]["result"], main(["check", str(started.run())])) == (
+        "fail", 1,
+    )  # fmt: skip
+    words = ["--phase", "one", "--gate", "grad_norm_above", "--reason", "A second one."]
+    assert main(["override", str(started.path), *words]) == 0
+    assert "resume starts the next one" in capsys.readouterr().out
+    assert main(["check", str(started.run())]) == 0
+    found = actions.prepare(LaunchOptions(resume=started.path, root=started.path.parents[1]))
+    assert [each["phase"] for each in found.phases] == ["two"]
+    assert main(["report", str(started.path)]) == 0
+    report = capsys.readouterr().out
+    assert "It is planted. (ann@host, 2" in report
+    assert "| 0-one |" in report.partition("Notes and requests")[2], "who and when"
+    gates = rundir.read_json(started.run() / rundir.GATES) or {}
+    gates["gates"][1]["override"] = "forged"
+    (started.run() / rundir.GATES).write_text(json.dumps(gates))
+    assert main(["check", str(started.run())]) == 1, "the event and gates.json must agree"
+
+
+def test_a_gate_that_failed_is_overridden_while_its_phase_runs(begin):
+    gates = {"grad_norm_above": 5, "steps_done": 120}
+    phases = (phase("one", "member.py", 120, gates=gates), phase("two", "member.py", 3))
+    started = begin(*phases, shell=STUB)
+    started.wait_steps(10)
+    wanted = {"phase": "one", "reason": "It is planted."}
+    assert (
+        "no result of a gate 'steps_done'; known: grad_norm_above"
+        in started.ask("override", gate="steps_done", **wanted)["text"]
+    )
+    later = wanted | {"phase": "two", "gate": "steps_done"}
+    assert "two is not the phase that runs" in started.ask("override", **later)["text"]
+    answer = started.ask("override", gate="grad_norm_above", **wanted)
+    assert answer["ok"], answer
+    os.kill(started.child(), 9)  # the next working process finds it in the events
+    assert started.wait_end()["why"] == "all phases are done"
+    assert main(["check", str(started.path)]) == 0
+    (event,) = (each for each in started.events(0) if each["kind"] == "override")
+    assert (event["by"], event["gate"]) == ("tester", "grad_norm_above")

@@ -1,0 +1,88 @@
+"""Counts its steps, saves and resumes like the trainers, without torch and without a model.
+
+The small torchrun starts it in place of `trainers.ddp`. `report.out_dir` is the folder in which
+each rank appends a line per step that all ranks have done, and rank 0 a line per sealed checkpoint.
+"""
+
+import mmap
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+
+from trainers import manifest, settings
+from trainers.command_line import parse
+from trainers.contract import environ, rundir
+from trainers.contract.member import join
+from trainers.manifest import Manifest
+
+STEP_S = 0.02
+variables = environ.snapshot()
+arguments = parse(None, "trainers.ddp", variables)
+chosen = settings.resolve(
+    arguments.config, variables, arguments.overrides, "trainers.ddp", arguments.origins
+).settings
+run = join()
+folder = Path(chosen.report.out_dir)
+phase = run.run.name.partition("-")[2]
+
+
+def note(what: str, step: int) -> None:
+    """Appends a line to the journal of this rank, which outlives the run."""
+    line = f"{what} {step} {run.run.parent.name} {run.attempt} {time.monotonic()}\n"
+    fd = os.open(folder / f"{phase}.{run.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(fd, line.encode())
+    os.close(fd)
+
+
+def resumed() -> int:
+    """Returns the step of the checkpoint to resume from, chosen as `trainers.build` does."""
+    named = chosen.checkpoint.resume
+    if run.attempt > 1 and manifest.newest_first(run.run):
+        named = str(run.run)
+    if not named:
+        return 0
+    path, _ = manifest.choose(Path(named))
+    step = manifest.read(path).step
+    run.record("resume", step, path=str(path))
+    return step
+
+
+def save(step: int) -> None:
+    target = run.run / rundir.CHECKPOINTS / manifest.name_of(step)
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    manifest.clear_leftovers(run.run)
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    (temporary / "state").write_text(f"{step}\n")
+    manifest.complete(temporary, target, Manifest(step, step * 10, {}))
+    note("saved", step)
+    manifest.retain(run.run, chosen.checkpoint.keep_last, 0)
+    run.record("checkpoint", step, path=target.name)
+
+
+first = resumed() + 1
+path = Path(run.live or run.run) / f"lockstep{run.attempt}"
+path.touch()
+with path.open("r+b") as stream:
+    stream.truncate(8 * run.world)
+    board = mmap.mmap(stream.fileno(), 8 * run.world)
+last = chosen.train.steps
+for step in range(first, last + 1):
+    if run.step(step, loss=5.5, grad_norm=1.0):
+        if run.rank == 0 and step > first:
+            save(step - 1)
+        break
+    run.pulse.set(step, "forward")
+    time.sleep(STEP_S)
+    run.pulse.set(step, "backward")
+    struct.pack_into("<q", board, 8 * run.rank, step)
+    while min(struct.unpack_from(f"<{run.world}q", board)) < step:
+        time.sleep(0.001)
+    note("step", step)
+    every = chosen.checkpoint.every
+    if run.rank == 0 and ((every and step % every == 0) or step == last):
+        with run.phase("save"):
+            save(step)
