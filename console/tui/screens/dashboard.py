@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any
 
 from textual.app import ComposeResult
-from textual.containers import Grid, Horizontal
 
 from console.model import RunState
 from console.tui import chartmath, charts
@@ -19,7 +18,7 @@ from console.tui.charts import Chart
 from console.tui.screens.view import Console, View, shown_text
 from console.tui.widgets.chart import ChartPanel
 from console.tui.widgets.figures import figure_rows
-from console.tui.widgets.lines import Panel
+from console.tui.widgets.lines import Box, Panel
 from console.tui.widgets.logtail import LogTail
 from console.tui.widgets.ranks import rank_rows
 
@@ -79,10 +78,10 @@ class Dashboard(View):
 
     DEFAULT_CSS = """
     Dashboard { layout: vertical; }
-    Dashboard Horizontal { height: auto; width: 1fr; }
+    Dashboard #top { layout: horizontal; height: auto; }
     Dashboard #ranks { width: 1fr; height: 1fr; }
     Dashboard #figures { margin-left: 2; height: 1fr; }
-    Dashboard Grid { height: 1fr; grid-gutter: 0 2; }
+    Dashboard #charts { layout: grid; height: 1fr; grid-gutter: 0 2; }
     Dashboard ChartPanel { width: 1fr; height: 1fr; }
     """
 
@@ -98,10 +97,10 @@ class Dashboard(View):
         self._shape: Shape | None = None
 
     def compose(self) -> ComposeResult:
-        with Horizontal(id="top"):
+        with Box(id="top"):
             yield Panel("ranks", rank_rows)
             yield Panel("figures", figure_rows)
-        with Grid(id="charts"):
+        with Box(id="charts"):
             for index in range(len(charts.CATALOG)):
                 yield ChartPanel(f"chart{index}", self._mode)
         yield LogTail(self._book, id="log")
@@ -133,7 +132,7 @@ class Dashboard(View):
                 panel.chart, panel.span_s = self._charts[first + index], self.span_s
                 panel.zoomed, panel.selected = self.zoomed, index == self.selected
         if not snapshot.charts.keys() >= {*self.wanted(state, snapshot.recorded)}:
-            self.console.feed.nudge()
+            self.call_after_refresh(self.console.feed.nudge)
 
     def _apply(self, now: Shape) -> None:
         top, figures = self.query_one("#top"), self.query_one("#figures")
