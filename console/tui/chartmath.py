@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -44,7 +45,7 @@ def window_start(first: float, now: float, span: float) -> float:
     return first if over <= 0 else first + math.ceil(over / (span / 4)) * (span / 4)
 
 
-def bins(points: Sequence[Point], start: float, span: float, count: int) -> list[Bin]:
+def bins(points: Sequence[Point], start: float, span: float, count: int) -> tuple[Bin, ...]:
     """Returns smallest and largest value in each of `count` columns; points are sorted by time."""
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
     ats, values = zip(*points[first:end], strict=True) if first < end else ((), ())
@@ -57,10 +58,10 @@ def bins(points: Sequence[Point], start: float, span: float, count: int) -> list
         if part := values[begin:stop]:
             found[column - 1] = min(part), max(part)
         begin = stop
-    return found
+    return tuple(found)
 
 
-def merge(several: Sequence[list[Bin]]) -> list[Bin]:
+def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:
     """Returns the band from the smallest to the largest value of several series."""
     if len(several) == 1:
         return several[0]
@@ -141,8 +142,9 @@ def columns_of(mode: Mode, width: int) -> int:
     return width * 2 if mode == "braille" else width
 
 
+@lru_cache(maxsize=16)
 def draw(
-    curves: Sequence[list[Bin]], low: float, high: float, height: int, mode: Mode
+    curves: tuple[tuple[Bin, ...], ...], low: float, high: float, height: int, mode: Mode
 ) -> list[str]:  # fmt: skip
     """Returns `height` lines of cells with all curves; block mode draws the band that they span."""
     if mode == "block":

@@ -95,14 +95,16 @@ class Dashboard(View):
         self.zoomed = False
         self._charts: list[Chart] = []
         self._shape: Shape | None = None
+        self.panels = [
+            ChartPanel(f"chart{index}", self._mode) for index in range(len(charts.CATALOG))
+        ]
 
     def compose(self) -> ComposeResult:
         with Box(id="top"):
             yield Panel("ranks", rank_rows)
             yield Panel("figures", figure_rows)
         with Box(id="charts"):
-            for index in range(len(charts.CATALOG)):
-                yield ChartPanel(f"chart{index}", self._mode)
+            yield from self.panels
         yield LogTail(self._book, id="log")
 
     def wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
@@ -127,7 +129,7 @@ class Dashboard(View):
         if self.selected is not None:
             self.selected = min(self.selected, len(self._charts) - 1)
         first = self.selected or 0 if self.zoomed else 0
-        for index, panel in enumerate(self.query(ChartPanel)):
+        for index, panel in enumerate(self.panels):
             if index < now.charts:
                 panel.chart, panel.span_s = self._charts[first + index], self.span_s
                 panel.zoomed, panel.selected = self.zoomed, index == self.selected
@@ -142,7 +144,7 @@ class Dashboard(View):
         grid = self.query_one("#charts")
         grid.display = now.charts > 0
         grid.styles.grid_size_columns = now.per_row or 1
-        for index, panel in enumerate(self.query(ChartPanel)):
+        for index, panel in enumerate(self.panels):
             panel.display = index < now.charts
             is_last = index == now.charts - 1
             panel.styles.column_span = 1 + -now.charts % (now.per_row or 1) if is_last else 1
@@ -183,7 +185,7 @@ class Dashboard(View):
     def _step(self, by: int) -> None:
         """Moves the crosshair of the zoomed chart; without a zoomed chart, selects a chart."""
         if self.zoomed:
-            self.query(ChartPanel).first().move_crosshair(by)
+            self.panels[0].move_crosshair(by)
         elif self._shape is not None and self._shape.charts:
             count = self._shape.charts
             self.selected = 0 if self.selected is None else (self.selected + by) % count
@@ -197,7 +199,7 @@ class Dashboard(View):
             self.console.say("there is no chart yet", "error")
             return
         self.zoomed = not self.zoomed
-        self.query(ChartPanel).first().at = None
+        self.panels[0].at = None
         self.draw_again()
 
     def do_back(self) -> None:

@@ -72,7 +72,7 @@ class View(Box):
         """Shows a snapshot in all panels."""
         self.snapshot, self._fitted = snapshot, self.size
         self.fit_panels()
-        for panel in self.query(Panel):
+        for panel in self.walk_children(Panel):
             panel.take(snapshot)
 
     def fit_panels(self) -> None:

@@ -86,8 +86,7 @@ class Lines(Plain):
             self.refresh(*regions)
 
     def on_resize(self) -> None:
-        """Draws the content again for the new size; a widget that is shown again has the old size.
-        """
+        """Draws the content again for the new size; a widget that is shown again has the old size."""
         if self.size == self._drawn_size:
             return
         self._drawn_size = self.size
@@ -107,16 +106,18 @@ class Lines(Plain):
         strips = [self.render_line(y) for y in crop.line_range]
         for each in self.app.get_line_filters():
             strips = [strip.apply_filter(each, self.background_colors[1]) for strip in strips]
-        return strips if crop.width == self.size.width else [strip.crop(*crop.column_span) for strip in strips]
+        return (
+            strips
+            if crop.width == self.size.width
+            else [strip.crop(*crop.column_span) for strip in strips]
+        )
 
     def render_line(self, y: int) -> Strip:
         width = self.size.width
         strip = self._strips.get(y)
         if strip is None or strip.cell_length != width:
             row = self.shown[y] if y < len(self.shown) else BLANK
-            segments = [
-                Segment(drawn(text), STYLES[style] or PLAIN) for text, style in clip(row, width)
-            ]
+            segments = [Segment(drawn(text), STYLES[style] or PLAIN) for text, style in row]
             strip = self._strips[y] = Strip(segments).adjust_cell_length(width, PLAIN)
         return strip
 
