@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import ne
 
-from rich.cells import cell_len as measured, set_cell_size
+from rich.cells import cell_len as measured
+from rich.cells import set_cell_size
 
 Span = tuple[str, str]
 """A piece of text and the name of its style (`styles.STYLES`)."""

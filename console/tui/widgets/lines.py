@@ -86,7 +86,7 @@ class Lines(Plain):
             self.refresh(*regions)
 
     def on_resize(self) -> None:
-        """Draws the content again for the new size; a widget that is shown again has the old size."""
+        """Draws the content again if the size is new; a widget that is shown again has its size."""
         if self.size == self._drawn_size:
             return
         self._drawn_size = self.size
