@@ -26,6 +26,7 @@ TINY, HUGE = 1e-200, 1e200
 """Smaller differences count as zero, and larger values are limited: a record may have any float."""
 _DOTS = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
 """Bits of the four dots of a braille cell in its two columns, the lowest dot first."""
+_BRAILLE = " " + "".join(map(chr, range(0x2801, 0x2900)))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -68,7 +69,7 @@ def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:
     merged: list[Bin] = []
     for column in zip(*several, strict=True):
         held = [b for b in column if b is not None]
-        merged.append((min(b[0] for b in held), max(b[1] for b in held)) if held else None)
+        merged.append((min(held)[0], max([b[1] for b in held])) if held else None)
     return merged
 
 
@@ -106,11 +107,16 @@ def levels(
     """
     found: list[tuple[int, int] | None] = []
     before: tuple[int, int] | None = None
+    most, span = count - 1, high - low
+    scale = most / span if TINY < span < math.inf else 0.0
     for column in held:
         if column is None:
             found.append(None)
             continue
-        bottom, top = (_dot(value, low, high, count) for value in column)
+        least, largest = column
+        bottom = top = round(min(most, max(0.0, (least - low) * scale)))
+        if largest != least:
+            top = round(min(most, max(0.0, (largest - low) * scale)))
         dots = bottom, top
         if before is not None:
             bottom, top = min(bottom, before[1] + 1), max(top, before[0] - 1)
@@ -119,18 +125,13 @@ def levels(
     return bridge(found)
 
 
-def _dot(value: float, low: float, high: float, count: int) -> int:
-    span = high - low
-    share = (value - low) / span if TINY < span < math.inf else 0.0
-    return round((count - 1) * min(1.0, max(0.0, share)))
-
-
 def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
     """Fills short gaps between points by a straight line: rare samples then form a curve."""
     filled = list(held)
-    known = [(index, sum(dots) / 2) for index, dots in enumerate(held) if dots is not None]
-    for (first, a), (last, b) in pairwise(known):
-        if last - first <= 16:
+    known = [(index, dots) for index, dots in enumerate(held) if dots is not None]
+    for (first, before), (last, after) in pairwise(known):
+        if 1 < last - first <= 16:
+            a, b = sum(before) / 2, sum(after) / 2
             for i in range(first + 1, last):
                 at = round(a + (b - a) * (i - first) / (last - first))
                 filled[i] = (at, at)
@@ -157,4 +158,4 @@ def draw(
         for index, dots in enumerate(levels(curve, low, high, 4 * height)):
             for dot in range(dots[0], dots[1] + 1) if dots else ():
                 cells[dot // 4][index // 2] |= _DOTS[index % 2][dot % 4]
-    return ["".join(chr(0x2800 + bits) if bits else " " for bits in line) for line in cells[::-1]]
+    return ["".join([_BRAILLE[bits] for bits in line]) for line in cells[::-1]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 from console.sources.series import Points
 from console.tui import chartmath
@@ -63,9 +62,8 @@ def _curves(
     chart: Chart, held: Sequence[Points], window: Window, count: int
 ) -> tuple[tuple[Bin, ...], ...]:  # fmt: skip
     """Returns what is drawn: one curve per series for layers, or else one band over all series."""
-    if chart.each != "layer" and len(held) > 1:
-        held = [tuple(sorted(chain.from_iterable(held)))]
     found = tuple(chartmath.bins(points, *window, count) for points in held)
+    found = found if chart.each == "layer" else (tuple(chartmath.merge(found)),)
     if chart.scale == 1.0:
         return found
     return tuple(
