@@ -8,8 +8,6 @@ from typing import Self
 
 from rich.segment import Segment
 from rich.style import Style
-from textual.dom import NoScreen
-from textual.errors import NoWidget
 from textual.geometry import Region, Size
 from textual.reactive import Reactive
 from textual.strip import Strip
@@ -31,18 +29,11 @@ class Plain(Widget):
 
     @property
     def size(self) -> Size:
-        return self.outer_size
+        return self.outer_size if self.is_attached else Size(0, 0)
 
     def refresh(self, *regions: Region, repaint: bool = True, **named: bool) -> Self:
         """Requests a new picture; a hidden widget is painted when it is shown."""
-        return super().refresh(*regions, repaint=repaint and self._is_placed, **named)
-
-    @property
-    def _is_placed(self) -> bool:
-        try:
-            return bool(self.screen.find_widget(self))
-        except (NoScreen, NoWidget):
-            return False
+        return super().refresh(*regions, repaint=repaint and self.is_on_screen, **named)
 
 
 class Box(Plain):
