@@ -18,6 +18,7 @@ from benchmarks.common import median, publish, table
 from tests.faults.table import BY_NUMBER, ROWS, Row
 
 REPEATS = 3
+GUARD_S = 600
 HEADER = (
     "#", "grade", "fault", "seen in s: median", "worst", "bound", "what was said", "left behind",
     "result",
@@ -133,7 +134,9 @@ def main() -> int:
     recorder = Recorder(options.repeats)
     elsewhere = [node for row in ROWS for node in row.elsewhere]
     only = ["-k", options.only] if options.only else []
-    words = ["-m", "slow or not slow", "-q", "--durations=0", "--durations-min=30", *only]
+    # A test that hangs ends as one failure. pytest's own way would end all tests that follow.
+    guard = ["-o", f"timeout={GUARD_S}", "-o", "timeout_method=signal"]
+    words = ["-m", "slow or not slow", "-q", "--durations=0", "--durations-min=30", *guard, *only]
     code = pytest.main(["tests/faults", *elsewhere, *words], plugins=[recorder])
     cases = list(recorder.cases.values())
     failed = [case for case in cases if case.failed]

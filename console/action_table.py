@@ -21,7 +21,8 @@ PHASES: tuple[Phases, ...] = get_args(Phases)
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of an action. If `metavar` is empty, it is a switch that a confirmation sets.
+    """One argument of an action. An argument without a `metavar` is a switch; the operator sets it
+    with the button of this action.
 
     `convert` raises ValueError with the accepted values, or UsageError.
     """

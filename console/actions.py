@@ -168,7 +168,7 @@ def begin(prepared: Prepared, by: str) -> Path:
 
 
 def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]:
-    """Returns the plan with the launch's changes, the origins of flags, the origins of settings."""
+    """Returns three values: the plan to launch, the origins of flags, the origins of settings."""
     if options.between and options.between not in BETWEEN:
         raise UsageError(f"--between {options.between!r}: it must be go or ask")
     if options.nproc is not None and not 1 <= options.nproc <= 1024:
@@ -224,7 +224,7 @@ def _gpus(run: Mapping[str, Any]) -> int:
 
 
 def _flags(options: LaunchOptions) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the flags that the launch sets, and their origins; the command line overrides all."""
+    """Returns the flags of the launch and their origins; the command line overrides all."""
     given = flags.from_shell(environ.snapshot())
     origins = dict.fromkeys(given, SHELL) | dict.fromkeys(options.flags, FLAG_OPTION)
     given |= {name: _checked(name, value) for name, value in options.flags.items()}

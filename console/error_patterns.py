@@ -1,4 +1,4 @@
-"""Recognises known errors by their text, and OOM kills by the kernel's counts.
+"""Recognises known errors by their text, and OOM kills by the counters of the kernel.
 
 The known errors are a lost peer, out of memory, and the errors that a restart cannot fix.
 """

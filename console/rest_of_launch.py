@@ -22,7 +22,8 @@ RESUME = "resume"
 
 
 def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
-    """Returns a plan of the phases that have not passed in an ended launch, and the origins.
+    """Returns two values: a plan of the phases of an ended launch that have not passed, and the
+    origins.
 
     The plan has the options of that launch, and the flags that an operator set. Its first phase
     begins at its newest checkpoint, if it has one. Raises RefusedError if processes are alive,
@@ -57,10 +58,11 @@ def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
 def _with_operator_flags(
     top: Path, planned: Plan, index: int, plan_state: Mapping[str, Any]
 ) -> tuple[list[Phase], dict[str, str]]:
-    """Returns the phases from `index` on with the flags that an operator set, and their origins.
+    """Returns two values: the phases from `index` on with the operator's flags, and the origins of
+    these.
 
-    run.json has those of a phase that began, plan_state.json those of later phases. Only flags that
-    the answer to a request confirms count.
+    run.json has those of a phase that began, plan_state.json those of later phases. A flag is taken
+    over only if the answer to its request confirms it.
     """
     run, phases = top / f"{index}-{planned.phases[index].name}", list(planned.phases[index:])
     has_begun, evidence = (run / rundir.RUN).exists(), cross_check.Evidence(top, [run])

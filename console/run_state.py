@@ -40,7 +40,7 @@ class ReaderView:
     behind: bool = False
     """True while records are still being read."""
     trouble: str = ""
-    """The reason for which supervisor.json cannot be shown."""
+    """Why supervisor.json cannot be shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Facts:
     """A sentence on the failed ranks while other ranks are alive, or "" if no rank failed."""
     world: int = 1
     failure: str = ""
-    """The reason for which the run could not start, or its directory cannot be read."""
+    """Why the run could not start, or why its directory cannot be read; "" if neither."""
     oom: OomEvidence | None = None
     """The kernel's out-of-memory kills while the ranks ran, or None if they were not counted."""
     collecting: bool = False
@@ -123,7 +123,8 @@ class Facts:
     def halted(self) -> bool:
         """True if all ranks exited with code 0 before their last step.
 
-        If exit records are missing, for example after a full disk, a requested halt counts as done.
+        If exit records are missing, for example after a full disk, a requested halt is assumed to
+        be done.
         """
         lost = self.halt_wanted and not self.has_exit_records
         return self.succeeded and (bool(self.halt_steps) or lost)

@@ -59,7 +59,7 @@ def number(value: float | None, digits: int = 4) -> str:
         return "-"
     if not math.isfinite(value):
         return str(value)
-    if abs(value) >= 10_000 or (value == int(value) and abs(value) < 1e6):
+    if 10_000 <= abs(value) < 1e15 or (value == int(value) and abs(value) < 1e6):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
 
@@ -75,8 +75,8 @@ def size(size_bytes: int) -> str:
 def exit_code(state: RunState, whole: bool = False) -> int:
     """Returns the documented exit code for a state: from the state itself, then from its gates.
 
-    With `whole` the code is that of the launch, if the launch has ended. A run that lost a rank
-    counts as crashed, even while its other ranks are being ended.
+    With `whole` the code is that of the launch, if the launch has ended. A run that lost a rank is
+    treated as crashed, even while its other ranks are being ended.
     """
     if whole and state.launch and is_over(state):
         return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))

@@ -90,7 +90,7 @@ def _has_only_ranks(run: Path) -> bool:
 
 
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
-    """Returns the directory that receives the requests of an action, and the kind of mailbox."""
+    """Returns two values: the directory that receives the requests of an action, and its kind."""
     top = launches.launch_of(path)
     here: Mailbox = "launch" if top == path else "run"
     if here in action.mailboxes:
@@ -105,8 +105,9 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
     """Returns whether a run has not ended and no supervisor reads its requests.
 
-    A supervisor on another host counts as alive until an answer is missing. Raises RefusedError if
-    the document that names the supervisor cannot be read and no process of the run is alive here.
+    A supervisor on another host is assumed to be alive until an answer is missing. Raises
+    RefusedError if the document that names the supervisor cannot be read and no process of the run
+    is alive here.
     """
     if _has_only_ranks(run):
         return True
@@ -137,7 +138,7 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
 
 
 def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
-    """Returns the host of the supervisor for an action, and its stopped processes on this host.
+    """Returns two values: the host of the supervisor for an action, and its stopped processes here.
 
     The host is "" for this host; the processes are given by pid.
     """
@@ -150,7 +151,8 @@ def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
-    """Returns the supervisor that a directory's document names, and how the run or launch ended.
+    """Returns two values: the supervisor in a directory's document, and how the run or launch
+    ended.
 
     Raises RefusedError if the document cannot be read.
     """

@@ -48,7 +48,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
     """Attention of each token to itself and all tokens before it; shapes as in `attend`, T = S.
 
-    `folded` computes few tokens with the heads of a group as rows (see `Route.folded`).
+    With `folded`, the heads of a group are rows of one product, which is faster for few tokens (see
+    `Route.folded`).
     """
     if k.shape[2] != q.shape[2]:
         # is_causal aligns queries and keys at their first token, which is right for equal lengths.

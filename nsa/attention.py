@@ -38,7 +38,7 @@ def merge_heads(x: Tensor) -> Tensor:
 class NSAttention(nn.Module):
     """A layer of `nsa_attention`: it projects queries, keys, values, gates and the output.
 
-    `fallbacks` counts, by cause, the calls that could not follow a switch; `nvtx` marks the
+    `fallbacks` has the number of calls, by cause, that could not obey a switch; `nvtx` marks the
     branches as ranges for Nsight Systems.
     """
 

@@ -84,7 +84,7 @@ class Case:
     """Position of the first of the `seq_len` queries; the keys begin at position 0."""
     batch: int = 1
     threads: int = 0
-    """Threads of the CPU; 0 if unknown, as while torch.compile traces."""
+    """Threads of the CPU; 0 if unknown, for example while torch.compile traces."""
 
     @property
     def total(self) -> int:
@@ -109,7 +109,7 @@ class Route:
     name: str
     why: str
     fallback: str = ""
-    """The reason for which a switch is not followed, "" where all are."""
+    """Why a switch is not obeyed, or "" if all switches are obeyed."""
     folded: bool = False
     """The heads of a group are rows of one product in the route's causal part. On the CPU only; it
     needs a group for each thread, because the kernel's backward gives each thread whole groups."""

@@ -12,7 +12,7 @@ SMALLEST_BUFFER = 64
 
 
 class Rows:
-    """Rows `[B, G, n, D]` in one buffer: an appended row is written, the others are not copied.
+    """Rows `[B, G, n, D]` in one buffer; to append a row writes this row and copies no other.
 
     A buffer that is full is replaced by one of twice the rows. With `keep`, only the last `keep`
     rows stay after an `append`.

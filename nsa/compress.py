@@ -66,7 +66,8 @@ class BlockMean(nn.Module):
 def to_blocks(x: Tensor, size: int, stride: int) -> Tensor:
     """Cuts `[B, G, S, D]` into complete blocks `[B, G, N, size, D]`; N is 0 if S < size."""
     if x.shape[-2] < size:
-        # An empty cut of padded input keeps the branch in the graph: its gradients are 0, not None.
+        # An empty cut of padded input keeps the branch in the graph, so its gradients are 0 and not
+        # None.
         return F.pad(x, (0, 0, 0, size - x.shape[-2])).unfold(-2, size, stride)[..., :0, :, :].mT
     return x.unfold(-2, size, stride).mT
 
@@ -99,7 +100,8 @@ def attend_compressed(
     blind = min(max(size - 1 - first, 0), q.shape[2])
     pieces = [q.new_zeros(q.shape[0], blind, q.shape[1], v.shape[-1])]
     seeing = list(_seeing(q, k, size, stride, first, CHUNK))
-    # One cut: the gradient of a slice is as large as the whole, that of a cut is joined once.
+    # All slices come from one split, because the gradient of each separate slice would be as large
+    # as the whole tensor.
     lengths = [rows.stop - rows.start for rows, _, _ in seeing]
     cut = q.split([q.shape[2] - sum(lengths), *lengths], dim=2)
     with no_autocast(q.device):
@@ -117,7 +119,7 @@ def attend_compressed(
                 out = attend(queries, keys, values, mask)
             pieces.append(out.transpose(1, 2).to(q.dtype))
     if len(pieces) == 1:
-        # The sum of nothing keeps the branch in the graph: its gradients are 0, not None.
+        # The sum of nothing keeps the branch in the graph, so its gradients are 0 and not None.
         pieces[0] = pieces[0] + (q[..., :0].sum() + k.sum() + v.sum()).to(q.dtype)
     # Joined as [B, S, H, D], the layout in which the heads are merged.
     return torch.cat(pieces, dim=1).transpose(1, 2)

@@ -32,7 +32,7 @@ class NSAConfig:
     gate: Literal["sigmoid", "softmax"] = "sigmoid"
     """Branch weights: "sigmoid" each by itself (the paper), or "softmax" over the three."""
     gate_hidden: int = 0
-    """Hidden width of the gate's MLP (the paper has one); 0: the gate is linear."""
+    """Hidden width of the gate's MLP, which the paper has; with 0, the gate is linear."""
 
     def __post_init__(self) -> None:
         if self.block_stride > self.block_size:
@@ -114,8 +114,9 @@ def parameter_count(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
     """Training FLOPs (forward and backward) per token of a sequence of `seq_len` tokens.
 
-    A multiply-add counts as 2; the backward pass as twice the forward. Embedding look-up, norms,
-    rotary embedding, softmax and the optimizer are not counted, nor is recomputation.
+    A multiply-add is 2 operations; the backward pass has twice the operations of the forward pass.
+    Embedding look-up, norms, rotary embedding, softmax and the optimizer are not counted, nor is
+    recomputation.
 
         6 · (weights that multiply each token, head included)
       + 6 · phi's weights · G · compressed blocks / seq_len                    (NSA, phi = mlp)

@@ -28,7 +28,7 @@ SELECTED = {"masked": attend_selected, "ranges": attend_ranges}
 """The functions of the selected branch by route, besides `attend_chunked`. A kernel of its own is a
 row here and a rule in `nsa.backends`."""
 Routes = Callable[[Tensor, int], Mapping[str, Route]]
-"""Returns the route of each branch for queries `[B, H, S, Dk]` and the first one's position."""
+"""Returns the routes by branch for queries `[B, H, S, Dk]` and the position of the first query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ def _extended(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Appends the next tokens to the cache.
 
-    Returns the keys and values of the selected and window branch, and the compressed blocks.
+    Returns two values: keys and values of the selected and the window branch, and the compressed
+    blocks.
     """
     first = cache.length
     k_cmp, v_cmp, *kv = cache.append(new)

@@ -138,7 +138,7 @@ class Transformer(nn.Module):
         return [layer.new_cache(capacity) for layer in self.attention_layers()]
 
     def fallbacks(self) -> Counter[str]:
-        """Returns the number of layer forwards that could not follow a switch, by cause."""
+        """Returns the number of layer forwards that could not obey a switch, by cause."""
         return sum((layer.fallbacks for layer in self._sparse_layers()), Counter())
 
     def forward(
@@ -154,7 +154,8 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         cached = caches or [None] * len(self.blocks)
         for number, (block, cache) in enumerate(zip(self.blocks, cached, strict=True)):
-            # Pass the block itself: a closure over the loop variable would recompute the last one.
+            # Pass the block as an argument, because a closure over the loop variable would
+            # recompute the last block.
             if number in self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, cache, cu_seqlens, use_reentrant=False)
             else:

@@ -1,7 +1,7 @@
 """Attention to a part of the keys, forward and backward, for callers that combine the parts.
 
 A part returns its output and its log-sum-exp, from which the caller computes the part's weight.
-With the log-sum-exp and the output over *all* keys, the backward of a part needs nothing else: the
+The backward of a part needs only the log-sum-exp and the output over *all* keys, because the
 probabilities are exp(score - lse). On the CPU both directions use torch's flash kernels; other
 devices, and shapes that these kernels do not support, use plain matrix products.
 """

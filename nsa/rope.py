@@ -13,7 +13,8 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each `[count, dim]`, of positions 0, 1, ….
 
-    Angles are computed in float64: a float32 angle of position 60,000 is wrong in the third digit.
+    Angles are computed in float64, because a float32 angle of position 60,000 is wrong in the third
+    digit.
     """
     position = torch.arange(count, device=device, dtype=torch.float64)
     pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)

@@ -39,8 +39,8 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = F
 def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """The window of queries that begin at token w of the keys; shapes as in `attend_window`.
 
-    The heads of a group are rows of one product, like its tokens: the CPU's kernel is faster with
-    more rows.
+    The heads of a group are rows of one product, like its tokens, because the CPU's kernel is
+    faster with more rows.
     """
     batch, heads, rest, _ = q.shape
     groups = k.shape[1]

@@ -191,7 +191,7 @@ def resume(
     report.resume(found.step, found.tokens_total, found.report)
     text = f"resumed from {path}"
     if unknown:
-        text += f"; not compared, because the checkpoint does not record it: {', '.join(unknown)}"
+        text += f"; not compared, because only one side has it: {', '.join(unknown)}"
     report.record_event("resume", found.step, text, path=str(path), not_compared=unknown)
     return replace(found, data={}) if "data" in changed else found
 

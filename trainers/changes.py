@@ -70,8 +70,8 @@ def refuse(
 ) -> tuple[Sequence[str], frozenset[str]]:
     """Raises UsageError if a value of `compared` changed and `allow` does not permit this.
 
-    Returns the names of values that only one side has, which are not compared, and the groups that
-    changed.
+    Returns two values: the names of values that only one side has, which are not compared, and the
+    groups that changed.
     """
     changed: dict[str, list[str]] = {}
     for name in sorted(before.keys() & now.keys()):

@@ -50,8 +50,8 @@ def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
 def dead_parameters(model: nn.Module) -> list[str]:
     """Returns the parameters whose gradient is missing or zero; waits for the device.
 
-    Each part of a `Projection` counts as a parameter. All ranks must call this function, because
-    each rank has a part of a sharded gradient.
+    Each part of a `Projection` is treated as a parameter. All ranks must call this function,
+    because each rank has a part of a sharded gradient.
     """
     dead = []
     joined = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Projection)}
@@ -111,7 +111,7 @@ class Guard:
         """Numbers of steps of this process."""
 
     def count(self, rows: list[Row]) -> None:
-        """Counts skipped steps by cause; a non-finite step does not count as a spike."""
+        """Counts skipped steps by cause; a non-finite step is not a spike."""
         for row in rows:
             self.skipped += row.skipped
             self.nonfinite_loss += row.nonfinite_loss
@@ -121,7 +121,7 @@ class Guard:
     def check(self, rows: list[Row]) -> None:
         """Raises NonFiniteError after too many non-finite steps in a row, and LeakError on a leak.
 
-        An overflow that lowers the loss scale does not count, because it shows only that the scale
+        An overflow that lowers the loss scale is not counted, because it shows only that the scale
         was too large. A leak means that random bytes were predicted better than chance
         (`chance_nats`; 0 means that the data are not random).
         """

@@ -39,7 +39,7 @@ class Inventory:
         self._dump_memory("boot")
         if member.rank == 0:
             self._write(self._named("dtypes_report.txt"), dtypes(model))
-            # A separate thread: a hung driver must block neither a step nor a record.
+            # This is a separate thread, so that a hung driver blocks neither a step nor a record.
             threading.Thread(
                 target=self._write_environment, name="environment", daemon=True
             ).start()

@@ -20,7 +20,7 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("L4", {"bf16": 121.0, "fp32": 30.3}),
     ("RTX 4090", {"bf16": 165.2, "fp32": 82.6}),
 )
-"""Dense peak in TFLOP/s by part of the device's name, from data sheets; the first match counts."""
+"""Dense peak in TFLOP/s by part of the device's name, from data sheets; the first match is used."""
 
 PEAK_OF = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
 """Tensor cores are as fast with fp16 as with bf16; the table has no peak for fp64."""

@@ -1,7 +1,7 @@
 """Writes heartbeats, CSV, TensorBoard, log lines, env.json and metrics.json of a run.
 
-All writes go through the recorder's thread, so no step waits for the disk. No torch is needed: the
-figures are plain numbers.
+All writes go through the recorder's thread, so no step waits for the disk. The figures are plain
+numbers, so this module needs no torch.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Resolved:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields `(dotted key, value)` of nested mappings; an empty mapping counts as a value."""
+    """Yields `(dotted key, value)` of nested mappings; an empty mapping is treated as a value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainers.contract.rundir import REQUEST_FILES
 
 HALT_REASONS = (".HALT", "SIGTERM", "SIGINT")
-"""Reasons to halt; any other reason counts as the first of these."""
+"""Reasons to halt; any other reason is replaced by the first of these."""
 
 FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike", "scale_lowered")
 

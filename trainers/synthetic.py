@@ -37,7 +37,7 @@ class Synthetic(Source):
         return tokens, None if self.scored == self.seq_len else mask
 
     def sequence(self, index: int, scored: torch.Tensor) -> bytearray:
-        """Returns S + 1 bytes; marks in `scored` (bool `[S]`) the predictions that count."""
+        """Returns S + 1 bytes; marks in `scored` (bool `[S]`) the predictions that are scored."""
         del scored
         return self.draw(index)[0]
 

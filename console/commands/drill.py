@@ -27,8 +27,7 @@ from trainers.contract.errors import ContractError, UsageError, did_you_mean
 
 PLAN = catalog.PROJECT / "configs" / "drill.yaml"
 FOLDER = "drills"
-"""The folder of drills below the root: a drill must not become the `latest` launch, or evidence
-about another run."""
+"""The folder of drills below the root. There a drill cannot become the `latest` launch."""
 POLL_S = 0.5
 MAX_PROCESSES = 16
 READ_BYTES = 1 << 20
@@ -261,7 +260,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[str, float]]:
-    """Yields the actions of an operator after the fault; a stall that ended counts as "resume"."""
+    """Yields the actions of an operator after the fault; "resume" is the end of a stall."""
     for each in events:
         after_s = (jsonl.number(each, "ts") or 0.0) - fault_ts
         kind, name = each.get("kind"), clean(jsonl.text(each, "action"), 40)

@@ -72,7 +72,7 @@ def emit(record: Any) -> None:
 
 
 def program() -> str:
-    """Returns the command that starts this program: its name if PATH has it, or else its path."""
+    """Returns the command that starts this program: the name if it is in PATH, else the path."""
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m console"

@@ -229,7 +229,7 @@ LAUNCH = Command(
         option("plan", nargs="?", type=word, metavar="PLAN",
                help="name of a plan from `plans`, or its YAML file"),
         option("--config", type=path, metavar="FILE",
-               help="YAML file of settings: one phase that trains with it, without a plan"),
+               help="YAML file of settings; launches one phase with them, instead of PLAN"),
         option("--trainer", choices=("ddp", "fsdp"),
                help="trainer of --config (default: ddp)"),
         option("--phase", type=word, help="only this phase (default: all)"),

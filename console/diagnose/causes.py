@@ -1,4 +1,4 @@
-"""The cause of a stall: a table of rules over the evidence about the ranks that cause it.
+"""The table of rules that find the cause of a stall in the evidence about the named ranks.
 
 The first rule that applies to the named rank gives the cause. The confidence "high" needs two
 independent sources that name the same ranks, and no source that names another rank.
@@ -22,7 +22,7 @@ from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import Frame
 
 WORKER = "pt_data_worker"
-"""Beginning of the name that torch gives its loader's worker processes."""
+"""Start of the name that torch gives to the worker processes of its loader."""
 NO_PROCESS_WAIT = BlockedOn("none", "")
 
 
@@ -43,18 +43,18 @@ class Suspect:
     uses_a_core: bool = False
     """True if the rank uses a core, also while it waits for its peers or its GPU."""
     python: bool | None = None
-    """True if its running main thread is in Python code, None if that is not known."""
+    """True if the rank's running main thread is in Python code, None if that is not known."""
     ran: bool | None = None
-    """True if its main thread ran between the samples, None if that is not known."""
+    """True if the rank's main thread ran between the samples, None if that is not known."""
 
     @property
     def in_futex(self) -> bool:
-        """True if its own code waits in a futex: for a lock, or now and then for the GIL."""
+        """True if the rank's own code waits in a futex, for a lock or sometimes for the GIL."""
         return self.main.kind == "futex" and self.where.kind == "own"
 
     @property
     def state(self) -> str:
-        """The kernel's letter for the process, or its end if its pidfd shows that it has ended."""
+        """The kernel's letter for the state of the process, or "gone" if the process has ended."""
         if self.process is None or self.rank.state in ENDED_STATES:
             return self.rank.state
         return self.process.state
@@ -67,12 +67,12 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One rule: `explain` returns the cause in words, or "" if the rule does not apply."""
+    """One rule. `explain` returns the cause in words, or "" if the rule does not apply."""
 
     name: str
     explain: Callable[[Suspect], str]
     action: str
-    """The next step of an operator; {pid}, {place} and {resume} are replaced for the rank."""
+    """The next step of an operator, with {pid}, {place} and {resume} for the values of the rank."""
 
 
 def _traced(of: Suspect) -> str:
@@ -104,7 +104,8 @@ def _loader(of: Suspect) -> str:
     )  # fmt: skip
     if not (kind == "loader" or waits or by_thread):
         return ""
-    # An ended child with another program's name is no worker: many programs leave such children.
+    # An ended child with another program's name is no worker, because many programs leave such
+    # children.
     names = {thread.name for thread in of.process.threads[:1]} if of.process else set()
     ill = [f"worker {child.pid} ({child.name}) is in state {child.state}"
            for child in (of.process.children if of.process else ())
@@ -131,7 +132,7 @@ def _lock(of: Suspect) -> str:
     if of.main.kind == "lock" or (of.in_futex and not of.ran):
         return f"waits{_on(of)}"
     if of.main.kind in ("pipe", "network", "child", "disk"):
-        return ""  # the queue in the stack is built on this call
+        return ""  # the queue in the stack waits in this call
     return of.where.text if of.where.kind in ("lock", "queue", "thread", "file") else ""
 
 
@@ -162,7 +163,7 @@ def _busy(of: Suspect) -> str:
 
 
 def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
-    """Returns a rule for a system call of the main thread, or for classes of its stack."""
+    """Returns a rule that applies to one kind of system call, or to some classes of stacks."""
 
     def explain(of: Suspect) -> str:
         if of.main.kind == kind and of.where.kind != "peers":
@@ -186,23 +187,24 @@ CAUSES: tuple[Cause, ...] = (
     Cause("mismatch", _mismatch, "compare the calls in the stacks; a restart repeats the stall"),
     Cause("native", _native, "py-spy dump --native --pid {pid} shows the native frames"),
     Cause("device", _device, "see the GPU's Xids; py-spy dump --native --pid {pid} shows the call"),
-    Cause("child", _waiting("child", "process"), "resume or end that process"),
-    Cause("lock", _lock, "end its holder, or release the lock"),
+    Cause("child", _waiting("child", "process"), "resume or kill that process"),
+    Cause("lock", _lock, "stop its holder, or release the lock"),
     Cause("network", _waiting("network", "socket"), "check that server and the network to it"),
-    Cause("pipe", _waiting("pipe", "pipe"), "start or end the other end of the pipe"),
-    Cause("busy", _busy, "dump again: equal frames show an endless loop, others slow code"),
+    Cause("pipe", _waiting("pipe", "pipe"),
+          "start or stop the process at the other side of the pipe"),
+    Cause("busy", _busy, "dump again: an endless loop shows equal frames, slow code shows others"),
     Cause("sleep", _waiting("timer", "sleep"), "see {place}"),
 )  # fmt: skip
 """The first rule that applies gives the cause."""
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
 """Causes that one source proves; other causes need the stack and the process of the rank."""
 OF_LIBRARY = ("loader", "socket")
-"""Classes of stacks that show which object a `poll` waits for; the system call does not show it."""
+"""Classes of stacks that show which object a `poll` waits for; the system call does not."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
 
 
 def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
-    """Returns the verdict with its cause, evidence for and against, and the next step."""
+    """Returns the verdict with its cause, the evidence for and against it, and the next step."""
     found = signs(case.running, evidence)
     culprits = _culprits(found, case, evidence)
     if base.cause == "exited-early" and not any(
@@ -261,7 +263,7 @@ def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> 
 def _culprits(
     found: Sequence[Sign], case: Case, evidence: Evidence
 ) -> list[RankEvidence]:  # fmt: skip
-    """Returns the ranks that cause the stall: ranks that cannot run, or else the most named ranks.
+    """Returns the ranks that cause a stall: those that cannot run, or else those with most signs.
 
     A rank that cannot run is not the cause if two other sources name other ranks.
     """
@@ -294,12 +296,13 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     # A data loader that the program defines also waits for a queue, a thread, a lock or a pool.
     is_loader = kind in waits and of.rank.phase == UNREPORTED and not of.loader[1]
     native = cause.name == "busy" and not of.python
-    # One stack can mean different objects, and a library may make the system call: both are needed.
+    # Both the stack and the system call are needed, because one stack can mean different objects,
+    # and a library may make the system call.
     by_process = of.main.kind != "none" or of.uses_a_core
     is_seen = number in evidence.stacks and (by_process or (of.process and kind in OF_LIBRARY))
     lacks = cause.name not in SEEN_BY_ONE and (not is_seen or (of.in_futex and of.ran is None))
-    # Two ranks have no majority: either one may have the wrong call. The cause "device" was only
-    # tested on one GPU.
+    # Two ranks have no majority, so either of them may make the wrong call. The cause "device" was
+    # only tested on one GPU.
     no_majority = cause.name == "mismatch" and len(evidence.flights) == 2
     return (
         lies

@@ -1,6 +1,6 @@
-"""The second source of each watch rule, which must confirm it before an action interrupts a run.
+"""The second source of each watch rule. It must confirm the rule before an action interrupts a run.
 
-Each function returns "" if its source confirms the rule, or else the reason why it does not. No
+Each function returns "" if its source confirms the rule, or else why the source does not. No
 function here reads a file.
 """
 
@@ -18,7 +18,7 @@ PACE_LOST = 0.5
 
 
 def kernel(_now: Readings, _history: History) -> str:
-    """Always confirms, because the kernel of this host measured the value."""
+    """Always confirms the rule, because the kernel of this host measured the value."""
     return ""
 
 
@@ -37,7 +37,7 @@ def pulses(_now: Readings, history: History) -> str:
 
 
 def _recorded(bad: Callable[[Progress], bool | None]) -> Corroborate:
-    """Returns a check that compares rank 0's figure with another rank's record, or training.csv.
+    """Returns a check that looks for rank 0's figure in another rank's record or in training.csv.
 
     `bad` returns whether a record shows the bad figure, or None if the record lacks the figure.
     """
@@ -70,7 +70,7 @@ gate = _recorded(gate_collapsed)
 
 
 def loss(now: Readings, history: History) -> str:
-    """Confirms a non-finite loss by records; for a single rank also by the count in its pulse."""
+    """Confirms a non-finite loss from records, or for a single rank from the count in its pulse."""
     alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
     if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None):
         return ""

@@ -22,12 +22,12 @@ ENDED_STATES = ("Z", "X", "gone")
 LASTING_STATES = ("T", "t", *ENDED_STATES)
 ABNORMAL_STATES = ("D", *LASTING_STATES)
 SPIN_SHARE = 0.5
-"""A main thread that waits for its GPU spins: it uses at least this share of a core, even if ranks
-share cores."""
+"""Least share of a core that a main thread uses while it waits for its GPU, because it then spins.
+The share is low because ranks may share cores."""
 BUSY_SHARE = 0.7
 """A process that uses at least this share of a core runs; a process that waits uses far less."""
 RAN_SHARE = 0.025
-"""A main thread that waits for one object uses a smaller share of a core between two samples."""
+"""A main thread that waits for one object uses less than this share of a core between samples."""
 ALONE_SHARE = 0.8
 """Least share of a process's CPU time that its main thread uses if no other thread computes."""
 GIL_WAITS_PER_S, WATCHER_PER_S, GIL_HELD_PER_S = 4.0, (5.0, 21.0), 120.0
@@ -38,12 +38,12 @@ the GIL has the second, because it polls 20 times a second. A watcher that asks 
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """Kinds of system calls in which a rank never waits for its peers."""
 HELD = ("disk", "lock", "pipe", "child")
-"""Kinds of waits of a rank that works during the start; other waits are for such a rank."""
+"""During the start, a rank in such a wait works; a rank in another wait waits for other ranks."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
 """Calls that the flight records do not show."""
 FOR_PEERS = ("peers", "device", "none")
-"""Classes of stacks that name no rank: they wait for peers or the device, or are not available."""
+"""Classes of stacks that name no rank: waits for peers, waits for a GPU, and missing stacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Two samples of each process, and each stack and flight record written since the stall began.
+    """Two samples of each process, and the stacks and flight records written since the stall began.
 
-    `gaps` holds a sentence for each piece that is not available.
+    `gaps` has a sentence for each piece of evidence that is not available.
     """
 
     before: Mapping[int, ProcessEvidence] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Evidence:
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
     gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
-    """The row of each rank's own GPU, or () if it is not known; a rank without a GPU has no key."""
+    """The row of each rank's own GPU. () means that the GPU is not known; no key means no GPU."""
     ts: float = 0.0
     """Time of the second sample (unix s)."""
     _known: dict[object, Any] = field(
@@ -87,7 +87,10 @@ class Evidence:
         return before is None or after.state in (before.state, *ENDED_STATES)
 
     def waits(self, rank: int) -> bool:
-        """Returns whether a rank waits in both samples for the same kind of object, not a peer."""
+        """Returns whether a rank waits for the same kind of object in both samples.
+
+        Waits for peers are left out.
+        """
         before, after = self.before.get(rank), self.after.get(rank)
         if after is None or after.main.kind not in OWN_WAITS:
             return False
@@ -101,10 +104,11 @@ class Evidence:
         return kind not in FOR_PEERS and not blocked and self.uses_a_core(rank)
 
     def runs_python(self, rank: int) -> bool | None:
-        """Returns whether a main thread that runs is in Python code, or None if it is not known.
+        """Returns whether a main thread that runs is in Python code, or None if that is not known.
 
-        Native code never waits for the GIL: it either lets the watcher run, or holds the GIL.
-        Threads of Python have the name of the main thread; threads of libraries rarely have it.
+        Native code never waits for the GIL, because it either holds the GIL or lets the watcher
+        run. Threads of Python have the name of the main thread; threads of libraries rarely have
+        this name.
         """
         before, after = self.before.get(rank), self.after.get(rank)
         if before is None or after is None or after.mono <= before.mono or not after.threads:
@@ -158,7 +162,7 @@ class Evidence:
         return waits and bool(odd and others) and not odd & others
 
     def silent(self, ranks: Sequence[RankEvidence], known: Mapping[int, object]) -> tuple[int, ...]:
-        """Returns the ranks without evidence in `known`, if each of them was unable to write it.
+        """Returns the ranks that `known` lacks, if each of them was unable to write its evidence.
 
         Returns () otherwise. If all other ranks only wait, they wait for the returned ranks.
         """
@@ -171,7 +175,7 @@ class Evidence:
         return tuple(each.rank for each in found)
 
     def lost(self) -> dict[tuple[int, int], Connection]:
-        """Returns the connections between two ranks that lose packets in both samples."""
+        """Returns the connections that lose packets in both samples, by the two connected ranks."""
         ends = {(c.here, c.peer): rank for rank, p in self.after.items() for c in p.connections}
         found = {}
         for rank, process in self.after.items():
@@ -185,7 +189,8 @@ class Evidence:
     def main_runs(self, rank: int) -> bool:
         """Returns whether the main thread of a rank runs in both samples, or uses most of a core.
 
-        The CPU time of the main thread counts: that of the process includes all threads.
+        Only the CPU time of the main thread is used, because that of the process includes all
+        threads.
         """
         before, after = self.before.get(rank), self.after.get(rank)
         if before is None or after is None or after.main.kind != "none":
@@ -204,9 +209,9 @@ class Evidence:
     def places(self) -> dict[int, Where]:
         """Returns the place of each rank's main thread.
 
-        A thread that runs in the program's code may wait for its GPU, unless the GPU is idle: CUDA
-        calls have no Python frame. A thread in the same frame as a rank that waits for its GPU
-        waits for its GPU too.
+        CUDA calls have no Python frame, so a thread that runs in the program's code may wait for
+        its GPU, unless that GPU is idle. If one rank waits for its GPU, every other rank in the
+        same frame waits for its own GPU too.
         """
         if "places" not in self._known:
             self._known["places"] = self._find_places()
@@ -219,7 +224,8 @@ class Evidence:
             for rank, rows in self.gpus.items()
             if rank in found and found[rank].kind == "own" and not gpu_signs.is_idle(rows)
         }
-        # A process that only counted the GPUs also has their files open. Python code does not wait.
+        # A process that only counted the GPUs also has their files open. A thread in Python code
+        # does not wait for a GPU.
         runs = {rank for rank in own if self.main_runs(rank) and not self.runs_python(rank)}
         frames = {found[rank].frame for rank in runs if gpu_signs.is_running(own[rank])}
         for rank, rows in own.items():
@@ -235,7 +241,7 @@ class Evidence:
 
         A rank is not behind if its stack waits in a call that all ranks have made. If all ranks
         wait for peers, and the ranks that are behind wait in calls that are never recorded, then
-        the calls differ: a mismatch.
+        the calls differ (a mismatch).
         """
         key = "difference", *(each.rank for each in ranks)
         if key not in self._known:
@@ -295,8 +301,8 @@ def _of_flights(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
 def _of_stacks(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
     """Names the ranks that hold the GIL, or else ranks that wait neither for peers nor to join.
 
-    If there are none, names the ranks that wait to join after the others have joined. If all stacks
-    wait for peers, names the ranks that cannot write a stack.
+    If there are no such ranks, names the ranks that wait to join after the others have joined. If
+    all stacks wait for peers, names the ranks that cannot write a stack.
     """
     places = evidence.places()
     native = [rank for rank, place in sorted(places.items()) if place.kind == "native"]

@@ -1,8 +1,8 @@
-"""The evidence from the GPUs of stalled ranks: lost, idle, or running a kernel.
+"""The evidence from the GPUs of stalled ranks: whether a GPU is lost, is idle or runs a kernel.
 
-A process that waits for its GPU spins: state R, a whole core, one Python line. Only the GPU shows
-whether the process waits or is in an endless loop. On an H100, a kernel that never ends showed
-100 % utilisation at 120 of 700 W.
+A process that waits for its GPU spins: it is in state R, uses a whole core, and stays at one Python
+line. Only the GPU shows whether the process waits or is in an endless loop. On an H100, a kernel
+that never ends showed 100 % utilisation at 120 of 700 W.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ SPINS_SHARE = 0.3
 def own_gpus(
     opened: Mapping[int, frozenset[int] | None], visible: Mapping[int, str], rows: Sequence[Gpu]
 ) -> dict[int, tuple[Gpu, ...]]:
-    """Returns the row of each rank's own GPU, or () if it is not known; no key without a GPU.
+    """Returns the row of each rank's own GPU, or () if that GPU is not known.
 
-    `opened` has each N of the device files /dev/nvidiaN that a rank has open, or None if that is
-    not available. `visible` has its CUDA_VISIBLE_DEVICES. CUDA opens the files of all GPUs that it
-    sees. If there are several, a rank uses the GPU with its own number, as programs under torchrun
-    do. A GPU that several ranks share is no evidence about one of them.
+    A rank without a GPU has no key.
+
+    `opened` has the numbers N of the files /dev/nvidiaN that each rank has open, or None if they
+    are not available. `visible` has the CUDA_VISIBLE_DEVICES of each rank. CUDA opens the files of
+    all GPUs that it sees. If a rank sees several GPUs, it uses the GPU with the number of the rank,
+    as programs under torchrun do. A GPU that several ranks share is no evidence about one of them.
     """
     found = dict[int, tuple[Gpu, ...]]()
     for rank, minors in opened.items():
@@ -60,7 +62,10 @@ def is_running(rows: Sequence[Gpu]) -> bool:
 
 
 def words(rows: Sequence[Gpu]) -> str:
-    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W"; it says why a figure is missing."""
+    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W".
+
+    The text says why a figure is missing.
+    """
     return ", ".join(_words(gpu) for gpu in rows[:8])
 
 
@@ -90,7 +95,8 @@ def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
     """Returns the ranks whose GPU differs from the others: ranks with a lost GPU, if there are any.
 
     Otherwise returns the ranks with an idle GPU if all others run a kernel. Otherwise returns the
-    ranks whose GPU computes if all others run a kernel that waits for a peer and computes little.
+    ranks whose GPU computes, if the GPUs of all other ranks run a kernel that waits for a peer and
+    computes little.
     """
     groups: dict[str, list[int]] = {}
     for rank, rows in gpus.items():

@@ -22,10 +22,10 @@ from trainers.contract import jsonl
 NEAR_UNIFORM = 0.99
 COLLAPSED_NATS, COLLAPSED_SHARE, COLLAPSED_PART = 0.2, 0.9, 0.5
 WINDOWS = (8, 32, 128)
-"""Numbers of newest progress records; their rate is compared with that of all earlier records."""
+"""Numbers of newest records whose rate is compared with the rate of all earlier records."""
 KEPT_RATES, LEAST_BEFORE, RATED_EVERY_S = 512, 16, 10.0
 SURE_Z = 6.0
-"""A rate counts as lower only if it fell by more than this many standard errors of a median."""
+"""A rate is lower only if it fell by more than this many standard errors of a median."""
 LEAST_SPREAD = 0.02
 RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
 PACE_EVERY_S, PACE_RECENT, PACE_POINTS = 10.0, 6, 360
@@ -36,9 +36,9 @@ JUMP_KEPT_S = 60.0
 class Readings:
     """One moment of one attempt.
 
-    `fresh` has the progress records since the last moment, in order; `progress` has the newest of
-    each rank. `records_only` says that `ranks` were derived from the ages of records, not from
-    pulses. `newest_ts` is the time in the newest record (unix s).
+    `fresh` has the progress records since the last moment, in order; `progress` has the newest
+    record of each rank. `records_only` says that `ranks` were derived from the ages of records, not
+    from pulses. `newest_ts` is the time in the newest record (unix s).
     """
 
     mono: float
@@ -69,7 +69,7 @@ def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gate_collapsed(progress: Progress) -> bool | None:
-    """Returns whether the attention gate uses one branch only, or None if no figure shows it."""
+    """Returns whether the attention gate uses one branch only, or None if no figure is recorded."""
     entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
     part = progress.gate_collapse_frac
     if entropy is None and largest is None and part is None:
@@ -99,7 +99,7 @@ class Counter:
 
 
 class History:
-    """The attempt so far, in constant memory: `update` adds one moment, before the rules run.
+    """The attempt so far, in constant memory. `update` adds one moment before the rules run.
 
     `settings` has the values of the run's settings; it is empty for a foreign program.
     """
@@ -109,12 +109,12 @@ class History:
         self.nonfinite: dict[int, int] = {}
         """Number of consecutive progress records with a non-finite loss, by rank."""
         self.zero_grads = self.collapsed = 0
-        """Counts of consecutive records of rank 0: gradient norm zero; attention gate collapsed."""
+        """How many consecutive records of rank 0 have gradient norm zero, and a collapsed gate."""
         self.uniform_steps: int | None = None
         self.rate_ratio: float | None = None
         """An upper bound of new ÷ old throughput, according to the records."""
         self.pace_ratio: float | None = None
-        """Pace of the last minute ÷ pace before it, from the pulses and the clock of this host."""
+        """Pace of the last minute ÷ earlier pace, from the pulses and the clock of this host."""
         self.growth_mib_s: dict[int, float] = {}
         self.truth = TruthHistory()
         self.ecc: dict[int, Counter] = {}
@@ -225,9 +225,10 @@ class History:
 def rate_ratio(logs: list[float]) -> float | None:
     """Returns an upper bound of new rate ÷ old rate, from the logarithms of the rates in order.
 
-    Each window's median is compared with the median of all records before it. The bound is `SURE_Z`
-    standard errors above the measured ratio. The standard error comes from the spread of the run,
-    so a run with uneven steps needs more records. Returns None until there are enough records.
+    The median of each window is compared with the median of all records before the window. The
+    bound is `SURE_Z` standard errors above the measured ratio. The standard error comes from the
+    spread of the run, so a run with uneven steps needs more records. Returns None until there are
+    enough records.
     """
     bounds = []
     for count in WINDOWS:
@@ -244,8 +245,8 @@ def rate_ratio(logs: list[float]) -> float | None:
 def steady_growth(points: list[tuple[float, float]]) -> float:
     """Returns the steady growth of a figure per second: the lowest growth that was found.
 
-    The points are reduced to the medians of three thirds, and the lowest slope between two of the
-    medians counts. The result is 0 if the figure is constant or rose in one jump.
+    The points are reduced to the medians of three thirds. The result is the lowest slope between
+    two of the medians, or 0 if the figure is constant or rose in one jump.
     """
     third = len(points) // 3
     parts = (points[:third], points[third:-third], points[-third:])

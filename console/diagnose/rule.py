@@ -12,16 +12,16 @@ from console.model import Level
 from trainers.contract.plan import Watch
 
 PURE_NUMBERS = ("limits", "ratio")
-"""Units of ratios; `bound` leaves them out."""
+"""Units of ratios; `bound` leaves these units out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A measured value with its sentence; a rule with its own time limit also sets the times.
+    """A measured value with its sentence. A rule with its own time limit also sets the times.
 
-    `limit_s` is how long the condition may last, and `lasted_s` how long the evidence shows that it
-    has lasted. `counts` has the parts of the value by GPU: the rule is raised again when a part
-    rises.
+    `limit_s` is the longest time that the condition may last. `lasted_s` is the time that the
+    condition has lasted, according to the evidence. `counts` has the parts of the value by GPU; the
+    rule is raised again when a part rises.
     """
 
     value: float
@@ -32,7 +32,7 @@ class Measured:
 
 
 Measure = Callable[[Readings, History, Watch], Measured | None]
-"""Measures the value of a rule. The result None ("not measured") neither raises nor clears it."""
+"""Measures the value of a rule. None ("not measured") neither raises nor clears the rule."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""The table of watch rules: the measured value of each, and when it is raised and cleared.
+"""The table of watch rules: what each rule measures, and when the rule is raised and cleared.
 
 A measure is a pure function of one moment and the attempt so far; it reads no file and has no
 state. A rule is raised when its value reaches `threshold` for `for_s`, and cleared when the value
-reaches `clear`; whether `threshold` is above `clear` says which direction is bad. A new rule is one
-row in `TABLE`.
+reaches `clear`. High values are bad if `threshold` is above `clear`; otherwise low values are bad.
+A new rule is one row in `TABLE`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainers.contract.plan import Watch
 STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
-"""A strong action needs its condition for this many times as long as the alert."""
+"""The condition of a strong action must last this many times as long as that of the alert."""
 
 # --- measures --------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def _throughput_drop(_now: Readings, history: History, _watch: Watch) -> Measure
 
 
 def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
-    """Returns a measure of rank 0's consecutive records; the sentence uses `count` and `step`."""
+    """Returns a measure of rank 0's consecutive records. `sentence` may use {count} and {step}."""
 
     def measure(now: Readings, history: History, _watch: Watch) -> Measured | None:
         if 0 not in now.progress:

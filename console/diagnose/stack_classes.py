@@ -1,7 +1,7 @@
 """Classes of stacks: the object that a main thread waits for, and the ranks that differ.
 
 No file is read here. A stack shows Python frames only. For a wait inside a built-in function, such
-as `time.sleep` or `recv`, it shows only the caller, so the class is "own".
+as `time.sleep` or `recv`, the stack shows only the caller, so the class is "own".
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ WAITS: Sequence[tuple[str, str, Wait]] = (
     ("ssl.py", "", _SOCKET),
     ("http/client.py", "", _SOCKET),
 )  # fmt: skip
-"""End of the file name, functions ("": any) and class of each wait; the first match counts."""
+"""End of the file name, functions ("": any) and class of each wait; the first match decides."""
 _WAITS = tuple((file, re.compile(functions or ".*"), wait) for file, functions, wait in WAITS)
 DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
-"""Kinds that the innermost frame decides. The outermost frame decides other kinds, because a queue
-waits for a lock."""
+"""Kinds that the innermost frame decides. The outermost frame decides the other kinds. For example,
+a queue waits for its lock, but the kind is "queue"."""
 _MACHINERY = re.compile(r"^<|/(?:contextlib|functools)\.py$")
 _HELPERS = re.compile(r"/trainers/(?:contract/|timeout\.py$)")
 _DATA = re.compile(
     r"(?<![A-Za-z])(?i:data|batch|load|pre_?fetch|fetch|read|produce|collate)|__getitems?__"
     r"|Data|Batch|Load|Fetch|Read(?!y)|Produce|Collate"
 )
-"""A thread reads the program's data if its name, or a frame of it in the program, matches this."""
+"""Matches the name, or a frame in the program, of a thread that reads the program's data."""
 _TORCH = re.compile(r"-packages/torch/")
 MAX_THREADS = 99
 """faulthandler shows 100 threads at most; one of them writes the dump."""
@@ -85,7 +85,7 @@ MAX_THREADS = 99
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The class of a main thread, the innermost frame that decided it, and its description.
+    """The class of a main thread, the innermost frame that decided the class, and a description.
 
     `own` is the innermost frame of the program's own code, or None if all frames are in libraries.
     """
@@ -106,12 +106,12 @@ class Node:
 
 
 def where(stack: Stack) -> Where:
-    """Returns the class of a stack; it is "native" if a signal handler wrote the stack."""
+    """Returns the class of a stack; the class is "native" if a signal handler wrote the stack."""
     frames = _deciding(stack)
     own = _own(frames)
     if not frames:
         return Where("none", None, None, "has no stack")
-    if len(stack.threads) == 1:  # other dumps contain the threads of the contract too
+    if len(stack.threads) == 1:  # other dumps also contain the threads of the contract
         place = (own or frames[0]).short
         return Where("native", frames[0], own, f"runs native code that holds the GIL, in {place}")
     if (found := _wait(frames)) is not None:
@@ -122,7 +122,7 @@ def where(stack: Stack) -> Where:
 
 
 def _deciding(stack: Stack) -> Sequence[Frame]:
-    """Returns the frames of the main thread, or those of the hook that its backward waits for.
+    """Returns the frames of the main thread, or of the hook for which its backward pass waits.
 
     On a GPU, hooks run in threads of autograd. Native code starts these threads, so their outermost
     frame is not in `threading`.
@@ -137,7 +137,7 @@ def _deciding(stack: Stack) -> Sequence[Frame]:
 
 
 def _wait(frames: Sequence[Frame]) -> tuple[Frame, Wait] | None:
-    """Returns the wait that the innermost code of the program called, or None for no wait."""
+    """Returns the wait that the innermost code of the program called, with its frame, or None."""
     found = None
     for at, frame in enumerate(frames):
         wait = _wait_of(frame)
@@ -175,11 +175,11 @@ def is_of_torch(frame: Frame) -> bool:
 
 
 def loader_thread(rank: int, stacks: Mapping[int, Stack]) -> tuple[str, bool]:
-    """Returns what the thread that reads this rank's data does, and whether two signs identify it.
+    """Returns two values: what the rank's data thread does, and whether two signs identify it.
 
-    The first sign is that its name or one of its frames matches `_DATA`. The second sign is that
-    the same thread of another rank has filled its queue. The text is "" if no thread has such a
-    sign, or if a queue of this rank is full.
+    A data thread reads the data of the program. The first sign is that the thread's name or one of
+    its frames matches `_DATA`. The second sign is that the same thread of another rank has filled
+    its queue. The text is "" if no thread has such a sign, or if a queue of this rank is full.
     """
     others = [each for number, stack in stacks.items() if number != rank
               for each in stack.threads[1:]]  # fmt: skip
@@ -230,7 +230,7 @@ def _node(frame: Frame | None, held: Mapping[int, Sequence[Frame]], depth: int) 
     for rank, frames in held.items():
         if len(frames) > depth:
             groups.setdefault(frames[depth].short, {})[rank] = frames
-    children = [  # two calls a level in Python 3.11: `MAX_FRAMES` levels are within its limit
+    children = [  # two calls per level: `MAX_FRAMES` levels are within the limit of Python 3.11
         _node(next(iter(group.values()))[depth], group, depth + 1) for group in groups.values()
     ]
     children.sort(key=lambda child: (len(child.ranks), child.ranks))
@@ -238,7 +238,7 @@ def _node(frame: Frame | None, held: Mapping[int, Sequence[Frame]], depth: int) 
 
 
 def missing_threads(stacks: Mapping[int, Stack]) -> dict[int, tuple[str, ...]]:
-    """Returns for each rank the names of the threads that it lacks and most other ranks have.
+    """Returns the names of the threads that a rank lacks and most other ranks have, by rank.
 
     Numbers in names are replaced by "N". Ranks whose dump may lack threads are left out.
     """

@@ -1,8 +1,8 @@
-"""Decides whether ranks are stalled: the facts about a rank, its stall limit, the confirmation.
+"""Decides whether ranks are stalled, from their pulses, stall limits and records.
 
-A rank stalls when its pulse has not changed for longer than its stall limit: max(floor, 5 × p99 of
-its phase). Start-up, evaluation and saving have limits of their own. A run stalls when its slowest
-ranks stall. No file is read here.
+A rank stalls when its pulse has not changed for longer than its stall limit, which is max(floor, 5
+× p99 of its phase). Start-up, evaluation and saving have limits of their own. A run stalls when its
+slowest ranks stall. No file is read here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DOUBTS: Mapping[Doubt, str] = {
     "lost": "has no readable pulse", "ahead": "records later steps than its pulse shows",
 }  # fmt: skip
 OVERDUE = 2.0
-"""A record is overdue after this many times the longest of the last gaps between records."""
+"""A record is overdue after this many times the longest recent gap between records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,19 @@ class RankEvidence:
     collectives: int = 0
     p99_s: float | None = None
     first_step: int = FIRST_STEP
-    """The first step of this attempt: up to it a rank may compile and allocate."""
+    """The first step of this attempt. During this step a rank may still compile and allocate."""
     code: int | None = None
     """The exit code of a rank that has exited, if it is known."""
     records_s: float | None = None
-    """Time since its records showed a new step, or None if it has no record."""
+    """Time since the rank's records showed a new step, or None if the rank has no record."""
     records_gap_s: float = 0.0
     """Longest of the last gaps between records with a new step, 0 until a gap is known."""
     doubt: Doubt = ""
-    """The reason to ignore its pulse: it cannot be read, or its records are ahead of it."""
+    """Why the pulse is ignored, as a key of `DOUBTS`, or "" if the pulse is used."""
     nonfinite_steps: int = -1
-    """Number of steps with a non-finite loss in its pulse, -1 if the pulse does not count them."""
+    """Number of steps with a non-finite loss, or -1 if the pulse does not count such steps."""
     start_ticks: int | None = None
-    """The start time of its process (clock ticks); it shows whether the pid was reused."""
+    """The start time of the process (clock ticks), which shows whether the pid was reused."""
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -86,7 +86,7 @@ def with_records(
     A pulse that is `lagging` comes from a sample, so the records may be ahead of the pulse.
     """
     # A recorded first step is wrong if it is later than the next step of the pulse. After a restart
-    # without a recorded step, the present step counts as the first.
+    # without a recorded step, the present step is used as the first.
     first_step = head.first_step if head.first_step <= rank.step + 1 else FIRST_STEP
     ahead = head.progress is not None and head.progress.record["step"] > rank.step and not lagging
     return replace(
@@ -150,7 +150,7 @@ def names(ranks: Sequence[RankEvidence]) -> str:
 
 
 def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:
-    """Returns a text with the ranks whose pulse cannot be used, and the reason."""
+    """Returns a text that says which ranks have no usable pulse, and why."""
     return "; ".join(
         f"{names(found)} {words}" for doubt, words in DOUBTS.items()
         if (found := [each for each in ranks if each.doubt == doubt])
@@ -160,8 +160,8 @@ def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:
 def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
     """Returns why the records do not confirm that these ranks stall, or "" if they confirm it.
 
-    A new step in a record counts as progress only within the stall limit. If a rank writes few
-    records, they confirm a stall only when the next record is overdue.
+    A new step in a record shows progress only if the record is younger than the stall limit. If a
+    rank writes few records, these records confirm a stall only when the next one is overdue.
     """
     for each in ranks:
         name = f"rank {each.rank}"

@@ -25,8 +25,8 @@ RANDOM_SOURCE = "synthetic"
 LEAK_TOKENS, LEAST_RECORDS = 16_384, 3
 """Tokens and records over which a loss is compared with chance."""
 SKIP_STEPS, SKIP_AFTER = 200, 50
-"""The window in which skipped steps are counted, and the number of an attempt's first steps that do
-not count because they calibrate the loss scale."""
+"""The window in which skipped steps are counted, and the number of an attempt's first steps that
+are left out because they calibrate the loss scale."""
 SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d{1,3})?)([mb])(?![a-z0-9])")
 LEAST_SIZE_OF_NAME = 1e8
 """A smaller size in the name of a plan may be another number, for instance minutes."""
@@ -60,7 +60,7 @@ def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | N
     if first is None or first.loss is None or not math.isfinite(first.loss) or not vocabulary >= 2:
         return None
     chance = math.log(vocabulary)
-    side, check = "below", "targets, attention mask and the weights it starts from"
+    side, check = "below", "targets, attention mask and initial weights"
     if first.loss > chance:
         side, check = "above", "the initialisation, and whether the loss is a mean over tokens"
     text = (
@@ -71,7 +71,7 @@ def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | N
 
 
 def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts consecutive records in which one rank has gradient norm zero and another rank not."""
+    """Counts consecutive records with gradient norm zero on one rank, and not on every rank."""
     counts = {r: n for r, n in history.truth.zero_norms.items() if r in now.progress}
     if len(counts) < 2 or min(counts.values()):
         return None if len(counts) < 2 else Measured(0.0)
@@ -143,12 +143,15 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
         if isinstance(route, str) and route.endswith(")")
     }  # fmt: skip
     found = "; ".join(f"{branch} runs {route}" for branch, route in others.items())
-    text = f"the attention does not follow its switches: {found}; unset the switch or install it"
+    text = (
+        f"the attention does not follow its switches: {found}; unset the switch, or install the "
+        "backend"
+    )
     return Measured(float(len(others)), text)
 
 
 def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Returns larger ÷ smaller of the model size in a name and the counted parameters."""
+    """Returns the larger ÷ the smaller of the model size in a name and the counted parameters."""
     count = jsonl.number(now.env, "parameters") or 0.0
     counted = jsonl.number(now.env, "parameters_counted") or count
     found = _named_size(now.env)
@@ -163,7 +166,7 @@ def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | N
 
 
 def _named_size(env: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Returns a text that names the source of a model size, and that size.
+    """Returns two values: a text with the source of a model size, and the size.
 
     The size is read from the name of the configuration. A run without a configuration uses the name
     of the phase or of the plan instead.
@@ -199,13 +202,13 @@ def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | No
     used = median(busy)
     text = (
         f"the GPUs are busy for {used:.0%} of a step, and {phase} takes {shares[phase]:.0%} of "
-        "it: they wait for the host; try train.compile, a larger batch or a faster data source"
+        "it: the GPUs wait for the host; try train.compile, a larger batch or a faster data source"
     )
     return Measured(used, text)
 
 
 def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns power draw ÷ power limit of the GPUs that report to be busy."""
+    """Returns power draw ÷ power limit of the GPUs, or 1 if their utilisation is below `BUSY`."""
     busy, power = history.truth.busy, history.truth.power
     if len(power) < LEAST_BUSY or len(power) < len(busy):
         return None
@@ -218,10 +221,11 @@ def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | Non
 
 
 def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the slowest rank's own time ÷ that of the others, once the difference is certain.
+    """Returns the slowest rank's time ÷ that of the others, in phases that wait for no other rank.
 
     In fetch and forward a rank does not wait for other ranks, except in the forward of FSDP. On a
-    GPU, the forward time of a foreign program is only the time that the host needs to start it.
+    GPU, the forward time of a foreign program is only the time that the host needs to start the
+    forward pass.
     """
     truth, strategy = history.truth, history.value("train.strategy")
     own = ("fetch", "forward")

@@ -1,4 +1,4 @@
-"""The attempt so far for the truth checks: the records of each step by rank, and its GPUs.
+"""The attempt so far, for the truth checks: the records of each step by rank, and the GPU samples.
 
 No file is read here. Memory is bounded.
 """
@@ -16,14 +16,14 @@ from console.sources.pace import LONGEST_STEP_S, TIMED_PHASES, Progress
 
 KEPT_STEPS, KEPT_LOSSES, KEPT_SKIPS = 48, 512, 256
 WINDOW, LEAST = 16, 8
-"""Number of newest steps that are compared between the ranks, and the least number for that."""
+"""Number of newest steps that are compared between the ranks, and the least sufficient number."""
 SURE_Z, LEAST_SPREAD = 4.0, 0.02
-"""The number of standard errors that are subtracted from a ratio, and the least spread assumed."""
+"""The number of standard errors that are subtracted from a ratio, and the least assumed spread."""
 SURELY = 1.15
 """A difference is sure if the lower bound of its ratio is at least this."""
 SLOWER, MATERIAL = 1.3, 0.1
-"""A rank counts as slower if its time is at least `SLOWER` times the usual time, and the difference
-at least the share `MATERIAL` of the step."""
+"""A rank is slower if its time is at least `SLOWER` times the usual time, and the difference is at
+least the share `MATERIAL` of the step."""
 ROUNDED_TO = 4
 """A figure with at most this many decimals may be rounded, so it may repeat by chance."""
 STEPPING = frozenset((*TIMED_PHASES, "log", "step"))
@@ -70,9 +70,9 @@ class TruthHistory:
         self.zero_norms: dict[int, int] = {}
         """Number of consecutive records with a gradient norm of zero, by rank."""
         self.busy: deque[float] = deque(maxlen=KEPT_BUSY)
-        """Mean share of the time in which the GPUs were busy, by step or update."""
+        """Mean share of the time in which the GPUs were busy, for each step or update."""
         self.power: deque[float] = deque(maxlen=KEPT_BUSY)
-        """Mean share of the power limit that the GPUs drew, by step or update, if measured."""
+        """Mean share of the power limit that the GPUs drew, for each measured step or update."""
         self._skips: deque[tuple[int, int]] = deque(maxlen=KEPT_SKIPS)
         self._steps: dict[int, dict[int, Progress]] = {}
         self._newest: dict[int, Progress] = {}
@@ -128,9 +128,10 @@ class TruthHistory:
     # --- over the records of rank 0 ------------------------------------------------------------
 
     def skipped_share(self, steps: int, after: int) -> tuple[float, int] | None:
-        """Returns the share of skipped steps in the last `steps` or more, and the number of steps.
+        """Returns two values: the share of skipped steps, and the number of steps that it covers.
 
-        Returns None until the attempt has recorded that many steps after its first `after` steps.
+        The share covers the last `steps` steps or more. Returns None until the attempt has recorded
+        so many steps after its first `after` steps.
         """
         if not self._skips:
             return None
@@ -149,7 +150,10 @@ class TruthHistory:
         return [found for found in self._steps.values() if len(found) == len(self._newest)]
 
     def same_batches(self) -> tuple[int, tuple[int, ...]]:
-        """Returns how many newest steps have the same batch on several ranks, and these ranks."""
+        """Returns two values: a number of newest steps, and ranks.
+
+        In all these steps, these ranks have read the same batch.
+        """
         count, ranks = 0, frozenset[int]()
         for found in reversed(self._complete()):
             by_sum: dict[str, list[int]] = {}
@@ -168,7 +172,7 @@ class TruthHistory:
         return sum(each.batch_crc32 != "" for each in self._newest.values()) > 1
 
     def slow(self, phases: Sequence[str]) -> tuple[float, str] | None:
-        """Returns the slowest rank's time in these phases ÷ that of the others, and a sentence.
+        """Returns two values: the slowest rank's time in `phases` ÷ that of the others, and a text.
 
         The ratio is a lower bound until the difference is certain. Returns None until there are
         enough records.
@@ -223,7 +227,7 @@ class TruthHistory:
             self._usual_step_s = median(found[min(found)].step_s or 0.0 for found in steps)
 
     def slower(self) -> str:
-        """Returns which ranks are slower than before and in which phase, or "" if unknown."""
+        """Returns a text on the ranks that are slower than before and on their phase, or ""."""
         steps = self._complete()[-LEAST:]
         if len(steps) < LEAST or self._usual.keys() != self._newest.keys():
             return ""
@@ -258,10 +262,10 @@ class TruthHistory:
     # --- over the samples ----------------------------------------------------------------------
 
     def own_gpus(self, gpus: Sequence[Gpu]) -> list[Gpu]:
-        """Returns the GPUs of this run: their memory in use is at least what its ranks reserve.
+        """Returns the GPUs with at least as much memory in use as a rank of this run reserves.
 
-        Returns no GPU if their number differs from that of the ranks, because then other jobs use
-        the host.
+        Returns no GPU if the number of such GPUs differs from the number of ranks, because then
+        other jobs use the host.
         """
         needed = [each.gpu_mem_reserved or 0.0 for each in self._newest.values()]
         if not needed or min(needed) <= 0:
@@ -274,7 +278,7 @@ class TruthHistory:
         return any(each.gpu_mem_reserved is not None for each in self._newest.values())
 
     def _add_busy(self, ranks: Sequence[RankEvidence], gpus: Sequence[Gpu]) -> None:
-        """Adds a GPU sample; a step counts once, and only if all its phases are in `STEPPING`."""
+        """Adds a GPU sample. `busy` gets one value for each step with all phases in `STEPPING`."""
         used = [g.util_pct for g in gpus if g.util_pct is not None and 0 <= g.util_pct <= 100]
         step = min((each.step for each in ranks), default=0)
         warm = all(each.step > each.first_step + WARM_STEPS for each in ranks)
@@ -295,7 +299,7 @@ class TruthHistory:
 
 
 def spent(progress: Progress, phases: Sequence[str]) -> float:
-    """Returns the seconds that a rank spent in the given phases; an invalid time counts as 0."""
+    """Returns the seconds that a rank spent in the given phases; an invalid time adds nothing."""
     times = (getattr(progress, f"dt_{phase}_s") for phase in phases)
     return math.fsum(s for s in times if s is not None and SHORTEST_S <= s <= LONGEST_STEP_S)
 
@@ -308,7 +312,7 @@ def _medians(steps: Sequence[dict[int, Progress]], rank: int) -> dict[str, float
 def _compared(
     steps: Sequence[dict[int, Progress]], rank: int, phase: str
 ) -> tuple[float, float]:  # fmt: skip
-    """Returns the median seconds of a rank in a phase, and the median of the other ranks."""
+    """Returns two values: the median seconds of a rank in a phase, and those of the other ranks."""
     times = [{r: spent(each, (phase,)) for r, each in found.items()} for found in steps]
     others = (median(s for r, s in each.items() if r != rank) for each in times)
     return median(each[rank] for each in times), median(others)

@@ -50,13 +50,13 @@ class Case:
         return sorted(found, key=lambda each: each.position)
 
     def since(self, rank: RankEvidence) -> str:
-        """Returns the time of a rank's last change; unlike an age, it stays right in an alert."""
+        """Returns the time of a rank's last change (an age would become wrong in an alert)."""
         return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
 
     def verdict(
         self, rank: RankEvidence | None, cause: str, sure: Sure, *parts: str
     ) -> Verdict:  # fmt: skip
-        """Returns a verdict on `rank`, or on all ranks if None; its sentence joins the `parts`."""
+        """Returns a verdict on `rank`, or on all ranks for None; `parts` become the sentence."""
         place, sentence = rank or self.slowest[0], "; ".join(filter(None, parts))
         number = rank.rank if rank else None
         evidence = self._evidence(rank)
@@ -128,7 +128,10 @@ def _uninterruptible(case: Case) -> Verdict | None:
 
 
 def _exited_early(case: Case) -> Verdict | None:
-    """Names ranks that exited before the others were done; a rank that saves needs no others."""
+    """Names ranks that exited before the others were done, unless the slowest rank saves.
+
+    A rank that saves needs no other rank.
+    """
     slow = case.slowest[0]
     early = [each for each in case.exited if each.step <= slow.step]
     if not case.stalled or not early or slow.phase in SAVING_PHASES:
@@ -185,8 +188,8 @@ def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | No
 def diagnose(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Verdict | None:
     """Returns why the run makes no progress, or None while it makes progress.
 
-    `ts` is the unix time of the evidence. A rank without a usable pulse is never named, and because
-    of it a verdict that the kernel does not confirm has the confidence "low".
+    `ts` is the unix time of the evidence. A rank without a usable pulse is never named. If there is
+    such a rank, a verdict has the confidence "low" unless its cause is one of `KERNEL_CAUSES`.
     """
     case = case_of(ranks, watch, ts)
     if case is None:

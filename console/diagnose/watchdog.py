@@ -3,8 +3,8 @@
 An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
 that the condition has lasted three times `for_s`, and that the rule's second source confirms it.
 Until the confirmation, the action is withheld, and this is reported once. Time in which the
-watchdog was stopped or not yet started does not count. Each time a rule is raised, its action
-becomes due once.
+watchdog was stopped or not yet started is left out. Each time a rule is raised, its action becomes
+due once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from console.model import STALL, Level
 from trainers.contract.plan import Watch
 
 LONGEST_GAP_S = 5.0
-"""Longest time between two updates that counts as observed, or twice the interval if longer."""
+"""Longest time between two updates that is counted as observed, or twice the interval if longer."""
 REPORT_WITHHELD_AT = 2
-"""Number of unconfirmed updates after which a due action is reported as withheld: a record may be
-late."""
+"""Number of unconfirmed updates after which a due action is reported as withheld. One such update
+is not reported, because a record may be late."""
 AGAIN_S = 10.0
 """Shortest time between two alerts of a rule that stays raised."""
 Kind = Literal["raise", "clear", "act", "withhold"]
@@ -33,7 +33,7 @@ class Change:
     """A change of one rule. The kind `act` says that `action` is due.
 
     The kind `withhold` says that the action would be due if the second source confirmed it; the
-    text has the reason.
+    text says why the source does not.
     """
 
     kind: Kind
@@ -62,7 +62,7 @@ class _State:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt. `actions` has the weakest allowed action by rule, as --halt sets it.
+    """Watches one attempt. `actions` has the weakest allowed action of each rule (option --halt).
 
     `interval_s` is the intended time between two updates. `settings` has the values of the run's
     settings by name, for the rules that depend on them.
@@ -96,7 +96,7 @@ class Watchdog:
         return changes
 
     def restore(self, raised: Iterable[str]) -> None:
-        """Marks the rules as raised that a former watchdog of the same attempt had raised."""
+        """Marks as raised the rules that a former watchdog of the same attempt had raised."""
         for name in self._states.keys() & set(raised):
             self._states[name] = _State(raised=True, counts=None)
 
@@ -140,7 +140,7 @@ class Watchdog:
     def _act(
         self, rule: Rule, state: _State, measured: Measured, now: Readings
     ) -> Iterator[Change]:  # fmt: skip
-        """Yields the action of a raised rule when it is due, or the reason why it is withheld."""
+        """Yields the action of a raised rule when it is due, or says why the action is withheld."""
         if state.acted or rule.action == "warn":
             return
         doubt = ""
@@ -175,7 +175,7 @@ class Watchdog:
         return next(rule.action for rule in self.rules if rule.name == STALL)
 
     def stall_policy(self) -> str:
-        """Returns the action on a stall and the time when it is due, in words."""
+        """Returns the action on a stall, and when the action is due, in words."""
         limit_s, action = self.watch.stall_floor_s, self.stall_action
         text = f"on stall ({limit_s:g} s): alert"
         if action in STRONG:

@@ -81,7 +81,7 @@ def misspelt(name: str) -> str:
 
 
 def plans() -> tuple[list[Plan], list[str]]:
-    """Returns every plan that can be loaded, and the errors of the other plans."""
+    """Returns two values: every plan that can be loaded, and the errors of the other plans."""
     found, wrong = [], []
     for name in files():
         try:

@@ -274,7 +274,7 @@ def _gate(rule: Rule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
 def overall(gates: tuple[Gate, ...]) -> Result:
     """Returns the result of a phase: failed if a gate failed, else unknown if a gate is unknown.
 
-    A gate with an override does not count.
+    Gates with an override are left out.
     """
     results = {gate.result for gate in gates if gate.blocks}
     worst: list[Result] = [result for result in RESULTS if result in results]

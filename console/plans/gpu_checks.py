@@ -28,7 +28,7 @@ CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
 def torch_cuda() -> tuple[int, int] | None:
     """Returns the CUDA version of torch's build, None for a CPU build; does not import torch.
 
-    If torch's version.py cannot be read, torch counts as a CPU build.
+    If torch's version.py cannot be read, torch is treated as a CPU build.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -168,7 +168,7 @@ def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, s
 
 
 def not_healthy(card: Card) -> str:
-    """Returns why a GPU does not count, or "" if it is healthy and idle."""
+    """Returns why a GPU cannot be used, or "" if it is healthy and idle."""
     gpu, found = card.gpu, []
     if gpu.state != "ok":
         return f"is not usable ({gpu.why or gpu.state})"

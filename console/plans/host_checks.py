@@ -30,7 +30,7 @@ MAX_DEPTH, MAX_SHOWN, MAX_COMMAND = 32, 8, 4096
 def clock(case: Case) -> Found:
     """Compares the clock with the creation time and the uptime that the newest launch recorded.
 
-    The launch counts as in the future only if the modification time of its file agrees.
+    The check fails only if the modification time of the launch's file is in the future too.
     """
     newest = next(iter(launches.launches(case.artifacts)), None)
     record = (rundir.read_json(newest / rundir.PLAN) if newest else None) or {}

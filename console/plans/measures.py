@@ -239,8 +239,9 @@ def without_hook(s: Summary) -> Measured:
 def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     """Returns the use of each GPU in %, the share of time without samples, and a result.
 
-    The result has no value, but window, words and doubt. A sample that lacks a GPU does not count.
-    A step without a sample counts as idle, and as long as the longest of the newest steps.
+    The result has no value, but window, words and doubt. A sample that lacks a GPU is not used.
+    A step without a sample is treated as idle, with the duration of the longest of the newest
+    steps.
     """
     longest_s = max((row[1] or 0.0 for row in s.of_rank(0).steps.rows), default=0.0)
     missing = 0

@@ -122,7 +122,7 @@ def _shell(case: Case) -> Found:
 def _is_foreign(name: str) -> bool:
     """Returns whether a variable configures a library and is not a flag.
 
-    Variables such as NAME_VERSION do not count."""
+    Variables such as NAME_VERSION are not reported."""
     known = name in flags.FLAGS or name in environ.INHERITED
     return name.startswith(LIBRARIES) and not known and not name.endswith("_VERSION")
 

@@ -270,13 +270,13 @@ def _given(phase: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _measure(path: Path) -> Run | str:
-    """Returns the measurements of a run, or why it does not count."""
+    """Returns the measurements of a run, or why the run cannot be compared."""
     source = RunSource(path, reads="all")
     source.read_all()
     state = poll_confirmed(source)
     if state.state != "completed" or status_text.exit_code(state):
         why = status_text.no_go(state) or status_text.not_passed(state.gates)
-        return f"it is {state.state}{f', {why}' if why else ''}; only a run that is go counts"
+        return f"it is {state.state}{f', {why}' if why else ''}; only runs that are go are compared"
     steps_s = [s for s in source.series.newest_steps_s(WARM_UP_STEPS) if 0 < s < LONGEST_STEP_S]
     run = rundir.read_json(path / rundir.RUN, below=path) or {}
     facts = rundir.read_json(path / rundir.ENV, below=path) or {}

@@ -33,7 +33,7 @@ class Evidence:
 
     run: Path
     is_away: bool
-    """The run's directory is missing, or is a link, which is not followed."""
+    """The run's directory is missing, or it is a link; links are not followed."""
     launch: LaunchState | None
     supervisor: Record
     """supervisor.json, or {} if it cannot be read."""
@@ -80,7 +80,7 @@ class _Assembly:
         )
 
     def _recorded_end(self) -> Record:
-        """Returns how the run ended according to its launch, or to the metrics of a legacy run."""
+        """Returns how the run ended, according to its launch or (for a legacy run) its metrics."""
         if self._records.files.is_legacy and not self._evidence.supervisor:
             records = [head.last.record for head in self._records.heads.values()]
             return legacy.end(self._evidence.run, records)
@@ -185,7 +185,7 @@ class _Assembly:
         return found
 
     def _unreadable(self) -> str:
-        """Returns what cannot be read of a run that its launch names, or "" if nothing is missing.
+        """Returns what cannot be read of a run that its launch lists, or "" if nothing is missing.
 
         Either the whole run directory or only the supervisor's document may be missing.
         """

@@ -22,9 +22,9 @@ _FRAME = re.compile(r'\s+File "(?P<file>[^"]*)", line (?P<line>\d{1,9})(?:, in .
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?::(?: .*)?)?$")
 _WITHOUT_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): .*$")
 _USAGE = re.compile(r"[\w.\-]+: error: .*$")
-"""The last line of argparse, for example of torchrun with an unknown option."""
+"""The last line that argparse prints, for example for an unknown option of torchrun."""
 _USES = "usage: "
-"""Start of the lines that argparse prints before that line."""
+"""Start of the lines that argparse prints before its last line."""
 _NOT_FATAL = ("Exception ignored in", "Exception in thread")
 """Marker of a traceback that is printed without ending the process."""
 _OF_TORCHRUN = ("ChildFailedError", "SignalException")
@@ -39,7 +39,7 @@ class Crash:
 
     `raised_at` is the place of the exception, for example "train.py:41". `crashed_in` is the place
     of a native crash according to faulthandler, for example "forward (model.py:88)". Both are the
-    innermost place outside the libraries, or the innermost place of all.
+    innermost place outside the libraries, or the innermost place if all are in libraries.
     """
 
     error: str = ""
@@ -74,7 +74,7 @@ def _without_prefix(line: str, rank: int | None) -> str | None:
 
 
 def _last_exception(lines: list[str]) -> _Raised:
-    """Returns an uncaught C++ exception, or else the last fatal one, or else the last exception."""
+    """Returns an uncaught C++ exception, or else the last fatal exception, or else the last one."""
     if thrown := _cxx_exception(lines):
         return thrown
     found = list(_exceptions(lines))

@@ -1,7 +1,7 @@
 """Names the object on which another process waits: a pipe, a socket, or the target of a poll.
 
-No read can block: descriptors are resolved with readlink, because a stat of a descriptor
-asks its file system, which may hang.
+No read can block, because descriptors are resolved with readlink. A stat of a descriptor would ask
+its file system, which may hang.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NO_PEER = "a socket, its peer is not available"
 
 @dataclass(frozen=True, slots=True)
 class BlockedOn:
-    """The object that a system call waits on; `text` is a noun phrase, "" for "none"."""
+    """The object for which a system call waits. `text` is a noun phrase, or "" for "none"."""
 
     kind: Kind
     text: str
     unsure: bool = False
-    """Other readings of the same system call are possible."""
+    """True if the same system call can also mean another object."""
 
 
 NOTHING = BlockedOn("none", "")
@@ -63,7 +63,7 @@ def number_after(text: str, key: str) -> int:
 
 
 def link_of(pid: int, name: str) -> str:
-    """Returns what a link in /proc/PID names: a path, "socket:[N]", "pipe:[N]", "net:[N]" or ""."""
+    """Returns the target of a link in /proc/PID, for example a path or "socket:[N]", or ""."""
     try:
         return clean(str(Path(f"/proc/{pid}/{name}").readlink()), MAX_PATH_CHARS)
     except OSError:
@@ -71,13 +71,13 @@ def link_of(pid: int, name: str) -> str:
 
 
 def pipe_wait(link: str, is_full: bool) -> BlockedOn:
-    """Returns a pipe, or the FIFO that a path names."""
+    """Returns the wait for a pipe, or for the FIFO at a path."""
     subject = f"the FIFO {link}, which" if link.startswith("/") else "a pipe that"
     return BlockedOn("pipe", f"{subject} is {'full' if is_full else 'empty'}")
 
 
 def poll_wait(pid: int) -> BlockedOn:
-    """Returns the only socket of a process, or its only unfinished connection.
+    """Returns the object of a poll: the process's only socket, or its only unfinished connection.
 
     The kernel does not show which descriptors a poll has. A connected socket is therefore named
     only if no descriptor above stderr is a pipe.
@@ -99,9 +99,10 @@ def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
 
 
 def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
-    """Returns what an epoll waits on, according to its descriptors in fdinfo.
+    """Returns the object for which an epoll waits, according to its descriptors in fdinfo.
 
-    The wake-up sockets of an event loop are left out: the loop waits for a timer or an event.
+    The wake-up sockets of an event loop are left out. A loop that has only such sockets waits for a
+    timer or an event.
     """
     info = read_text(f"/proc/{pid}/fdinfo/{fd}")
     fds = [int(fd) for fd in re.findall(r"^tfd:\s*([0-9]{1,9})\s", info, re.MULTILINE)]
@@ -153,7 +154,11 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 
 
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
-    """Returns a socket, named by its peer's address, or by its own address if it accepts."""
+    """Returns the wait for a socket.
+
+    The text contains the address of the peer. With `accepts`, it contains the address of the socket
+    itself.
+    """
     here, peer, state = tcp.entry(socket_tables(pid), inode)
     if not state:
         table = read_text(f"/proc/{pid}/net/unix", TABLE_BYTES)

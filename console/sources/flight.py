@@ -1,12 +1,12 @@
 """Reads the collective flight records of ranks, and finds the ranks that differ.
 
-A rank writes torch's record of its last collectives with every dump: 2,000 entries, or as many as
-`TORCH_FR_BUFFER_SIZE` says (0 turns the record off). The number of a collective counts within its
-process group and is the same on all ranks. Point-to-point operations are left out, because they
-are numbered separately. `pg_status` is left out, because its last number may be that of a
-point-to-point operation.
+A rank writes torch's record of its last collectives with every dump. The record has 2,000 entries,
+or as many as `TORCH_FR_BUFFER_SIZE` says (0 turns the record off). Collectives are numbered within
+their process group, and a collective has the same number on all ranks. Point-to-point operations
+are left out, because they are numbered separately. `pg_status` is left out, because its last number
+may be that of a point-to-point operation.
 
-gloo leaves `state` at "scheduled"; a collective that has ended is `retired`. With NCCL, a
+gloo leaves `state` at "scheduled" and marks a collective that has ended as `retired`. With NCCL, a
 collective that is `retired` but not "completed" has timed out.
 """
 
@@ -31,7 +31,7 @@ MAX_RECORD_BYTES = 16 << 20
 MAX_COLLECTIVES = 2048
 MAX_TRIES = 8
 MAX_TOTAL_BYTES = 64 << 20
-"""Most bytes that one call of `latest` reads; a record beyond it is a gap in the evidence."""
+"""Most bytes that one call of `latest` reads; records beyond this limit are not available."""
 MIN_PAST = MAX_SKIPPED = 8
 """The number of earlier calls that show the usual order, and the most calls a rank can skip."""
 RARE = 2
@@ -86,9 +86,8 @@ class Difference:
 
     - behind: `ranks` have not called collective `number`, in which other ranks wait.
     - mismatch: the ranks call different operations as collective `number`. `ranks` are the
-      minority. If there is no minority, `ranks` are those that did not call what they called
-      earlier at this place of their sequence. If ranks wait for each other in different groups,
-      `number` is None.
+      minority. If there is no minority, `ranks` are the ranks that make an unusual call (see
+      `_unusual`). If ranks wait for each other in different groups, `number` is None.
     - same: no rank is behind. `number` is the collective in which ranks wait, or None if no rank
       waits in a collective.
     - unknown: there is nothing to compare. `number` is the collective in which a rank waits, or
@@ -102,7 +101,7 @@ class Difference:
     confirmed: bool = False
     """True for a mismatch in which a second sign in the records names `ranks` too (`_unusual`)."""
     inside: bool = False
-    """Each rank that is behind still waits in its last call, and all other ranks made this call."""
+    """True if each rank that is behind still waits in its last call, which all others have made."""
 
 
 @functools.lru_cache(4096)
@@ -121,7 +120,7 @@ def _elements(shape: re.Match[str]) -> str:
 
 
 def _integer(entry: Mapping[str, Any], key: str) -> int | None:
-    """Returns an integer or the integer in a string, or None if it is negative or missing."""
+    """Returns an integer, also from a string, or None if the integer is negative or missing."""
     value = entry.get(key)
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value):
         return int(value)
@@ -155,7 +154,7 @@ def _collective(entry: Mapping[str, Any]) -> Collective | None:
 
 
 def parse(data: bytes, rank: int, ts: float, path: str) -> FlightRecord | None:
-    """Returns the flight record in the content of a file, or None if there is none."""
+    """Returns the flight record in the content of a file, or None if the file has no record."""
     document = jsonl.decode(data) or {}
     if "version" not in document:
         return None
@@ -190,7 +189,10 @@ def latest(
 
 
 class _Member:
-    """The collectives of one rank in one group, by number; NCCL gives coalesced ones one number."""
+    """The collectives of one rank in one group, by number.
+
+    With NCCL, coalesced collectives have the same number.
+    """
 
     def __init__(self, record: FlightRecord, group: str):
         self.calls: dict[int, list[Collective]] = {}
@@ -223,7 +225,7 @@ def _named(ranks: Iterable[int], one: str = "", many: str = "") -> str:
 
 
 def _call(group: str, number: int, members: _Members) -> str:
-    """Returns "all_reduce 918,331 ([131584] float32)", and the group unless it has all ranks."""
+    """Returns "all_reduce 918,331 ([131584] float32)", and the group if it lacks some ranks."""
     each = next(m.calls[number][0] for m in members.values() if number in m.calls)
     sizes = f" ({each.sizes})" if each.sizes else ""
     return f"{each.op} {number:,}{sizes}{_of_group(group)}"
@@ -267,11 +269,12 @@ def _mismatch(group: str, members: _Members) -> Difference | None:
 def _unusual(
     members: _Members, number: int, callers: Mapping[str, list[int]]
 ) -> tuple[list[int], bool]:
-    """Returns the ranks that make an unusual call as `number`, and whether they skipped a call.
+    """Returns two values: ranks with an unusual call `number`, and whether they skipped a call.
 
-    A call is usual if it came earlier after the same last call. Ranks have skipped a call if they
-    call what usually comes a little later. If every rank makes a usual call, the ranks with a much
-    rarer call are returned. If no rank makes a usual call, or too few calls are known, returns [].
+    A call is usual if it also came earlier after the same preceding call. Ranks have skipped a call
+    if their call usually comes a little later. If every rank makes a usual call, the ranks with a
+    much rarer call are returned. If no rank makes a usual call, or too few calls are known, no rank
+    is returned.
     """
     earlier: dict[int, str] = {}
     for member in members.values():
@@ -352,9 +355,9 @@ def _groups(records: Mapping[int, FlightRecord]) -> dict[str, dict[int, _Member]
 def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
     """Returns the difference that explains the differences in the other groups.
 
-    This is the difference of ranks that are behind in one group and wait in no other group. Ranks
-    that wait for each other in different groups are a mismatch without a minority; if all ranks
-    have a record, a rank that waits alone in its group is the minority.
+    It is a mismatch, or the difference of ranks that are behind in one group and wait in no other
+    group. Ranks that wait for each other in different groups are a mismatch without a minority; if
+    all ranks have a record, a rank that waits alone in its group is the minority.
     """
     circular: list[str] = []
     found = {group: _difference(group, members) for group, members in groups.items()}

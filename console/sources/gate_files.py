@@ -55,9 +55,9 @@ def read(run: Path, attempts: int, world: int) -> GateFiles:
 
 
 def _single(run: Path) -> tuple[str, float | None]:
-    """Returns the newest earlier phase with one rank, and its speed by its last records.
+    """Returns two values: the newest earlier phase with one rank, and the speed of its last steps.
 
-    The speed counts only if the gate on it passed with the same value.
+    The speed is None unless the gate on the speed passed with the same value.
     """
     launch = run.parent
     plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {}
@@ -81,7 +81,7 @@ def _is_same(written: float | None, own: float | None) -> bool:
 
 
 def _last_speed(run: Path) -> float | None:
-    """Returns the tokens per second of the last steps, or None if their records are missing."""
+    """Returns the tokens per second of the last steps, or None if a record is missing."""
     totals = RankTotals(0)
     tail = jsonl.Tail(rundir.heartbeat(run, 0), heartbeat.accept, SPEED_BYTES)
     for record in tail.poll(SPEED_BYTES):
@@ -92,7 +92,7 @@ def _last_speed(run: Path) -> float | None:
 
 
 def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
-    """Returns the number of errors, the first one, and which log was not read completely."""
+    """Returns three values: the number of errors, the first error, and which log is incomplete."""
     count, first, doubt, left = 0, "", "", ALL_BYTES
     if attempts > MAX_ATTEMPTS:
         doubt = f"there are more than {MAX_ATTEMPTS} attempts"
@@ -125,7 +125,7 @@ def _size_of(log: Path) -> int:
 
 
 def _size(folder: Path, run: Path) -> tuple[int, str]:
-    """Returns the size of a checkpoint, and which of its files differs from its manifest."""
+    """Returns two values: the size of a checkpoint, and which file differs from the manifest."""
     record: dict[str, Any] = rundir.read_json(folder / "manifest.json", below=run) or {}
     files = list(jsonl.mapping(record, "files").items())[:MAX_FILES]
     total = 0

@@ -54,10 +54,11 @@ def words_of(error: BaseException) -> str:
 
 
 def opened_by(pid: int) -> frozenset[int] | None:
-    """Returns N of each device file /dev/nvidiaN that a process has open, None if not available.
+    """Returns N for each file /dev/nvidiaN that a process has open, or None if not available.
 
     CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
-    use. A GPU that has no such file, as in WSL, has the number -1. The driver is not called.
+    use. A GPU that has no such file, for example in WSL, has the number -1. The driver is not
+    called.
     """
     try:
         names = os.listdir(f"/proc/{pid}/fd")
@@ -104,8 +105,8 @@ def xid_words(numbers: tuple[int, ...], count: int) -> str:
 class XidLog:
     """Waits for events of all GPUs in one thread; `found` is replaced at each change, never edited.
 
-    All GPUs share one event set, and each event names its GPU. When a GPU is lost, the wait fails;
-    the set is then created again for the other GPUs.
+    All GPUs share one event set, and each event contains the handle of its GPU. When a GPU is lost,
+    the wait fails; the set is then created again for the other GPUs.
     """
 
     def __init__(self, nvml: Any, stop: threading.Event):
@@ -115,7 +116,7 @@ class XidLog:
         self._handles: Mapping[int, Any] = {}
         self._opened = threading.Event()
         self._addresses: dict[int | None, int] = {}
-        """The GPU of each handle that was ever opened: an event may come late."""
+        """The GPU of each handle that was ever opened, because an event may come late."""
 
     def add_gpu(self, index: int, handle: Any) -> None:
         """Adds a GPU, or replaces its handle."""
@@ -127,13 +128,13 @@ class XidLog:
                 self._opened.set()
 
     def remove_gpu(self, index: int) -> None:
-        """Removes a GPU until its handle is added again; its pending events still count."""
+        """Removes a GPU until its handle is added again; its pending events are still read."""
         with self._lock:
             if index in self._handles:
                 self._handles = {i: h for i, h in self._handles.items() if i != index}
 
     def follow(self) -> None:
-        """Reads events until `stop`; after an error of NVML it retries."""
+        """Reads events until `stop`, and retries after an error of NVML."""
         while not self._stop.is_set():
             try:
                 registered = self._read_events()
@@ -148,7 +149,7 @@ class XidLog:
         """Reads events until the GPUs change; returns the number of GPUs that report events.
 
         Pending events are read first. After an error the event set is not freed, because NVML may
-        have freed it.
+        already have freed the set.
         """
         nvml, handles = self._nvml, self._handles
         if not handles:

@@ -1,7 +1,7 @@
 """The use of each GPU over the time in which all ranks step, added up from the samples of a run.
 
-Samples are not numbered. If the time between two samples is longer than `EVERY_S`, the excess
-counts as idle, so that missing samples can only lower the use.
+Samples are not numbered. If the time between two samples is longer than `EVERY_S`, the excess is
+treated as idle, so that missing samples can only lower the use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_GPUS, MAX_ATTEMPTS = 1024, 1000
 
 
 class GpuTotals:
-    """The time in which all ranks step; of each GPU, its use and the time that samples cover."""
+    """The time in which all ranks step, and the busy time and sampled time of each GPU."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -27,7 +27,7 @@ class GpuTotals:
         self.covered: dict[int, int] = {}
         """The number of steps between the samples, by attempt."""
         self.trouble = ""
-        """Why the use of the GPUs is not known."""
+        """Why the use of the GPUs is not known, or "" if it is known."""
         self._newest: tuple[int, float, int] | None = None
         """Attempt, monotonic time and step of the newest sample, if all ranks stepped in it."""
         self._mono = -math.inf

@@ -27,11 +27,14 @@ from trainers.contract.jsonl import entries
 T = TypeVar("T")
 MAX_GPUS = 1024
 CLOCK_S = 2.0
-"""The clock of a writer may be ahead of the clock of this host by this time."""
+"""The clock of a writer may be ahead of the clock of this host by at most this time."""
 
 
 class Document:
-    """One JSON file, read again when it is replaced; `trouble` says why it cannot be shown."""
+    """One JSON file, which is read again when it is replaced.
+
+    `trouble` says why the file cannot be shown.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -55,7 +58,7 @@ class Document:
         else:
             self.record, self.trouble = record, ""
             if (jsonl.number(record, "updated_ts") or 0.0) > time.time() + CLOCK_S:
-                # The writer's clock is ahead: the time of the file system counts.
+                # The writer's clock is ahead, so the time of the file system is used.
                 self.record["updated_ts"] = stamp[2] / 1e9
         return self.record
 
@@ -93,7 +96,7 @@ READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
     Sure: _one_of(("high", "medium"), "low"),
     State: _one_of(get_args(State), ""),
 }
-"""The reader of each type of field; it gets a JSON object and the key of the field."""
+"""The reader of each type of field. A reader gets a JSON object and the key of the field."""
 
 
 @cache

@@ -1,11 +1,11 @@
 """Reads the kernel's evidence about one process: its state and the object its main thread waits on.
 
-The only sources are /proc and the cgroup file systems, and no read can block: descriptors are
-resolved with readlink, because a stat of a descriptor asks its file system, which may hang. The
-holder of a file lock is found in /proc/locks, by the pid of the waiting process. If a process asks
-for a lock again and again, the holder is found by the inode of a file that the process has open.
-The memory of the process is not read, although it contains the path of an `open` and the
-descriptors of a `poll`.
+The only sources are /proc and the cgroup file systems. No read can block, because descriptors are
+resolved with readlink. A stat of a descriptor would ask its file system, which may hang. The holder
+of a file lock is found in /proc/locks, by the pid of the waiting process. If a process asks for a
+lock again and again, the holder is found by the inode of a file that the process has open. The
+memory of the process is not read, although it contains the path of an `open` and the descriptors of
+a `poll`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _EPOLL_PWAIT2, _UNTIL = 441, 1
 _OTHER_END = {os.O_RDONLY: "writer", os.O_WRONLY: "reader"}
 _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup.freeze", "1"),
             ("cgroup.events", "frozen 1"))  # fmt: skip
-"""Files of a cgroup, and the line in them while it is frozen."""
+"""Files of a cgroup, each with the line that the file contains while the cgroup is frozen."""
 _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
 """Kernel functions that show a freeze even in a container that does not see its cgroup."""
 
@@ -86,7 +86,7 @@ _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
 class ThreadEvidence:
     """One thread: its name, state letter, the kernel function it waits in, and its CPU time.
 
-    `waits` is the number of its voluntary context switches; -1: not available.
+    `waits` is the number of voluntary context switches, or -1 if not available.
     """
 
     tid: int
@@ -147,8 +147,8 @@ def collect(
     """Returns the evidence about a process; its state is "gone" if the process does not exist.
 
     `tables` caches the sockets of each network namespace for the other processes of one sample.
-    Returns None if the process cannot be read, or if another process has its pid now, so that
-    `start_ticks` differ.
+    Returns None if the process cannot be read, or if another process, with other `start_ticks`, has
+    the pid now.
     """
     mono, first = time.monotonic(), _stat(f"/proc/{pid}")
     if first is not None and start_ticks not in (None, first.start_ticks):
@@ -203,7 +203,7 @@ def _parse_stat(text: str) -> _Stat | None:
 
 
 def _wchan(folder: str) -> str:
-    """Returns the kernel function a thread waits in; "" if it runs, or if the kernel hides it."""
+    """Returns the kernel function a thread waits in; "" if none, or if the kernel hides it."""
     name = clean(read_text(f"{folder}/wchan"), MAX_NAME_CHARS).partition(".")[0]
     return "" if name == "0" else name
 
@@ -242,7 +242,7 @@ def _is_frozen(pid: int) -> bool:
             if len(each) > 3 and each[2] == kind and option in ("", *each[3].split(","))
         )  # fmt: skip
         top, parts = next(tops, None), place.strip("/").split("/")[:MAX_DEPTH]
-        # In a container the mount may start at a cgroup above the one that the path names.
+        # In a container, the mount may start at a cgroup above the cgroup of the path.
         folders = ("/".join((top or "", *parts[:depth])) for depth in range(len(parts) + 1))
         if top and ".." not in parts and any(
             line in read_text(f"{folder}/{name}").splitlines()
@@ -348,7 +348,7 @@ def _lock(pid: int, link: str) -> BlockedOn:
 
 
 def _holder(locks: str, waiting: int) -> int | None:
-    """Returns the pid that holds the lock for which a process waits, as /proc/locks shows it.
+    """Returns the pid that holds the lock for which a process waits, according to /proc/locks.
 
     The lines of the waiting processes have an arrow and the number of the holder's line.
     """

@@ -30,8 +30,8 @@ def launch_state(
 ) -> LaunchState:  # fmt: skip
     """Returns the launch: its phases from plan.json, their progress from plan_state.json.
 
-    `troubles` has the reasons why plan.json or plan_state.json cannot be read; `existing` names the
-    run directories that exist, in the order of their phases.
+    `troubles` says why plan.json, and why plan_state.json, cannot be read. `existing` has the names
+    of the existing run directories, in the order of their phases.
     """
     phases, wrong_directory = _phases(plan, state)
     doubt = wrong_directory or troubles[0] or _contradiction(plan, state, phases, existing)
@@ -63,7 +63,7 @@ def launch_state(
 
 
 def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
-    """Returns the phases from both documents, and a sentence if a directory name is wrong."""
+    """Returns two values: the phases in both documents, and a text if a directory name is wrong."""
     planned, reached = entries(plan, "phases"), entries(state, "phases")
     phases: list[PhaseState] = []
     wrong = ""
@@ -113,10 +113,11 @@ def _last_index(existing: Sequence[str]) -> int:
 
 
 def with_run_state(launch: LaunchState, run: str, state: State, why: str) -> LaunchState:
-    """Returns the launch with the state of its phase `run`, if no supervisor updates that state.
+    """Returns the launch, with the present state of a phase that no supervisor updates.
 
-    If a document says that the launch has ended, but processes of its run live, the launch
-    counts as unsupervised.
+    If no supervisor updates the phases, the phase with the directory `run` gets `state` and `why`.
+    If a document says that the launch has ended, but processes of its run are alive, the launch
+    gets the state `unsupervised`.
     """
     if launch.state == "ended" and state == "unsupervised":
         both = f"{rundir.PLAN_STATE} says that the launch has ended, but {why}"

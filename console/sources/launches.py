@@ -1,7 +1,7 @@
 """Finds launches and runs on disk by directory, id, unique prefix or `latest`.
 
-A query returns the best match. An action (`act`) also needs a second source that agrees, or it is
-rejected: see the rows `target-id` and `target-latest` of docs/decisions.md.
+A query returns the best match. An action (`act`) is rejected unless a second source agrees. See the
+rows `target-id` and `target-latest` of docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from trainers.contract.errors import NotFoundError, RefusedError, UsageError, di
 
 ROOT = Path("artifacts")
 CLOCK_S = 60.0
-"""The clock may be set back by this time between two files of one launch."""
+"""Between two files of one launch, the clock may be set back by at most this time."""
 STAMP = re.compile(r"(\d{8}-\d{6})(-\d+)?")
 READ_WITHIN_S = 1.0
 """Creation time and uptime of a launch are read within this time."""
 SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
-"""Creation times before 2001, or more than a day from now, are not valid."""
+"""Creation times before 2001, or more than a day in the future, are not valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownLaunch:
     """A launch in the root directory; `written_ts` is the modification time of its plan file.
 
-    `up_s` is the uptime of its host at creation, in the boot `boot_id`; a changed clock has no
-    effect on it.
+    `up_s` is the uptime of the host at the creation, in the boot `boot_id`. A changed clock does
+    not change the uptime.
     """
 
     path: Path
@@ -150,8 +150,8 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     """Returns the launch or run with this name.
 
     `name` is a directory, an id (`<launch>` or `<launch>/<n>-<phase>`), a unique prefix of an id,
-    or `latest`. Raises NotFoundError; UsageError if several match; and, for an action (`act`),
-    RefusedError if two sources contradict each other.
+    or `latest`. Raises NotFoundError if nothing matches, and UsageError if several launches match.
+    For an action (`act`), raises RefusedError if two sources contradict each other.
     """
     path = Path(name)
     there = path.is_dir()
@@ -230,7 +230,7 @@ def _check_age(newest: KnownLaunch) -> None:
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:
-    """Raises RefusedError for a copied or moved directory: its processes use another directory.
+    """Raises RefusedError for a copied or moved directory, whose processes use another directory.
 
     Runs record their directory. With `by_name`, RefusedError is also raised if no run has this
     record.
@@ -263,7 +263,7 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
 
 
 def _is_home(home: Path, run: Path, host: str) -> bool:
-    """Returns whether a run was started in this directory; on another host, its path may differ."""
+    """Returns whether a run was started in this directory; on another host, the path may differ."""
     try:
         return home.samefile(run)
     except OSError:

@@ -27,7 +27,7 @@ CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
 
 
 def is_legacy(run: Path) -> bool:
-    """Returns whether a directory is a legacy run: its heartbeats have no version."""
+    """Returns whether a directory is a legacy run, which has heartbeats without a version."""
     if (run / rundir.RUN).exists():
         return False
     head = jsonl.read_bytes(rundir.heartbeat(run, 0), HEAD_BYTES, 0)
@@ -69,8 +69,8 @@ def end(run: Path, records: Collection[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns how a run ended, as a `state` event; {} if metrics.json is older than `records`.
 
     `records` are the newest records of the ranks. metrics.json is written when a run completes,
-    halts or meets a non-finite loss, but it does not say which of these happened. The run
-    therefore counts as "completed" only if a record shows all planned steps.
+    halts or meets a non-finite loss, but it does not say which of these happened. The run therefore
+    gets the state "completed" only if a record shows all planned steps.
     """
     newest_ts = max((jsonl.number(record, "ts") or 0.0 for record in records), default=0.0)
     for name in METRICS:

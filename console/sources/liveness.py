@@ -1,7 +1,7 @@
-"""Finds the live processes of a run, and collects the facts from which a reader decides its state.
+"""Finds the processes of a run that are alive, and the facts from which a reader decides its state.
 
-The supervisor decides the state of a run. Without a supervisor, a reader uses the living processes
-(`unsupervised`), or else the exit records of all ranks, or else nothing (`lost`).
+The supervisor decides the state of a run. Without a supervisor, a reader uses the processes that
+are alive (`unsupervised`), or else the exit records of all ranks, or else nothing (`lost`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainers.contract.errors import RefusedError
 STATES: frozenset[str] = frozenset(get_args(State))
 ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
-"""A process of another host counts as alive for this time after its last record."""
+"""A process of another host is treated as alive for this time after its last record."""
 SUPERVISOR_SILENT_S = 20.0
 """A supervisor is silent if it writes nothing for this time; it usually writes every second."""
 STOPPED = "T t"
@@ -73,11 +73,11 @@ def is_supervised(supervisor: Record) -> bool:
 
 
 def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, Any]:
-    """Returns supervisor.json with the newest state found in it or in `others`.
+    """Returns supervisor.json with the newest state from the document or from `others`.
 
     If a disk is full or does not answer, the document is late; the last `state` event or the
     supervisor heartbeat is then newer. An end in the document is final. Times in the future are
-    ignored, and an end in `others` counts only if no worker is alive.
+    ignored, and an end in `others` is used only if no worker is alive.
     """
     if jsonl.text(supervisor, "state") in ENDED:
         return dict(supervisor)
@@ -188,7 +188,7 @@ def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEn
 
 
 def _workers_without_exit(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
-    """Returns the workers without an exit in supervisor.json, and whether each is alive here."""
+    """Returns each worker without an exit in supervisor.json, and whether that worker is alive."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     workers = [each for each in jsonl.entries(supervisor, "workers") if each.get("exit") is None]
     return [(worker, rundir.is_alive(here | worker)) for worker in workers]
@@ -203,7 +203,7 @@ def still_run(thing: str, names: Sequence[object]) -> str:
 
 
 def living_ranks(supervisor: Record) -> str:
-    """Returns a sentence on the ranks in supervisor.json that live on this host, or ""."""
+    """Returns a sentence on the ranks in supervisor.json that are alive on this host, or ""."""
     ranks = [
         str(worker.get("rank")) for worker, alive in _workers_without_exit(supervisor) if alive
     ]
@@ -218,7 +218,7 @@ def living_processes(run: Record, supervisor: Record) -> str:
 
 
 def living_in(run: Path) -> str:
-    """Returns a sentence on the processes of a run that live on this host, or "" if none does."""
+    """Returns a sentence on the processes of a run that are alive on this host, or ""."""
     supervisor, document = (
         rundir.read_json(run / name, below=run) or {} for name in (rundir.SUPERVISOR, rundir.RUN)
     )
@@ -226,7 +226,7 @@ def living_in(run: Path) -> str:
 
 
 def has_lost_rank(supervisor: Record) -> bool:
-    """Returns whether a worker has ended, as supervisor.json or this host's kernel shows."""
+    """Returns whether a worker has ended, according to supervisor.json or this host's kernel."""
     left, is_here = _workers_without_exit(supervisor), supervisor.get("host") == rundir.host_name()
     return len(left) < len(jsonl.entries(supervisor, "workers")) or any(
         is_here and not alive for _, alive in left

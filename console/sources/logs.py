@@ -17,7 +17,7 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
 class Log:
-    """Follows one log; reading starts `BACKLOG_BYTES` before its end, maybe in its rotated file.
+    """Follows one log. Reading starts `BACKLOG_BYTES` before its end, maybe in the rotated file.
 
     If a later rotation removes lines before they were read, these lines are skipped.
     """

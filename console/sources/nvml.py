@@ -22,7 +22,7 @@ LIBRARY = "libnvidia-ml.so.1"
 KERNEL_GPUS = "proc/driver/nvidia/gpus"
 SILENT_S = 5.0
 RETRY_S, LONGEST_RETRY_S = 5.0, 60.0
-"""Time between two attempts to initialise NVML; it doubles up to the longest."""
+"""The time between two attempts to initialise NVML doubles from the first value to the second."""
 NO_DRIVER_CODES = (9, 12)
 """NVML_ERROR_DRIVER_NOT_LOADED and _LIBRARY_NOT_FOUND."""
 
@@ -47,7 +47,8 @@ def has_library() -> bool:
 def kernel_count(root: Path = Path("/")) -> int | None:
     """Returns the number of GPUs in the kernel driver's list, or None without such a list.
 
-    In a container or a batch job NVML may count fewer GPUs: it skips those that it may not open.
+    In a container or a batch job NVML may count fewer GPUs, because it skips GPUs that it may not
+    open.
     """
     try:
         return sum(1 for _ in (root / KERNEL_GPUS).iterdir())
@@ -58,8 +59,8 @@ def kernel_count(root: Path = Path("/")) -> int | None:
 class Nvml:
     """Samples all GPUs of this host; `rows` never waits. `root` is the parent of /proc.
 
-    NVML is initialised once: while a process uses it, the kernel neither unloads the driver nor
-    resets a GPU.
+    NVML is initialised once and stays in use. While a process uses NVML, the kernel neither unloads
+    the driver nor resets a GPU.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class Nvml:
     def _fail(self, error: Exception, listed: int) -> None:
         """Sets an error row for each expected GPU.
 
-        A library without a driver means that there is no GPU; any other failure counts as one GPU
-        at least.
+        A library without a driver means that there is no GPU. After any other failure, at least one
+        GPU is expected.
         """
         least = 0 if code_of(error) in NO_DRIVER_CODES else 1
         why = f"NVML cannot be initialised ({words_of(error)}); retrying"

@@ -80,7 +80,7 @@ def _p99(ordered: list[float]) -> float:
 
 
 class Pace:
-    """The pace of one rank, for a reader that has read all older records at `live_since`.
+    """The pace of one rank, for a reader that had read all older records at `live_since`.
 
     `live_since` is in monotonic seconds; it is infinite while older records are left.
     """
@@ -91,26 +91,26 @@ class Pace:
         self._dead: tuple[str, ...] = ()
         self._live_since = live_since
         self._recorded_s: float | None = None
-        """Sum of the step times in its records since `live_since`, without the first record."""
+        """Sum of the step times in the records since `live_since`, without the first record."""
         self._step = 0
         self._new_step_at = -math.inf
-        """Time at which its newest step was read (monotonic s), -inf if before `live_since`."""
+        """Time at which the newest step was read (monotonic s), -inf if before `live_since`."""
         self._new_step_ts = math.inf
-        """The time in the record of that step (unix s)."""
+        """The time in the record of the newest step (unix s)."""
         self._gaps: deque[tuple[int, float]] = deque(maxlen=KEPT_GAPS)
         """Steps and seconds from one record with a new step to the next."""
         self._first_s = 0.0
-        """The longest time per step before the first of these gaps."""
+        """The longest time per step before the first gap."""
         self._read_at, self._age_s = -math.inf, 0.0
-        """Time of reading its newest record (monotonic s), and the age of the record then."""
+        """Time at which the newest record was read (monotonic s), and its age at that time."""
         self._timed_steps = 0
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
-        """The newest durations of each phase, by arrival and sorted; the key "" is for steps."""
+        """Durations of each phase, once by arrival and once sorted; the key "" is for steps."""
 
     def add(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
-        """Adds one record; `mono` (monotonic s) and `ts` (unix s) are the time of reading it.
+        """Adds one record, which was read at the times `mono` (monotonic s) and `ts` (unix s).
 
-        `first_step` is the first step of the attempt; only gaps after this step count.
+        `first_step` is the first step of the attempt; only gaps after this step are used.
         """
         step, written = record["step"], jsonl.number(record, "ts") or 0.0
         if self._read_at == -math.inf or step > self._step:
@@ -127,7 +127,7 @@ class Pace:
             self._take_durations(record, steps_s)
 
     def mark_old(self, mono: float) -> None:
-        """Marks all records so far as old: from now on the times of reading count."""
+        """Marks all records so far as old; from now on the times of reading are used."""
         self._new_step_at, self._live_since = -math.inf, mono
 
     def take_fresh(self) -> list[Progress]:
@@ -139,7 +139,11 @@ class Pace:
     # --- times between records -----------------------------------------------------------------
 
     def _add_step(self, step: int, first_step: int, mono: float, written: float) -> None:
-        """Adds a new step. The time in the record counts until the reader follows the run live."""
+        """Adds a new step.
+
+        The duration is taken from the times of reading, or from the times in the records while
+        older records are still being read.
+        """
         live = self._new_step_at > -math.inf
         took_s = _span(mono - self._new_step_at if live else written - self._new_step_ts)
         steps = step - self._step
@@ -151,7 +155,7 @@ class Pace:
         self._new_step_at = mono if self._live_since < math.inf else -math.inf
 
     def without_step_s(self, mono: float) -> float:
-        """Returns the seconds since the last new step; infinite if `mark_old` came later."""
+        """Returns the seconds since the last new step; infinite if `mark_old` was called later."""
         return max(0.0, mono - self._new_step_at)
 
     def age_s(self, mono: float) -> float:
@@ -163,7 +167,7 @@ class Pace:
         return max((took_s for _, took_s in list(self._gaps)[-LAST_GAPS:]), default=0.0)
 
     def usual_gap_s(self, least_s: float) -> float:
-        """Returns the 99th percentile of the gaps, or a long estimate while they are irregular.
+        """Returns the 99th percentile of the gaps, or a long estimate while the gaps are irregular.
 
         While there is no gap, the estimate is at least `least_s`.
         """
@@ -180,8 +184,8 @@ class Pace:
     def _possible(self, steps_s: list[float], mono: float) -> list[float]:
         """Returns the step times, or [] if their sum cannot be true.
 
-        All step times together cannot be longer than the reader has followed the run live. The
-        steps in the first record may have started earlier, so each is limited to that time.
+        The step times together cannot exceed the time since the reader began to read live. The
+        steps in the first record may have started earlier, so each of them is limited to that time.
         """
         most_s = mono - self._live_since + RECORDS_LATE_S
         if self._live_since == math.inf or not steps_s:
@@ -213,7 +217,7 @@ class Pace:
                 self._keep(phase, [min(mean_s * len(steps_s), max(steps_s))])
 
     def _keep(self, phase: str, durations_s: list[float]) -> None:
-        """Adds durations; a stall counts only up to the limit that the stall exceeded."""
+        """Adds durations. A stall is added only up to the limit that the stall exceeded."""
         kept, ordered = self._durations.setdefault(phase, (deque(), []))
         most_s = (SAFETY * _p99(ordered) if ordered else 0.0) or LONGEST_STEP_S
         for duration_s in durations_s:

@@ -1,8 +1,8 @@
 """Reads processes from /proc and signals them through pidfds.
 
-psutil is not used: it reads three files per process instead of one, and it scans all processes to
-find the children of a process. A process is identified by pid and start time. Its pidfd is opened
-before the identity is checked, so that a signal never reaches a reused pid.
+psutil is not used, because it reads three files per process instead of one, and because it scans
+all processes to find the children of a process. A process is identified by pid and start time. Its
+pidfd is opened before the identity is checked, so that a signal never reaches a reused pid.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Meter:
         """Start time, CPU ticks and time of the last sample, by pid."""
 
     def sample(self, pid: int) -> ProcessUse:
-        """Returns a sample of a process; CPU is that since the last sample, or None at first."""
+        """Returns a sample of a process, with the CPU use since the last sample (None at first)."""
         fields = _stat(pid)
         if len(fields) <= _RSS:
             self._known.pop(pid, None)
@@ -64,7 +64,7 @@ class Meter:
 
 
 def user_name() -> str:
-    """Returns the name of the user, or the user id if it has no name."""
+    """Returns the name of the user, or the user id if the user has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -116,9 +116,10 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def with_token(token: str, home: str = "") -> list[int]:
-    """Returns the processes that were started with this token, with any parent.
+    """Returns the processes of any parent that were started with this token.
 
-    With `home`, their environment must also name this run directory, because a token may be copied.
+    With `home`, the environment must also contain this run directory, because a token may be
+    copied.
     """
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if (variables := environment(pid)).get(environ.TOKEN) == token
@@ -162,8 +163,8 @@ class Handle:
     def exit_code(self) -> int | None:
         """Returns the exit code, negative for a signal, or None if it is not available.
 
-        This method never waits, and the parent may be any process. It reads /proc until the process
-        is reaped, and the pidfd afterwards. Call it when `is_over` returns True.
+        Call this method when `is_over` returns True. The method never waits. It reads /proc until
+        the process is reaped, and the pidfd afterwards. The parent may be any process.
         """
         status = _zombie_status(self.pid, self.start_ticks)
         if status is None and self.fd >= 0:
@@ -205,9 +206,9 @@ def _open(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
 def open_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle | None:
     """Opens the process that a document names, then checks its identity and its run.
 
-    This is for a process that has overwritten its environment, as setproctitle does. A document may
-    name any process, so the process must belong to this user and write its output into one of the
-    run's `logs`. `logs` is None for a document that this process wrote.
+    This is for a process that has overwritten its environment, for example with setproctitle. A
+    document may name any process, so the process must belong to this user and write its output into
+    one of the run's `logs`. `logs` is None for a document that this process wrote.
     """
     if not rundir.is_alive(owner):
         return None
@@ -222,7 +223,7 @@ def open_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle
 def writes_into(pid: int, run: Path, logs: Path) -> bool:
     """Returns whether a process of this user writes its output into one of the files in `logs`.
 
-    A file with a second hard link does not count.
+    A file with a second hard link is ignored.
     """
     folder = jsonl.open_inside(logs, run)
     if folder is None:
@@ -272,7 +273,7 @@ def signal_name(number: int) -> str:
 
 
 def host_memory_mib() -> tuple[float | None, float | None]:
-    """Returns total and available memory of this host, or None if not available."""
+    """Returns two values: total and available memory of this host, each None if not available."""
     found: dict[bytes, float] = {}
     try:
         for line in _read("/proc/meminfo").splitlines()[:3]:

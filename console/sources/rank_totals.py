@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 1000
 KEPT_MISSING = 16
 LAST_STEPS, KEPT_STEPS, KEPT_CHECKPOINTS = 50, 128, 64
 LIVE_STEPS = (100, 500, 1000, 5000)
-"""Steps at which the values of `FIGURES` are kept, for gates that are evaluated there."""
+"""Steps at which the values of `FIGURES` are stored, for the gates at these steps."""
 FIGURES = (
     "steps", "toks_per_s", "toks_per_s_stdev", "step_ratio", "memory_mib", "memory_growth_mib",
     "entropy_min", "collapse_max", "fetch_max_s",
@@ -38,7 +38,7 @@ class LastPulse:
     attempt: int
     rank: int
     records: int
-    """The number of its last record, 0 without records."""
+    """The number of the rank's last record, 0 without records."""
     nonfinite_steps: int
     """-1 if the program does not count these steps."""
     step: int
@@ -46,7 +46,7 @@ class LastPulse:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Missing records, by number, and the first step that they may belong to."""
+    """The numbers of missing records, and the first step to which these records may belong."""
 
     first: int
     last: int
@@ -60,29 +60,29 @@ class AttemptTotals:
     last: int = 0
     """The number of the newest record."""
     trouble: str = ""
-    """Why its records cannot be counted."""
+    """Why the records cannot be counted, or "" if they can."""
     holes: list[Missing] = field(default_factory=list)
     start: int | None = None
-    """Its first step: one after the checkpoint that it loaded, or that of its first record."""
+    """The first step: one after the loaded checkpoint, or else that of the first record."""
     at: int = 0
     """The step of the newest record."""
     step: int = 0
     """The step of the newest progress record."""
     exit: tuple[int, int] | None = None
-    """Step and exit code of its exit record."""
+    """Step and exit code of the exit record."""
     counted: int | None = None
     """The number of steps with a non-finite loss, as last recorded."""
     counts_at_last: bool = False
-    """Its newest progress or exit record has that count."""
+    """The newest progress or exit record has the count `counted`."""
     losses: int = 0
     bad_losses: int = 0
     first_bad: int | None = None
     hook: int | None = None
     """1 if gradients are compressed by a communication hook, 0 if not; None if not recorded."""
     broken: bool = False
-    """Some of its steps have no record with a loss."""
+    """Some steps have no record with a loss."""
     bare: bool = False
-    """Its newest progress record has no loss."""
+    """The newest progress record has no loss."""
     _mono: float = -math.inf
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class AttemptTotals:
         )  # fmt: skip
 
     def has(self, number: int, mono: float | None) -> bool:
-        """Returns whether a record was added before; a file that was replaced is read again."""
+        """Returns whether a record was added before; the records of a replaced file come twice."""
         return 1 <= number <= self.last and mono is not None and mono <= self._mono
 
     def add(self, record: Record, number: int, mono: float | None) -> None:
@@ -130,7 +130,7 @@ class AttemptTotals:
 
     @property
     def missing_from(self) -> int:
-        """The earliest possible step of a missing record that follows the newest one."""
+        """The earliest possible step of a missing record that follows the newest record."""
         return max(self.at, self.step + 1, self.start or 1)
 
     def _add_missing(self, gap: Missing) -> None:
@@ -178,8 +178,8 @@ _EMPTY = asdict(AttemptTotals())
 class RankTotals:
     """The totals of one rank. Its records are added in the order of the rank's file.
 
-    A new field must be an int, a float or None, or an object of `windows`. Objects of `windows` are
-    cut when an attempt resumes.
+    A new field must be an `int`, a `float | None`, or an object of `windows`. Objects of `windows`
+    are cut when an attempt resumes.
     """
 
     def __init__(self, rank: int):
@@ -201,15 +201,15 @@ class RankTotals:
         self.gated = self.memories = self.fetches = 0
         """Numbers of progress records with gate statistics, with memory, with `dt_fetch_s`."""
         self.empty = 0
-        """Number of progress records without a figure, like the last one of a foreign program."""
+        """Number of progress records without figures, such as the last one of a foreign program."""
         self.loads = 0
         """Number of attempts after the first that loaded a checkpoint."""
         self.steps = Rows(KEPT_STEPS, 3)
         """Step, duration and tokens of the newest steps of rank 0."""
         self.saved = Rows(KEPT_CHECKPOINTS, 2)
-        """The step of each checkpoint, and its number; a number is None once it is lost."""
+        """Step and number of each checkpoint; the number is None once it is lost."""
         self.live = Rows(2 * len(LIVE_STEPS), 2 + len(FIGURES))
-        """The step of a record, the one of `LIVE_STEPS` that it reached, and its `FIGURES`."""
+        """Rows with the step of a record, the reached step of `LIVE_STEPS`, and the `FIGURES`."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the totals in the form that a snapshot stores: each field by its name."""
@@ -267,14 +267,14 @@ class RankTotals:
 
     @property
     def saved_count(self) -> float | None:
-        """The number of checkpoints that no attempt has to repeat, None if it is lost."""
+        """The number of checkpoints that no attempt has to repeat, None if the number is lost."""
         return self.saved.rows[-1][1] if self.saved.rows else None if self.saved.dropped else 0.0
 
     @property
     def expected(self) -> int:
         """The number of progress records that need figures.
 
-        The last record of an attempt of a foreign program may have none.
+        The last record of an attempt of a foreign program may have no figures.
         """
         return self.progress - min(self.empty, sum(part.bare for part in self.attempts.values()))
 
@@ -284,7 +284,7 @@ class RankTotals:
         return {int(row[0] or 0) for row in self.saved.rows}
 
     def _begin(self, part: AttemptTotals, step: int) -> None:
-        """Starts an attempt at a step; later steps of former attempts no longer count."""
+        """Starts an attempt at a step; this and later steps of former attempts are dropped."""
         if part.start is not None and part.start != step:
             part.trouble = part.trouble or f"it resumes at step {part.start} and at step {step}"
         part.start = step
@@ -318,7 +318,7 @@ class RankTotals:
                 self.live.add(step, at, *self.figures().values())
 
     def _take_figures(self, record: Record, step: int, loss: float | None) -> None:
-        """Adds the figures that the gates need of rank 0 only."""
+        """Adds the figures that the gates need only of rank 0."""
         norm, speed = jsonl.number(record, "grad_norm"), jsonl.number(record, "toks_per_s")
         self.norms += norm is not None
         self.norm_min = _worst(self.norm_min, norm, min)
@@ -335,7 +335,7 @@ class RankTotals:
         ))  # fmt: skip
 
     def _take_steps(self, record: Record, step: int, toks_per_s: float | None) -> None:
-        """Adds the durations of the steps since the previous record, unless some were cut off."""
+        """Adds the durations of the steps since the previous record, unless the record was cut."""
         durations = jsonl.numbers(record, "steps_dt_s")
         first = step - len(durations) + 1
         self.steps.cut(max(first, 0))
@@ -357,10 +357,11 @@ class RankTotals:
         return dict(zip(FIGURES, found[-1], strict=False)) if found else None
 
     def _speed(self) -> tuple[float | None, ...]:
-        """Returns step count, tokens per second, their deviation, and longest step / median step.
+        """Returns four values: step count, tokens per second, deviation, and longest ÷ median step.
 
-        The values are those of the last steps. All are None if one of these steps is missing. Only
-        the very last step may be missing, because a foreign program cannot record its speed.
+        The values are those of the last steps; the deviation is that of the tokens per second. All
+        are None if one of these steps is missing. Only the very last step may be missing, because a
+        foreign program cannot record its speed.
         """
         rows = list(self.steps.rows)[-LAST_STEPS:]
         few = self.steps.dropped and len(rows) < LAST_STEPS

@@ -26,12 +26,12 @@ class _Sources:
 
     rank: int
     worker: Record
-    """Its entry in supervisor.json."""
+    """The rank's entry in supervisor.json."""
     entry: Record
-    """Its entry in the newest sample, which is `sample`."""
+    """The rank's entry in the newest sample, which is `sample`."""
     sample: Record
     record: Record
-    """Its newest heartbeat."""
+    """The rank's newest heartbeat record."""
 
     @property
     def pid(self) -> int:
@@ -143,7 +143,10 @@ def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
 
 
 def _exit_pulse(record: Record) -> Pulse | None:
-    """Returns a pulse made from a rank's exit record, because the rank's sample may be older."""
+    """Returns a pulse made from a rank's exit record, or None if the record is of another kind.
+
+    The rank's sample may be older than the exit record.
+    """
     if record.get("msg") != "exit":
         return None
     age_s, step = liveness.age(jsonl.number(record, "ts")) or 0.0, record["step"]

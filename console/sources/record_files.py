@@ -139,8 +139,8 @@ def _any(record: dict[str, Any]) -> dict[str, Any]:
 class RecordFile:
     """Follows one file of records through its parts, the oldest part first.
 
-    When the growing file is long, it becomes the next part. `number` is that of the part being
-    read, or 0 for a file without parts.
+    When the growing file is long, it becomes the next part. `number` is the number of the part that
+    is being read, or 0 for a file without parts.
     """
 
     def __init__(self, path: Path, tail: jsonl.Tail, number: int = 0, skipped: int = 0,
@@ -151,7 +151,7 @@ class RecordFile:
         self._left_out_bytes = left_out_bytes
         self._replaced = 0
         self.known_until = 0
-        """Lines before this byte were read before: `skipped` counts them already."""
+        """Lines before this byte were read before, and `skipped` already includes them."""
 
     @property
     def replaced(self) -> int:
@@ -170,7 +170,7 @@ class RecordFile:
 
     @property
     def behind_bytes(self) -> int:
-        """The number of bytes left to read; a compressed part counts with its compressed size."""
+        """The number of bytes left to read; for a compressed part, the compressed bytes."""
         tail = self.tail
         size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
         has_begun = tail.generation or tail.path.suffix == jsonl.GZIP  # `line_at`: unpacked bytes
@@ -187,7 +187,7 @@ class RecordFile:
         return Cursor(self._head, Place(self.number, self.tail.line_at), self.skipped)
 
     def poll(self, limit_bytes: int) -> tuple[list[Line], int]:
-        """Returns new records and the number of bytes read, 0 at the end of the file."""
+        """Returns two values: new records, and the number of bytes read (0 at the end)."""
         left, found = limit_bytes, []
         if self.number and self.tail.path == self.path and self.number in parts(self.path):
             self._next_part()
@@ -205,7 +205,7 @@ class RecordFile:
         return found, limit_bytes - left
 
     def _next_part(self) -> bool:
-        """Continues with the next part if this part no longer grows; returns whether it did so."""
+        """Opens the next part if this part no longer grows; returns whether a part was opened."""
         if self.tail.unread:
             return False
         there = parts(self.path)
@@ -293,7 +293,7 @@ class RecordFiles:
         return sum(follower.behind_bytes for follower in self._followed.values())
 
     def poll(self, limit_bytes: int, world: int = MAX_RANKS) -> Iterator[Batch]:
-        """Yields about `limit_bytes` of new lines; starts with the file after the last one read.
+        """Yields about `limit_bytes` of new lines; starts after the file that was read last.
 
         Heartbeats of ranks beyond `world` are ignored.
         """
@@ -313,7 +313,7 @@ class RecordFiles:
     def _discover(self, world: int) -> None:
         try:
             names = os.listdir(self.run)
-        except OSError:  # the files that every run has are tried all the same
+        except OSError:  # the files that every run has are still tried
             names = [rundir.EVENTS] if world < MAX_RANKS else []
             names += [rundir.heartbeat(self.run, rank).name for rank in range(world) if names]
         for name in map(whole_name, names):

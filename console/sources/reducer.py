@@ -27,7 +27,7 @@ MAX_ATTEMPT = 100_000
 """A record of a later attempt is ignored."""
 KEPT_HEADS = 4
 STARTED_RECORDS = 2
-"""An attempt that supervisor.json does not name has started if it has this many records."""
+"""If supervisor.json has no attempt, an attempt has started when it has this many records."""
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 MAX_ALERTS, MAX_LAYERS = 256, 128
 
@@ -39,19 +39,19 @@ class LatestRecords:
     last: Line
     progress: Line | None = None
     error: Line | None = None
-    """Its first `error` record since its last progress."""
+    """The first `error` record since the last progress."""
     ended: Line | None = None
-    """Its first `halt` or `exit` record with a reason."""
+    """The first `halt` or `exit` record with a reason."""
     step: int = 0
     first_step: int = 1
-    """The first step of this attempt, one after the checkpoint that it resumed from."""
+    """The first step of this attempt: one after the checkpoint from which the attempt resumed."""
     saved: int = 0
-    """The step of its newest `checkpoint` record."""
+    """The step of the newest `checkpoint` record."""
     halt: int | None = None
-    """The step of its `halt` record, None once it records progress again."""
+    """The step of the `halt` record, None once the rank records progress again."""
     records: int = 0
     pace: Pace = UNTIMED
-    """Not in a snapshot: it depends on when the records were read."""
+    """Not in a snapshot, because the pace depends on when the records were read."""
 
     def add(self, line: Line) -> None:
         msg, step = line.record["msg"], line.record["step"]
@@ -78,7 +78,7 @@ class LatestRecords:
 
     @property
     def code(self) -> int | None:
-        """The exit code in the last record; an exit record without a code counts as code 0."""
+        """The exit code in the last record; an exit record without a code means code 0."""
         code = jsonl.integer(self.last.record, "exit_code")
         return 0 if code is None and self.last.record.get("msg") == "exit" else code
 
@@ -100,7 +100,7 @@ NO_RECORDS = LatestRecords(Line(Place(0, 0), 0, {}))
 
 @dataclass(slots=True)
 class Events:
-    """The supervisor's events so far: its last state, its alerts and their counts."""
+    """The supervisor's events so far: last state, alerts, and the counts of attempts and stalls."""
 
     state: Line | None = None
     alerts: dict[str, Line] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class Events:
 class Reducer:
     """The state of a run from its records: totals in `summary`, newest records in `all_heads`.
 
-    supervisor.json names the present attempt; without that document, an attempt needs two records.
+    The present attempt is that in supervisor.json, or else the newest attempt with two records.
     `series` receives the charted values. With `timed` the heads have a pace, for the stall
     detection.
     """

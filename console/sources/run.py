@@ -39,17 +39,17 @@ class RunSource:
         self._reads: Reads = reads
         self.launch_path = launch_of(path)
         self.is_launch = is_launch(path)
-        """The path is that of a launch, and not of one of its runs."""
+        """True for the path of a launch, False for the path of one of its runs."""
         self._fixed = None if self.is_launch else path
         self.run_path: Path | None = self._fixed
         self._documents: dict[Path, Document] = {}
         self._records: RunRecords | None = None
         self._charts: RunRecords | None = None
-        """Reads the series, and replaces `_records` when it has read all."""
+        """Reads the series. When all are read, this reader replaces `_records`."""
         self._is_away = False
-        """The run of the launch is missing, or is a link, which is not followed."""
+        """The run of the launch is missing, or it is a link; links are not followed."""
         self._began_away = False
-        """`_is_away` when `_records` began; if True, `_records` did not look for a snapshot."""
+        """`_is_away` when `_records` began; if True, `_records` looked for no snapshot."""
 
     @property
     def reducer(self) -> Reducer:
@@ -68,12 +68,16 @@ class RunSource:
 
     @property
     def has_all_records(self) -> bool:
-        """True if all records were read or replaced by a snapshot, which totals require."""
+        """True if all records were read or replaced by a snapshot; totals need this."""
         return self._records is None or self._records.files.has_all_records
 
     @property
     def counted(self) -> tuple[bool, float | None, int]:
-        """Returns whether the totals include a snapshot, its time, and the heartbeats after it."""
+        """Returns three values about the totals.
+
+        These are: whether the totals include a snapshot, the time of the snapshot, and the number
+        of heartbeats after the snapshot.
+        """
         records = self._records
         if records is None:
             return False, None, 0
@@ -90,7 +94,7 @@ class RunSource:
         return state
 
     def of_phase(self, run: Path) -> RunSource:
-        """Returns a source for another run of the launch that reads the same kinds of records."""
+        """Returns a source that reads the same kinds of records, for another run of the launch."""
         return RunSource(run, reads=self._reads)
 
     def poll(self) -> RunState:
@@ -163,7 +167,7 @@ class RunSource:
     def _phase_of(self, run: Path) -> dict[str, Any]:
         """Returns the entry of a run in plan_state.json, with the keys of supervisor.json.
 
-        Returns {} for a run that did not start; `ts` is the time of its end.
+        `ts` is the time at which the run ended. Returns {} for a run that did not start.
         """
         state = self._document(self.launch_path / rundir.PLAN_STATE) if self.launch_path else {}
         for index, phase in enumerate(jsonl.entries(state, "phases")):
@@ -180,7 +184,7 @@ class RunSource:
     def _current_run(self, launch: LaunchState | None) -> Path | None:
         """Returns the run of the last phase that has started.
 
-        If the documents are in doubt, the newest run with living processes comes first.
+        If the documents are in doubt, the newest run with processes that are alive comes first.
         """
         if launch is None or self.launch_path is None:
             return None

@@ -87,9 +87,9 @@ class RunRecords:
     def alerts(self, status: Mapping[str, Any], more: Sequence[Alert]) -> tuple[Alert, ...]:
         """Returns the open alerts of the run and those in `more`, the worst first.
 
-        `status` is the supervisor heartbeat, or {} if there is none. It lists all open alerts,
-        including those whose event could not be written to the disk. While the heartbeat is recent,
-        older events neither raise nor clear an alert.
+        `status` is the supervisor heartbeat, or {} if there is none. The heartbeat lists all open
+        alerts, including those whose event could not be written to the disk. While the heartbeat is
+        recent, older events neither raise nor clear an alert.
         """
         by_events, event_ts = self.reducer.events.open(), self.reducer.events.alert_ts
         by_status = {name: alert_of(name, record) for record in jsonl.entries(status, "alerts")

@@ -6,7 +6,7 @@ import re
 
 MAX_CHARS = 2000
 _ESCAPES = re.compile(
-    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC, titles and the clipboard among them
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC, for example titles and the clipboard
     r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"  # DCS, SOS, PM, APC
     r"|\x1b\[[0-?]*[ -/]*[@-~]?"  # CSI
     r"|\x1b[ -/]*[0-~]?"

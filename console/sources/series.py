@@ -18,7 +18,7 @@ from trainers.contract import jsonl
 
 RAW_RECORDS = 600
 SPANS_S, KEPT_SPANS = (10, 60, 600, 7200), (1080, 1440, 4032, 4032)
-"""The resolutions, and the number of spans kept of each: 3 hours, a day, 4 weeks, 11 months."""
+"""The resolutions, and the spans stored at each: for 3 hours, a day, 4 weeks, 11 months."""
 MAX_SERIES, MAX_ENDED = 16_384, 10_000
 STEP_WINDOW, PACE_WINDOW = 200, 64
 AHEAD_S = 60.0
@@ -35,7 +35,8 @@ Band = tuple[float, float]
 class Span(NamedTuple):
     """The bands of one file's quantities in one span of time, which begins at `at`.
 
-    `number` counts the spans of a file at one resolution. It identifies a span that is read twice.
+    The spans of a file at one resolution are numbered. A span that is read twice has the same
+    `number` both times.
     """
 
     file: str
@@ -261,7 +262,7 @@ class Series:
         return list(self._durations_s)[left_out:]
 
     def step_percentiles_s(self) -> tuple[float, float, int] | None:
-        """Returns p50 and p99 of the durations of the last steps, and the number of these steps."""
+        """Returns three values: p50 and p99 of the last step durations, and the number of steps."""
         steps = sorted(self._durations_s)
         if not steps:
             return None
@@ -269,7 +270,7 @@ class Series:
         return p50, p99, len(steps)
 
     def eta_s(self, step: int, planned: int) -> float | None:
-        """Returns the seconds to the planned step at the measured speed, including pauses."""
+        """Returns the seconds to the planned step at the measured speed, which includes pauses."""
         if planned <= step:
             return 0.0
         if len(self._ends) < 2:

@@ -1,7 +1,7 @@
 """Writes and reads `snapshot.json`: the state of a reducer, which replaces all earlier records.
 
 A snapshot has totals and the places of the newest records. It is valid only for the files from
-which it was made: each is identified by name, part and the hash of its first line, and the newest
+which it was made. A file is identified by its name, part and the hash of its first line. The newest
 records must still be at their places.
 """
 
@@ -122,8 +122,8 @@ class _Loader:
         series = Series(reducer.series.keeps)
         series.load(jsonl.mapping(self._saved, "series"))
         gpus = GpuTotals.load(self._saved["gpus"])
-        # Nothing raises from here on: the reducer is filled completely or not at all.
-        reducer.cursors.update(cursors)  # in place: `RecordFiles` may share them
+        # Nothing raises from here on, so the reducer is filled completely or not at all.
+        reducer.cursors.update(cursors)  # in place, because `RecordFiles` may share them
         reducer.all_heads, reducer.events = heads, events
         reducer.summary.ranks, reducer.series = ranks, series
         reducer.summary.gpus = gpus

@@ -37,12 +37,12 @@ class Summary:
         self.files: GateFiles | None = None
         """The logs and the newest checkpoint, read at the end of an attempt."""
         self.is_live = False
-        """The newest attempt still writes records, so records after the newest are not missing."""
+        """The newest attempt still writes records, so later records are not missing."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
         """The last pulse of each process that has ended, by attempt and rank."""
 
     def add(self, record: Record) -> bool:
-        """Adds one heartbeat of any rank and attempt; returns whether it is new and counts."""
+        """Adds one heartbeat of any rank and attempt; returns whether it is new and was added."""
         rank = record["rank"]
         totals = self.ranks.get(rank)
         if totals is None:
@@ -103,8 +103,8 @@ class Summary:
     def gap(self, ranks: range, surviving: bool, tails: bool) -> str:
         """Returns why the records do not cover the run, or "" if they do.
 
-        With `surviving` only the steps count that no later attempt repeated. With `tails` the pulse
-        replaces the last records of a rank that was killed.
+        With `surviving` only steps that no later attempt repeated are checked. With `tails` the
+        pulse replaces the last records of a rank that was killed.
         """
         if not self.of_rank(0).progress:
             return "no progress record of rank 0"

@@ -41,7 +41,7 @@ def connections(tables: str, inodes: Collection[str]) -> tuple[Connection, ...]:
 
 
 def entry(tables: str, inode: str) -> tuple[str, str, str]:
-    """Returns local address, peer address and state of a TCP socket, "" if it is not found."""
+    """Returns local address, peer address and state of a TCP socket, or three times ""."""
     pattern = rf"^ *[0-9]+: (\S+) (\S+) (\S+) (?:\S+ +){{5}}{inode} "
     found = re.search(pattern, tables, re.MULTILINE)
     return (found[1], found[2], found[3]) if found else ("", "", "")

@@ -40,9 +40,9 @@ def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[Verdict]:
 def _documents(
     run: Path, limit: int = MAX_PER_RUN, until_ts: float = math.inf
 ) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yields the documents of a run up to a time and their sizes in bytes, the newest first.
+    """Yields the documents of a run, each with its size in bytes, the newest first.
 
-    An invalid document is None.
+    Documents newer than `until_ts` are left out. An invalid document is None.
     """
     folder = jsonl.open_inside(run / rundir.VERDICTS, run)
     if folder is None:

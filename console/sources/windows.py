@@ -63,7 +63,7 @@ class Figures(NamedTuple):
 
 
 class Window:
-    """The newest records of rank 0 and its first losses, for steps that no attempt repeated."""
+    """The newest records and the first losses of rank 0, for steps that no attempt repeated."""
 
     def __init__(self) -> None:
         self.first: list[tuple[int, float]] = []
@@ -156,7 +156,7 @@ def saved_sum(value: Any) -> Any:
 
 
 def loaded_sum(saved: Record, name: str, empty: Any) -> Any:
-    """Returns the sum of that name in a snapshot, with the type of the `empty` sum."""
+    """Returns the sum with this name in a snapshot; the sum has the type of `empty`."""
     if isinstance(empty, Peak):
         return Peak(_rows(saved, name))
     if isinstance(empty, Window | Rows):

@@ -90,7 +90,7 @@ def main() -> int:
 
     def run_child(channel: Channel, state: ChildState) -> int:
         os.close(options.lock_fd)
-        from console.supervisor import child  # here: the owner does not load it
+        from console.supervisor import child  # imported here, so that the owner does not load it
 
         return child.main(options.launch, options.adopt, launch_lock, channel, state)
 

@@ -40,7 +40,8 @@ RECORDS_OLD_S = 5.0
 class Attempt:
     """Owns the processes of one attempt; `tick` does the due work, `decided` returns the state.
 
-    With `former` it adopts the living processes of a run instead of starting torchrun.
+    With `former`, torchrun is not started. Instead, the processes of the run that are alive are
+    adopted.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class Attempt:
         self._again_at = math.inf
         """The time at which failed work in the run directory is tried again (monotonic s)."""
         self._is_ours = False
-        """True if the run directory belongs to this run: an error there may be temporary."""
+        """True if the run directory belongs to this run. An error there may then be temporary."""
         if former is None or link.has_no_processes(self.path, context.home, number):
             self._begin_preparing()
         else:
             self._adopt(former)
 
     def _adopt(self, former: FormerRun) -> None:
-        """Finds the living processes, and passes them to the owner if it does not own them yet."""
+        """Finds the processes that are alive, and passes them to an owner that lacks them."""
         context, link = self._context, self._context.services.link
         self.tree.adopt(former.state, self.path, self._number)
         if not link.owns(context.home, self._number):
@@ -117,7 +118,7 @@ class Attempt:
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
             return f"{asked} is in progress, requested by {self.known.by}"
         self._learn(requested=action, by=by)
-        self._run.publish()  # first: the next child must know of the request
+        self._run.publish()  # first, because the next child must know of the request
         if action == "halt" and self.monitor.verdict:
             return (".HALT is written; the run is stalled, so it halts only when all ranks make "
                     "progress again; stop ends it now")  # fmt: skip
@@ -221,7 +222,7 @@ class Attempt:
     def _watch_stuck(self) -> None:
         stuck = self.tree.stuck()
         if stuck:
-            text = f"KILL has not ended pid {', '.join(stuck)}: it waits for a disk or a driver"
+            text = f"KILL has not ended pid {', '.join(stuck)}, which waits for a disk or a driver"
             self._alerts.raise_(STUCK, text, "crit")
 
     def _watch_torchrun(self) -> None:
@@ -358,7 +359,7 @@ class Attempt:
 
     @property
     def saved(self) -> int:
-        """The step of the newest checkpoint that a record names, or 0 if there is none."""
+        """The step of the newest checkpoint in the records, or 0 if there is none."""
         return max((head.saved for head in self._heads().values()), default=0)
 
     def _learn(self, **facts: Any) -> None:

@@ -1,6 +1,6 @@
-"""The working process of a supervisor: it reads, writes and decides for a launch.
+"""The working process of a supervisor, which reads, writes and decides for a launch.
 
-The owner forks this process, and replaces it if it ends before the launch does.
+The owner forks this process. If the process ends before the launch, the owner replaces it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _handle_signals(launch: Launch, link: Link) -> None:
 def main(
     path: Path, adopt: str | None, launch_lock: lock.LaunchLock, channel: Channel, state: ChildState
 ) -> int:
-    """Runs this process; returns its exit code: 0 when the launch has ended, in whatever state."""
+    """Runs this process; returns the exit code, which is 0 when the launch has ended."""
     link = Link(channel, state)
     signal.signal(signal.SIGUSR1, lambda *_: None)  # so that hooks do not inherit SIG_IGN
     try:

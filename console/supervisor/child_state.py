@@ -1,4 +1,4 @@
-"""The state that the owner of a launch passes to each child, and the memory that they share."""
+"""The state that the owner of a launch passes to each child, and the memory that both share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ChildState:
     """
 
     identity: Mapping[str, Any] = field(default_factory=rundir.identity)
-    """The owner's identity; documents name it as the supervisor."""
+    """The owner's identity, which the documents contain as that of the supervisor."""
     documents: dict[str, bytes] = field(default_factory=dict)
     """The newest content of each document, by path."""
     torchrun_pid: int = 0

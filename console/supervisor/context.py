@@ -36,7 +36,7 @@ class Services:
     link: Link
 
     def publish(self, path: Path, record: Mapping[str, Any], **more: Any) -> None:
-        """Replaces a document on disk; the owner stores it, with `more`, for the next child."""
+        """Replaces a document on disk; the owner stores a copy, with `more`, for the next child."""
         self.directory.document(path, record)
         self.link.store(path, {**record, **more})
 
@@ -48,12 +48,12 @@ class RunContext:
     services: Services
     path: Path
     home: str
-    """The run directory as the environment of its processes names it."""
+    """The value of `NSA_CONSOLE_RUN_DIR` in the environment of the run's processes."""
     token: str
     phase: Phase
     watch: Watch
     actions: Mapping[str, str]
-    """The weakest allowed action of a watch rule, by its name; the plan may have a stronger one."""
+    """The weakest allowed action of each watch rule, by name. The plan may have a stronger one."""
     live: Live
     reducer: Reducer
     reading: RecordFiles
@@ -70,7 +70,7 @@ class AttemptOwner(Protocol):
         ...
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-        """Appends an event to the run's events and returns it."""
+        """Appends an event to the run's events and returns the event."""
         ...
 
     def publish(self) -> None:

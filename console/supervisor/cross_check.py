@@ -1,7 +1,8 @@
 """Checks the documents of a former supervisor against each other before an adoption.
 
-An action that a document demands is taken only if an event confirms it; otherwise a warning says
-that it is not taken. If two documents that must be equal differ, the launch is not adopted.
+If a document demands an action, the action is taken only if an event confirms it. Otherwise a
+warning says that the action is not taken. If two documents that must be equal differ, the launch is
+not adopted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 GROWING = ("watch", "restart")
-"""Mappings that may have fewer keys in an older document: only those keys are compared."""
+"""Mappings that may have fewer keys in an older document. Missing keys are not compared."""
 
 
 class Evidence:
@@ -33,7 +34,7 @@ class Evidence:
         }
 
     def answered_requests(self) -> dict[str, Path]:
-        """Returns the ids of the answered requests, and the mailbox of each."""
+        """Returns the mailbox of each answered request, by the id of the request."""
         return {
             jsonl.text(record, "request"): folder / rundir.REQUESTS
             for folder, records in self._events.items()
@@ -46,7 +47,7 @@ class Evidence:
         """Returns whether an answered request set a flag to this value.
 
         The request must be for one of `phases` and all later phases. Without `only_all`, a request
-        for the last of `phases` alone counts too.
+        for the last of `phases` alone also confirms the flag.
         """
         texts = {set_words(name, value, phase, "all") for phase in phases}
         if not only_all:
@@ -57,7 +58,7 @@ class Evidence:
         )
 
     def confirms_restart(self, run: Path) -> bool:
-        """Returns whether the last state in a run's events is that the run waits for a restart."""
+        """Returns whether "restarting" is the last state in the events of a run."""
         states = [each.get("state") for each in self._events[run]
                   if each.get("kind") == "state" and each.get("state")]  # fmt: skip
         return states[-1:] == ["restarting"]
@@ -67,7 +68,7 @@ def check_launch(
     plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
     evidence: Evidence,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Returns the confirmed flags for the next phase, and a warning for each other flag.
+    """Returns two values: confirmed flags for the next phase, and a warning for each other flag.
 
     Raises RefusedError if plan.json or the runs contradict plan_state.json.
     """
@@ -89,7 +90,7 @@ def check_launch(
 def confirmed_flags(
     plan_state: Mapping[str, Any], phases: Sequence[str], evidence: Evidence
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns `next_flags` as far as answers confirm it, and the other flags as NAME=VALUE.
+    """Returns two values: the confirmed part of `next_flags`, and the other flags as NAME=VALUE.
 
     `phases` has the names of the phases up to the next one. Raises UsageError for a flag that does
     not exist.
@@ -114,11 +115,11 @@ def confirmed_flags(
 def check_run(
     run: Path, spec: LaunchSpec, index: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Returns run.json, supervisor.json, and warnings about what an adoption does not continue.
+    """Returns three values: run.json, supervisor.json, and warnings about ignored entries.
 
     If only supervisor.json says that an end was requested, the end is not continued, but no further
-    attempt starts. Raises RefusedError if plan.json or the living processes contradict these
-    documents.
+    attempt starts. Raises RefusedError if plan.json or the processes that are alive contradict
+    these documents.
     """
     document, record = (
         former_documents.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN)
@@ -134,7 +135,7 @@ def check_run(
             "again; no further attempt starts"
         )
     if document.get("state") == "restarting" and not evidence.confirms_restart(run):
-        warnings.append(f"only {rundir.SUPERVISOR} says that a restart is due: it is not started")
+        warnings.append(f"only {rundir.SUPERVISOR} says that a restart is due, so none is started")
         document |= {"state": "crashed"}
     return record, document, warnings
 
@@ -142,7 +143,7 @@ def check_run(
 def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
     """Raises RefusedError if the phase in plan_state.json is not the newest phase.
 
-    This is the case if a later phase has begun, or if processes of another phase live.
+    This is the case if a later phase has begun, or if processes of another phase are alive.
     """
     for number, run in enumerate(runs):
         if number > index and (run / rundir.RUN).exists():
@@ -153,7 +154,7 @@ def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
         if (number != index or waiting) and (living := liveness.living_in(run)):
             expected = "no phase runs" if waiting else f"phase {index + 1} runs"
             raise RefusedError(
-                f"{rundir.PLAN_STATE} says that {expected}, but in {run.name} {living}; end "
+                f"{rundir.PLAN_STATE} says that {expected}, but in {run.name} {living}; kill "
                 "them, or correct the document"
             )
 
@@ -203,10 +204,10 @@ def _check_none(differ: Sequence[str], name: str) -> None:
 def check_flags(
     record: Mapping[str, Any], spec: LaunchSpec, index: int, evidence: Evidence
 ) -> None:  # fmt: skip
-    """Raises RefusedError for a flag in run.json that the plan or the living processes contradict.
+    """Raises RefusedError for a flag in run.json that the plan or a running process contradicts.
 
     A plan never contains a flag that an operator has set. The answer to the operator's request, or
-    a living process, must confirm such a flag.
+    a running process, must confirm such a flag.
     """
     planned = spec.flags(index, {})
     names = [phase.name for phase in spec.plan.phases[: index + 1]]

@@ -1,7 +1,7 @@
 """Diagnoses the present state of a run, for `nsa-console diagnose`, even without a supervisor.
 
-While a supervisor decides the state of a stalled run, its newest verdict is used. Otherwise this
-process collects the evidence itself, with the functions of the supervisor.
+While a supervisor decides the state of a stalled run, the newest verdict of the supervisor is used.
+Otherwise this process collects the evidence itself, with the functions of the supervisor.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Diagnosis:
 
 
 def is_supervised(state: RunState) -> bool:
-    """Returns whether a living supervisor decides the state of the run."""
+    """Returns whether a supervisor that is alive decides the state of the run."""
     silent = any(alert.id in SILENT_ALERTS for alert in state.alerts)
     return state.state not in ("unsupervised", "lost", "queued") and not silent
 
@@ -185,7 +185,7 @@ def _with_process(rank: RankEvidence, worker: Mapping[str, Any]) -> RankEvidence
 def _elsewhere(state: RunState) -> tuple[str, ...]:
     if state.host in ("", rundir.host_name()):
         return ()
-    return (f"no process evidence: the ranks run on {state.host}; run diagnose there",)
+    return (f"no process evidence, because the ranks run on {state.host}; run diagnose there",)
 
 
 def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:

@@ -54,12 +54,12 @@ def why_not(pid: int) -> str:
     if state in "Tt":
         return f"is stopped (SIGSTOP or a debugger) and cannot dump; kill -CONT {pid} resumes it"
     if not process.catches(pid, signal.SIGUSR1):
-        return "does not catch SIGUSR1 (still starting, or not instrumented): it was not signalled"
+        return "does not catch SIGUSR1 (still starting, or not instrumented) and was not signalled"
     return ""
 
 
 class Dumps:
-    """Owns the dump in progress (at most one), and the requests that wait for its end.
+    """Owns the dump in progress (at most one), and the requests that wait for the end of the dump.
 
     Call `poll` while `busy` is true; no method waits.
     """
@@ -122,7 +122,7 @@ class Dumps:
             self._finish(answer)
 
     def abandon(self, answer: Answer) -> None:
-        """Answers the requests that still wait when the ranks have ended."""
+        """Answers the requests that still wait, after the ranks have ended."""
         for each in self._ranks:
             late = _late(each) if each.copy else "exited before it wrote its stack"
             each.result = each.result or late

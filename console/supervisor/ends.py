@@ -1,4 +1,4 @@
-"""The end of each rank of an attempt: from the kernel, or else from its records, log and pulse."""
+"""Finds how the ranks of an attempt ended, from the kernel or from records, logs and pulses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from console.supervisor.shm import LastPulses
 from trainers.contract import jsonl, pulse, rundir
 
 LATE_END_S = 5.0
-"""The time within which torchrun reaps a rank that has ended, and its last record arrives."""
+"""After this time torchrun has reaped an ended rank, and the rank's last record has arrived."""
 
 
 class Ends:
@@ -37,14 +37,14 @@ class Ends:
         return replace(found, phase=self._pulses.phase(worker.rank, found.step) or found.phase)
 
     def so_far(self) -> list[RankEnd]:
-        """Returns the ends of those ranks that have ended so far."""
+        """Returns a `RankEnd` for each rank that has ended so far."""
         over = [each for each in self._tree.workers.values() if each.over_ts is not None]
         return [self.of(worker) for worker in over]
 
     def failed(self) -> list[int]:
-        """Returns the failed ranks, as their exit codes show.
+        """Returns the ranks whose exit code shows a failure.
 
-        If the exit of a rank was not observed, its exit record counts.
+        If the exit of a rank was not observed, the exit record is used.
         """
         return sorted(rank for rank, each in self._tree.workers.items() if self._has_failed(each))
 
@@ -58,7 +58,7 @@ class Ends:
 
     def without_torchrun(self) -> str:
         """Returns a sentence if torchrun has exited while ranks still run, or "" otherwise."""
-        # A rank that has ended counts as alive until the owner reports its exit code.
+        # A rank that has ended is treated as alive until the owner reports its exit code.
         left = [w.rank for w in self._tree.alive() if not w.handle.is_over()]
         if not (self._tree.agent_over and left):
             return ""
@@ -95,9 +95,9 @@ def no_rank_words(log: bytes) -> str:
 def end_of(
     worker: Worker, head: LatestRecords, words: Crash | None = None, step: int = 0
 ) -> RankEnd:
-    """Returns how a rank ended, from its exit, its records, and the end of its log if it was read.
+    """Returns how a rank ended, from its exit, its records, and the end of its log (`words`).
 
-    If the kernel did not report the exit code, it comes from the last record; exit 0 then needs a
+    An exit code that the kernel did not report comes from the last record; exit 0 then needs a
     second source. `step` is the step in the pulse, because a crash may lose the last records.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal

@@ -19,14 +19,15 @@ from console.supervisor.rundir_io import Directory
 APART_S = 2.0
 """Time between the two samples of each process."""
 DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 6.0
-"""Stacks and flight records are read again until every rank has both, at most for the first time.
-If the run directory does not answer within the second time, the evidence has only the processes.
+"""Stacks and flight records are read again until every rank has both, at most for `DUMPED_AFTER_S`.
+If the run directory does not answer for `UNREAD_AFTER_S`, the evidence has only the processes.
 """
 READ_EVERY_S = 0.5
 CLOCKS_APART_S = 0.1
-"""A file that is further in the future was written before the clock was set back."""
+"""A file with a time further in the future was written before the clock was set back."""
 AGAIN_S = 10.0
-"""Shortest time between two collections: ranks that still move are only slow."""
+"""Shortest time between two collections. Ranks that move again within this time are only slow and
+need no new evidence."""
 OFTEN_S, SELDOM_S = 120.0, 60.0
 """Processes are sampled every `AGAIN_S` in the first `OFTEN_S` of a stall, then every `SELDOM_S`.
 
@@ -39,7 +40,7 @@ Places = tuple[tuple[int, str, tuple[int, int, int]], ...]
 
 
 def _places(ranks: Sequence[RankEvidence]) -> Places:
-    """Returns the position of each rank; also its process state, if that state lasts."""
+    """Returns the position of each rank, and the state of the process if that state lasts."""
     return tuple(
         (each.rank, each.state if each.state in LASTING_STATES else "", each.position)
         for each in ranks
@@ -47,7 +48,7 @@ def _places(ranks: Sequence[RankEvidence]) -> Places:
 
 
 class Collector:
-    """Owns the evidence about the present stall; collects it again if a rank has moved.
+    """Owns the evidence about the present stall; collects new evidence if a rank has moved.
 
     `poll` is called once a second and never waits. The thread of the run directory reads the files.
     """

@@ -33,8 +33,8 @@ NOT_ADOPTED = "the launch is not adopted"
 def document(folder: Path, name: str, consequence: str = NOT_ADOPTED) -> dict[str, Any]:
     """Returns a document, or {} if there is none.
 
-    Raises RefusedError, which names the consequence, if the document cannot be read or has another
-    version.
+    Raises RefusedError, with `consequence` in its text, if the document cannot be read or has
+    another version.
     """
     path = folder / name
     record = rundir.read_json(path, below=folder)

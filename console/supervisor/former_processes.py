@@ -1,7 +1,7 @@
-"""Finds the living processes of an attempt, starting from a former supervisor's document.
+"""Finds the processes of an attempt that are alive, from the document of a former supervisor.
 
 The document may be older than the processes, and any user can copy a token or write a file. So
-processes with the token are sorted by certainty, and a process that only the document names is
+processes with the token are sorted by certainty, and a process that is only in the document is
 checked.
 """
 
@@ -38,11 +38,10 @@ class FormerProcesses:
         self._ended = {str(each.get("rank")) for each in ended}
 
     def find(self, token: str, home: str) -> list[int]:
-        """Returns the living processes of the attempt by their token, the most certain first.
+        """Returns the processes that are alive and have the token, the most certain first.
 
-        Processes that the document names come first. Older processes come before newer ones. A
-        process that the document does not name may have a copied token, so it is left out if its
-        rank has ended.
+        Processes in the document come first. Older processes come before newer ones. A process that
+        is not in the document may have a copied token, so it is left out if its rank has ended.
         """
         found = []
         for pid in process.with_token(token, home):
@@ -55,7 +54,7 @@ class FormerProcesses:
         return [pid for _, _, pid in sorted(found)]
 
     def hold(self, entry: Mapping[str, Any]) -> process.Handle | None:
-        """Returns a handle of the process that an entry names, or None if it has ended."""
+        """Returns a handle of the process in an entry, or None if the process has ended."""
         logs = None if self._is_stored else self._logs
         return process.open_named(self._place | dict(entry), self._run, logs)
 

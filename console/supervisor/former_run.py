@@ -36,7 +36,7 @@ class FormerRun:
     number: int
     """The newest attempt."""
     ended: list[AttemptEnd]
-    """The attempts that have ended, with the newest attempt if the next has not begun."""
+    """The attempts that have ended, including the newest attempt if the next has not begun."""
 
     @property
     def home(self) -> str:
@@ -67,10 +67,11 @@ def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
 
 
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """Returns the newest attempt that has processes, or 0 if none has.
+    """Returns the newest attempt that has processes, or 0 if there are no processes.
 
-    Raises RefusedError if the token in run.json belongs to another run: processes with the token
-    name another run directory, or supervisor.json names the shared memory of another token.
+    Raises RefusedError if the token in run.json belongs to another run. In that case, processes
+    with the token have another run directory, or supervisor.json has the live directory of another
+    token.
     """
     token, mine = former_documents.token(record), former_documents.home(record)
     environments = [process.environment(pid) for pid in process.with_token(token)]
@@ -87,7 +88,7 @@ def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -
 
 
 def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
-    """Returns how the attempts ended, as supervisor.json records it."""
+    """Returns how the attempts ended, according to supervisor.json."""
     entries = jsonl.entries(state, "ended")[-MAX_ENDED:]
     return [each for entry in entries if (each := json_documents.read(AttemptEnd, entry)).state]
 

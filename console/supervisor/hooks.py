@@ -86,7 +86,7 @@ class Hooks:
             time.sleep(POLL_S)
 
     def _report(self, failure: str) -> None:
-        """Writes an event if the result of the hook differs from the result of its last run."""
+        """Writes an event if the result of the hook differs from the result of the last run."""
         before, self._failure = self._failure, failure
         if failure == before:
             return
@@ -121,7 +121,7 @@ class Alive(Hooks):
 
 
 def run(argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float) -> str:
-    """Runs the hook once; returns how it failed, or "". Its output is not kept.
+    """Runs the hook once and ignores its output; returns how the hook failed, or "".
 
     The process group of the hook gets KILL before its leader is reaped, because the number of the
     group could be reused after that.

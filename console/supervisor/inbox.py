@@ -1,7 +1,7 @@
 """Polls the mailboxes and other files of a launch, and executes each request once.
 
-A request file may contain anything: its size is bounded, it must be a regular file of this user,
-and `console.request_schema` checks its arguments before anything is executed.
+A request file may contain anything. Therefore its size is bounded, the file must be a regular file
+of this user, and `console.request_schema` checks its arguments before anything is executed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request file. `error` says why it cannot be executed; "" if it can."""
+    """One request file. `error` says why the request cannot be executed, or is ""."""
 
     path: Path
     id: str
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """The id in the request, or else its path; each key is executed only once."""
+        """The id in the request, or else the path of the file. Each key is accepted only once."""
         return self.id if self.has_own_id else str(self.path)
 
     @property
@@ -66,7 +66,7 @@ class Request:
 
 
 Outcome = tuple[bool, str, list[str]]
-"""True if the request was done; then a sentence, and further lines."""
+"""Three values: whether the request was done, a sentence, and further lines."""
 Execute = Callable[[Request], Outcome | None]
 """Executes a request and returns its outcome, or None if the outcome follows later."""
 
@@ -143,7 +143,7 @@ def remove(path: Path) -> None:
 
 
 class Inbox:
-    """Owns the keys of the requests that were seen; each key is executed once.
+    """Owns the keys of the requests that were seen, so that each request is executed once.
 
     A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
     an earlier supervisor may have executed it. Only times of the file system are compared, never
@@ -155,11 +155,11 @@ class Inbox:
     ):  # fmt: skip
         self._directory, self._attempt_in = directory, attempt_in
         self._seen: dict[str, tuple[Path | None, bool]] = {}
-        """The file of each request (None after its removal), and whether it is done, by key."""
+        """The file of a request (None if removed), and whether the request is done, by key."""
         self.since_ns = since_ns
 
     def restore(self, answered: Mapping[str, Path]) -> None:
-        """Marks requests as done; `answered` has the mailbox of each of them, by request id."""
+        """Marks requests as done; `answered` has the mailbox of each request, by request id."""
         self._seen |= {name: (box, True) for name, box in answered.items()}
 
     def execute(self, found: Sequence[Request], execute: Execute) -> bool:
@@ -205,7 +205,7 @@ class Inbox:
         )  # fmt: skip
 
     def _removed(self, request: Request) -> None:
-        """Records that a file was removed: a later file with its name is a new request."""
+        """Records that a file was removed, so that a later file with its name is a new request."""
         if self._seen.get(request.key) != (request.path, True):
             return
         if request.has_own_id:
@@ -244,7 +244,7 @@ class Poller:
         directory.check_for_changes = self._has_changed
 
     def start(self, runs: Sequence[Path], attempt: Attempt | None, every_s: float) -> bool:
-        """Starts a poll if it is due or the last poll was `every_s` ago; returns whether it did.
+        """Starts a poll if it is due, or after `every_s`; returns whether a poll was started.
 
         `runs` are the runs that have started; `attempt` is the current attempt.
         """

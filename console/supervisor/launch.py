@@ -45,7 +45,7 @@ def method(action: str) -> str:
 class Launch:
     """Owns plan_state.json and the sequence of phases; `tick` does the work that is due.
 
-    With `former`, the plan_state.json of a former process, it continues that launch.
+    `former` is the plan_state.json of a former process, whose launch is continued.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Launch:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next tick; ticks once a second are aligned to full seconds."""
+        """Seconds until the next tick. Ticks that are 1 s apart start at full seconds."""
         if self._quiet and not self._poller.is_polling:
             return 1 - time.monotonic() % 1
         return min(self._pace_s, IDLE_S)
@@ -146,7 +146,7 @@ class Launch:
                 self._end(f"{action} requested by {by} before the next phase")
             return "the plan has ended; no phase was running"
         self._ended_by = self._ended_by or f"{action} requested by {by}"
-        self._publish()  # first: an adoption needs this second record of the request
+        self._publish()  # first, because an adoption needs this second record of the request
         return self.run.end(action, by)
 
     # --- phases --------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Launch:
         self._index = index
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
-        # Before the run starts: the next child must know of the run.
+        # Published before the run starts, because the next child must know of the run.
         self._publish()
         run, pending = self.path / entry["dir"], self._next_flags.values()
         try:
@@ -267,7 +267,7 @@ class Launch:
     # --- requests ------------------------------------------------------------------------------
 
     def _start_poll(self) -> bool:
-        """Starts the next poll of the files if one is due; returns whether it did so."""
+        """Starts the next poll of the files if it is due; returns whether a poll was started."""
         last = self.state == "ended" and not self._report.busy
         every_s = math.inf if self._quiet else 0.0 if last else POLL_EVERY_S
         attempt = self.run.attempt if self.run is not None else None
@@ -370,7 +370,7 @@ class Launch:
         return self._directory.event(self.path, 1, kind, text, level, **more)
 
     def _steps(self, run: Run) -> int | None:
-        """Returns the number of completed steps, as last known until the records are read."""
+        """Returns the number of completed steps; the last known number until records are read."""
         return gates.steps_done(run.summary) if run.is_read else self._phases[self._index]["steps"]
 
     def _publish(self) -> None:

@@ -95,7 +95,7 @@ class LaunchSpec:
         ]  # fmt: skip
 
     def copies(self, index: int) -> dict[str, Any]:
-        """Returns the keys of run.json that repeat plan.json; an adoption compares the two."""
+        """Returns the keys of run.json that repeat plan.json; an adoption compares the copies."""
         phase = self.plan.phases[index]
         return {
             "launch": self.launch, "plan": self.plan.name, "phase": phase.name, "index": index,
@@ -215,7 +215,8 @@ def git_facts(folder: Path) -> dict[str, Any]:
     """Returns the commit of the code in a folder, or {} if there is no git repository.
 
     `diff` is a hash of the local changes, or "" if there are none. The last line of the output
-    shows that git succeeded: a supervisor reaps all its children, so the exit code may be lost.
+    shows that git succeeded. The exit code may be lost, because a supervisor reaps all its
+    children.
     """
     try:
         done = subprocess.run(

@@ -71,7 +71,7 @@ class Claim:
             raise RefusedError(f"cannot lock or clear {where}: {error.strerror}") from error
 
     def _lock(self, path: Path) -> None:
-        """Locks the file. Raises RefusedError if it is unsafe or another process has the lock.
+        """Locks a file. Raises RefusedError if the file is unsafe or another process has the lock.
 
         Raises OSError if the file cannot be opened.
         """
@@ -128,7 +128,7 @@ class Claim:
         )
 
     def _in_use(self) -> RefusedError:
-        """Returns the error that names the process with the lock."""
+        """Returns the error that the directory is in use, with the process that has the lock."""
         owner = rundir.read_json(self.directory / rundir.LOCK) or {}
         if self._adopt:
             return RefusedError(
@@ -162,7 +162,7 @@ class Claim:
 
 
 def _owner_words(owner: Mapping[str, Any]) -> str:
-    """Returns, in words, the launch, process and user that a lock file names."""
+    """Returns the launch, process and user in a lock file, in words."""
     if not owner:
         return "another launch that is starting"
     held_for = status_text.age(liveness.age(jsonl.number(owner, "since_ts")))
@@ -174,7 +174,7 @@ def _owner_words(owner: Mapping[str, Any]) -> str:
 def start(directory: Path, spec: LaunchSpec) -> None:
     """Starts the supervisor of a launch and waits until the supervisor is ready.
 
-    Raises RefusedError if the directory cannot be used, ContractError if the supervisor does not
+    Raises RefusedError if the directory cannot be used, or ContractError if the supervisor does not
     start. In both cases no file remains.
     """
     record, claim = spec.as_dict(time.time()), Claim(directory)
@@ -195,7 +195,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns the launch's id.
 
     The supervisor may start the command of the phase again. A launch that was not supervised since
-    this host booted therefore needs `sure`. Raises RefusedError if the launch cannot be adopted,
+    this host booted therefore needs `sure`. Raises RefusedError if the launch cannot be adopted, or
     ContractError if the supervisor does not start.
     """
     rundir.check_ours(directory)
@@ -209,7 +209,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     _wait_until_free(claim, launch, jsonl.mapping(state, "supervisor"))
     claim.take()
     try:
-        _adoptable_state(directory, launch, sure)  # again: the lock excludes other writers now
+        _adoptable_state(directory, launch, sure)  # again, now that no other process writes
         lock.claim(claim.fd, launch, process.user_name())
         _start_supervisor(directory, claim.fd, "--adopt", json.dumps(asdict(operator)))
     except OSError as error:
@@ -220,7 +220,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
 
 
 def _wait_until_free(claim: Claim, launch: str, former: Mapping[str, Any]) -> None:
-    """Waits briefly for the lock, because a killed process releases it only when it has ended.
+    """Waits briefly for the lock, because a killed process has the lock until it has ended.
 
     Raises RefusedError if the former supervisor is alive and does not hold this directory's lock.
     """
@@ -270,16 +270,16 @@ def _start_supervisor(directory: Path, lock_fd: int, *adopt: str) -> None:
     finally:
         os.close(log)
     _wait_until_ready(started, directory, ranks_live=bool(adopt))
-    with contextlib.suppress(RuntimeError):  # if no thread can start, it is not reaped
+    with contextlib.suppress(RuntimeError):  # if no thread can start, the supervisor is not reaped
         threading.Thread(target=started.wait, name="reap-supervisor", daemon=True).start()
 
 
 def _wait_until_ready(
     started: subprocess.Popen[bytes], directory: Path, ranks_live: bool
 ) -> None:  # fmt: skip
-    """Waits until plan_state.json names the new supervisor. Raises ContractError.
+    """Waits until plan_state.json contains the pid of the new supervisor. Raises ContractError.
 
-    A supervisor that is not ready in time is ended, unless living ranks would end with it.
+    A supervisor that is not ready in time is ended, unless ranks that are alive would end with it.
     """
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:

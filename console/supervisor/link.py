@@ -22,7 +22,7 @@ READ_BYTES, MAX_FDS = 1 << 16, 8
 # Messages from the child.
 ALIVE = b"B"
 CLOSING = b"C"
-"""The child closes its files, which may wait for a disk; its silence no longer counts."""
+"""The child closes its files and may wait for a disk; from now on its silence is ignored."""
 STORE = b"K"
 """A document for the next child: its path, a zero byte, its content."""
 SPAWN = b"S"
@@ -108,7 +108,7 @@ class Link:
     def __init__(self, channel: Channel, state: ChildState):
         self._channel = channel
         self.state = state
-        """The state from the owner, updated by its messages."""
+        """The state from the owner, updated by the messages of the owner."""
         del state.signals[state.forwarded :]  # the owner sends the later signals as messages
         self._waiting: dict[object, tuple[bytes, bytes]] = {}
         """Messages that wait to be sent. A new version of a document replaces the waiting one."""
@@ -126,7 +126,7 @@ class Link:
     # --- the state from the owner --------------------------------------------------------------
 
     def stored(self, path: Path) -> dict[str, Any] | None:
-        """Returns the newest document that a child of this owner stored, or None if none did."""
+        """Returns the newest document that a child of this owner stored, or None without one."""
         data = self.state.documents.get(str(path))
         return None if data is None else jsonl.decode(data)
 
@@ -176,7 +176,7 @@ class Link:
         self._send(STORE, os.fsencode(path) + b"\0" + jsonl.encode(record), path)
 
     def kill_after(self, grace_s: float) -> None:
-        """Asks the owner to kill the processes that still live after the grace time."""
+        """Asks the owner to kill the processes that are still alive after the grace time."""
         self._send(KILL_AFTER, repr(grace_s).encode())
 
     def adopt(self, torchrun_pid: int, environment: Mapping[str, str], grace_s: float) -> None:
@@ -188,7 +188,7 @@ class Link:
     def spawn(
         self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
     ) -> tuple[int, int]:
-        """Asks the owner to start a command in a session of its own; returns its pid and pidfd.
+        """Asks the owner to start a command in a new session; returns the pid and the pidfd.
 
         Raises OSError if the command cannot be started.
         """

@@ -1,7 +1,7 @@
-"""The lock file of a launch: the process that owns it, and the token of this ownership.
+"""The lock file of a launch, with the process that owns the launch and the token of the ownership.
 
-The flock shows whether the owner lives; the token shows which owner it is. A copy of the directory
-has the token but no flock, and another launch at the same path has another token.
+The flock shows whether the owner is alive; the token shows which owner it is. A copy of the
+directory has the token but no flock, and another launch at the same path has another token.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _write(fd: int, record: dict[str, Any]) -> None:
     """
     data = jsonl.encode(record)
     old = min(os.fstat(fd).st_size, MAX_BYTES)
-    # Truncated only after the write: on a full disk, freed blocks might not be available again.
+    # Truncated only after the write, because on a full disk freed blocks might not be available
+    # again.
     os.pwrite(fd, data.ljust(old), 0)
     os.ftruncate(fd, len(data))
 
@@ -78,12 +79,12 @@ class LaunchLock:
         self._file, self.token, self._lost = os.fstat(fd), take_over(fd), ""
 
     def lost(self) -> str:
-        """Returns why the directory at the path is no longer this launch's, or "" while it is."""
+        """Returns why the directory at the path no longer belongs to this launch, or ""."""
         try:
             same = os.path.samestat(os.stat(self._path), self._file)
         except (FileNotFoundError, NotADirectoryError):
             same = False
-        except OSError:  # it cannot be read now: the last answer stays
+        except OSError:  # it cannot be read now, so the last answer stays
             return self._lost
         if same:
             fd = jsonl.open_regular(self._path)

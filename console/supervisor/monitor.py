@@ -59,7 +59,7 @@ class Monitor:
         self._sampled_ts = 0.0
         """Time of the newest evidence that agrees with the verdict, 0 without evidence."""
         self._changed: tuple[tuple[object, ...], float] | None = None
-        """A verdict on newer evidence that differs from `verdict`, and the evidence's time."""
+        """Parts of a newer verdict that differs from `verdict`, and the time of its evidence."""
         self._doubtful_polls = 0
         self._late = late
         self._first_positions: dict[int, tuple[int, int, int]] = {}
@@ -74,7 +74,7 @@ class Monitor:
         )
 
     def on_stall(self) -> tuple[str, str]:
-        """Returns the action on a stall, and a sentence that also says when the action is due."""
+        """Returns two values: the action on a stall, and the policy on a stall in words."""
         return self._watchdog.stall_action, self._watchdog.stall_policy()
 
     def poll(
@@ -111,7 +111,7 @@ class Monitor:
             self._alerts.clear(alert, why)
 
     def is_raised(self, rule: str) -> bool:
-        """Returns whether a rule is raised now; it may have been cleared since it acted."""
+        """Returns whether a rule is still raised; its action may have become due earlier."""
         return rule in self._watchdog.raised()
 
     def pop_actions(self) -> list[Change]:
@@ -120,7 +120,7 @@ class Monitor:
         return actions
 
     def pop_dump_wanted(self) -> frozenset[int]:
-        """Returns the ranks whose stacks are needed as evidence since the last call."""
+        """Returns the ranks whose stacks the evidence has asked for since the last call."""
         wanted, self._evidence.wants_dump = self._evidence.wants_dump, frozenset()
         return wanted
 
@@ -183,7 +183,7 @@ class Monitor:
             self._alerts.clear(PULSE, "the pulse of every rank agrees with its records")
 
     def _unchanged(self, seen: Sequence[RankEvidence]) -> str:
-        """Returns which pulse has not changed since a late supervisor started, or "" if none."""
+        """Returns which pulse has not changed since a late supervisor started, or ""."""
         for each in seen:
             first = self._first_positions
             if each.phase and first.setdefault(each.rank, each.position) != each.position:
@@ -218,10 +218,10 @@ class Monitor:
         self._run.publish()
 
     def _lasts(self, says: tuple[object, ...]) -> bool:
-        """Returns whether a changed verdict counts.
+        """Returns whether a changed verdict is accepted.
 
-        It counts if two samples agree on it, or if no new sample caused the change. A rank that
-        waits in a loop shows a different cause in each sample of its process.
+        The verdict is accepted if two samples agree on it, or if no new sample caused the change. A
+        rank that waits in a loop shows a different cause in each sample of its process.
         """
         evidence = self._evidence.complete
         if evidence is None or self._sampled_ts in (0.0, evidence.ts):
@@ -239,7 +239,7 @@ class Monitor:
         return RUN_AGAIN if running else "the ranks exit, or their pulses cannot be trusted"
 
     def close(self, why: str) -> None:
-        """Ends the verdict, if there is one; `why` is the reason."""
+        """Closes the verdict, if there is one; `why` is the reason."""
         verdict, self.verdict = self.verdict, None
         self._documents, self._sampled_ts, self._changed = 0, 0.0, None
         if verdict is not None:

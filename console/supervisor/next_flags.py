@@ -21,7 +21,7 @@ def set_words(name: str, value: str, phase: str, phases: Phases) -> str:
 
 
 class NextFlags:
-    """Owns the flags that an operator set for the next phase, or for it and all later phases."""
+    """Owns the flags that an operator set, for the next phase or for all later phases."""
 
     def __init__(self, spec: LaunchSpec):
         self._spec = spec
@@ -48,8 +48,9 @@ class NextFlags:
     ) -> tuple[bool, str]:
         """Sets a flag for the phase `index`, or also for all later phases; None removes the flag.
 
-        Returns success and a sentence. A flag that is not valid with the settings of a phase is
-        rejected. A value for the next phase only does not replace that of the phases after it.
+        Returns two values: success, and a sentence. A flag that is not valid with the settings of a
+        phase is rejected. A value for only the next phase does not replace the value for the later
+        phases.
         """
         planned = self._spec.plan.phases
         phase, last = planned[index].name, len(planned) if phases == "all" else index + 1

@@ -34,9 +34,9 @@ class _Health:
     failures: int = 0
     failed_at: float = 0.0
     again_at: float = 0.0
-    """The observer is skipped until this time; infinity: the observer is switched off."""
+    """The observer is skipped until this time. Infinity means that the observer is switched off."""
     traced_at: float = -math.inf
-    """Time at which its traceback was last written."""
+    """Time at which a traceback of the observer was last written."""
 
 
 class Observers:
@@ -72,7 +72,7 @@ class Observers:
         return result
 
     def call(self, name: str, look: Callable[[], T], otherwise: T) -> T:
-        """Returns the result of `look`, or `otherwise` if it raises; the next call runs it again.
+        """Returns the result of `look`, or `otherwise` after an error; the next call tries again.
 
         An observer in which former processes died is skipped once.
         """

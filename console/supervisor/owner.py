@@ -1,10 +1,10 @@
-"""The owner of a launch: it has the lock and the processes, and replaces a child that fails.
+"""The owner of a launch, which has the lock and the processes, and replaces a child that fails.
 
-The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that
-a rank wrote. Its child, a fork of this process, reads, writes and decides. A child that ends, or
+The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that a
+rank wrote. Its child, a fork of this process, reads, writes and decides. A child that ends, or
 sends nothing for `SILENT_S`, is replaced; the next child starts with the documents that this
-process stores. The owner acts alone if no child acts: after TERM it ends the ranks within the grace
-time.
+process stores. If no child acts, the owner acts alone. After TERM it ends the ranks within the
+grace time.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from trainers.contract import environ
 
 PR_SET_PDEATHSIG = 1
 SILENT_S, FIRST_S, CLOSING_S = 10.0, 60.0, 3700.0
-"""The longest silence of a child: while it works, before its first message, while it closes."""
+"""The longest silence of a child: while it works, before the first message, and while it closes."""
 WAITS_S = (0.0, 2.0, 10.0, 60.0)
 """The wait before a child is replaced for the first, second, third and each further time."""
 SETTLED_S = 60.0
-"""A child that has lived for this long resets the count of failures."""
+"""After a child has been alive for this long, the count of failures starts again."""
 HANDLE_S = 0.5
 """The owner handles a signal itself when the child has not done so after this time."""
 LATE_S = 0.5
-"""The owner waits this long for the child to send KILL, and then sends it itself."""
+"""The owner waits this long for the child to send KILL, and then sends KILL itself."""
 SCAN_EVERY_S, RESEND_EVERY_S, POLL_S = 0.2, 0.1, 2.5
 
 
@@ -79,7 +79,7 @@ class Owner:
         while self._result is None:
             try:
                 self._step()
-            except Exception:  # no descriptor, process or memory is left: try again
+            except Exception:  # no descriptor, process or memory is left, so try again
                 time.sleep(SCAN_EVERY_S)
         return self._result
 
@@ -121,14 +121,14 @@ class Owner:
             self._channel = None
 
     def _become_child(self, owner: int, channel: Channel) -> None:
-        """Runs as the child, never returns. The kernel ends this process when its owner ends."""
+        """Runs as the child and never returns. The kernel ends this process when its owner ends."""
         code = 1
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             for fd in self._wakes:
                 os.close(fd)
-            for number in (signal.SIGTERM, signal.SIGINT):  # they are meant for the supervisor
+            for number in (signal.SIGTERM, signal.SIGINT):  # meant for the supervisor
                 signal.signal(number, lambda got, _frame: os.kill(owner, got))
             if os.getppid() == owner:
                 code = self._child_main(channel, self._state)
@@ -197,9 +197,9 @@ class Owner:
             self._silent_limit_s = CLOSING_S
 
     def _kill_silent_child(self) -> None:
-        """Kills a child that sends nothing; if it is in state D, the owner waits until it ends.
+        """Kills a child that sends nothing. A child in state D ends only after its system call.
 
-        Silence does not count while the owner itself was stopped.
+        Silence is ignored after a time in which the owner itself was stopped.
         """
         before, self._checked_at = self._checked_at, time.monotonic()
         if self._checked_at - before > 2 * POLL_S:
@@ -283,7 +283,7 @@ class Owner:
                     self._channel.send(link.SPAWNED, str(pid).encode(), fd)
             finally:
                 os.close(fd)
-        except OSError:  # the next child finds the process in its state
+        except OSError:  # the next child learns of the process from its state
             os.kill(self._pid, signal.SIGKILL)
 
     def _own_attempt(self, named: Mapping[str, Any], torchrun_pid: int, is_parent: bool) -> None:
@@ -319,7 +319,7 @@ class Owner:
             self._unsent.append((link.REAPED, link.PID_AND_CODE.pack(pid, code)))
 
     def _living(self) -> list[int]:
-        """Returns the living processes of the newest attempt."""
+        """Returns the processes of the newest attempt that are alive."""
         if not self._token:
             return []
         torchrun = [self._state.torchrun_pid] if self._torchrun_lives else []
@@ -362,7 +362,7 @@ class Owner:
 
     def _kill(self, now: float) -> None:
         """Sends KILL to all processes of the attempt; doubles the interval until the next scan."""
-        if self._torchrun_lives:  # first: a scan over a process in state D may take long
+        if self._torchrun_lives:  # first, because a scan over a process in state D may take long
             os.kill(self._state.torchrun_pid, signal.SIGKILL)
         living = self._living()
         for pid in living:

@@ -1,9 +1,9 @@
 """The processes of one attempt: torchrun, its ranks and everything that they started.
 
-The owner is the subreaper: a rank that outlives torchrun becomes its child, so the exit status of
-the rank is known. The kernel reports the exit of ranks that torchrun reaps. Processes are found by
-the attempt's token in their environment. A known rank keeps its pidfd, even if it overwrites the
-token.
+The owner is the subreaper, so a rank that outlives torchrun becomes a child of the owner, and the
+exit status of the rank is known. The kernel reports the exit of ranks that torchrun reaps.
+Processes are found by the attempt's token in their environment. A known rank is still identified by
+its pidfd if it overwrites the token.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ ROOT_CAUSE = b"Root Cause (first observed failure):"
 
 @dataclass(slots=True)
 class Worker:
-    """One rank: its process while the process lives, and its exit afterwards."""
+    """One rank: its process while the process is alive, and its exit afterwards."""
 
     rank: int
     local_rank: int
     handle: process.Handle
     over_ts: float | None = None
     late: bool = False
-    """The rank ended before this process observed it: the time of its end is unknown."""
+    """The rank ended before this process observed it, so the time of its end is unknown."""
     code: int | None = None
     signal: str | None = None
     observed: bool = False
-    """The kernel reported `code` or `signal`; False: they come from a log or a document."""
+    """True if the kernel reported the exit, False if it comes from a log or a document."""
     confirmed: bool = False
     """The kernel did not report the exit, and two other sources agree on it."""
     killed_after_failure: bool = False
-    """The supervisor killed it because another rank had failed."""
+    """The supervisor killed the rank because another rank had failed."""
     unreaped: bool = False
-    """It is a zombie: its parent (for example, a stopped torchrun) has not reaped it."""
+    """The rank is a zombie that its parent (for example, a stopped torchrun) has not reaped."""
 
     def ended(self, code: int) -> None:
         """Sets the exit that the kernel reported; a negative code is a signal."""
@@ -100,13 +100,13 @@ class Tree:
         self.agent: process.Handle | None = None
         """The process of torchrun, None before it starts."""
         self.agent_status: int | None = None
-        """The exit code of torchrun; None while torchrun lives, or if the code is unknown."""
+        """The exit code of torchrun; None while torchrun is alive, or if the code is unknown."""
         self.agent_over = False
         self.workers: dict[int, Worker] = {}
         self.order: list[int] = []
         """Ranks in the order in which they ended."""
         self._kill_at = self._ranks_kill_at = math.inf
-        """The end of the grace time of all processes, and that of the ranks; 0: KILL was sent."""
+        """The end of the grace time of all processes, and that of the ranks; 0 if KILL was sent."""
         self._scanned = self._killed = self._first_killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
@@ -122,7 +122,7 @@ class Tree:
 
     @property
     def incomplete(self) -> bool:
-        """True if torchrun lives and some of its ranks have not been found yet."""
+        """True if torchrun is alive and some of its ranks have not been found yet."""
         return self.spawned and not self.agent_over and len(self.workers) < self.nproc
 
     def spawn(
@@ -133,7 +133,7 @@ class Tree:
         self.agent = self._watch(process.Handle(pid, fd, rundir.start_ticks(pid) or 0))
 
     def adopt(self, document: Mapping[str, Any], run: Path, number: int) -> None:
-        """Takes over the processes of an attempt that a former supervisor, or child, started.
+        """Takes over the processes of an attempt that a former supervisor or child started.
 
         `document` is the former supervisor.json. The exit codes of processes that ended meanwhile,
         or that are not children of the owner, may stay unknown.
@@ -141,7 +141,8 @@ class Tree:
         is_stored = self._link.stored(run / rundir.SUPERVISOR) is not None
         former = FormerProcesses(document, run, number, is_stored)
         for pid in former.find(self.token, self._home):
-            # The oldest process of a rank is the rank: its children inherit its environment.
+            # The oldest process of a rank is the rank itself, because its children inherit its
+            # environment.
             if "RANK" in process.environment(pid):
                 self._add_rank(pid)
             elif self.agent is None:
@@ -196,7 +197,7 @@ class Tree:
         return [worker for worker in self.workers.values() if worker.over_ts is None]
 
     def handles(self) -> dict[int, process.Handle]:
-        """Returns the handles of the living ranks."""
+        """Returns the handles of the ranks that are alive."""
         return {worker.rank: worker.handle for worker in self.alive()}
 
     def is_over(self) -> bool:
@@ -214,14 +215,14 @@ class Tree:
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
-        """Sends TERM to torchrun, or to the ranks if it has exited; KILL after `grace_s`."""
+        """Sends TERM to torchrun, or to the ranks after its end. KILL follows after `grace_s`."""
         if not self.spawned:
             return
         if self._kill_at == math.inf:
             self._kill_at = time.monotonic() + grace_s
             self._link.kill_after(grace_s)
         if self._link.state.term_sent:
-            return  # the owner sent it, because no child did in time
+            return  # the owner sent TERM, because no child did so in time
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGTERM)
             return
@@ -294,7 +295,7 @@ class Tree:
         """Reads the exits of ranks from the summary at the end of torchrun's log.
 
         Only the log has the exit of a rank that ended before the rank was found. An exit from the
-        log never replaces an exit that the kernel reported. It counts as confirmed only if
+        log never replaces an exit that the kernel reported. Such an exit is confirmed only if
         torchrun's own exit agrees.
         """
         root = log.rfind(ROOT_CAUSE)
@@ -320,7 +321,7 @@ class Tree:
             self._forget(self.agent)
 
     def _add_rank(self, pid: int) -> bool:
-        """Adds a process as the rank that its environment names, unless the rank is known."""
+        """Adds a process with the rank in its environment, unless the rank is known."""
         variables = process.environment(pid)
         rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
         if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:
@@ -334,7 +335,7 @@ class Tree:
         return True
 
     def _record_end(self, worker: Worker) -> bool:
-        """Records the end of a rank, and its exit once known; returns whether anything is new.
+        """Records the end of a rank, and its exit when known; returns whether anything is new.
 
         The kernel reports ranks that torchrun reaps; the owner reports ranks that it reaps itself.
         """

@@ -1,4 +1,4 @@
-"""Writes the report of a launch when it has ended, while the supervisor answers requests."""
+"""Writes the report of a launch that has ended, while the supervisor still answers requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from console.supervisor.rundir_io import Directory
 
 LIMIT_S = 20.0
-"""The supervisor waits no longer for the report: its disk may hang, its records may be long."""
+"""The supervisor waits no longer for the report, because a disk may hang or records may be long."""
 
 
 class ReportWriter:
@@ -61,7 +61,7 @@ class ReportWriter:
         self._written, self._why = self._written or not why, why
 
     def _end(self, why: str | None, error: Exception | None) -> None:
-        """Reports why the report is missing or incomplete, once."""
+        """Reports once why the report is missing or incomplete."""
         why = why or self._why or str(error or "")
         if self.busy and why:
             what = "lacks the comparison of the sweeps" if self._written else "is not written"

@@ -36,7 +36,7 @@ class AttemptEnd:
 
 @dataclass(frozen=True, slots=True)
 class NextAttempt:
-    """The next attempt: it begins after `wait_s`, from `origin` (a checkpoint, or step 1)."""
+    """The next attempt. It begins after `wait_s`, from `origin` (a checkpoint, or step 1)."""
 
     wait_s: float
     origin: str
@@ -75,7 +75,7 @@ def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | 
 
 
 def _same_error(ended: Sequence[AttemptEnd]) -> bool:
-    """Returns whether the last two attempts had the same error and no new checkpoint between."""
+    """Returns whether the last two attempts had the same error, without a new checkpoint."""
     if len(ended) < 2 or not ended[-1].signature:
         return False
     last, former = ended[-1], ended[-2]
@@ -110,9 +110,9 @@ def signature(facts: Facts) -> str:
 def is_permanent(facts: Facts) -> bool:
     """Returns whether an attempt ended with an error of settings, usage or imports.
 
-    After such an error, not even a first restart follows. The error therefore counts only if the
-    kernel reported the exit and the rank wrote an error record. After an error that only a log
-    shows, one restart follows.
+    After such an error, not even a first restart follows. Therefore the kernel must have reported
+    the exit, and the rank must have written an error record. After an error that only a log shows,
+    one restart follows.
     """
     end = facts.culprit() if signature(facts) else None
     if end is None or end.signal or not end.error:

@@ -1,7 +1,8 @@
 """Bounds the growing files of an attempt: rotates logs, splits samples into compressed parts.
 
-Ranks and torchrun open logs with O_APPEND. After a log was copied to `.1` and truncated, they write
-at its beginning. Bytes written between the end of the copy and the truncation are lost.
+Ranks and torchrun open logs with O_APPEND. They therefore write at the beginning of a log after the
+log was copied to `.1` and truncated. Bytes written between the end of the copy and the truncation
+are lost.
 
 `samples_H.jsonl` is always the newest part; `samples_H.jsonl.0001.gz` is the oldest.
 """
@@ -49,7 +50,7 @@ class Rotation:
     def poll(self) -> str:
         """Rotates at most one long log; returns a sentence to report, or "".
 
-        A poll rotates only one log, because its thread also has to read requests and records.
+        A poll rotates only one log, because the thread also has to read requests and records.
         """
         at = jsonl.open_inside(self._folder, self._folder.parents[1])
         if at is None:
@@ -97,7 +98,8 @@ class Rotation:
     def _copy_and_truncate(self, at: int, name: str, fd: int, start: int) -> None:
         """Moves the content of an open log to `.1`.
 
-        The copy gets its name before the log is truncated; bytes written meanwhile are added to it.
+        The copy gets its name before the log is truncated; bytes written meanwhile are added to the
+        copy.
         """
         temporary = f".{name}.copy"
         with contextlib.suppress(FileNotFoundError):
@@ -146,11 +148,11 @@ class Parts:
             self._thread = threading.Thread(
                 target=self._compress, args=(part,), name="parts", daemon=True
             )
-            with contextlib.suppress(RuntimeError):  # no thread to spare: a later poll tries again
+            with contextlib.suppress(RuntimeError):  # no thread can start; a later poll tries again
                 self._thread.start()
 
     def _compress(self, part: Path) -> None:
-        """Replaces a plain part by a compressed one; if that fails, the plain part remains."""
+        """Replaces a plain part by a compressed part; if that fails, the plain part remains."""
         whole = part.with_name(part.name + rundir.GZIP)
         half = part.with_name(f".{whole.name}.tmp")
         try:

@@ -34,14 +34,14 @@ from trainers.contract import VERSION, environ, jsonl, rundir
 REFRESH_S = 5.0
 WARM_UP_BYTES = 256 << 10
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
-"""Seconds between two polls while something changes fast, usually, and while nothing changes."""
+"""Seconds between two polls: while something changes fast, usually, and while nothing changes."""
 NO_MEMORY, REPLACED = "live-directory", "supervisor-replaced"
 
 
 class Run:
     """Owns supervisor.json, the events and the attempts of one phase; `tick` does what is due.
 
-    With `former` it continues the run of a former process. Raises UsageError if the phase's
+    With `former`, the run of a former process is continued. Raises UsageError if the phase's
     settings and flags are not valid together.
     """
 
@@ -85,7 +85,7 @@ class Run:
             self._link.store(path / rundir.RUN, self._record)
         else:
             self._record = former.record
-            # Only a snapshot in the owner counts: an adopting supervisor reads the records again.
+            # Only a snapshot in the owner is used; an adopting supervisor reads the records again.
             self._snapshots.load(self._link.stored(path / rundir.SNAPSHOT))
         for name in self._link.observers_off():
             self.observers.switch_off(name)
@@ -126,7 +126,8 @@ class Run:
 
     def _continue(self, former: FormerRun) -> None:
         """Continues the newest attempt, or continues to wait for the next attempt."""
-        # Only now: a next child that finds run.json and no processes in the owner starts torchrun.
+        # Only now, because a next child starts torchrun if it finds run.json, but no processes, in
+        # the owner.
         self._link.store(self.path / rundir.RUN, self._record)
         self._directory.call(lambda: self._directory.set_run(self.path))
         for warning in former.warnings:
@@ -146,7 +147,7 @@ class Run:
             self.event("note", "a new supervisor watches this run", "warn")
 
     def _continue_waiting(self, state: Mapping[str, Any]) -> bool:
-        """Waits for the next attempt if the former process did; returns whether it waits."""
+        """Waits for the next attempt if the former process did so; returns True in that case."""
         policy = self.spec.plan.restart
         if len(self._ended) < self.number or not (
             again := restart.next_attempt(self._ended, policy)
@@ -170,12 +171,12 @@ class Run:
 
     @property
     def is_read(self) -> bool:
-        """Returns whether the totals of earlier records are known; a new child must read them."""
+        """Returns whether the totals of earlier records are known. A new child reads them first."""
         return self._snapshots.is_loaded
 
     @property
     def pace_s(self) -> float:
-        """Seconds until the next tick; 1 s while all ranks live and run."""
+        """Seconds until the next tick; 1 s while all ranks are alive and run."""
         attempt, tree = self.attempt, self.attempt.tree
         changing = attempt.stage != "run" or self.state == "stopping" or tree.incomplete
         if changing and self._next_at is None:
@@ -232,7 +233,7 @@ class Run:
         """Appends to the run's events, with the attempt's number; alerts also reach the hook."""
         record = self._directory.event(self.path, self.number, kind, text, level, **more)
         if kind in ("alert", "clear"):
-            self._published_at = 0.0  # publish soon: the next child needs the open alerts
+            self._published_at = 0.0  # publish soon, because the next child needs the open alerts
         if kind == "alert" or (kind == "state" and level == "crit"):
             self._services.hooks.alert({"state": self.state} | record | {"run": self.id})
         return record
@@ -325,7 +326,7 @@ class Run:
         self.publish()
 
     def _conclude(self, state: State, why: str) -> None:
-        """Ends the run; writes its gates and last state, to shared memory if the disk is full."""
+        """Ends the run; writes the gates and the last state, the state also to shared memory."""
         self._next_at, self.over = None, True
         self.gates = gates.unknown(self.phase.gates, "the records were not read")
         if self.is_read:
@@ -385,7 +386,7 @@ class Run:
         return {"armed": text, "armed_short": short}
 
     def _send_heartbeat(self) -> None:
-        """Writes the supervisor heartbeat to shared memory, which works even if no disk does."""
+        """Writes the supervisor heartbeat to shared memory, which works even if no disk works."""
         self._status_at = time.monotonic()
         self.observers.run("the supervisor heartbeat", self._write_status, None)
 

@@ -1,4 +1,4 @@
-"""Reads an attempt's `.HALT`, heartbeats, training.csv and disk space; at its end also its logs."""
+"""Reads `.HALT`, heartbeats, training.csv and disk space of an attempt, and at the end its logs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Poll:
     env: Mapping[str, Any] = field(default_factory=dict)
     """env.json of this attempt, or {} if there is none."""
     behind: bool = False
-    """More records wait than one poll reads."""
+    """True if more records wait than one poll reads."""
     unread: str = ""
     """A sentence on a heartbeat file that exists and cannot be read, or "" if there is none."""
 
@@ -48,14 +48,14 @@ class FinalRead:
     log: bytes = b""
     last: Mapping[int, Crash] = field(default_factory=dict)
     checkpoint: int | None = None
-    """The step of the newest complete checkpoint; 0: there is none, None: unreadable."""
+    """The step of the newest complete checkpoint; 0 if there is none, None if unreadable."""
     torchrun_signal: str = ""
-    """The signal that torchrun's log names; the exits of the ranks must confirm it."""
+    """The signal in torchrun's log; the exits of the ranks must confirm this signal."""
     files: GateFiles | None = None
 
 
 def newest_checkpoint(run: Path) -> int | None:
-    """Returns the step of the newest complete checkpoint (0: there is none, None: unreadable)."""
+    """Returns the newest complete checkpoint's step, 0 if there is none, None if unreadable."""
     try:
         os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
     except FileNotFoundError:
@@ -148,7 +148,7 @@ class Files:
     def poll(self, heartbeats: bool) -> Poll:
         """Returns what is new; reads only `.HALT` if `heartbeats` is False.
 
-        Records are read last, so that an OSError loses none. Raises OSError.
+        Records are read last, so that no record is lost after an OSError. Raises OSError.
         """
         news = Poll(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:

@@ -37,9 +37,10 @@ def event_record(
 class Directory(Recorder):
     """Writes events, documents and samples in the order of the calls.
 
-    The thread calls `on_done` when a job has a result for `deliver`, and when it sets `changed`.
-    `find_loss` returns why the path no longer leads to this launch's directory, or "" while it
-    does. In a lost directory nothing is read, executed, opened or replaced.
+    The thread calls `on_done` after each job that has a result for `deliver`, and after it has
+    found a changed file (`changed`). `find_loss` returns why the path no longer leads to this
+    launch's directory, or "" while it does. In a lost directory nothing is read, executed, opened
+    or replaced.
     """
 
     check_every_s = 0.0
@@ -53,7 +54,7 @@ class Directory(Recorder):
         """The last result of `find_loss`."""
         self._results: deque[tuple[Callable[..., object], object, Exception | None]] = deque()
         self._documents: dict[Path, tuple[int, Mapping[str, Any]]] = {}
-        """The documents that wait, each with the number of the call that writes it."""
+        """The documents that wait, each with the number of the call that writes the document."""
         self._calls = self._calls_done = 0
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
         """Documents that could not be written yet; only the thread of this object uses them."""
@@ -124,7 +125,7 @@ class Directory(Recorder):
         git = jsonl.mapping(record, "git")
         if sha := jsonl.text(git, "sha"):
             changes = f"with local changes {jsonl.text(git, 'diff')}\n" if git.get("dirty") else ""
-            with contextlib.suppress(OSError):  # run.json has it too
+            with contextlib.suppress(OSError):  # run.json also has the commit
                 rundir.write_atomic(run / "git_sha.txt", f"{sha}\n{changes}")
         return aside
 
@@ -197,7 +198,7 @@ class Directory(Recorder):
         self, work: Callable[[], T], then: Callable[[T | None, Exception | None], object],
         folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """Queues work on files; `deliver` then calls `then` with its result or its error.
+        """Queues work on files; `deliver` then calls `then` with the result or the error.
 
         The error is OSError (ESTALE) if the directory of the launch, or of the run that contains
         `folder`, was replaced.
@@ -239,7 +240,7 @@ class Directory(Recorder):
     def write_request(self, run: Path, name: str, by: str, then: Callable[[str], object]) -> None:
         """Writes `.HALT` or one of `rundir.REQUEST_FILES` into the run directory, for the ranks.
 
-        `deliver` calls `then` with the reason why the write failed, or "" after success.
+        `deliver` calls `then` with why the write failed, or "" after success.
         """
 
         def report(reason: str) -> None:
@@ -259,10 +260,10 @@ class Directory(Recorder):
     def document(self, path: Path, record: Mapping[str, Any]) -> None:
         """Replaces a JSON document; if several versions wait, only the newest is written.
 
-        A document keeps the queue position of its newest call, so that the order of calls holds:
-        plan_state.json says "ended" only after gates.json was written, and supervisor.json is
-        written after its directory was made. If `MAX_WAITING` calls wait, as on a hung disk, the
-        document keeps its older position.
+        A document gets the queue position of its newest call, so that documents are written in the
+        order of the calls. For example, plan_state.json says "ended" only after gates.json was
+        written. If `MAX_WAITING` calls wait, for example on a hung disk, the document keeps its
+        older position.
         """
         with self._lock:
             number, _ = self._documents.get(path, (0, None))

@@ -25,8 +25,8 @@ class Live:
     """Owns the live directory of an attempt; `path` is None if there is no shared memory.
 
     A lock, released when this process ends, marks the directory as owned. Every file is created
-    before the ranks start, so that either every rank has its files or no rank has. `adopt` opens
-    the directory of a former supervisor.
+    before the ranks start, so that either every rank has its files or no rank has. With `adopt`,
+    the directory of a former supervisor is opened.
 
     Pulses are read through descriptors, because logind with `RemoveIPC=yes` removes the names at
     logout while the ranks still have the files mapped.
@@ -106,7 +106,7 @@ class Live:
             self._home = None
 
     def renew(self, attempt: int) -> None:
-        """Replaces the directory by a new one, for the next attempt."""
+        """Replaces the directory by a new directory, for the next attempt."""
         self.remove()
         self._open(attempt, adopt=False)
 
@@ -126,9 +126,9 @@ class Live:
 
 
 class LastPulses:
-    """Reads the pulse of each rank that has ended, because its last records may be lost.
+    """Reads the pulse of each rank that has ended, because the rank's last records may be lost.
 
-    Calls `add` once for each rank, with its pulse, or with None if the rank never wrote one.
+    Calls `add` once for each rank, with the pulse, or with None if the rank never wrote a pulse.
     """
 
     def __init__(self, live: Live, add: Callable[[int, pulse.Pulse | None], object]):
@@ -167,7 +167,10 @@ class LastPulses:
 
 
 def _is_used(path: Path) -> bool:
-    """Returns whether a process named in a pulse lives, even if it has overwritten its token."""
+    """Returns whether a process that has a pulse here is alive.
+
+    `process.with_token` does not find a process that has overwritten its environment.
+    """
     pulses = map(pulse.read, path.glob("pulse_rank*"))
     return any(each and process.state(each.pid) not in (process.GONE, "Z") for each in pulses)
 

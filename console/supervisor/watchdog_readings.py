@@ -32,11 +32,11 @@ from trainers.contract.plan import Watch
 WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
 """Files that a training of either system writes besides its records."""
 ENDING = frozenset(("halting", "stopping", "restarting"))
-"""In these states, ranks without progress are not stalled: they are being ended."""
+"""In these states, ranks without progress are not stalled, because they are being ended."""
 
 
 def stall_doubt(run: Path) -> str:
-    """Returns why a run without new records may not be stalled, or "" if no file shows that.
+    """Returns why a run without new records is perhaps not stalled, or "" if no file shows it.
 
     The files are CSV files, logs and checkpoints. A file contradicts a stall if it was written more
     than `RECORDS_LATE_S` after the newest record, unless even more time has passed since then.
@@ -111,7 +111,7 @@ class OfflineRun:
             if (seen := _pulsed(rank, heads.get(rank.rank, NO_RECORDS), state.attempt))
         )  # fmt: skip
         if all(seen.doubt for seen in pulsed):
-            pulsed = ()  # no pulse can be trusted, so only the records count
+            pulsed = ()  # no pulse can be trusted, so only the records are used
         if pulsed:
             known = {seen.rank for seen in pulsed}
             pulsed += tuple(
@@ -150,7 +150,7 @@ def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | Non
 
 
 def _recorded(heads: Mapping[int, LatestRecords], watch: Watch) -> tuple[RankEvidence, ...]:
-    """Returns the evidence from the records of the ranks that record steps, or of all ranks."""
+    """Returns the evidence from the records of ranks that record steps, or else of all ranks."""
     stepping = {rank: head for rank, head in heads.items() if head.last.record["step"]}
     return tuple(by_records(rank, head, watch) for rank, head in (stepping or heads).items())
 

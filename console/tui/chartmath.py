@@ -23,7 +23,7 @@ AUTO_MAX_S = 600
 LEAST_SPAN = 0.02
 """An axis spans at least this share of its values, so that noise does not fill the chart."""
 TINY, HUGE = 1e-200, 1e200
-"""Smaller differences count as zero, and larger values are limited: a record may have any float."""
+"""Limits of drawn values, because a record may have any float."""
 _DOTS = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
 """Bits of the four dots of a braille cell in its two columns, the lowest dot first."""
 _BRAILLE = " " + "".join(map(chr, range(0x2801, 0x2900)))

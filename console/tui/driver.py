@@ -29,7 +29,7 @@ POLL_S, IDLE_POLL_S, QUIET_S = 0.1, 0.5, 0.25
 """
 FEW, FIELD_CHARS = 8, 256
 """The most characters that a person types in one read: as keys, and as text in a field."""
-IGNORED = "input ignored: keys that come together count as pasted; type them one by one"
+IGNORED = "input ignored: keys that come together are treated as pasted; type them one by one"
 PASTE_MARKS = ("\x1b[200~", "\x1b[201~")
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
@@ -95,7 +95,7 @@ class TerminalDriver(LinuxDriver):
                 self.process_message(message)
 
     def _is_pasted(self, text: str) -> bool:
-        """Returns whether this text was pasted and not typed, so that its keys do not count.
+        """Returns whether this text was pasted and not typed, so that its keys are ignored.
 
         Text is pasted if one read returns more characters than a person types, or if it soon
         follows such a read. Some terminals mark a paste with an escape sequence; a marked paste is

@@ -1,6 +1,6 @@
 """Polls the run for the screen in one thread; delivers an immutable snapshot each second.
 
-The thread is a daemon thread: a directory that does not answer blocks neither the screen nor its
+The thread is a daemon thread, so a directory that does not answer blocks neither the screen nor its
 exit. It belongs to no executor, because the interpreter waits for the threads of executors at exit.
 """
 
@@ -63,7 +63,7 @@ def open_source(path: Path) -> RunSource:
 
 
 def find_newest(root: Path) -> Path | None:
-    """Returns the newest living launch in `root`, or else the newest launch, or None."""
+    """Returns the newest launch in `root` that may be alive, else the newest launch, or None."""
     from console.sources import launch_documents, launches
 
     found = launches.launches(root)[:50]

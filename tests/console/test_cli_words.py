@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from console import cli
+from console import cli, status_text
 from tests.console.sources import directory
 from trainers.contract import rundir
 
@@ -150,3 +150,12 @@ def test_help_is_a_reference_of_80_columns_whose_examples_are_commands(capsys, m
             parsed = cli.build_parser().parse_args(shlex.split(example)[1:])
             assert callable(parsed.command)
         assert examples
+
+
+def test_a_huge_number_does_not_fill_the_line():
+    assert [status_text.number(each) for each in (12_345.6, 999.0, 0.00012345, 1e308)] == [
+        "12,346",
+        "999",
+        "0.0001234",
+        "1e+308",
+    ]

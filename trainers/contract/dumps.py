@@ -7,7 +7,7 @@ object of the program.
 
 Where a rank holds the GIL in native code, the helper cannot run. Then `LAST_RESORT` lets
 faulthandler write the main thread from the signal handler itself. Send it only if SIGUSR1 had no
-effect and the rank makes no progress: its frames must not change meanwhile.
+effect and the rank makes no progress, because its frames must not change meanwhile.
 
 The dumper owns this process's SIGUSR1, `LAST_RESORT` and wake-up descriptor.
 
@@ -112,7 +112,8 @@ class StackDumper:
     def install(self) -> None:
         """Registers both signals; from now on a native crash writes its stack to stderr."""
         if not faulthandler.is_enabled():
-            # Dumps only the crashing thread: the frames of other threads may change meanwhile.
+            # Dumps only the crashing thread, because the frames of other threads may change
+            # meanwhile.
             faulthandler.enable(STDERR, all_threads=False)
         self._thread.start()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -123,7 +124,7 @@ class StackDumper:
         os.register_at_fork(after_in_child=self._unregister)
 
     def uninstall(self) -> None:
-        """Ignores both signals from now on: a dump while Python exits would kill the process."""
+        """Ignores both signals from now on; a dump while Python exits would kill the process."""
         if self._thread.ident is None:
             return
         self._unregister()

@@ -234,7 +234,7 @@ def is_missing(path: Path) -> bool:
 class Tail:
     """Follows one growing file of JSON lines.
 
-    `accept` returns the record of a decoded object; if it returns None, the line counts as skipped.
+    `accept` returns the record of a decoded object, or None if the line is to be skipped.
     `poll` returns the new records, and `poll_lines` also returns their places. To reach the end of
     a long file, call `poll` until `offset` no longer changes. Reading starts at `begin_at`; with
     `recent_bytes`, it starts that many bytes before the end. Holes are skipped. A replaced file is
@@ -347,7 +347,8 @@ class Tail:
     def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
         """Starts reading a new file at the path; a partial first line is left out.
 
-        Reading begins one byte early: a newline there shows that the first line is complete.
+        Reading begins one byte early, because a newline there shows that the first line is
+        complete.
         """
         recent = size_bytes if self._recent_bytes is None else self._recent_bytes + 1
         self._identity, self._carry = identity, b""

@@ -302,7 +302,7 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
 def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
     """Returns a section of a plan; the annotations of `cls` say how values of `raw` are converted.
 
-    A null value, which plan.json may contain, counts as a missing value. Raises UsageError.
+    A null value, which plan.json may contain, is treated as a missing value. Raises UsageError.
     """
     raw, kinds = _mapping(raw, where), get_type_hints(cls)
     _check_keys(raw, list(kinds), where)

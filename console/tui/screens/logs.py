@@ -122,7 +122,7 @@ class LogView(Scrolls, View):
         pane.show([*rows, *(body or [(("no line yet", "dim"),)])])
 
     def _body(self, end: int, width: int, height: int) -> tuple[int, list[Row]]:
-        """Returns the index of the first displayed line, and the rows before `end`."""
+        """Returns two values: the index of the first displayed line, and the rows before `end`."""
         body: list[Row] = []
         start = end
         while start > 0 and len(body) < height:

@@ -185,7 +185,7 @@ class AlertLine(Panel):
         return alert_rows(found, width, self._at, limit)
 
     def redraw(self) -> None:
-        """Draws the line, even without a snapshot: a directory that never answered is an alert."""
+        """Draws the line, also before the first snapshot, because that may never arrive."""
         if not self.size.area:
             return
         rows = self.rows(self.snapshot, *self.size)

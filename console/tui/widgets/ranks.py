@@ -136,7 +136,7 @@ def _bar_cell(percent: float | None, width: int, base: str) -> tuple[str, str]:
 
 
 def lives(state: RunState, rank: Rank) -> bool:
-    """Returns whether the measurements of a rank are current; those of an ended rank are old."""
+    """Returns whether the measurements of a rank are current; a rank that has ended has none."""
     return state.state in LIVE_STATES and not rank.exit and rank.state != "gone"
 
 
