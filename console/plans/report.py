@@ -42,11 +42,11 @@ ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
 NOT_COMPARED = ("", "## Sweeps", "", "The sweeps have not been compared yet.")
 LAST = "last {steps} steps"
 FIGURE_ROWS: Mapping[str, tuple[str, str]] = {
-    "toks_per_s": ("tok/s", f"{LAST}, their tokens by their time"),
+    "toks_per_s": ("tok/s", f"{LAST}, tokens divided by time"),
     "toks_per_s_stdev": ("tok/s", f"{LAST}, standard deviation"),
-    "step_ratio": ("", f"{LAST}, longest by median"),
+    "step_ratio": ("", f"{LAST}, longest divided by median"),
     "memory_mib": ("MiB", "largest gpu_mem_reserved, surviving steps"),
-    "memory_growth_mib": ("MiB", "its growth in the second half of the steps"),
+    "memory_growth_mib": ("MiB", "growth of gpu_mem_reserved in the second half of the steps"),
     "entropy_min": ("nats", "lowest gate_entropy_mean, all attempts"),
     "collapse_max": ("share", "largest gate_collapse_frac, all attempts"),
     "fetch_max_s": ("s", "largest dt_fetch_s, all attempts"),
@@ -75,7 +75,7 @@ class Phase:
 
     @property
     def figures(self) -> Mapping[str, float | None]:
-        """The `FIGURES` of rank 0; all of them are None if not all records can be read."""
+        """The `FIGURES` of rank 0; each of them is None unless all records have been read."""
         summary = self.source.summary
         if summary is None or not self.source.has_all_records:
             return dict.fromkeys(FIGURES)
@@ -83,9 +83,9 @@ class Phase:
 
 
 def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]]:
-    """Yields the report of a launch or run as the contents of files, the Markdown first.
+    """Yields versions of the report of a launch or run: the content of each file, Markdown first.
 
-    Comparing sweeps may take minutes, so the first version of a report with a sweep has no
+    Comparing sweeps may take minutes, so a report with a sweep has a first version without the
     comparison. Without `output` there are no charts.
     """
     source = RunSource(path)
@@ -159,7 +159,7 @@ def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator
     launch = state.launch if is_launch else None
     word, why = status_text.outcome(state)
     result = "no go" if status_text.exit_code(state, is_launch) else "go"
-    result = result if status_text.is_over(state) else "no go yet: it has not ended"
+    result = result if status_text.is_over(state) else "no go yet: the run has not ended"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     count = sum(gate.result != "pass" and not gate.blocks for p in phases for gate in p.state.gates)
     overridden = f" with {counted(count, 'override')}" if count else ""
