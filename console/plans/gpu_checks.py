@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Sequence
@@ -46,7 +45,9 @@ def torch(case: Case) -> Found:
     """Checks that torch is installed, and has CUDA if the plan needs GPUs."""
     if importlib.util.find_spec("torch") is None:
         return "fail", "torch is not installed; run make console, or pip install -e ."
-    text = f"torch {importlib.metadata.version('torch')}"
+    from importlib.metadata import version
+
+    text = f"torch {version('torch')}"
     if case.plan.gpus == 0:
         return "pass", text
     built = torch_cuda()

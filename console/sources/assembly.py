@@ -160,9 +160,8 @@ class _Assembly:
         status = {} if self._has_ended else self._status
         own = [*self._evidence.troubles, *self._reader_alerts(), *self._supervisor_alerts]
         alerts = self._records.alerts(status, own)
-        if liveness.has_lost_rank(self._supervisor):
-            return alerts
-        return tuple(alert for alert in alerts if alert.id != RANK_GONE)
+        others = tuple(alert for alert in alerts if alert.id != RANK_GONE)
+        return alerts if others == alerts or liveness.has_lost_rank(self._supervisor) else others
 
     def _reader_alerts(self) -> list[Alert]:
         """Returns alerts on a missing supervisor, doubtful documents, and unread files."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from console.model import (
     LEVELS,
@@ -97,14 +97,19 @@ READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
     State: _one_of(get_args(State), ""),
 }
 """The reader of each type of field. A reader gets a JSON object and the key of the field."""
-_types = cache(get_type_hints)
+
+
+@cache
+def _readers(kind: Any) -> dict[str, Any]:
+    """Returns the reader of each field of a kind of object; other types are always `known`."""
+    types = get_type_hints(kind)
+    return {each.name: READERS.get(types[each.name]) for each in fields(kind)}
 
 
 def read(kind: Callable[..., T], record: Mapping[str, Any], **known: Any) -> T:
     """Returns an object of the model; its fields come from a JSON object or from `known`."""
-    types = _types(kind)
-    names = (each.name for each in fields(cast(Any, kind)) if each.name not in known)
-    return kind(**{name: READERS[types[name]](record, name) for name in names}, **known)
+    readers = _readers(kind).items()
+    return kind(**{name: get(record, name) for name, get in readers if name not in known}, **known)
 
 
 def gpus(sample: Mapping[str, Any]) -> tuple[Gpu, ...]:

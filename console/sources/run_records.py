@@ -55,6 +55,7 @@ class RunRecords:
         self.heads: Mapping[int, LatestRecords] = {}
         self.samples: Mapping[str, dict[str, Any]] = {}
         """The newest sample of each host."""
+        self.gpus: tuple[Gpu, ...] = ()
 
     @property
     def summary(self) -> Summary:
@@ -69,10 +70,6 @@ class RunRecords:
         newest = self.reducer.events.state
         return newest.record if newest is not None else None
 
-    @property
-    def gpus(self) -> tuple[Gpu, ...]:
-        return tuple(gpu for each in self.samples.values() for gpu in json_documents.gpus(each))
-
     def poll(self, attempt: int | None, world: int | None, limit_bytes: int) -> None:
         """Reads about `limit_bytes` of new records.
 
@@ -84,6 +81,8 @@ class RunRecords:
         self.attempt = self.reducer.attempt(attempt)
         self.heads = self.reducer.heads(self.attempt)
         self.samples = self.reducer.samples(self.attempt)
+        each = self.samples.values()
+        self.gpus = tuple(gpu for sample in each for gpu in json_documents.gpus(sample))
 
     def alerts(self, status: Mapping[str, Any], more: Sequence[Alert]) -> tuple[Alert, ...]:
         """Returns the open alerts of the run and those in `more`, the worst first.

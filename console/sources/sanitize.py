@@ -23,6 +23,8 @@ def clean(text: str, limit: int = MAX_CHARS) -> str:
     The result has at most `limit` characters; an ellipsis marks a cut. A progress bar rewrites its
     line with carriage returns; only its last text remains.
     """
+    if len(text) <= limit and text.isascii() and text.isprintable():
+        return text
     if len(text) > 4 * limit:
         text = text[: 4 * limit]
     text = text.rstrip("\r\n")

@@ -10,7 +10,8 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from trainers.contract import jsonl
@@ -25,6 +26,8 @@ LATEST_S = 1 << 40
 """Later times have no calendar date."""
 Points = tuple[tuple[float, float], ...]
 """Points of one quantity, oldest first: (unix s, value)."""
+Values = tuple[float, Mapping[str, float]]
+"""The time (unix s) and the values of one record."""
 Band = tuple[float, float]
 """The smallest and the largest value."""
 
@@ -152,13 +155,15 @@ class Series:
 
     def __init__(self, keeps: bool = True) -> None:
         self.keeps = keeps
-        self._newest: dict[str, deque[tuple[float, Mapping[str, float]]]] = {}
+        self._newest: dict[str, deque[Values]] = {}
         """The values of the newest records of each file."""
         self._files: dict[str, str] = {}
         """The file of each quantity."""
         self._spans: dict[tuple[str, int], _Spans] = {}
         self._thinners: dict[str, Thinner] = {}
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
+        self._built: dict[str, tuple[int, Points]] = {}
+        """The result of `points` since the last ended span, and the records that it contains."""
         self._durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps = 0
         """The number of durations that were added since the start of this reader."""
@@ -188,6 +193,7 @@ class Series:
             self.ended += spans
             return
         for name in {name for span in spans for name in span.bands}:
+            self._built.pop(name, None)
             if self._is_in(name, file):
                 saved = self._spans.setdefault((name, level), _Spans(KEPT_SPANS[level]))
                 saved.extend([span for span in spans if name in span.bands], name)
@@ -218,11 +224,24 @@ class Series:
         """
         of = self._files.get(name, "")
         rows, thinner = self._newest.get(of, ()), self._thinners.get(of)
+        if thinner is None:
+            return ()
+        held, found = self._built.get(name, (0, ()))
+        known = len(rows) - (thinner.records - held)
+        newest = islice(rows, max(0, known), None)
+        more = (*found[-1:], *((at, values[name]) for at, values in newest if name in values))
+        if not found or known < 0 or list(more) != sorted(more):
+            found, more = self._build(name, rows, thinner), ()
+        self._built[name] = thinner.records, found + more[1:]
+        return self._built[name][1]
+
+    def _build(self, name: str, rows: Collection[Values], thinner: Thinner) -> Points:
+        """Returns the points of a series from its newest records and its spans."""
         points = [(at, values[name]) for at, values in rows if name in values]
         until = points[-1][0] + AHEAD_S if points else math.inf
         points.sort()
         found = points[: bisect_right(points, (until, math.inf))]
-        if thinner is None or len(rows) == thinner.records:
+        if len(rows) == thinner.records:
             return tuple(found)
         for level in range(len(SPANS_S)):
             until = min(until, found[0][0]) if found else until

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import subprocess
 import sys
 import time
@@ -156,10 +155,12 @@ def _has_shutdown_timeout() -> bool:
 
     Older versions always give the ranks 30 s to end.
     """
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        numbers = importlib.metadata.version("torch").split(".")[:2]
+        numbers = version("torch").split(".")[:2]
         return tuple(int(number) for number in numbers) >= (2, 12)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
+    except (PackageNotFoundError, ValueError):
         return True
 
 

@@ -201,7 +201,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.footer.draw(name)
         self.view.focus_default()
         self.repaint_view()
-        self.feed.nudge()
+        self.call_after_refresh(self.feed.nudge)
 
     async def action_key(self, key_id: str) -> None:
         """Calls the method of a key in the present view."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -25,6 +26,7 @@ TINY, HUGE = 1e-200, 1e200
 """Limits of drawn values, because a record may have any float."""
 _DOTS = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
 """Bits of the four dots of a braille cell in its two columns, the lowest dot first."""
+_BRAILLE = " " + "".join(map(chr, range(0x2801, 0x2900)))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -44,7 +46,7 @@ def window_start(first: float, now: float, span: float) -> float:
     return first if over <= 0 else first + math.ceil(over / (span / 4)) * (span / 4)
 
 
-def bins(points: Sequence[Point], start: float, span: float, count: int) -> list[Bin]:
+def bins(points: Sequence[Point], start: float, span: float, count: int) -> tuple[Bin, ...]:
     """Returns smallest and largest value in each of `count` columns of points in order of time."""
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
     ats, values = zip(*points[first:end], strict=True) if first < end else ((), ())
@@ -57,17 +59,17 @@ def bins(points: Sequence[Point], start: float, span: float, count: int) -> list
         if part := values[begin:stop]:
             found[column - 1] = min(part), max(part)
         begin = stop
-    return found
+    return tuple(found)
 
 
-def merge(several: Sequence[list[Bin]]) -> list[Bin]:
+def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:
     """Returns the band from the smallest to the largest value of several series."""
     if len(several) == 1:
         return several[0]
     merged: list[Bin] = []
     for column in zip(*several, strict=True):
         held = [b for b in column if b is not None]
-        merged.append((min(b[0] for b in held), max(b[1] for b in held)) if held else None)
+        merged.append((min(held)[0], max([b[1] for b in held])) if held else None)
     return merged
 
 
@@ -105,11 +107,16 @@ def levels(
     """
     found: list[tuple[int, int] | None] = []
     before: tuple[int, int] | None = None
+    most, span = count - 1, high - low
+    scale = most / span if TINY < span < math.inf else 0.0
     for column in held:
         if column is None:
             found.append(None)
             continue
-        bottom, top = (_dot(value, low, high, count) for value in column)
+        least, largest = column
+        bottom = top = round(min(most, max(0.0, (least - low) * scale)))
+        if largest != least:
+            top = round(min(most, max(0.0, (largest - low) * scale)))
         dots = bottom, top
         if before is not None:
             bottom, top = min(bottom, before[1] + 1), max(top, before[0] - 1)
@@ -118,18 +125,13 @@ def levels(
     return bridge(found)
 
 
-def _dot(value: float, low: float, high: float, count: int) -> int:
-    span = high - low
-    share = (value - low) / span if TINY < span < math.inf else 0.0
-    return round((count - 1) * min(1.0, max(0.0, share)))
-
-
 def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
     """Fills short gaps between points by a straight line, so that rare samples form a curve."""
     filled = list(held)
-    known = [(index, sum(dots) / 2) for index, dots in enumerate(held) if dots is not None]
-    for (first, a), (last, b) in pairwise(known):
-        if last - first <= 16:
+    known = [(index, dots) for index, dots in enumerate(held) if dots is not None]
+    for (first, before), (last, after) in pairwise(known):
+        if 1 < last - first <= 16:
+            a, b = sum(before) / 2, sum(after) / 2
             for i in range(first + 1, last):
                 at = round(a + (b - a) * (i - first) / (last - first))
                 filled[i] = (at, at)
@@ -141,8 +143,9 @@ def columns_of(mode: Mode, width: int) -> int:
     return width * 2 if mode == "braille" else width
 
 
+@lru_cache(maxsize=16)
 def draw(
-    curves: Sequence[list[Bin]], low: float, high: float, height: int, mode: Mode
+    curves: tuple[tuple[Bin, ...], ...], low: float, high: float, height: int, mode: Mode
 ) -> list[str]:  # fmt: skip
     """Returns `height` lines of cells with all curves; block mode draws one band over them all."""
     if mode == "block":
@@ -155,4 +158,4 @@ def draw(
         for index, dots in enumerate(levels(curve, low, high, 4 * height)):
             for dot in range(dots[0], dots[1] + 1) if dots else ():
                 cells[dot // 4][index // 2] |= _DOTS[index % 2][dot % 4]
-    return ["".join(chr(0x2800 + bits) if bits else " " for bits in line) for line in cells[::-1]]
+    return ["".join([_BRAILLE[bits] for bits in line]) for line in cells[::-1]]

@@ -24,8 +24,9 @@ from textual.drivers.linux_driver import LinuxDriver
 
 GRACE_S, RESTORE_S = 2.0, 0.5
 READ_BYTES = 4096
-POLL_S, QUIET_S = 0.1, 0.25
-"""A paste has ended when no input has come for `QUIET_S`."""
+POLL_S, IDLE_POLL_S, QUIET_S = 0.1, 0.5, 0.25
+"""Without input for a second the terminal is polled less often; a paste has ended after `QUIET_S`.
+"""
 FEW, FIELD_CHARS = 8, 256
 """The largest number of characters that one read returns while a person types: first for keys,
 then for text in a field."""
@@ -75,8 +76,11 @@ class TerminalDriver(LinuxDriver):
         """Reads keys until the driver stops; bytes that are not valid UTF-8 are replaced."""
         parser = XTermParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
+        read_at = time.monotonic()
         while not self.exit_event.is_set():
-            ready, _, _ = select.select([self.fileno], [], [], POLL_S)
+            wait_s = POLL_S if time.monotonic() - read_at < 1.0 else IDLE_POLL_S
+            ready, _, _ = select.select([self.fileno], [], [], wait_s)
+            read_at = time.monotonic() if ready else read_at
             try:
                 read = os.read(self.fileno, READ_BYTES) if ready else b""
             except OSError:

@@ -101,6 +101,7 @@ class Feed:
         self._logs: LogSource | None = None
         self._stacks: tuple[object, Mapping[int, Any]] = (None, {})
         self._stamps: list[object] = []
+        self._watched: list[Path] = []
         self._nudged = threading.Event()
         self._taken = threading.Event()
         self._stopped = False
@@ -187,6 +188,7 @@ class Feed:
         charts = {name: series.points(name) for name in self._wanted(state, recorded)}
         stacks = self._poll_stacks(run, state)
         following, why_not = self._poll_coming(state.launch)
+        self._watched = [run / name for name in STAMPED] if run else []
         self._stamps = self._stamp()
         return ScreenData(at, now, state, charts, recorded, stacks, log, begins,
                         coming=following, coming_trouble=why_not)  # fmt: skip
@@ -227,10 +229,7 @@ class Feed:
         return self._coming[1:]
 
     def _stamp(self) -> list[object]:
-        source = self._source
-        if source is None or source.run_path is None:
-            return []
-        return [rundir.stamp(source.run_path / name) for name in STAMPED]
+        return [rundir.stamp(path) for path in self._watched]
 
     def _wait(self) -> None:
         behind = self._state is not None and self._state.behind_bytes > 0

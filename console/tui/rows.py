@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from operator import ne
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len as measured
+from rich.cells import set_cell_size
 
 Span = tuple[str, str]
 """A piece of text and the name of its style (`styles.STYLES`)."""
 Row = tuple[Span, ...]
 BLANK: Row = ()
+
+
+def cell_len(text: str) -> int:
+    """Returns the width of text in cells; fast for ASCII."""
+    return len(text) if text.isascii() else measured(text)
 
 
 def text_of(row: Row) -> str:
@@ -19,7 +27,7 @@ def text_of(row: Row) -> str:
 
 def width_of(row: Row) -> int:
     """Returns the width of the row in cells."""
-    return sum(cell_len(text) for text, _ in row)
+    return cell_len(text_of(row))
 
 
 def cut(text: str, width: int, ellipsis: str = "…") -> str:
@@ -177,18 +185,16 @@ def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
     a, b = _cells(old, width), _cells(new, width)
     if len(a) != width or len(b) != width:
         return 0, width
-    differ = [i for i in range(width) if a[i] != b[i]]
-    return (differ[0], differ[-1] + 1) if differ else None
+    differs = list(map(ne, a, b))
+    return (differs.index(True), width - differs[::-1].index(True)) if any(differs) else None
 
 
 def _cells(row: Row, width: int) -> list[Span]:
     """Returns one entry per cell, or [] if a character is not one cell wide."""
-    cells = [(char, style) for text, style in row for char in text]
-    if len(cells) > width:
-        return cells[:width] if width_of(row) == len(cells) else []
-    if not all(text.isascii() for text, _ in row) and width_of(row) != len(cells):
+    held = list(chain.from_iterable(zip(text, repeat(style)) for text, style in row))
+    if width_of(row) != len(held):
         return []
-    return cells + [(" ", "")] * (width - len(cells))
+    return held[:width] + [(" ", "")] * (width - len(held))
 
 
 def columns(cells: Iterable[tuple[str, int, str]], gap: str = " ") -> Row:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import socket
 import tempfile
-import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,9 +24,11 @@ def hub() -> tuple[str, int]:
     """Returns two values: host and port of the hub or proxy; port 0 if HF_HUB_OFFLINE is set."""
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set", 0
+    from urllib import request  # costs 1 MiB of memory; the screen rarely needs it
+
     url = urlsplit(environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    proxy = urllib.request.getproxies().get(url.scheme)
-    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+    proxy = request.getproxies().get(url.scheme)
+    if proxy and not request.proxy_bypass(url.hostname or ""):
         url = urlsplit(proxy)
     return url.hostname or "", url.port or PORTS.get(url.scheme, 443)
 

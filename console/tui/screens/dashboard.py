@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any
 
 from textual.app import ComposeResult
-from textual.containers import Grid, Horizontal
 
 from console.model import RunState
 from console.tui import chartmath, charts
@@ -19,7 +18,7 @@ from console.tui.charts import Chart
 from console.tui.screens.view import Console, View, shown_text
 from console.tui.widgets.chart import ChartPanel
 from console.tui.widgets.figures import figure_rows
-from console.tui.widgets.lines import Panel
+from console.tui.widgets.lines import Box, Panel
 from console.tui.widgets.logtail import LogTail
 from console.tui.widgets.ranks import rank_rows
 
@@ -79,10 +78,10 @@ class Dashboard(View):
 
     DEFAULT_CSS = """
     Dashboard { layout: vertical; }
-    Dashboard Horizontal { height: auto; width: 1fr; }
+    Dashboard #top { layout: horizontal; height: auto; }
     Dashboard #ranks { width: 1fr; height: 1fr; }
     Dashboard #figures { margin-left: 2; height: 1fr; }
-    Dashboard Grid { height: 1fr; grid-gutter: 0 2; }
+    Dashboard #charts { layout: grid; height: 1fr; grid-gutter: 0 2; }
     Dashboard ChartPanel { width: 1fr; height: 1fr; }
     """
 
@@ -96,14 +95,16 @@ class Dashboard(View):
         self.zoomed = False
         self._charts: list[Chart] = []
         self._shape: Shape | None = None
+        self.panels = [
+            ChartPanel(f"chart{index}", self._mode) for index in range(len(charts.CATALOG))
+        ]
 
     def compose(self) -> ComposeResult:
-        with Horizontal(id="top"):
+        with Box(id="top"):
             yield Panel("ranks", rank_rows)
             yield Panel("figures", figure_rows)
-        with Grid(id="charts"):
-            for index in range(len(charts.CATALOG)):
-                yield ChartPanel(f"chart{index}", self._mode)
+        with Box(id="charts"):
+            yield from self.panels
         yield LogTail(self._book, id="log")
 
     def wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
@@ -128,12 +129,12 @@ class Dashboard(View):
         if self.selected is not None:
             self.selected = min(self.selected, len(self._charts) - 1)
         first = self.selected or 0 if self.zoomed else 0
-        for index, panel in enumerate(self.query(ChartPanel)):
+        for index, panel in enumerate(self.panels):
             if index < now.charts:
                 panel.chart, panel.span_s = self._charts[first + index], self.span_s
                 panel.zoomed, panel.selected = self.zoomed, index == self.selected
         if not snapshot.charts.keys() >= {*self.wanted(state, snapshot.recorded)}:
-            self.console.feed.nudge()
+            self.call_after_refresh(self.console.feed.nudge)
 
     def _apply(self, now: Shape) -> None:
         top, figures = self.query_one("#top"), self.query_one("#figures")
@@ -143,7 +144,7 @@ class Dashboard(View):
         grid = self.query_one("#charts")
         grid.display = now.charts > 0
         grid.styles.grid_size_columns = now.per_row or 1
-        for index, panel in enumerate(self.query(ChartPanel)):
+        for index, panel in enumerate(self.panels):
             panel.display = index < now.charts
             is_last = index == now.charts - 1
             panel.styles.column_span = 1 + -now.charts % (now.per_row or 1) if is_last else 1
@@ -184,7 +185,7 @@ class Dashboard(View):
     def _step(self, by: int) -> None:
         """Moves the crosshair of the zoomed chart; without a zoomed chart, selects a chart."""
         if self.zoomed:
-            self.query(ChartPanel).first().move_crosshair(by)
+            self.panels[0].move_crosshair(by)
         elif self._shape is not None and self._shape.charts:
             count = self._shape.charts
             self.selected = 0 if self.selected is None else (self.selected + by) % count
@@ -198,7 +199,7 @@ class Dashboard(View):
             self.console.say("there is no chart yet", "error")
             return
         self.zoomed = not self.zoomed
-        self.query(ChartPanel).first().at = None
+        self.panels[0].at = None
         self.draw_again()
 
     def do_back(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.containers import Container
 
 from console.model import LaunchState, RunState
 from console.status_text import counted, shell_line
@@ -12,7 +11,7 @@ from console.tui.feed import ScreenData
 from console.tui.rows import Row, flowed, rule, text_of, wrap
 from console.tui.screens.view import Console, View
 from console.tui.widgets import flags as flag_list
-from console.tui.widgets.lines import Panel
+from console.tui.widgets.lines import Box, Panel
 from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows, planned_phases
 from console.tui.widgets.picker import GUTTER, Picker, Scrolls
 from trainers.contract import flags as registry
@@ -150,7 +149,7 @@ class Launch(Scrolls, View):
         """The phases for which changed flags are sent to a running launch."""
 
     def compose(self) -> ComposeResult:
-        with Container(id="plan"):
+        with Box(id="plan"):
             yield Phases(self.draft, "phases")
             yield FlagList("flags", "flags")
         yield Training(self.draft, "training")

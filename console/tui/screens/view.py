@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from textual.geometry import Size
 from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
@@ -15,7 +16,7 @@ from console.tui.feed import ScreenData
 from console.tui.operator import Operator
 from console.tui.rows import text_of
 from console.tui.terminal import Terminal
-from console.tui.widgets.lines import Lines, Panel
+from console.tui.widgets.lines import Box, Lines, Panel
 from console.tui.widgets.logtail import LogBook
 from console.tui.widgets.overlay import Overlay
 
@@ -31,10 +32,11 @@ class Main(Screen[None], inherit_bindings=False):
     The screen has only the keys of the table of keys; tab stays within an overlay.
     """
 
+    BLANK = True
     focused = Reactive[Widget | None](None, repaint=False)
 
 
-class Body(Widget):
+class Body(Box):
     """Contains the views, so that a change of view repaints nothing outside this widget."""
 
     DEFAULT_CSS = "Body { height: 1fr; width: 1fr; }"
@@ -52,7 +54,7 @@ class Console(background.Screen, Protocol):
     def open_overlay(self, overlay: Overlay) -> None: ...
 
 
-class View(Widget):
+class View(Box):
     """One of the four views between the alert line and the action bar.
 
     The method `do_<id>` executes the key `<id>`; the app looks for the method here first.
@@ -60,6 +62,7 @@ class View(Widget):
 
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"
     snapshot: ScreenData | None = None
+    _fitted: Size | None = None
 
     def __init__(self, console: Console, id: str):
         super().__init__(id=id)
@@ -67,16 +70,17 @@ class View(Widget):
 
     def take(self, snapshot: ScreenData) -> None:
         """Shows a snapshot in all panels."""
-        self.snapshot = snapshot
+        self.snapshot, self._fitted = snapshot, self.size
         self.fit_panels()
-        for panel in self.query(Panel):
+        for panel in self.walk_children(Panel):
             panel.take(snapshot)
 
     def fit_panels(self) -> None:
         """Sets the sizes of the panels for the snapshot."""
 
     def on_resize(self) -> None:
-        if self.snapshot is not None:
+        """Draws the view for another size; a view that is shown again has its old size."""
+        if self.snapshot is not None and self.size != self._fitted:
             self.take(self.snapshot)
 
     def focus_default(self) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.widget import Widget
 
 from console.tui.confirmations import CannotAsk
 from console.tui.feed import ScreenData
 from console.tui.keys import BUTTONS, KEYS
+from console.tui.widgets.lines import Box
 from console.tui.widgets.overlay import FlatButton
 
 
-class ActionBar(Widget):
+class ActionBar(Box):
     """The row of buttons of the most used actions."""
 
     DEFAULT_CSS = "ActionBar { layout: horizontal; height: 1; }"

@@ -60,13 +60,15 @@ def chart_rows(
 
 def _curves(
     chart: Chart, held: Sequence[Points], window: Window, count: int
-) -> list[list[Bin]]:  # fmt: skip
+) -> tuple[tuple[Bin, ...], ...]:  # fmt: skip
     """Returns what is drawn: one curve per series for layers, or else one band over all series."""
-    found = [chartmath.bins(points, *window, count) for points in held]
-    found = found if chart.each == "layer" else [chartmath.merge(found)]
+    found = tuple(chartmath.bins(points, *window, count) for points in held)
+    found = found if chart.each == "layer" else (tuple(chartmath.merge(found)),)
     if chart.scale == 1.0:
         return found
-    return [[b and (b[0] / chart.scale, b[1] / chart.scale) for b in bins] for bins in found]
+    return tuple(
+        tuple(b and (b[0] / chart.scale, b[1] / chart.scale) for b in bins) for bins in found
+    )
 
 
 def _crossed(line: str, cell: int | None) -> Row:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal
 from textual.widgets import Button, Input
 
 from console.tui.confirmations import Choice, Question
 from console.tui.rows import Row, fill, labelled, rule, wrap
-from console.tui.widgets.lines import Lines
+from console.tui.widgets.lines import Box, Lines
 from console.tui.widgets.overlay import FlatButton, Overlay
 
 LABEL = 11
@@ -52,7 +51,7 @@ class Confirm(Overlay):
         yield facts
         if self.question.typed:
             yield Input(placeholder=f"type {self.question.typed} to continue", compact=True)
-        with Horizontal(classes="buttons"):
+        with Box(classes="buttons"):
             yield FlatButton("No", "no")
             for index, choice in enumerate(self.question.choices):
                 button = FlatButton(choice.word, f"choice{index}", choice)

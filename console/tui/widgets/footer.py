@@ -5,6 +5,8 @@ The keys come from the table of keys.
 
 from __future__ import annotations
 
+from functools import cache
+
 from console.tui.keys import TABLE, VIEWS, for_view
 from console.tui.rows import Part, Row, fit
 from console.tui.widgets.lines import Lines
@@ -12,6 +14,7 @@ from console.tui.widgets.lines import Lines
 WIDTH, HEIGHT = 80, 24
 
 
+@cache
 def footer_row(view: str, width: int, small: bool = False) -> Row:
     """Returns the keys that fit, the views first; the least needed keys are left out first."""
     parts: list[Part] = [(10, [((f"too small, use {WIDTH}×{HEIGHT}", "warn"),)])] if small else []

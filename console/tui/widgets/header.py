@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 
-from rich.cells import cell_len
-
 from console.model import LIVE_STATES, RunState
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
-from console.tui.rows import BLANK, Part, Row, cut, fit, width_of
+from console.tui.rows import BLANK, Part, Row, cell_len, cut, fit, width_of
 from console.tui.styles import STATE_STYLE
 from console.tui.widgets.lines import Panel
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import Self
 
 from rich.segment import Segment
 from rich.style import Style
-from textual.geometry import Region
+from textual.geometry import Region, Size
+from textual.reactive import Reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -20,7 +22,27 @@ PLAIN = Style.null()
 """The style of unstyled text. Without it, Textual's filter for NO_COLOR fails."""
 
 
-class Lines(Widget):
+class Plain(Widget):
+    """A widget that does not scroll, without border and padding; hidden, it keeps its last size."""
+
+    virtual_size = Reactive(Size(0, 0), repaint=False)
+
+    @property
+    def size(self) -> Size:
+        return self.outer_size if self.is_attached else Size(0, 0)
+
+    def refresh(self, *regions: Region, repaint: bool = True, **named: bool) -> Self:
+        """Requests a new picture; a hidden widget is painted when it is shown."""
+        return super().refresh(*regions, repaint=repaint and self.is_on_screen, **named)
+
+
+class Box(Plain):
+    """A container; one blank line, made once, is its own picture."""
+
+    BLANK = True
+
+
+class Lines(Plain):
     """A widget that shows rows of plain data, never markup."""
 
     DEFAULT_CSS = "Lines { height: 1; }"
@@ -30,6 +52,7 @@ class Lines(Widget):
         super().__init__(id=id, classes=classes)
         self.shown: tuple[Row, ...] = ()
         self._strips: dict[int, Strip] = {}
+        self._drawn_size: Size | None = None
         self.repaints = 0
         """Number of regions that were repainted."""
 
@@ -54,7 +77,10 @@ class Lines(Widget):
             self.refresh(*regions)
 
     def on_resize(self) -> None:
-        """Draws the content again for the new size."""
+        """Draws the content again if the size is new; a widget that is shown again has its size."""
+        if self.size == self._drawn_size:
+            return
+        self._drawn_size = self.size
         self.shown = tuple(clip(row, self.size.width) for row in self.shown)
         self._strips.clear()
         self.redraw()
@@ -62,14 +88,27 @@ class Lines(Widget):
     def redraw(self) -> None:
         """Draws the rows again for the current size."""
 
+    def watch_has_focus(self, _has_focus: bool) -> None:
+        """Draws the rows again; no style of CSS depends on the focus."""
+        self.redraw()
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Returns the strips of a region; colours, borders and padding of CSS do not apply."""
+        strips = [self.render_line(y) for y in crop.line_range]
+        for each in self.app.get_line_filters():
+            strips = [strip.apply_filter(each, self.background_colors[1]) for strip in strips]
+        return (
+            strips
+            if crop.width == self.size.width
+            else [strip.crop(*crop.column_span) for strip in strips]
+        )
+
     def render_line(self, y: int) -> Strip:
         width = self.size.width
         strip = self._strips.get(y)
         if strip is None or strip.cell_length != width:
             row = self.shown[y] if y < len(self.shown) else BLANK
-            segments = [
-                Segment(drawn(text), STYLES[style] or PLAIN) for text, style in clip(row, width)
-            ]
+            segments = [Segment(drawn(text), STYLES[style] or PLAIN) for text, style in row]
             strip = self._strips[y] = Strip(segments).adjust_cell_length(width, PLAIN)
         return strip
 
@@ -93,9 +132,10 @@ class Panel(Lines):
         return self._draw(snapshot.state, width, height, snapshot.now) if snapshot.state else []
 
     def take(self, snapshot: ScreenData) -> None:
-        """Shows a snapshot; before the first layout, only stores it."""
+        """Shows a snapshot; a hidden panel, or one before the first layout, only stores it."""
         self.snapshot = snapshot
-        self.redraw()
+        if self.display:
+            self.redraw()
 
     def redraw(self) -> None:
         if self.snapshot is not None and self.size.area:

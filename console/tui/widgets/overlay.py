@@ -6,11 +6,12 @@ from typing import Any
 
 from textual.content import Content
 from textual.message import Message
-from textual.widget import Widget
 from textual.widgets import Button
 
+from console.tui.widgets.lines import Box, Plain
 
-class Drawer(Widget):
+
+class Drawer(Box):
     """Contains the overlays.
 
     It is always mounted, because mounting a widget in the screen itself repaints everything.
@@ -24,7 +25,7 @@ class Drawer(Widget):
     """
 
 
-class Overlay(Widget):
+class Overlay(Box):
     """A widget that receives the keys while it is open; the app opens one at a time."""
 
     DEFAULT_CSS = """
@@ -57,7 +58,7 @@ class Overlay(Widget):
     do_panel, do_panel_back = do_right, do_left
 
 
-class FlatButton(Button):
+class FlatButton(Plain, Button, can_focus=True):
     """A button of one line in the terminal's own colours, without animation.
 
     `means` is what the button selects: the id of a key, a choice, or None for No.

@@ -82,10 +82,6 @@ class Picker(Lines, can_focus=True):
         super().on_resize()
         self.move(0)
 
-    def watch_has_focus(self, _has_focus: bool) -> None:
-        super().watch_has_focus(_has_focus)
-        self.redraw()
-
     def on_mouse_scroll_down(self) -> None:
         self.move(3)
 

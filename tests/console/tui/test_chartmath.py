@@ -73,7 +73,7 @@ def test_bounds_are_round_and_do_not_move_with_every_sample():
 def test_a_drawing_has_exactly_its_size_and_only_its_alphabet(held, height, mode):
     ordered = [None if b is None else (min(b), max(b)) for b in held]
     low, high = chartmath.bounds(ordered, False)
-    drawn = chartmath.draw([ordered], low, high, height, mode)
+    drawn = chartmath.draw((tuple(ordered),), low, high, height, mode)
     width = math.ceil(len(held) / 2) if mode == "braille" else len(held)
     assert [len(line) for line in drawn] == [width] * height
     if mode == "braille":
@@ -82,7 +82,7 @@ def test_a_drawing_has_exactly_its_size_and_only_its_alphabet(held, height, mode
 
 def test_the_highest_value_is_on_the_top_line_and_the_lowest_at_the_bottom():
     held = [(0.0, 0.0)] * 20 + [None] * 20 + [(1.0, 1.0)] * 2
-    drawn = chartmath.draw([held], 0.0, 1.0, 3, "braille")
+    drawn = chartmath.draw((tuple(held),), 0.0, 1.0, 3, "braille")
     assert drawn[0].strip()
     assert drawn[0][0] == " "
     assert drawn[2][0] != " "
