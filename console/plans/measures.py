@@ -152,13 +152,14 @@ def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at:
 
     The figures in `COUNTED` need a value in each progress record.
     """
-    found = {r: s.of_rank(r).figures_at(at) if at else s.of_rank(r).figures() for r in ranks}
+    each = [s.of_rank(rank) for rank in s.different(ranks)]
+    found = {t.rank: t.figures_at(at) if at else t.figures() for t in each}
     if early := [rank for rank, figures in found.items() if figures is None]:
         return Measured(None, why=f"rank {early[0]} has no record at or after step {at}")
     values = {r: x for r, figures in found.items() if figures and (x := figures[name]) is not None}
-    lacking, first = [r for r in ranks if r not in values], found[0] or {}
+    lacking, first = [rank for rank in found if rank not in values], found[0] or {}
     doubt = f"rank {lacking[0]} recorded no value" if lacking else ""
-    for totals in map(s.of_rank, ranks if name in COUNTED else ()):
+    for totals in each if name in COUNTED else ():
         doubt = doubt or _lacking(totals, getattr(totals, COUNTED[name]), name)
     when, why = f"at step {at}" if at else "", ""
     if name in OF_LAST_STEPS:
