@@ -6,18 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from console.sources.rank_totals import LAST_STEPS, RankTotals
+from console.sources.rank_totals import FIGURES, LAST_STEPS, RankTotals
 from console.sources.summary import Summary
 from console.sources.windows import FIRST_LOSSES
 from console.status_text import counted, number
 
 MEDIAN_RECORDS = 50
 OF_LAST_STEPS = ("toks_per_s", "step_ratio")
-COUNTED = {
-    "entropy_min": "gated", "collapse_max": "gated", "memory_mib": "memories",
-    "memory_growth_mib": "memories", "fetch_max_s": "fetches",
-}  # fmt: skip
-"""The figures that need a value in each progress record, and the count of the records with one."""
 UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
 
 
@@ -148,10 +143,7 @@ def restarts(s: Summary) -> Measured:
 
 
 def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
-    """Returns the worst value of one of the `FIGURES` among the ranks; `at` 0 means now.
-
-    The figures in `COUNTED` need a value in each progress record.
-    """
+    """Returns the worst value of one of the `FIGURES` among the ranks; `at` 0 means now."""
     each = [s.of_rank(rank) for rank in s.different(ranks)]
     found = {t.rank: t.figures_at(at) if at else t.figures() for t in each}
     if early := [rank for rank, figures in found.items() if figures is None]:
@@ -159,8 +151,9 @@ def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at:
     values = {r: x for r, figures in found.items() if figures and (x := figures[name]) is not None}
     lacking, first = [rank for rank in found if rank not in values], found[0] or {}
     doubt = f"rank {lacking[0]} recorded no value" if lacking else ""
-    for totals in each if name in COUNTED else ():
-        doubt = doubt or _lacking(totals, getattr(totals, COUNTED[name]), name)
+    *_, count = FIGURES[name]
+    for totals in each if count else ():
+        doubt = doubt or _lacking(totals, getattr(totals, count), name)
     when, why = f"at step {at}" if at else "", ""
     if name in OF_LAST_STEPS:
         when = f"last {first['steps'] or 0:.0f} steps {when}".rstrip()
