@@ -346,7 +346,7 @@ def main() -> int:
     elif options.faults:
         publish("soak", "A training under faults at random", text, notes)
     else:
-        publish("soak_healthy", "A training without faults", text, notes)
+        publish("soak_healthy", "A training without faults", text, notes, "soak")
     return 0 if all(line[3] for line in lines) else 1
 
 
