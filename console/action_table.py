@@ -21,10 +21,10 @@ PHASES: tuple[Phases, ...] = get_args(Phases)
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of an action. An argument without a `metavar` is a switch; the operator sets it
-    with the button of this action.
+    """One argument of an action. An argument without a `metavar` is a switch; the operator sets the
+    switch with the button of the action.
 
-    `convert` raises ValueError with the accepted values, or UsageError.
+    For a wrong value, `convert` raises UsageError, or ValueError with the accepted values.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of the operator. Without `mailboxes` it is executed by `console.actions`."""
+    """One action of the operator. `console.actions` executes each action without `mailboxes`."""
 
     name: str
     help: str
     mailboxes: tuple[Mailbox, ...] = ()
-    """The mailboxes that accept its requests; an error about a wrong mailbox names the first."""
+    """The mailboxes that accept this action. The error for a wrong mailbox shows the first one."""
     args: tuple[Argument, ...] = ()
     cost: tuple[str, str] = ("keeps", "all work")
     """A line of the confirmation: the word "keeps" or "loses", and a text that says what is kept or
@@ -56,7 +56,7 @@ class Action:
     title: str = ""
     """The title of the confirmation that is made from this row, or "" if none is made from it."""
     verb: str = ""
-    """The command of the action, with the option that selects it if needed; "" stands for `do`."""
+    """The command, with the option that selects this action, if one is needed; "" means `do`."""
     examples: tuple[str, ...] = ()
 
 

@@ -41,7 +41,7 @@ class LaunchOptions:
     """The choices of an operator for a launch; an empty choice leaves the plan as it is.
 
     The plan has one of four sources: its name, a YAML file, a `config` with a trainer of `TRAINERS`
-    (a single phase), or the remaining phases and the options of the launch `resume`.
+    (the plan then has a single phase), or the launch `resume` (its options and remaining phases).
     """
 
     plan: str = ""
@@ -58,6 +58,8 @@ class LaunchOptions:
     root: Path = launches.ROOT
     assume_gpus: str = ""
     """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
+    measure: bool | None = None
+    """Measure the devices; None: if the plan says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +133,14 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
         plan = replace(plan, gpus=_gpus(phases[0]))
         spec = replace(spec, plan=plan)
     settings = tuple(phase["settings"] for phase in phases)
+    measure = plan.preflight.measure if options.measure is None else options.measure
     case = Case(
         plan, directory, options.devices, spec.operator, settings, options.assume_gpus,
-        options.root, spec.git,
+        options.root, spec.git, measure,
     )  # fmt: skip
     checks = preflight.run(case, said)
+    if measured := {key: value for check in checks for key, value in check.figures.items()}:
+        spec = replace(spec, host={**spec.host, "measured": measured})
     facts = launch_facts.facts(options.root, phases)
     return Prepared(plan, directory, phases, checks, spec, facts, options.assume_gpus)
 
@@ -147,7 +152,7 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
     rejected. Raises UsageError, RefusedError or ContractError; after an error nothing has started,
     and no file remains.
     """
-    prepared = prepare(options)
+    prepared = prepare(replace(options, measure=None))
     if seen is not None and prepared.plan != seen:
         raise RefusedError(
             f"the plan {seen.name} has changed since it was checked, so nothing was launched; "
@@ -159,7 +164,7 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch and returns its directory; raises the same errors as `launch`."""
     if prepared.assumed:
-        raise UsageError("--assume-gpus is for check and --dry-run: nothing was launched; omit it")
+        raise UsageError("--assume-gpus is only for check and --dry-run, so nothing was launched")
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))
@@ -219,12 +224,15 @@ def _of_config(config: Path, trainer: str) -> Plan:
 
 
 def _gpus(run: Mapping[str, Any]) -> int:
-    """Returns the number of GPUs that a run needs: one per process if its device is CUDA."""
+    """Returns the number of GPUs that a run needs: one per process on CUDA, or else 0."""
     return run["nproc"] if run["settings"]["train.device"]["value"] == "cuda" else 0
 
 
 def _flags(options: LaunchOptions) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the flags of the launch and their origins; the command line overrides all."""
+    """Returns two values: the flags of the launch, and the origin of each flag.
+
+    A flag of the command line overrides the same flag of the shell.
+    """
     given = flags.from_shell(environ.snapshot())
     origins = dict.fromkeys(given, SHELL) | dict.fromkeys(options.flags, FLAG_OPTION)
     given |= {name: _checked(name, value) for name, value in options.flags.items()}
@@ -246,7 +254,7 @@ def _script(phase: Phase, folder: Path) -> str:
 
 
 def _directory(options: LaunchOptions, plan: str) -> Path:
-    """Returns the directory of the launch: that of `--run-dir`, or one named after the time."""
+    """Returns the directory of the launch: `--run-dir`, or a new one whose name is the UTC time."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     path = options.run_dir or options.root / plan / stamp
     try:
@@ -272,7 +280,7 @@ def adopt(path: Path, sure: bool = False) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns a sentence.
 
     Raises RefusedError if the launch has ended, if its supervisor is alive, and for a run without a
-    launch. `sure` confirms the action after a reboot of the host.
+    launch. After a reboot of the host, `sure` must be true.
     """
     top = launches.launch_of(path)
     if top is None:

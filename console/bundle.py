@@ -1,7 +1,7 @@
 """Writes one archive of a run for a bug report, without secrets.
 
-The run directory may come from anybody: no link is followed, only regular files are read, and all
-sizes are bounded. `TABLE` says which files are taken; secrets are replaced by `REMOVED`.
+Anybody may have written the run directory, so no link is followed, only regular files are read, and
+all sizes are bounded. `TABLE` selects the files; `REMOVED` replaces each secret.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,120}")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Selects files of one kind in a folder: the `most` newest, and the last `limit_bytes` of each.
+    """Selects the newest `most` files of one kind in a folder, and the last `limit_bytes` of each.
 
-    Together these files contribute at most `all_bytes`; if they are larger, less of each is read.
+    The bundle gets at most `all_bytes` of these files; if they are larger, less of each is read.
     """
 
     folder: str
@@ -80,7 +80,7 @@ TABLE: tuple[Row, ...] = (
     _row("", r"mem_\w+\.(txt|json)", most=64, limit_bytes=1 << 20),
     _row("checkpoints", r"latest", limit_bytes=200),
 )  # fmt: skip
-"""The rows of a run, in the order in which their files use up `MAX_TOTAL_BYTES`."""
+"""The rows of a run. Their files are added in this order until `MAX_TOTAL_BYTES` is reached."""
 
 # --- secrets -------------------------------------------------------------------------------------
 
@@ -126,8 +126,8 @@ _HINT = re.compile(
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
     rb"hooks\.slack\.com/|/api/webhooks/|" + _FORM.lower().encode()
 )
-"""Every line with a secret contains one of these in lower case; this search is faster than the
-forms."""
+"""Every line with a secret contains one of these words when it is converted to lower case. The
+search for these words is faster than the search for the forms."""
 _KEY = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)|"
     rb"\A[\w+/=\\\s-]*-----END [A-Z ]*PRIVATE KEY-----",
@@ -135,7 +135,7 @@ _KEY = re.compile(
 )
 """A private key, or the end of a private key whose beginning was cut off."""
 _SECRET_NAME = re.compile(_WORD + r"|key|auth|pass", re.I)
-"""The names of `_WORD`, and words that are too common in files to be searched for there."""
+"""The names of `_WORD`, and words that occur too often in files: files are searched for `_WORD`."""
 LEAST_SECRET_CHARS = 6
 
 
@@ -145,7 +145,7 @@ def is_secret(name: str) -> bool:
 
 
 class Redactor:
-    """Removes texts with the form of a secret, and the values of secret `variables`, from bytes."""
+    """Removes secrets from bytes: texts of the known forms, and values of secret `variables`."""
 
     def __init__(self, variables: Mapping[str, str]):
         values = {os.fsencode(form) for name, value in variables.items()
@@ -156,7 +156,7 @@ class Redactor:
         self._home = re.compile(re.escape(home) + rb"(?![\w.-])") if len(home) > 1 else None
 
     def redact(self, data: bytes) -> tuple[bytes, int]:
-        """Returns the bytes without secrets, and the number of values that were removed."""
+        """Returns two values: the bytes without secrets, and the number of removed secrets."""
         removed = 0
         for value in self._values:
             removed += data.count(value)
@@ -240,7 +240,7 @@ def _listed(folder: Path, top: Path) -> list[str]:
 
 
 def _names(top: Path, row: Row) -> list[str]:
-    """Returns the files that a row selects; the last part of its folder may end with `*`."""
+    """Returns the files that a row selects; the last part of `row.folder` may end with `*`."""
     parent, _, last = row.folder.rpartition("/")
     folders = [row.folder]
     if last.endswith("*"):
@@ -296,7 +296,7 @@ def check(output: Path) -> None:
 
 
 def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes]) -> dict[str, Any]:
-    """Writes the bundle of a launch or run, with the documents in `made`; returns its manifest.
+    """Writes the bundle of a launch or run, with the documents in `made`; returns the manifest.
 
     Raises UsageError, RefusedError and ContractError.
     """

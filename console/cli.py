@@ -1,4 +1,4 @@
-"""`nsa-console`: parses the command line and runs the command, or else opens the screen.
+"""`nsa-console`: parses the command line and runs the command; without one, opens the screen.
 
 Textual, yaml and psutil are imported only by the commands that need them, so that `status --json`
 takes little more time than the start of Python.
@@ -36,7 +36,7 @@ WORDS = "docs/words.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns a documented exit code, never a traceback for bad input."""
+    """Runs one command; returns a documented exit code. Bad input never causes a traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
     output.prepare()
     rundir.set_safe_umask()
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError; argparse would print its usage and exit.
+    """A parser that raises UsageError for a wrong command line; argparse itself would exit.
 
     The parser of a command adds its options only when that command is parsed.
     """

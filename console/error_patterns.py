@@ -26,7 +26,7 @@ LOST_PEER_TEXTS: Mapping[str, str] = {
 }  # fmt: skip
 """Texts of a rank that lost its peer, with the source file that writes each text."""
 _BROKEN_PIPE = re.compile(r"(gloo|NCCL|c10d|TCPStore|SocketImpl|sendBytes).*Broken pipe")
-"""EPIPE means a lost peer only in a collective or the store; a write to stdout raises it too."""
+"""EPIPE means a lost peer only in a collective or the store; a write to stdout raises EPIPE too."""
 
 _SIZE = r"[\d.]+ ?(?:[KMGT]?i?B|bytes)"
 _REQUESTED = re.compile(rf"[Tt]ried to allocate ({_SIZE})")
@@ -68,7 +68,7 @@ def lost_peer(text: str) -> bool:
 
 
 def out_of_memory(text: str, code: int | None = None) -> str:
-    """Returns the requested and the free size with advice, or "" for another error.
+    """Returns a text with the requested size, the free size and advice, or "" for another error.
 
     Exit code 11 means out of memory, whatever the text.
     """
@@ -100,20 +100,20 @@ def without_numbers(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OomCounts:
-    """Out-of-memory kills since boot: of one cgroup with its children, and of the whole host.
+    """Numbers of out-of-memory kills since boot: in a cgroup with its children, and on the host.
 
-    A count that is not available is None.
+    A number that is not available is None.
     """
 
     cgroup: int | None = None
     host: int | None = None
     path: str = ""
-    """The file with the count of `cgroup`."""
+    """The file that contains the number `cgroup`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OomEvidence:
-    """The counts of kills before and after a run."""
+    """The numbers of out-of-memory kills before and after a run."""
 
     before: OomCounts
     after: OomCounts

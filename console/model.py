@@ -28,7 +28,7 @@ LIVE_STATES: frozenset[State] = frozenset(
 """States in which processes of the run may be alive."""
 BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
 RANK_GONE = "rank-gone"
-"""The alert of a run that cannot continue: a rank ended before the others."""
+"""The alert of a run that cannot continue, because a rank ended before the others."""
 STALL = "stall"
 """The alert and the watch rule of a run that makes no progress."""
 NO_GO = "no-go"
@@ -36,7 +36,7 @@ NO_GO = "no-go"
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
-"""Exit codes of `--wait` and `status` for a run that has ended; a live healthy run has 0."""
+"""Exit codes of `--wait` and `status` for a run that has ended; else a healthy run has code 0."""
 UNHEALTHY_STATES: frozenset[State] = frozenset(("stalled", "unsupervised"))
 """Live states that need an operator."""
 
@@ -70,7 +70,7 @@ class Pulse:
 
 
 RECENT_XID_S = 600.0
-"""A GPU shows its last Xid for this time."""
+"""For this time the screen shows the last Xid of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Gpu:
     throttle: str = ""
     """Why the driver lowers the clocks to protect the GPU, or "" if it does not lower them."""
     xid: int | None = None
-    """The last critical error number of the driver."""
+    """The number of the newest critical error that the driver reported."""
     ecc_uncorrected: int | None = None
     """Uncorrected memory errors since the driver was loaded."""
     uuid: str = ""
@@ -136,7 +136,7 @@ class Alert:
     key: str = ""
     acknowledged: bool = False
     observed: bool = False
-    """True if this reader raised the alert, not the supervisor; it then clears automatically."""
+    """True if this reader, not the supervisor, raised the alert; the alert clears automatically."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,11 @@ class Verdict:
     sure: Sure
     evidence: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
-    """Signs that name another rank, and evidence that is not available."""
+    """Signs of another rank, and evidence that is not available."""
     action: str = ""
     """The next step of an operator, or "" if none is known."""
     place: str = ""
-    """File and line in the rank's own code, or "" if its stack does not show them."""
+    """File and line in the rank's own code, or "" if the stack does not show file and line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class PhaseState:
     ended_ts: float | None
     dir: str
     has_gates: bool = False
-    """True if the plan has gates for the phase; without gates its `result` is "pass"."""
+    """True if the plan has gates for the phase; a phase without gates has the `result` "pass"."""
 
     @property
     def numbered(self) -> str:
@@ -229,7 +229,7 @@ class LaunchState:
     between: str
     next_flags: tuple[PendingFlag, ...] = ()
     doubt: str = ""
-    """The gap or contradiction in the documents about its phases, or "" if there is none."""
+    """A gap or contradiction in the documents about the phases, or "" if there is none."""
 
     @property
     def under_way(self) -> bool:
@@ -241,7 +241,7 @@ class LaunchState:
         return self.phases[self.phase].name if self.phases else ""
 
     def unconfirmed(self, folders: Collection[str]) -> LaunchState:
-        """Returns the launch; a phase in these folders that passed gets the result unknown."""
+        """Returns the launch; in `folders`, each phase that passed gets the result unknown."""
         phases = tuple(
             replace(phase, result="unknown")
             if phase.result == "pass" and phase.dir in folders else phase
@@ -294,16 +294,16 @@ class RunState:
     launch: LaunchState | None = None
     skipped_records: int = 0
     skipped_in: str = ""
-    """The part of the files in which they were counted, or "" for whole files."""
+    """The part of the files in which records were skipped, or "" for whole files."""
     behind_bytes: int = 0
-    """Number of bytes of records that have not been read yet; newer values may be in them."""
+    """Number of bytes of records that have not been read yet; these may have newer values."""
     directory_blocked_s: float = 0.0
     """Duration of the pending write to the run directory, or 0 if no write is pending."""
     checkpoint: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The flags of this run's processes."""
     decided: Mapping[str, str] = field(default_factory=dict)
-    """Resolved settings by the name of the flag that sets them."""
+    """The resolved settings. The key is the name of the flag that sets the setting."""
     origins: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     backend: str = ""

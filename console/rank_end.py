@@ -46,7 +46,7 @@ class RankEnd:
     observed: bool = True
     """True if the kernel reported the exit code or signal, False if only a record or log has it."""
     doubt: str = ""
-    """The evidence against the success that its exit record claims, or "" if there is none."""
+    """Evidence that contradicts the success in the exit record, or "" if there is none."""
     phase: str = ""
     """The phase of its last pulse or its exit record, or "" if it is not known."""
 
@@ -71,13 +71,13 @@ class RankEnd:
 
     @property
     def lost_peer(self) -> bool:
-        """True if the rank failed in a collective. NCCL's watchdog then ends it by SIGABRT."""
+        """True if the rank failed in a collective. NCCL may then end the rank by SIGABRT."""
         found = self.code == COLLECTIVE or error_patterns.lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 
     @property
     def at(self) -> str:
-        """The place of the end as text: " at step 41 in forward", as far as it is known."""
+        """The step and phase of the end as text, " at step 41 in forward", or "" if not known."""
         inside = f" in {self.phase}" if self.phase else ""
         return f" at step {self.step}{inside}" if self.step else ""
 
@@ -114,9 +114,9 @@ class RankEnd:
         return f"no reason recorded,{last} see the log of rank {self.rank}"
 
     def signature(self) -> str:
-        """Returns a text that identifies the cause of this end, or "" if the rank does not show it.
+        """Returns a text that identifies the cause of this end, or "" if the cause is elsewhere.
 
-        A rank that was killed from outside, or that lost its peer, is not the cause of its end.
+        If a rank was killed from outside or lost its peer, the cause is not in this rank.
         """
         words = error_patterns.without_numbers(self.error_words)
         if self.signal in NATIVE:

@@ -1,4 +1,4 @@
-"""The rest of an ended launch as a plan: its phases that have not passed, with its options."""
+"""The rest of an ended launch as a plan: the phases that have not passed, with all options."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trainers.contract.errors import RefusedError
 from trainers.contract.plan import Phase, Plan
 
 RESUME = "resume"
-"""The origin of the setting that names the checkpoint."""
+"""The origin of the setting `checkpoint.resume`."""
 
 
 def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
-    """Returns two values: a plan of the phases of an ended launch that have not passed, and the
-    origins.
+    """Returns three values: a plan with the rest of an ended launch, the origins of its flags, and
+    the origins of its settings.
 
-    The plan has the options of that launch, and the flags that an operator set. Its first phase
-    begins at its newest checkpoint, if it has one. Raises RefusedError if processes are alive,
-    or no phase is left.
+    The plan has the phases that have not passed, the options of that launch, and the flags that an
+    operator set. The first phase begins at its newest checkpoint, if there is one. Raises
+    RefusedError if processes are alive, or if no phase is left.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -59,10 +59,10 @@ def _with_operator_flags(
     top: Path, planned: Plan, index: int, plan_state: Mapping[str, Any]
 ) -> tuple[list[Phase], dict[str, str]]:
     """Returns two values: the phases from `index` on with the operator's flags, and the origins of
-    these.
+    these flags.
 
-    run.json has those of a phase that began, plan_state.json those of later phases. A flag is taken
-    over only if the answer to its request confirms it.
+    The operator's flags of a phase that began are in run.json, and those of later phases are in
+    plan_state.json. A flag is used only if the answer to its request confirms the flag.
     """
     run, phases = top / f"{index}-{planned.phases[index].name}", list(planned.phases[index:])
     has_begun, evidence = (run / rundir.RUN).exists(), cross_check.Evidence(top, [run])

@@ -2,7 +2,8 @@
 
 torchrun returns 1 for every failure, so the cause comes from the ranks: how and in which order they
 ended, and their last records. A rank that lost its peer is blamed only if no other rank failed. A
-reader accepts the last state that the supervisor recorded, unless living processes contradict it.
+reader accepts the last state that the supervisor recorded, unless processes that are alive
+contradict this state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TOGETHER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """A reader's evidence apart from the records: living processes, the supervisor's last state."""
+    """A reader's evidence except records: processes that are alive, the supervisor's last state."""
 
     state: State | None = None
     """The last state that the supervisor wrote, or None if no document has a state."""
@@ -53,7 +54,7 @@ class Facts:
     spawned: bool = False
     over: bool = False
     requested: str = ""
-    """The action of the request that ends the run, or "" without a request; `by` sent it."""
+    """The action of the request that ends the run, or "" without a request; `by` is the sender."""
     by: str = ""
     halt_file: bool = False
     halting_ranks: int = 0
@@ -71,18 +72,18 @@ class Facts:
     has_exit_records: bool = True
     """True if no exit record was lost: each was read, or the program writes no exit records."""
     torchrun_signal: str = ""
-    """The signal that the end of torchrun's log names. It may be wrong, see `ended_by_signal`."""
+    """The signal in the last lines of torchrun's log; it may be wrong, see `ended_by_signal`."""
     rank_failure: str = ""
     """A sentence on the failed ranks while other ranks are alive, or "" if no rank failed."""
     world: int = 1
     failure: str = ""
-    """Why the run could not start, or why its directory cannot be read; "" if neither."""
+    """Why the run could not start or its directory cannot be read, or "" without such a failure."""
     oom: OomEvidence | None = None
-    """The kernel's out-of-memory kills while the ranks ran, or None if they were not counted."""
+    """The kernel's out-of-memory kills while the ranks ran, or None if the kills are not known."""
     collecting: bool = False
     """True if all processes have ended and their records are still being read."""
     previous_end: str | None = None
-    """The end of the last attempt while the run waits for its next attempt, or else None."""
+    """How the last attempt ended, or None unless the run now waits for its next attempt."""
     next_attempt: str = ""
     """When, and from which checkpoint, the next attempt starts."""
     view: ReaderView = ReaderView()
@@ -100,7 +101,7 @@ class Facts:
 
     @property
     def succeeded(self) -> bool:
-        """True if all ranks exited with code 0, according to their exits or that of torchrun."""
+        """True if all ranks exited with code 0, according to their exits or torchrun's exit."""
         if any(end.signal or end.code not in (0, None) for end in self.ends):
             return False
         all_zero = bool(self.ends) and all(end.code == 0 for end in self.ends)
@@ -110,7 +111,7 @@ class Facts:
     def ended_by_signal(self) -> bool:
         """True if torchrun's log names a signal, torchrun failed, and no rank failed by itself.
 
-        Any program can print into that log, so the exits have to agree with it.
+        Any program can print into that log, so the exits must agree with the signal.
         """
         failed = self.torchrun_code not in (0, None)
         by_itself = any(
@@ -141,7 +142,7 @@ class Facts:
 
     @property
     def unobserved(self) -> bool:
-        """True if the processes have ended, and their exits and that of torchrun are unknown."""
+        """True if all processes have ended, and neither a rank's nor torchrun's exit is known."""
         return self.spawned and not self.ends and self.torchrun_code is None and not self.failure
 
     @property
@@ -296,7 +297,7 @@ SAID_BY_SUPERVISOR: tuple[Rule, ...] = (
      lambda f: f"{f.view.no_supervisor}, so attempt {f.view.next_attempt} does not start until you "
                f"adopt the run; previous end: {f.view.why.partition(': ')[2]}"),
 )  # fmt: skip
-"""For a reader: the last state of the supervisor, unless living processes contradict it."""
+"""For a reader: the supervisor's last state, unless processes that are alive contradict it."""
 
 NO_END_RECORDED: tuple[Rule, ...] = (
     ("queued", lambda f: f.view.state is None and not f.view.newest_record,
@@ -373,7 +374,7 @@ TABLES: tuple[tuple[Callable[[Facts], bool], tuple[Rule, ...]], ...] = (
 
 
 def decide(facts: Facts) -> tuple[State, str]:
-    """Returns the state of a run and the reason for it."""
+    """Returns two values: the state of a run, and the reason for this state."""
     rules = (rule for applies, table in TABLES if applies(facts) for rule in table)
     state, _, words = next(rule for rule in rules if rule[1](facts))
     trouble, why = facts.view.trouble, words(facts)

@@ -99,7 +99,7 @@ def no_go(state: RunState) -> str:
 def launch_exit_code(launch: LaunchState) -> int:
     """Returns the exit code of a launch that has ended: that of the first phase that did not pass.
 
-    If the plan ended before its last phase, the code means that it was halted or lost its
+    If the plan ended before its last phase, the code means that the launch was halted or lost its
     supervisor. The code is 1 if the documents of the launch have no phases or contradict each
     other.
     """
@@ -117,7 +117,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns a word and a sentence on the state of an ended launch, or else of its run."""
+    """Returns a word and a sentence (two values) for an ended launch, or else for its run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):
@@ -288,7 +288,7 @@ class Changes:
 
 
 def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
-    """Yields everything that may change, each as a key, the present value and a sentence."""
+    """Yields three values for each thing that may change: a key, its present value, a sentence."""
     launch, verdict = state.launch, state.verdict
     phases, current = (launch.phases, launch.phase) if launch else ((), 0)
     yield from _phases_ended(phases[:current])

@@ -138,9 +138,9 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
 
 
 def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
-    """Returns two values: the host of the supervisor for an action, and its stopped processes here.
+    """Returns two values: the host of the supervisor for an action, and pids of that supervisor.
 
-    The host is "" for this host; the processes are given by pid.
+    The host is "" for this host. The pids are those of the stopped processes on this host.
     """
     owner, _ = _named(*mailbox(path, action))
     named = (owner.identity, jsonl.mapping(owner.identity, "child"))
@@ -163,7 +163,7 @@ def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
     ended = clean(jsonl.text(record, "why") or state, 400) if over else ""
     if box == "run" and (record or top is None):
         return Supervisor(record, jsonl.text(record, "lock_token")), ended
-    # A run that is starting has no supervisor.json yet: plan_state.json names the supervisor.
+    # A run that is starting has no supervisor.json yet, but plan_state.json has its supervisor.
     plan_state = record if box == "launch" or top is None else _document(top, rundir.PLAN_STATE)
     owner = jsonl.mapping(plan_state, "supervisor")
     return Supervisor(owner, jsonl.text(owner, "token")), ended

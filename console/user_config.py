@@ -1,6 +1,6 @@
 """The user's configuration file: the hooks of a launch, and the Dashboard's charts.
 
-The file is YAML; a launch reads it at its start. It names a program that runs as this user, so no
+The file is YAML; a launch reads it at its start. The program in the file runs as this user, so no
 other user may be able to write the file.
 """
 

@@ -41,6 +41,12 @@ TABLE: tuple[Decision, ...] = (
              "a process that cannot be identified gets no signal; a stop that only a document of a "
              "former supervisor requests is not continued",
              "a process with another start time or token gets no signal"),
+    Decision("end-leftovers", "act", "end a trainer that a dead supervisor left behind, on request",
+             ("the command line of a trainer, and no ancestor that is a supervisor",
+              "the token in its environment and in run.json, in a directory that is ours",
+              "the dead supervisor in supervisor.json, and the same in plan_state.json"),
+             "no signal; the row of the process says what is missing",
+             "no signal, also if a supervisor adopts the run after the confirmation"),
     Decision("own-directory", "act", "act on the contents of the launch directory",
              ("device and inode of the lock's descriptor, compared with the path",
               "the token in the lock file at the path"),

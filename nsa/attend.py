@@ -1,7 +1,7 @@
 """Softmax attention of grouped heads through torch's SDPA: H query heads share G key heads.
 
-The attention is computed in the dtype of its inputs. Autocast is suspended, because it would round
-wider inputs.
+The attention is computed in the dtype of its inputs. Autocast is suspended, because autocast would
+round wider inputs.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +26,7 @@ _ALL_BUT_FLASH = [
 
 
 def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
-    """Returns a context that limits SDPA's kernels. `refused`: flash does not support this case."""
+    """Returns a context that limits SDPA's kernels; `refused` if flash cannot compute this case."""
     if switches.no_flash:
         return sdpa_kernel(_ALL_BUT_FLASH)
     if switches.flash_only and not refused:
@@ -46,7 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
-    """Attention of each token to itself and all tokens before it; shapes as in `attend`, T = S.
+    """Attention of each token to itself and all earlier tokens; shapes as in `attend`, with T = S.
 
     With `folded`, the heads of a group are rows of one product, which is faster for few tokens (see
     `Route.folded`).
@@ -62,7 +62,7 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tens
 
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
-    """`attend_causal` of the last S of T tokens."""
+    """Causal attention of the last S of T tokens to all T tokens."""
     count, total = q.shape[2], k.shape[2]
     if count == total:
         return attend_causal(q, k, v, folded)
@@ -74,8 +74,8 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor
 def _attend_folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`attend_causal` for few tokens on the CPU; the heads of a group are rows of one product.
 
-    The kernel works on blocks of 32 or 64 rows if a head has few rows; they are a third slower than
-    blocks of 256.
+    If a head has few rows, the kernel works on blocks of 32 or 64 rows, which are a third slower
+    than blocks of 256.
     """
     groups, pieces = k.shape[1], []
     heads = q.shape[1] // groups
@@ -96,9 +96,9 @@ def causal_mask(
 ) -> Tensor:  # fmt: skip
     """Returns an additive mask `[count · heads, n_keys]` with the dtype and device of `like`.
 
-    The queries have the positions first, first + 1, …, each for `heads` rows; the keys have 0,
-    `stride`, 2 · `stride`, …. A query sees the keys up to its position; with a `window`, only those
-    less than `window` positions before it.
+    The queries have the positions first, first + 1, …, each for `heads` rows; the keys have the
+    positions 0, `stride`, 2 · `stride`, …. A query sees the keys up to its own position; with a
+    `window`, only those that are less than `window` positions before the query.
     """
     return _causal_mask(first, count, n_keys, heads, window, stride, like.device, like.dtype)
 
@@ -121,10 +121,10 @@ def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def expand_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Returns keys and values for SDPA, and whether SDPA itself expands them to all heads.
+    """Returns three values: keys and values for SDPA, and whether SDPA expands both to all heads.
 
-    Its CPU flash kernel expands them without a copy, also in the backward. On other devices, the
-    kernels that accept a mask do not expand them.
+    SDPA's CPU flash kernel expands keys and values without a copy, also in the backward. On other
+    devices, the kernels that accept a mask do not expand keys and values.
     """
     if q.shape[1] == k.shape[1] or (q.device.type == "cpu" and q.shape[-1] == v.shape[-1]):
         return k, v, q.shape[1] != k.shape[1]

@@ -73,9 +73,9 @@ class NSAttention(nn.Module):
     def forward(
         self, x: Tensor, cache: Cache | None = None, cu_seqlens: Sequence[int] | None = None
     ) -> Tensor:
-        """`[B, S, dim]` → `[B, S, dim]`. With a `cache`, the tokens follow those in it.
+        """`[B, S, dim]` → `[B, S, dim]`. With a `cache`, the tokens follow the cached tokens.
 
-        `cu_seqlens` as in `nsa_attention`.
+        `cu_seqlens` has the same meaning as in `nsa_attention`.
         """
         q, k, v = self.project(x)
         gates, logits = self.gate(x)
@@ -111,10 +111,10 @@ class NSAttention(nn.Module):
         return routes
 
     def project(self, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Returns the queries, and the keys and values of the three branches, not rotated.
+        """Returns three values: the queries, the keys and the values, none of them rotated.
 
-        The queries are `[B, H, S, Dk]`; the keys `[B, G, S, Dk]` and values `[B, G, S, Dv]` are
-        those of the compressed, selected and window branch.
+        The queries are `[B, H, S, Dk]`. The keys `[B, G, S, Dk]` and the values `[B, G, S, Dv]` are
+        lists with one tensor each for the compressed, the selected and the window branch.
         """
         y = self.qkv(x)
         if x.device.type == "cpu":
@@ -134,7 +134,7 @@ class NSAttention(nn.Module):
 
 
 class DenseAttention(nn.Module):
-    """Causal attention to all keys, with the same heads and groups: the control."""
+    """The control for comparisons: causal attention to all keys, with the same heads and groups."""
 
     nvtx = False
 
@@ -156,9 +156,9 @@ class DenseAttention(nn.Module):
     def forward(
         self, x: Tensor, cache: DenseCache | None = None, cu_seqlens: Sequence[int] | None = None
     ) -> Tensor:
-        """`[B, S, dim]` → `[B, S, dim]`. With a `cache`, the tokens follow those in it.
+        """`[B, S, dim]` → `[B, S, dim]`. With a `cache`, the tokens follow the cached tokens.
 
-        `cu_seqlens` as in `nsa_attention`.
+        `cu_seqlens` has the same meaning as in `nsa_attention`.
         """
         config = self.config
         heads, groups = config.n_heads, config.n_kv_groups
@@ -176,7 +176,7 @@ class DenseAttention(nn.Module):
         return self.out(merge_heads(out))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: DenseCache | None) -> Tensor:
-        """Returns the attention to the tokens in the cache and these, `[B, H, S, Dv]`."""
+        """Returns the attention to the cached tokens and the new tokens, `[B, H, S, Dv]`."""
         config, first = self.config, 0 if cache is None else cache.length
         q, k = (rotate(part, config.rope_base, first) for part in (q, k))
         if cache is not None:

@@ -12,10 +12,10 @@ SMALLEST_BUFFER = 64
 
 
 class Rows:
-    """Rows `[B, G, n, D]` in one buffer; to append a row writes this row and copies no other.
+    """Rows `[B, G, n, D]` in one buffer. An append writes the new rows and copies no other row.
 
-    A buffer that is full is replaced by one of twice the rows. With `keep`, only the last `keep`
-    rows stay after an `append`.
+    A full buffer is replaced by a buffer of twice the rows. With `keep`, only the last `keep` rows
+    stay after an `append`.
     """
 
     def __init__(self, keep: int | None = None, capacity: int = 0) -> None:
@@ -47,7 +47,7 @@ class Rows:
         self._begin = self._end = 0
 
     def _larger(self, new: Tensor) -> Tensor:
-        """Returns a buffer with the stored rows at its begin and room for as many new ones."""
+        """Returns a buffer that begins with the stored rows and has room for as many new rows."""
         count = self._end - self._begin
         room = max(2 * (count + new.shape[2]), SMALLEST_BUFFER, self._capacity)
         with torch.inference_mode(False), torch.no_grad():
@@ -64,7 +64,7 @@ class Cache:
     `kv` are unrotated rows of the compressed branch for its incomplete block, then rotated keys
     and values of the selected and window branch. `blocks` are keys and values of the complete
     compressed blocks. Rows that no later token can use are dropped. `capacity` is the number of
-    tokens for which memory is reserved at once; a longer sequence doubles it.
+    tokens for which memory is reserved at once; a longer sequence doubles the memory.
     """
 
     def __init__(self, config: NSAConfig, capacity: int = 0) -> None:
@@ -108,7 +108,7 @@ class DenseCache:
         self._kv = [Rows(None, capacity) for _ in range(2)]
 
     def append(self, *kv: Tensor) -> list[Tensor]:
-        """Appends keys and values of new tokens. Returns those of all tokens."""
+        """Appends keys and values of new tokens. Returns keys and values of all tokens."""
         self.length += kv[0].shape[2]
         return [rows.append(new) for rows, new in zip(self._kv, kv, strict=True)]
 

@@ -19,7 +19,7 @@ Phi = Callable[[Tensor], Tensor]
 """A function of blocks `[..., l, D]` → `[..., D]`, in float32 or wider."""
 
 CHUNK = 768
-"""Tokens in a chunk of the attention; blocks that none of them sees are left out."""
+"""Tokens in a chunk of the attention; blocks that no token of the chunk sees are left out."""
 FEW_BLOCKS = 64
 """Number of blocks below which plain matrix products are faster than a fused kernel."""
 SCORE_CHUNK = 512
@@ -27,10 +27,10 @@ SCORE_CHUNK = 512
 
 
 class BlockMLP(nn.Module):
-    """phi of eq. 7 as an MLP: maps a block of tokens to a vector; positions are added before.
+    """phi of eq. 7 as an MLP: adds positions to a block of tokens, and maps the block to a vector.
 
-    It has one hidden layer as wide as the head and no biases, because the positions before a linear
-    layer act as a bias. All groups share it; keys and values have one MLP each.
+    The MLP has one hidden layer as wide as the head. It has no biases, because positions before a
+    linear layer act as a bias. All groups share one MLP for the keys and one for the values.
     """
 
     def __init__(self, block_size: int, width: int) -> None:
@@ -56,7 +56,7 @@ class BlockMLP(nn.Module):
 
 
 class BlockMean(nn.Module):
-    """phi as the mean over the block: no parameters."""
+    """phi as the mean over the block, without parameters."""
 
     def forward(self, blocks: Tensor) -> Tensor:
         """`[..., l, D]` → `[..., D]`, in float32 or wider."""
@@ -94,7 +94,7 @@ def attend_compressed(
     """Attention of tokens first, first + 1, … to the compressed blocks that they see.
 
     `q` `[B, H, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B, G, N, Dv]` → `[B, H, S, Dv]`, computed in
-    float32 or wider. Tokens t < size - 1 see no block: their rows are exactly 0 and have no
+    float32 or wider. Tokens t < size - 1 see no block, so their rows are exactly 0 and have no
     gradient.
     """
     blind = min(max(size - 1 - first, 0), q.shape[2])
@@ -130,10 +130,10 @@ def weights_in_chunks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields p_cmp (eq. 8), summed over each group's heads (eq. 10), for some tokens at a time.
 
-    Each item is the slice of the tokens and `[B, G, tokens, n]`, in float32 or wider; n is the
-    number of blocks that the last of these tokens sees. Shapes and `first` as in
-    `attend_compressed`. Tokens that see no block are left out. Call it without gradients, because
-    torch.compile accepts no generator that suspends gradients itself.
+    Each item has two values: the slice of the tokens, and p_cmp `[B, G, tokens, n]` in float32 or
+    wider; n is the number of blocks that the last of these tokens sees. Shapes and `first` are as
+    in `attend_compressed`. Tokens that see no block are left out. The caller must suspend
+    gradients, because torch.compile accepts no generator that does so itself.
     """
     for rows, n, mask in _seeing(q, k, size, stride, first, SCORE_CHUNK):
         with no_autocast(q.device):
@@ -153,9 +153,9 @@ def _seeing(
 ) -> Iterator[tuple[slice, int, Tensor | None]]:
     """Yields chunks of the queries that see a block.
 
-    Each item has the rows, the number of blocks that the last of them sees, and the mask: row r,
-    counted from the token that completes block 0, sees block i if i · d ≤ r. A single query needs
-    no mask.
+    Each item has three values: the rows, the number of blocks that the last row sees, and the mask.
+    Row r, counted from the token that completes block 0, sees block i if i · d ≤ r. For a single
+    query, the mask is None.
     """
     begin, like = max(size - 1 - first, 0), upcast_fp32(k[:, :, :0])
     for start in range(begin, q.shape[2] if k.shape[2] else 0, chunk):

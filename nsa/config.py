@@ -1,7 +1,7 @@
 """Model configuration, and the numbers of parameters and FLOPs that follow from it.
 
-Standard library only, so that the console can import it without loading torch. This module checks
-rules that combine values; `trainers.settings` checks types and ranges.
+This module uses only the standard library, so that the console can import it without torch. It
+checks rules that combine values; `trainers.settings` checks types and ranges.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ N_BRANCHES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class NSAConfig:
-    """Native Sparse Attention (arXiv 2502.11089), lengths in tokens, defaults as in the paper."""
+    """Native Sparse Attention (arXiv 2502.11089); lengths in tokens; the defaults of the paper."""
 
     block_size: int = 32
     """l: tokens per compressed block."""
@@ -24,13 +24,13 @@ class NSAConfig:
     select_block_size: int = 64
     """l': tokens per selection block."""
     n_select: int = 16
-    """n: blocks each query selects, the first and the two local ones among them."""
+    """n: number of blocks that each query selects, including the first and two local blocks."""
     window: int = 512
-    """w: tokens each query sees in the window branch, itself among them."""
+    """w: number of tokens that each query sees in the window branch, including the query."""
     compress: Literal["mlp", "mean"] = "mlp"
     """phi: "mlp" (learnable, with intra-block position) or "mean"."""
     gate: Literal["sigmoid", "softmax"] = "sigmoid"
-    """Branch weights: "sigmoid" each by itself (the paper), or "softmax" over the three."""
+    """Branch weights: "sigmoid" of each branch (the paper), or "softmax" over all branches."""
     gate_hidden: int = 0
     """Hidden width of the gate's MLP, which the paper has; with 0, the gate is linear."""
 
@@ -42,8 +42,8 @@ class NSAConfig:
             )
         if self.n_select < FORCED_BLOCKS:
             raise ValueError(
-                f"n_select must be at least {FORCED_BLOCKS} (the first and two local blocks are "
-                f"always selected and counted); got {self.n_select}, raise it."
+                f"n_select must be at least {FORCED_BLOCKS}, because it includes the first and two "
+                f"local blocks, which are always selected; got {self.n_select}, raise it."
             )
 
 
@@ -57,7 +57,7 @@ class ModelConfig:
     n_heads: int
     """H: query heads."""
     n_kv_groups: int
-    """G: key/value heads; H/G query heads share one."""
+    """G: key/value heads; H/G query heads share one key/value head."""
     d_k: int
     """Width of one query or key head (even: rotary pairs)."""
     d_v: int
@@ -146,9 +146,9 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
 
 
 def attended_pairs(config: NSAConfig, seq_len: int) -> dict[str, int]:
-    """Returns, by branch, the exact number of (query, key) pairs per head and sequence.
+    """Returns the exact number of (query, key) pairs per head and sequence, for each branch.
 
-    The branches are `cmp`, `slc` and `win`.
+    The keys of the result are `cmp`, `slc` and `win`.
     """
     n_cmp = compressed_blocks(config, seq_len)
     first_end = config.block_size - 1

@@ -1,4 +1,4 @@
-"""Documents packed in one sequence: each is computed as if it were alone.
+"""Documents packed in one sequence: each document is computed as if it were alone.
 
 Documents of the same length are computed as one batch. So positions, compressed blocks, selection
 and window begin anew in each document, whatever the kernel.
@@ -46,9 +46,9 @@ def each_document(attend: Attend, parts: Sequence[Tensor], lengths: Sequence[int
 def each_document_cached(
     attend: Attend, parts: Sequence[Tensor], lengths: Sequence[int], cache: Cache | DenseCache
 ) -> Tensor:
-    """`each_document` with a decoding cache: the first document continues that in the cache.
+    """`each_document` with a decoding cache: the first document continues the cached document.
 
-    The last document stays in the cache. An empty first document ends the one in the cache.
+    The last document stays in the cache. If the first document is empty, the cached document ends.
     """
     found = []
     for number, pieces in enumerate(zip(*(p.split(list(lengths), 2) for p in parts), strict=True)):

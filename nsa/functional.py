@@ -25,15 +25,15 @@ from nsa.window import attend_window
 GATED_TOKENS = 512
 """Tokens in a chunk of the gates' backward on the CPU."""
 SELECTED = {"masked": attend_selected, "ranges": attend_ranges}
-"""The functions of the selected branch by route, besides `attend_chunked`. A kernel of its own is a
-row here and a rule in `nsa.backends`."""
+"""The functions of the selected branch by route, except `attend_chunked`. A new kernel needs a row
+here and a rule in `nsa.backends`."""
 Routes = Callable[[Tensor, int], Mapping[str, Route]]
-"""Returns the routes by branch for queries `[B, H, S, Dk]` and the position of the first query."""
+"""Returns the route of each branch, for queries `[B, H, S, Dk]` and the first query's position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The way `nsa_attention` computes; it changes the result only by rounding.
+    """How `nsa_attention` computes the result; all ways give the same result except for rounding.
 
     `observe` is called with the rotated queries and compressed keys of a whole sequence. `nvtx`
     marks the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
@@ -65,22 +65,23 @@ def nsa_attention(
     the compressed, selected and window branch (each branch has its own, section 3.3.3); head h
     belongs to group h // (H/G). `gates` is `[B, S, H, 3]`. Queries and keys are not rotated yet.
 
-    Compressed branch: `phi` maps each block of l unrotated keys, and of values, to one (eq. 7).
-    Keys are compressed before the rotary embedding, because averaging or mixing rotated keys would
-    cancel their fast components. A compressed key is then rotated to the position of its block's
-    last token, from which on it is visible. Selected branch: the attention weights of the
-    compressed keys (eq. 8) give scores of blocks of l' tokens (eq. 9), summed over the heads of a
-    group (eq. 10); each query attends to the n best blocks (eq. 11, 12). Window branch: the last w
-    tokens.
+    Compressed branch: `phi` maps each block of l unrotated keys to one key, and each block of l
+    values to one value (eq. 7). Keys are compressed before the rotary embedding, because averaging
+    or mixing rotated keys would cancel their fast components. A compressed key is then rotated to
+    the position of its block's last token; queries from this position on see the key. Selected
+    branch: the attention weights of the compressed keys (eq. 8) give scores of blocks of l' tokens
+    (eq. 9), summed over the heads of a group (eq. 10); each query attends to the n best blocks (eq.
+    11, 12). Window branch: the last w tokens.
 
     `first` is the position of the first query. Without a `cache`, T = first + S. With a `cache`, k
-    and v are those of the S queries only: the cache has the `first` tokens before them, and is
-    extended. So one token with a cache is a decoding step, several are a block of a prefill, and
-    all tokens without a cache are a training forward.
+    and v are only the keys and values of the S queries; the cache has the `first` tokens before
+    these queries, and is extended. So one token with a cache is a decoding step, several tokens
+    with a cache are a block of a prefill, and all tokens without a cache are a training forward.
 
-    `cu_seqlens` are the offsets 0, …, S of documents packed in the sequence: each is computed as if
-    it were alone. With a cache, the first document continues the one in the cache (offsets 0, 0, …
-    end it), and the last one stays in the cache. Raises ValueError for lengths that do not fit.
+    `cu_seqlens` are the offsets 0, …, S of documents packed in the sequence; each document is
+    computed as if it were alone. With a cache, the first document continues the cached document
+    (offsets 0, 0, … end the cached document), and the last document stays in the cache. Raises
+    ValueError for lengths that do not fit.
     """
     known = 0 if cache is None else cache.length
     if k[0].shape[2] + known != first + q.shape[2]:
@@ -130,7 +131,7 @@ def _documents(
     q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor, config: NSAConfig,
     lengths: list[int], how: Execution, more: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """`nsa_attention` for each document; the statistics are those of the longest ones."""
+    """`nsa_attention` for each document; the statistics are those of the longest documents."""
     cache = more["cache"]
 
     def attend(q: Tensor, gates: Tensor, *kv: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ def _sequential(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`_branches` for one query after the other, in float32 or wider.
 
-    Wider, because the gradient of a key is summed query by query.
+    A lower precision would not suffice, because the gradient of a key is summed query by query.
     """
     q, *kv = (upcast_fp32(x) for x in (q, *kv))
     steps = []
@@ -245,7 +246,8 @@ def gated_sum(gates: Tensor, cmp: Tensor, slc: Tensor, win: Tensor) -> Tensor:
 class _GatedSum(torch.autograd.Function):
     """The gated sum; its backward works in chunks of tokens that fit the processor's cache.
 
-    `forward` names each branch: without gradients, torch.compile cannot trace `*branches`.
+    `forward` has one parameter per branch, because without gradients torch.compile cannot trace
+    `*branches`.
     """
 
     @staticmethod

@@ -12,9 +12,9 @@ class Gate(nn.Module):
     """Branch weights per token and head from the layer's input, in the order cmp, slc, win.
 
     With "sigmoid" (the paper) the branches are independent. With "softmax" the weights add up to 1.
-    The logits are linear in the input, or with `hidden` above 0 an MLP of it (the paper, section
-    3.2), with one hidden layer of that width. `fixed` replaces the weights of all tokens and heads,
-    for ablations; the parameters of the gate then have a gradient of 0.
+    The logits are linear in the input. With `hidden` above 0, they are an MLP of the input with one
+    hidden layer of that width (the paper, section 3.2). For ablations, `fixed` replaces the weights
+    of all tokens and heads; the parameters of the gate then have a gradient of 0.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Gate(nn.Module):
 
 
 def branch_shares(logits: Tensor, kind: str) -> Tensor:
-    """Returns each branch's share of the gate's total weight, `[..., 3]`, in float32; sum 1.
+    """Returns each branch's share of the gate's weight, `[..., 3]`, in float32; the sum is 1.
 
-    For the softmax gate, the shares are the weights. For the sigmoid gate, they are the weights
-    divided by their sum, computed from logits so that three closed gates still have a defined
-    ratio.
+    For the softmax gate, the shares are the weights. For the sigmoid gate, the shares are the
+    weights divided by the sum of the weights. They are computed from logits, so that three closed
+    gates still have a defined ratio.
     """
     logits = logits.detach().float()
     return (F.logsigmoid(logits) if kind == "sigmoid" else logits).softmax(-1)

@@ -6,7 +6,7 @@ from torch import Tensor
 from nsa.model import Transformer
 
 PREFILL_TOKENS = 1024
-"""Tokens of a block of the prefill, which bounds the memory of its logits and activations."""
+"""Tokens of a block of the prefill. The block size bounds the memory of logits and activations."""
 
 
 @torch.inference_mode()

@@ -77,10 +77,10 @@ class Transformer(nn.Module):
     def reset_parameters(self) -> None:
         """Initialises all weights from a normal distribution of mean 0.
 
-        The standard deviation is `init_std`. It is divided by sqrt(2 · n_layers) if a layer writes
-        to the residual stream (GPT-2), so that the stream's variance does not grow with depth. It
-        is 1 / sqrt(fan-in) inside phi, whose input is a whole block. Norms start at 1; the gate's
-        bias and phi's positions start at 0.
+        The standard deviation is `init_std`. It is divided by sqrt(2 · n_layers) in the layers that
+        write to the residual stream (GPT-2), so that the stream's variance does not grow with
+        depth. Inside phi it is 1 / sqrt(fan-in), because the input of phi is a whole block. Norms
+        start at 1; the gate's bias and phi's positions start at 0.
         """
         std = self.config.init_std
         residual_std = std / math.sqrt(2 * self.config.n_layers)
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
     def collect_stats(self) -> Iterator[None]:
         """Makes each forward inside the context store statistics, which `read_stats` returns.
 
-        Outside the context no statistics are computed. No code inside it waits for the device.
+        Outside the context no statistics are computed. No code in the context waits for the device.
         """
         layers = self._sparse_layers()
         for layer in layers:
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
 
         The names are those of `nsa.stats`: `gate_entropy_mean`, `gate_entropy_min`,
         `gate_entropy_layers` `[L]` (nats), `gate_max_gate`, `gate_collapse_frac`,
-        `gate_branch_shares` `[3]` (cmp, slc, win), and those `sel_*` for which the sequence is long
+        `gate_branch_shares` `[3]` (cmp, slc, win), and each `sel_*` for which the sequence is long
         enough. The result is empty before such a forward and for dense attention. Reading a value
         waits for the device.
         """
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         caches: Sequence[Cache | DenseCache] = (),
         cu_seqlens: Sequence[int] | None = None,
     ) -> Tensor:
-        """int64 `[B, S]` → logits `[B, S, V]`. With `caches`, the tokens follow those in them.
+        """int64 `[B, S]` → logits `[B, S, V]`. With `caches`, the tokens follow the cached tokens.
 
         `cu_seqlens` are the offsets of documents packed in each sequence, as in `nsa_attention`.
         """

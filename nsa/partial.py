@@ -16,7 +16,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def attend_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, flash: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output `[N, M, Dv]` and the log-sum-exp `[N, M]`; each query must see a key.
+    """Returns two values: the output `[N, M, Dv]` and the log-sum-exp `[N, M]`.
+
+    Each query must see at least one key.
 
     `q` is `[N, M, Dk]`, `k` is `[N, T, Dk]`, `v` is `[N, T, Dv]` (float32 or float64), `bias` is
     `[M, T]`.
@@ -33,7 +35,7 @@ def attend_part_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     bias: Tensor | None, flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the part of the gradients of q, k and v that this part of the keys contributes.
+    """Returns what this part of the keys contributes to the gradients of q, k and v.
 
     `grad` and `out` `[N, M, Dv]` and `lse` `[N, M]` are over all keys; a query whose lse is +inf
     contributes nothing.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class Projection(nn.Linear):
     """Named projections without bias; their weights are consecutive rows of one parameter.
 
-    One large product is faster than several narrow products, and it sums the gradient of the input
-    inside the product instead of rounding it after each projection.
+    One large product is faster than several narrow products. It also sums the gradient of the input
+    inside the product, so this gradient is not rounded after each projection.
     """
 
     def __init__(self, dim: int, widths: Mapping[str, int]) -> None:
@@ -23,7 +23,7 @@ class Projection(nn.Linear):
         return y.split(list(self.widths.values()), dim=-1)
 
     def rows(self, x: Tensor) -> dict[str, Tensor]:
-        """Returns the rows of each projection, by name; `x` is the weight or its gradient."""
+        """Returns the rows of each projection, by name; `x` is the weight, or a gradient of it."""
         return dict(zip(self.widths, x.split(list(self.widths.values())), strict=True))
 
 
@@ -31,8 +31,8 @@ def joined_weights(state: Mapping[str, Any], layer: str, name: str, parts: list[
     """Returns a state dict in which a layer's separate projections are one parameter.
 
     Checkpoints from before the `Projection` have one weight per projection. `layer` is the prefix
-    of the layer's names, `name` the Projection's, and `parts` its projections. A state dict without
-    all of them is returned as it is.
+    of the layer's names, `name` the name of the Projection, and `parts` the names of its
+    projections. A state dict that lacks one of these projections is returned unchanged.
     """
     old = [f"{layer}{part}.weight" for part in parts]
     if not all(key in state for key in old):

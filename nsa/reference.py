@@ -1,8 +1,9 @@
-"""The oracle: one NSA layer in float64, one query and one head at a time. Only for tests.
+"""The oracle of tests and preflight: an NSA layer in float64, one query and one head at a time.
 
 The oracle shares no code with the fast path and uses other methods. It gathers the visible keys
-instead of masking the others, and rotates with complex numbers. It scores a selection block by
-spreading each compressed block's weight over its tokens and adding up the tokens of the block.
+instead of masking hidden keys, and rotates with complex numbers. To score selection blocks, it
+spreads the weight of each compressed block over the tokens of that block, and then adds up the
+tokens of each selection block.
 """
 
 import math
@@ -22,7 +23,7 @@ class Reference:
     out: Tensor
     """`[B, S, dim]`, float64, with its autograd graph."""
     selected: dict[tuple[int, int, int], list[int]]
-    """The blocks attended to, ascending: the given ones, else the oracle's own choice."""
+    """The selected blocks, ascending: the given blocks, or else the oracle's own choice."""
     scores: dict[tuple[int, int, int], list[float]]
     """p_slc of every block that has begun."""
 
@@ -33,7 +34,7 @@ def nsa_layer(
     config: ModelConfig,
     selected: Tensor | None = None,
 ) -> Reference:
-    """Returns what `NSAttention(config)` with `params` (by name) computes for `x` `[B, S, dim]`.
+    """Returns the results of `NSAttention(config)` with `params` (by name) for `x` `[B, S, dim]`.
 
     `selected` `[B, G, S, n]` replaces the oracle's own choice of blocks; indices past the last
     block are ignored. Gradients flow to `params` and `x` if these require gradients.
@@ -54,7 +55,7 @@ def nsa_layer(
 
 
 class _Sequence:
-    """One sequence `[S, dim]` and the vectors that its tokens and blocks are projected to."""
+    """One sequence `[S, dim]`, and the projections of its tokens and blocks."""
 
     def __init__(self, params: Mapping[str, Tensor], x: Tensor, config: ModelConfig) -> None:
         self.params, self.x, self.config = params, x, config

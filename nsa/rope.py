@@ -1,4 +1,4 @@
-"""Rotary position embedding, applied to each head by itself (RoFormer, arXiv 2104.09864)."""
+"""Rotary position embedding of each head (RoFormer, arXiv 2104.09864)."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from nsa.tables import cached_table
 def rotary_table(
     count: int, dim: int, base: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each `[count, dim]`, of positions 0, 1, ….
+    """Returns two values: the cosines and the sines of positions 0, 1, …, each `[count, dim]`.
 
     Angles are computed in float64, because a float32 angle of position 60,000 is wrong in the third
     digit.
@@ -28,11 +28,13 @@ def rotary_table(
 def rotate(x: Tensor, base: float, first: int = 0, step: int = 1) -> Tensor:
     """Rotates `x` `[..., N, D]`, whose rows have the positions first, first + step, ….
 
-    Pairs are (i, i + D/2). Low-precision input is rotated in float32 and returned in its dtype.
+    Pairs are (i, i + D/2). Low-precision input is rotated in float32; the result has the input's
+    dtype.
     """
     wide = upcast_fp32(x)
     end = first + step * x.shape[-2]
-    # One table covers all positions up to a power of two: a decoder need not build one per token.
+    # One table covers all positions up to a power of two, so a decoder need not build a table for
+    # each token.
     count = 1 << (end - 1).bit_length()
     table = rotary_table(count, x.shape[-1], base, x.device, wide.dtype)
     cos, sin = (values[first:end:step] for values in table)
@@ -40,7 +42,7 @@ def rotate(x: Tensor, base: float, first: int = 0, step: int = 1) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation as one product and two sums in place: half the memory passes of autograd."""
+    """The rotation as one product and two sums in place, with half of autograd's memory passes."""
 
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from nsa.tables import cached_table
 def overlap_weights(
     n_cmp: int, n_slc: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns the compressed blocks that overlap each selection block, and the overlaps.
+    """Returns two values: compressed blocks that overlap each selection block, and the overlaps.
 
-    Both are `[terms, n_slc]`, in ascending order. An overlap is the fraction of the compressed
-    block that lies inside the selection block, or 0 for unused terms. Eq. 9 is read as overlap, as
-    in every public kernel: with l=32, d=16, l'=64 the weights are 1/2, 1, 1, 1, 1/2 for blocks 4j-1
-    … 4j+3. The literal indices of eq. 9 point to earlier tokens. This function works for any l, d
-    and l'.
+    Both are `[terms, n_slc]`, with blocks in ascending order. An overlap is the fraction of the
+    compressed block that lies inside the selection block, or 0 for unused terms. Here and in every
+    public kernel, the weights of eq. 9 are overlaps; with l=32, d=16, l'=64 the weights are 1/2, 1,
+    1, 1, 1/2 for blocks 4j-1 … 4j+3. The literal indices of eq. 9 point to earlier tokens. This
+    function works for any l, d and l'.
     """
     size, stride, wide = config.block_size, config.block_stride, config.select_block_size
     begin = torch.arange(n_slc, device=device) * wide
@@ -41,8 +41,8 @@ def block_status(
 ) -> Tensor:
     """Returns an additive mask `[end - first, blocks]` for the tokens first … end - 1.
 
-    It is +inf for the forced blocks of a query, -inf for blocks that start after the query, and 0
-    for all other blocks.
+    The mask is +inf for the forced blocks of a query, -inf for blocks that start after the query,
+    and 0 for all other blocks.
     """
     current = torch.arange(first, end, device=device)[:, None] // config.select_block_size
     block = torch.arange(selection_blocks(config, end), device=device)[None, :]
@@ -56,7 +56,8 @@ def importance(p_cmp: Tensor, config: NSAConfig, n_slc: int) -> Tensor:
     """Returns p_slc (eq. 9): `p_cmp` `[..., n]` of the first n compressed blocks → `[..., n_slc]`.
 
     The sum is computed term by term, so selection blocks with the same terms have the same score to
-    the last bit, and ties break alike on every route. A matrix product would round by position.
+    the last bit, and ties are resolved in the same way on every route. In a matrix product, the
+    rounding would depend on the position.
     """
     blocks, weights = overlap_weights(p_cmp.shape[-1], n_slc, config, p_cmp.device, p_cmp.dtype)
     p_slc = p_cmp.new_zeros(*p_cmp.shape[:-1], n_slc)
@@ -70,7 +71,7 @@ def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, first: int = 0) ->
     """Returns p_slc (eq. 9, 10) of the queries of tokens first, first + 1, ….
 
     `q` is `[B, H, S, Dk]`, the compressed keys are `[B, G, N, Dk]`, and the result is `[B, G, S,
-    blocks]`; it is 0 for blocks that a query does not see.
+    blocks]`. The result is 0 for blocks that a query does not see.
     """
     n_slc = selection_blocks(config, first + q.shape[2])
     p_slc = upcast_fp32(q).new_zeros(q.shape[0], k_cmp.shape[1], q.shape[2], n_slc)
@@ -86,9 +87,9 @@ def top_blocks(p_slc: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
     """Returns the blocks that tokens first, first + 1, … attend to (eq. 11, 12).
 
     `p_slc` is `[B, G, S, blocks]`; the result is int64 `[B, G, S, n]`. Block 0, the current block
-    and the one before it are always selected and count among the n. Of equal scores the lower index
-    is selected. Indices ascend; if fewer than n blocks have begun, the rest have the value
-    `blocks`, one past the last index. n is at most the number of blocks.
+    and the block before the current block are always selected; the n blocks include these. Of equal
+    scores the lower index is selected. Indices ascend; if fewer than n blocks have begun, the other
+    indices have the value `blocks`, one past the last index. n is at most the number of blocks.
     """
     n_slc = p_slc.shape[-1]
     status = block_status(first, first + p_slc.shape[2], config, p_slc.device, p_slc.dtype)
@@ -99,11 +100,11 @@ def top_blocks(p_slc: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
 
 
 def attend_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig) -> Tensor:
-    """Causal attention to the tokens of the selected blocks, by a mask.
+    """Causal attention to the tokens of the selected blocks, by a mask. Returns `[B, H, S, Dv]`.
 
-    `q` `[B, H, S, Dk]` are the last S of T tokens with `k` `[B, G, T, Dk]`, `v` `[B, G, T, Dv]`;
-    `blocks` `[B, G, S, n]` as from `top_blocks` → `[B, H, S, Dv]`. Future tokens of the current
-    block are masked. A single query loads the tokens of its blocks only.
+    `q` `[B, H, S, Dk]` are the last S of T tokens, `k` is `[B, G, T, Dk]`, `v` is `[B, G, T, Dv]`,
+    and `blocks` `[B, G, S, n]` is a result of `top_blocks`. Future tokens of the current block are
+    masked. A single query loads only the tokens of its own blocks.
     """
     size, (count, total) = config.select_block_size, (q.shape[2], k.shape[2])
     if count == 1:
@@ -147,7 +148,8 @@ def merged_ranges(blocks: Tensor, config: NSAConfig, first: int) -> Tensor:
 
     `blocks` has ascending indices `[B, G, S, n]` of queries first, first + 1, …; the result `[B, G,
     S, n, 2]` has begin and end of each range. Unused ranges are empty. A range ends with its query
-    at the latest. It has the position of its last block, so no shape depends on the data.
+    at the latest. A range is stored at the place of its last block, so no shape depends on the
+    data.
     """
     size = config.select_block_size
     end = first + torch.arange(1, blocks.shape[2] + 1, device=blocks.device)[:, None]

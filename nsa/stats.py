@@ -1,4 +1,4 @@
-"""Statistics of the gate and the selection, as tensors on the device; no code waits for it."""
+"""Statistics of the gate and the selection, as tensors on the device; no code here waits for it."""
 
 from collections.abc import Sequence
 
@@ -37,17 +37,18 @@ def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
 def selection_stats(p_slc: Tensor, blocks: Tensor, config: NSAConfig) -> dict[str, Tensor]:
     """Returns statistics of one layer's selection from p_slc `[B, G, S, blocks]` and the indices.
 
-    Over queries that see a compressed block (absent where the sequence is shorter than one):
+    Over queries that see a compressed block (absent if the sequence is shorter than such a block):
 
     - `sel_entropy`: entropy of p_slc over blocks, nats;
     - `sel_forced_share`: the fraction of p_slc on the forced blocks.
 
-    Over free picks (selected blocks that are not forced) of queries with more blocks than they may
-    select. Absent where the sequence has fewer than two such queries, or n allows no free pick:
+    Over free picks (selected blocks that are not forced) of queries with more than n blocks to
+    select from (absent if the sequence has fewer than two such queries, or if n allows no free
+    pick):
 
     - `sel_distance_mean`: tokens from the query back to the end of the block;
     - `sel_distance_hist`: fractions with a distance of 2-3, 4-7, 8-15, … blocks;
-    - `sel_overlap`: the fraction of picks that the previous query attends to as well.
+    - `sel_overlap`: the fraction of picks that are also blocks of the previous query.
     """
     found = {}
     seq_len, n_slc = p_slc.shape[-2:]

@@ -12,7 +12,7 @@ P = ParamSpec("P")
 T = TypeVar("T", bound="Tensor | tuple[Tensor, ...]")
 
 LARGEST_MIB, MOST_TABLES = 256, 1024
-"""Memory and number of the tables that stay cached; the least recently used ones go first."""
+"""Limits of the cached tables, in MiB and in number; the least recently used tables are dropped."""
 
 
 class Tables:
@@ -23,7 +23,7 @@ class Tables:
         self._tables: OrderedDict[Hashable, Any] = OrderedDict()
 
     def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        """Returns the table of a key; builds it where it is not cached."""
+        """Returns the table of a key; builds the table if it is not cached."""
         if key in self._tables:
             self._tables.move_to_end(key)
             return self._tables[key]
@@ -47,8 +47,8 @@ def _bytes(table: Tensor | Iterable[Tensor]) -> int:
 def cached_table(build: Callable[P, T]) -> Callable[P, T]:
     """Caches a function that builds constant tensors from hashable arguments.
 
-    The tables belong to no module: neither to its state dict nor to its checkpointed inputs. They
-    are built outside inference mode, so that a later training step may save them for its backward.
+    The tables are neither in the state dict of a module nor among its checkpointed inputs. They are
+    built outside inference mode, so that a later training step may save them for its backward.
     While torch.compile traces the function, its result becomes part of the graph.
     """
 

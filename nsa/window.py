@@ -9,7 +9,7 @@ from nsa.attend import attend, attend_last, causal_mask
 CHUNK_ROWS = 384
 """Preferred number of rows (tokens times heads of a group) in a chunk."""
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 128
-"""Limits of the tokens in a chunk; each token costs every query one key more."""
+"""Limits of the number of tokens in a chunk. With each token, every query reads one more key."""
 
 
 def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = False) -> Tensor:
@@ -17,8 +17,8 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = F
 
     `q` `[B, H, S, Dk]` are the last S of T tokens with `k` `[B, G, T, Dk]`, `v` `[B, G, T, Dv]` →
     `[B, H, S, Dv]`; T - S is at least w - 1, or the position of the first query. Queries with fewer
-    than w tokens before them see all of these. The others are cut into chunks of c tokens (16 to
-    128), and each chunk sees w + c keys, so a query costs w + c keys instead of S.
+    than w earlier tokens see all earlier tokens. The other queries are cut into chunks of c tokens
+    (16 to 128), and each chunk sees w + c keys, so a query costs w + c keys instead of S.
     """
     count, past = q.shape[2], k.shape[2] - q.shape[2]
     if count == 1:
@@ -39,8 +39,8 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = F
 def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """The window of queries that begin at token w of the keys; shapes as in `attend_window`.
 
-    The heads of a group are rows of one product, like its tokens, because the CPU's kernel is
-    faster with more rows.
+    The heads of a group are rows of one product, like the tokens of a chunk, because the CPU's
+    kernel is faster with more rows.
     """
     batch, heads, rest, _ = q.shape
     groups = k.shape[1]

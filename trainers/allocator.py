@@ -12,12 +12,12 @@ def keep_freed_memory() -> bool:
     """Makes glibc reuse freed memory. Returns False if another C library is used.
 
     By default glibc returns large tensors and the top of the heap to the kernel at once, and every
-    step faults the pages in again: a step of one layer with 8,192 tokens then has 20,000 to 80,000
+    step faults the pages in again. A step of one layer with 8,192 tokens then has 20,000 to 80,000
     page faults instead of 1,000.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    # Sets both or neither: with a fixed trim threshold alone, every tensor uses mmap.
+    # Sets both or neither, because with a fixed trim threshold alone every tensor uses mmap.
     return bool(mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))

@@ -31,17 +31,17 @@ BATCH = ("train.batch_size", "train.accumulate")
 
 
 def allowed(text: str) -> frozenset[str] | None:
-    """Returns the groups that `checkpoint.allow_change` names, or None if it is invalid."""
+    """Returns the groups in a value of `checkpoint.allow_change`, or None if it is invalid."""
     groups = frozenset(GROUPS) - {FUNCTION}
     named = groups if text == ALL else frozenset(filter(None, text.split(",")))
     return named if named <= groups else None
 
 
 def compared(settings: Any, world: int, stream: str) -> dict[str, Any]:
-    """Returns the values that `GROUPS` names; those that are not available are left out.
+    """Returns the values that belong to `GROUPS`; values that are not available are left out.
 
-    `settings` is a mapping of values by key. `stream` is the fingerprint of the data, "" if it is
-    not available.
+    `settings` is a mapping of values by key. `stream` is the fingerprint of the data, or "" if no
+    fingerprint is available.
     """
     values = dict(settings) if isinstance(settings, Mapping) else {}
     found = {key: value for key, value in values.items() if _group(key) and key not in FREE}

@@ -72,13 +72,14 @@ class Parts:
 
 
 ALONE = "torch.distributed is disabled"
-"""Start of DCP's warning that it works in one process only, as intended here."""
+"""Start of DCP's warning that only one process takes part, which is intended here."""
 
 
 def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:
     """Returns the result of `work` on this rank; all ranks must call this function.
 
-    If `work` fails on a rank, all ranks raise CheckpointError with the message of the first.
+    If `work` fails on a rank, all ranks raise CheckpointError with the message of the first failed
+    rank.
     """
     results, failure, reason = [], None, ""
     try:
@@ -100,10 +101,10 @@ def restore(
 ) -> tuple[Path, Manifest, list[CheckpointError]] | None:
     """Restores, on all ranks, the checkpoint that `choose` returns on rank 0.
 
-    Returns its path and manifest, and the errors of the checkpoints that rank 0 skipped; None if
-    there is no checkpoint. `accept` may raise an error, which must then occur on all ranks. Raises
-    CheckpointError on all ranks if a rank cannot read the checkpoint, or finds another checkpoint
-    at its path.
+    Returns three values: the path and the manifest of the checkpoint, and the errors of the
+    checkpoints that rank 0 skipped. Returns None if there is no checkpoint. `accept` may raise an
+    error, which must then occur on all ranks. Raises CheckpointError on all ranks if a rank cannot
+    read the checkpoint, or finds another checkpoint at this path.
     """
     parallel = parts.parallel
 
@@ -132,7 +133,7 @@ def load(path: Path, parts: Parts) -> None:
     """Restores all tensors bitwise from a verified checkpoint.
 
     The window of `Spikes` stays empty if the checkpoint is of an earlier version without a window.
-    Raises CheckpointError; if the model differs, its message names the parameter.
+    Raises CheckpointError; if the model differs, the message names the parameter.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
@@ -199,7 +200,7 @@ def load_section(path: Path, section: str) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[tuple[_Reader, Metadata]]:
-    """Yields the reader and the index of a checkpoint; read errors become CheckpointError."""
+    """Yields two values: reader and index of a checkpoint. Read errors become CheckpointError."""
     reader = _Reader(path)
     try:
         with warnings.catch_warnings():
@@ -283,7 +284,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Returns the states of this rank's generators as one uint8 vector on its device."""
+    """Returns the states of this rank's generators as one uint8 vector on `device`."""
     parts = [torch.get_rng_state()]
     if device.type == "cuda":
         parts.append(torch.cuda.get_rng_state(device))

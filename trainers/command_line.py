@@ -41,7 +41,7 @@ class Arguments:
     check: bool
     overrides: Mapping[str, str]
     origins: Mapping[str, str]
-    """The option that set a key of `overrides`."""
+    """For each key of `overrides` that was not set with `--set`, the option that set it."""
 
 
 class Parser(argparse.ArgumentParser):

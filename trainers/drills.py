@@ -56,7 +56,7 @@ def arm(
 
 
 def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> str:
-    """Returns why a drill does not happen in this attempt, or "" if it does."""
+    """Returns why a drill does not happen in this attempt, or "" if the drill happens."""
     if member.attempt > 1 and not drill.every_attempt:
         return f"this is attempt {member.attempt}"
     if drill.rank is not None and drill.rank >= member.world:
@@ -200,5 +200,5 @@ DRILLS: dict[str, Callable[[Any, Any], Any]] = {
     "slow": _sleep,
     "leak": _leak,
 }
-"""The function of each kind. Its arguments are the amount, and the member, the source or the
-logits. A function that gets the logits returns them."""
+"""The function of each kind. Its first argument is the amount; its second argument is the member,
+the source or the logits. A function that gets the logits returns logits."""

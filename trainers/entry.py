@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
 def exit_now(code: int) -> NoReturn:
     """Exits at once; all records have been written.
 
-    Destroying process groups can hang forever: with two gloo groups this happened in 2 of 16 exits.
+    This function destroys no process group, because that can hang forever: with two gloo groups
+    this happened in 2 of 16 exits.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,7 +72,7 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
 
 
 def _attempts(run: Path) -> int:
-    """Returns the number of earlier attempts; all ranks read it before a rank writes."""
+    """Returns the number of earlier attempts; each rank reads it before any rank writes."""
     record = rundir.read_json(run / rundir.ENV) or {}
     return jsonl.integer(record, "attempt") or 0
 

@@ -18,7 +18,7 @@ from trainers.loader import Batch
 def evaluate(t: Training, step: int) -> None:
     """Records the token-weighted mean loss on the held-out batches of all ranks.
 
-    It uses no compiled blocks, because compiling them again without gradients takes minutes.
+    The evaluation runs uncompiled, because a second compilation without gradients takes minutes.
     """
     compiled = t.settings.train.compile
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
@@ -40,7 +40,7 @@ def evaluate(t: Training, step: int) -> None:
 
 
 def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the loss sum in nats, the number of scored predictions, and how many were right."""
+    """Returns three values: loss sum in nats, number of scored and number of right predictions."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     each = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")

@@ -57,7 +57,7 @@ BY_NAME: dict[str, tuple[int, str]] = {
     "DistNetworkError": (COLLECTIVE, "the ranks cannot reach each other"),
     "DistStoreError": (COLLECTIVE, "the rendezvous store does not answer"),
 }  # fmt: skip
-"""Exit code and sentence for exceptions of torch and Python, by class name: this needs no torch."""
+"""Exit code and sentence for each class of exception; class names need no import of torch."""
 
 HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""
@@ -78,7 +78,7 @@ def command(name: str, work: Callable[[], str]) -> int:
 
 
 def classify(error: BaseException) -> tuple[int, str]:
-    """Returns the exit code of an error and one sentence; an unexpected error has code `BUG`."""
+    """Returns two values for an error: exit code and sentence. `BUG` means an unexpected error."""
     if isinstance(error, TrainingError):
         return error.exit_code, str(error)
     if isinstance(error, ContractError):

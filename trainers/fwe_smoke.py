@@ -1,7 +1,7 @@
 """`python -m trainers.fwe_smoke` measures how fast FineWeb-Edu is read, without training.
 
-It prints the tokens per second and the times of single fetches. The exit code is 0. If no data
-comes, it is 12, and one sentence on stderr says why.
+It prints the tokens per second and the times of single fetches. The exit code is 0, or 12 if no
+data comes; one sentence on stderr then says why.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from trainers.failures import LeakError, NonFiniteError
 from trainers.step_reduction import Row
 
 SPIKE_WINDOW_STEPS, LEAST_DEVIATION = 128, 0.01
-"""Number of norms in the window of `Spikes`; least deviation as a fraction of their mean."""
+"""Number of norms in the window of `Spikes`, and least deviation as a fraction of the mean norm."""
 LEAK_TOKENS, LEAK_NATS = 16_384, 0.02
-"""Tokens in the window of the leak check; how far below chance (10 deviations) a leak is."""
+"""Tokens in the window of the leak check, and nats below chance (10 deviations) that are a leak."""
 
 
 def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
@@ -30,7 +30,8 @@ def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
-    """Clips the global gradient norm. Returns the earlier norm, and 1.0 if it is not finite."""
+    """Clips the global gradient norm. Returns two values: the norm before clipping, and 1.0 if
+    that norm is not finite, else 0.0."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -38,7 +39,7 @@ def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
-    """Steps the optimizer unless `nonfinite` is set; the fused kernel reads it on the device."""
+    """Steps the optimizer unless `nonfinite` is 1; the fused kernel reads this on the device."""
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = nonfinite  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.step()
@@ -73,9 +74,9 @@ class Spikes:
     """Detects steps whose gradient norm is far above earlier norms, without waiting for the GPU.
 
     The detection uses the norm, which is the same on every rank before the optimizer runs. With
-    `sigmas` 0 nothing is detected. The window contains the last finite norms; a spike enters it as
-    the limit that it exceeded. So one spike changes the limit little, and after a lasting rise of
-    the norm the limit grows until it accepts the new level.
+    `sigmas` 0 nothing is detected. The window contains the last finite norms; in place of a spike
+    it contains the limit that the spike exceeded. So one spike changes the limit little, and after
+    a lasting rise of the norm the limit grows until the new level is accepted.
     """
 
     def __init__(self, sigmas: float, device: torch.device):

@@ -21,7 +21,7 @@ from trainers.timeout import within
 def resolve(
     data: DataSettings, scratch: Path, fingerprint: Callable[[str, str], str]
 ) -> tuple[str, list[str], list[str]]:
-    """Returns a description, the files of the training split, and a fingerprint of each file.
+    """Returns three values: a description, the files of the training split, their fingerprints.
 
     `fingerprint` is a function that returns the fingerprint of a file in the folder of a mirror.
     Raises DataError, within about a second if the hub cannot be reached.

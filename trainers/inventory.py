@@ -87,7 +87,7 @@ class Inventory:
 
 
 def dtypes(model: nn.Module) -> str:
-    """Returns the number of elements per dtype, and the dtype and shape of each tensor."""
+    """Returns a text: the number of elements per dtype, then dtype and shape of each tensor."""
     rows = [("PARAM", name, each) for name, each in model.named_parameters()]
     rows += [("BUFFER", name, each) for name, each in model.named_buffers()]
     sizes: Counter[str] = Counter()
@@ -111,7 +111,7 @@ def _size_bytes(tensor: Tensor) -> int:
 
 
 def environment() -> str:
-    """Returns versions, the build of torch and all installed packages, without starting pip."""
+    """Returns a text with versions, torch's build and all packages, without starting pip."""
     packages = {f"{each.name}=={each.version}" for each in distributions()}
     facts = {
         "python": platform.python_version(), "platform": platform.platform(),
@@ -123,9 +123,9 @@ def environment() -> str:
 
 
 def nvidia_smi() -> str:
-    """Returns the XML of nvidia-smi, or why there is none.
+    """Returns the XML of nvidia-smi, or an XML comment with the reason why there is none.
 
-    The program gets no variable of the run, so that the supervisor does not wait for it.
+    nvidia-smi gets no variable of the run, so that the supervisor does not wait for nvidia-smi.
     """
     try:
         done = subprocess.run(

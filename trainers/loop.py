@@ -107,7 +107,8 @@ def forward_backward(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Accumulates the gradients of the token-weighted mean loss over the micro-batches.
 
-    Returns this rank's `FIGURES`, float64 on the device, and the attention statistics.
+    Returns two values: this rank's `FIGURES` (float64, on the device), and the statistics of the
+    attention.
     """
     figures = torch.zeros(len(FIGURES), dtype=torch.float64, device=t.parallel.device)
     scale = t.parallel.scale(sum(batch.tokens_scored for batch in batches))

@@ -22,7 +22,7 @@ from trainers.failures import CheckpointError
 
 MANIFEST, FORMAT = "manifest.json", 2
 ASIDE = ".old"
-"""Suffix of an older checkpoint while a new save of its step replaces it."""
+"""Suffix of a checkpoint while a new save of the same step replaces this checkpoint."""
 _NAME = re.compile(rf"(?:step_(\d{{8,}})|\.step_(\d{{8,}}){re.escape(ASIDE)})\Z")
 
 
@@ -106,7 +106,7 @@ def _original(aside: Path) -> str:
 
 
 def clear_leftovers(run: Path) -> None:
-    """Removes the files of a killed save, and restores the name of a checkpoint that it renamed.
+    """Removes the files of a killed save, and undoes the rename of the checkpoint to be replaced.
 
     Only the process that saves may call this function.
     """
@@ -122,7 +122,7 @@ def clear_leftovers(run: Path) -> None:
 
 
 def retain(run: Path, keep_last: int, keep_every: int) -> list[str]:
-    """Removes all checkpoints except the newest `keep_last` and every `keep_every`-th step.
+    """Removes all checkpoints but the newest `keep_last` and those of every `keep_every`-th step.
 
     Returns a sentence for each checkpoint that cannot be removed.
     """
@@ -151,7 +151,7 @@ def verify(path: Path) -> Manifest:
 
 
 def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
-    """Returns a verified checkpoint, and the errors of the newer checkpoints.
+    """Returns two values: a verified checkpoint, and the errors of the newer checkpoints.
 
     `path` is a checkpoint or a run. For a run, returns the checkpoint of `step`, or the newest
     verified checkpoint if `step` is 0. Raises CheckpointError.
@@ -196,7 +196,7 @@ def read(path: Path) -> Manifest:
 
 
 def digest(path: Path) -> str:
-    """Returns the hash of a checkpoint's manifest, which identifies it. Raises OSError."""
+    """Returns the hash of a checkpoint's manifest as its identity. Raises OSError."""
     return _fingerprint(path / MANIFEST)[1]
 
 

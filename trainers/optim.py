@@ -11,7 +11,7 @@ from trainers.schema import OptimSettings, TrainSettings
 
 
 def build(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """Returns AdamW for the trainable parameters; those with two or more dimensions decay."""
+    """Returns AdamW; weight decay applies to parameters with two or more dimensions."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},

@@ -60,7 +60,7 @@ class Single:
         return 1.0 / tokens
 
     def reduce(self, vector: Tensor) -> Callable[[], None]:
-        """Starts to sum `vector` over ranks, in place. Returns a function that waits for it."""
+        """Starts to sum `vector` over ranks in place. Returns a function that waits for the sum."""
         del vector
         return lambda: None
 
@@ -161,7 +161,7 @@ class Ddp(Group):
 
 
 class Fsdp(Group):
-    """FSDP2: parameters, gradients and optimizer state are sharded: each block, and the rest.
+    """FSDP2: shards parameters, gradients and optimizer state, per block and of the other layers.
 
     With bf16 or fp16, the ranks gather the weights of the blocks in this type and reduce the
     gradients in fp32. Activations between the layers stay in fp32, as with DDP.

@@ -52,7 +52,7 @@ def allow_tf32(allowed: bool) -> None:
 
 
 class LossScale:
-    """The dynamic scale of an fp16 loss, kept on the device without waiting for it.
+    """The dynamic scale of an fp16 loss, stored and updated on the device; no code waits for it.
 
     The rule is that of `torch.amp.GradScaler`, which does not support an overflow in another rank's
     shard. Without fp16 the scale is always 1.

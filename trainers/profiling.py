@@ -1,4 +1,4 @@
-"""Profiles steps with torch.profiler, and reports the SDPA kernels that they called."""
+"""Profiles steps with torch.profiler, and reports the SDPA kernels that these steps called."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ VOCABULARIES = {
     "byte": {256},
     "gpt2": {-(-50_257 // step) * step for step in (1, 64, 128, 256, 512, 1024)},
 }
-"""Possible sizes of the vocabulary by tokenizer; that of gpt2 may be rounded up."""
+"""Possible sizes of the vocabulary by tokenizer; the size for gpt2 may be rounded up."""
 DRAWN = ("synthetic", "recall")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One row of the table; the message names `keys` with values and origins, then `reason`."""
+    """One row of the table; the message has `keys` with values and origins, then `reason`."""
 
     keys: tuple[str, ...]
     when: Callable[[Settings], bool]
@@ -95,7 +95,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("data.documents", "train.compile"),
         lambda s: s.data.documents == "separate" and s.train.compile,
-        "torch.compile would compile anew for the lengths of each batch; turn one of them off",
+        "torch.compile would compile anew for the lengths of each batch; change one of the two",
     ),
     Refusal(
         ("data.source", "data.path"),
@@ -112,7 +112,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("ddp.static_graph", "ddp.find_unused"),
         lambda s: s.ddp.static_graph and s.ddp.find_unused,
-        "a static graph finds unused parameters by itself; turn one of them off",
+        "a static graph finds unused parameters by itself; turn one of the two off",
     ),
     Refusal(
         ("ddp.compress", "train.device"),
@@ -163,13 +163,13 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("train.stop_at_bytes_right", "data.source"),
         lambda s: s.train.stop_at_bytes_right > 0 and s.data.source != "recall",
-        "only recall counts right bytes; set it to 0 or use data.source=recall",
+        "only recall counts right bytes; set train.stop_at_bytes_right=0, or use recall",
     ),
     Refusal(
         ("data.path",),
         _missing_folder,
-        "there is no such folder; name a folder of files, or leave it empty (text: the sources of "
-        "the Python standard library; fineweb_edu: the hub)",
+        "there is no such folder; name a folder of files, or leave data.path empty (text: the "
+        "sources of the Python standard library; fineweb_edu: the hub)",
     ),
 )
 

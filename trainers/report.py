@@ -42,7 +42,7 @@ IN_SHARDS = ("k_stats.csv", "fallback_counters.csv")
 
 
 class Csv:
-    """Appends a row for each record that has one of its columns; a new file gets a header."""
+    """Appends a row for each record with one of the file's columns; a new file gets a header."""
 
     def __init__(self, member: Member, name: str, is_fsdp: bool):
         self._member, self._columns = member, CSV_COLUMNS[name]

@@ -40,15 +40,15 @@ from trainers.manifest import Manifest
 from trainers.schema import CheckpointSettings
 
 FINISH_S, HURRY_S = 60.0, 10.0
-"""Longest wait for a background save after an error; the second value if this rank must halt."""
+"""Longest wait for a background save after an error: usually, and if this rank must halt."""
 REMOVE_S, POLL_S = 5.0, 0.1
 
 
 class Saver:
     """Writes the checkpoints of a run, one at a time; all ranks must call the same methods.
 
-    `ours` returns whether the run directory is still at its path. Rank 0 calls it, also from the
-    background thread; if it returns False, nothing at the path is written or removed.
+    `ours` returns whether the run directory is still at its path. Rank 0 calls `ours`, also from
+    the background thread; if the result is False, nothing at the path is written or removed.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class Saver:
     def finish(self, hurry: Callable[[], bool] = lambda: False) -> list[Path | CheckpointError]:
         """Waits for the background save of a training that failed; raises nothing.
 
-        After `FINISH_S` seconds (`HURRY_S` once `hurry` returns True) it removes the unfinished
-        checkpoint. Returns the same as `collect`.
+        After `FINISH_S` seconds (`HURRY_S` once `hurry` returns True) the unfinished checkpoint is
+        removed. Returns the same as `collect`.
         """
         began = time.monotonic()
         while self._pending is not None and not self._pending[0].done():
@@ -146,7 +146,7 @@ class Saver:
         return _failed(target, late)
 
     def _begin(self, position: Manifest) -> tuple[Path, Tensor]:
-        """Removes the files of a killed save. Returns target and generator states of all ranks."""
+        """Removes the files of a killed save. Returns two values: target, all generator states."""
         self.wait()
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)
@@ -184,7 +184,7 @@ class Saver:
         return target
 
     def _seal(self, position: Manifest, target: Path) -> None:
-        """Completes a written checkpoint on rank 0; the other ranks wait for its result."""
+        """Completes a written checkpoint on rank 0; the other ranks wait for the result."""
         parallel, reason = self._parts.parallel, ""
         if parallel.rank == 0:
             try:
@@ -217,7 +217,8 @@ class Saver:
     def _discard(self, target: Path) -> None:
         """Removes an unfinished checkpoint (rank 0).
 
-        It renames the checkpoint first: either this rename succeeds, or the rename in `_seal`.
+        It renames the checkpoint first, because only one of two renames can succeed: this rename
+        or the rename in `_seal`.
         """
         if not self._ours():
             return

@@ -1,7 +1,7 @@
 """The settings: every key with its type, default, limits and help. Needs no torch.
 
 A key is one field of a section below. Its type is the annotation (`Literal` for choices); `key`
-returns a field with the other facts. Flags, options and error messages read them through `keys()`.
+returns a field with the other facts. Flags, options and error messages read all facts by `keys()`.
 """
 
 from __future__ import annotations
@@ -142,12 +142,12 @@ class DdpSettings:
     find_unused: bool = key(False, "Search for parameters without a gradient in each step.")
     static_graph: bool = key(False, "Enable static_graph of DDP; the graph must not change.")
     compress: Literal["none", "fp16", "bf16"] = key(
-        "none", "Data type of gradients in the all-reduce; none: their own."
+        "none", "Data type of gradients in the all-reduce; none: the type that they have."
     )
     timeout_min: float = key(10.0, "Time limit of a collective in minutes.", 0.01, 10_000)
     disable_gc: bool = key(False, "Keep all activations under DDP; overrides `train.recompute`.")
     safe_mode: bool = key(
-        False, "For debugging: gradient buckets of 2 MB, and gradients that are not views of them."
+        False, "For debugging: buckets of 2 MB, and gradients that are not views of the buckets."
     )
 
 
@@ -170,7 +170,7 @@ class ReportSettings:
     out_dir: str = key(
         "", "Parent directory of runs that are started by hand; empty: artifacts/<config>."
     )
-    log_every: int = key(10, "Steps between progress records; steps 1 to 5 always have one.", 1)
+    log_every: int = key(10, "Steps between progress records; steps 1 to 5 each have a record.", 1)
     disable_aux_stats: bool = key(False, "Compute no gate and selection statistics.")
     disable_csv: bool = key(False, "Write no training.csv and no other CSV file.")
     disable_tb: bool = key(False, "Write nothing for TensorBoard.")
@@ -256,7 +256,7 @@ def keys() -> dict[str, Key]:
 
 
 def section_keys(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
-    """Yields the keys of a section; their names begin with `prefix`."""
+    """Yields two values for each key of a section: its name with the `prefix`, and the key."""
     hints = get_type_hints(section)
     for each in fields(section):
         name, hint = f"{prefix}{each.name}", hints[each.name]

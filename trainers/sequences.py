@@ -26,7 +26,7 @@ class Source:
     fingerprint: str
     """The conditions under which a position is valid, as `key=value` words."""
     scored: int
-    """Predicted tokens per sequence that count in the loss."""
+    """Number of predicted tokens per sequence whose loss is used."""
     position = 0
     """Sequences read so far, over all ranks."""
     end_token: int | None = None

@@ -48,7 +48,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "runtime.use_flash": {True: False, False: True},
     "nsa.phi": {"avg": "mean"},
 }
-"""The translations of values of other systems, by the key's name there."""
+"""The translations of values of other systems, by the name of the key in those systems."""
 INCLUDE, MOST_INCLUDES = "include", 4
 
 
@@ -115,7 +115,7 @@ def resolve(
 def _from_yaml(
     path: Path, known: Mapping[str, Key], includers: tuple[Path, ...] = ()
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yields key, value and origin of each setting in a file; an included file comes first."""
+    """Yields three values per setting in a file: key, value, origin. Included files come first."""
     document, names = yamlfile.load(path), known.keys() | ALIASES.keys()
     if INCLUDE in document:
         included = _included(path, document.pop(INCLUDE), includers)
@@ -133,7 +133,7 @@ def _from_yaml(
 
 
 def _included(path: Path, name: Any, includers: tuple[Path, ...]) -> Path:
-    """Returns the file that `path` includes, relative to it. Raises UsageError."""
+    """Returns the file that `path` includes; `name` is relative to `path`. Raises UsageError."""
     if not isinstance(name, str) or not name:
         raise UsageError(f"{path}: {INCLUDE!r} must be the path of one YAML file, not {name!r}")
     included, chain = path.parent / name, (*includers, path)
@@ -147,7 +147,10 @@ def _included(path: Path, name: Any, includers: tuple[Path, ...]) -> Path:
 
 
 def translate(key: str, value: Any) -> tuple[str, Any]:
-    """Returns this project's name of a key, and its value; known names are unchanged."""
+    """Returns two values: the name of a key in this project, and its value in this project.
+
+    A key that has no other name here is returned unchanged.
+    """
     if isinstance(value, str | bool):
         value = VALUES.get(key, {}).get(value, value)
     return ALIASES.get(key, key), value
@@ -174,7 +177,7 @@ def _source(origin: str, key: str) -> str:
 
 
 def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> T:
-    """Returns a section made from the plain data of a checkpoint; its keys begin with `prefix`.
+    """Returns a section made from the keys of a checkpoint's plain data that begin with `prefix`.
 
     A missing key gets its default. Raises UsageError, and TypeError if a missing key has no
     default.

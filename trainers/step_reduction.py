@@ -1,7 +1,7 @@
-"""The only all-reduce of a step: figures, halt and requests; its result is read a step later.
+"""The only all-reduce of a step, for figures, halt and requests; a step later the sum is read.
 
-The all-reduce sums `FIGURES` and the requests over all ranks. Every rank starts and finishes it at
-the same place in the loop, so all ranks decide alike without another collective.
+The all-reduce sums `FIGURES` and the requests over all ranks. Every rank starts and finishes the
+all-reduce at the same place in the loop, so all ranks decide alike without another collective.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class StepReduction:
         wait = self._reduce(vector)
         if self._side is None:
             return vector, wait
-        # The copy to the host overlaps the next step; the host waits only for its event.
+        # The copy to the host overlaps the next step; the host waits only for the copy's event.
         host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):

@@ -1,9 +1,9 @@
 """Joins documents into one endless token stream with a small, exact position.
 
-Documents are tokenised, followed by the end token, joined, and cut
-into sequences of S + 1 tokens that overlap by one. With bytes, text files are joined without a
-separator (unless data.documents=separate), and documents of the other formats are followed by a
-zero byte; with gpt2, each document is followed by `<|endoftext|>`.
+Each document is tokenised and followed by the end token. The documents are then joined and cut into
+sequences of S + 1 tokens that overlap by one token. With bytes, a zero byte is the end token, but
+text files have no end token unless data.documents=separate. With gpt2, `<|endoftext|>` is the end
+token.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ HELD_OUT = "held-out/"
 
 
 class Synthetic(Source):
-    """Uniform random bytes: nothing can be learned, so the loss stays at ln 256.
+    """Uniform random bytes, from which nothing can be learned; the loss stays at ln 256.
 
     A sequence depends only on seed and index, so a position is one number. The held-out part has
     another seed.
@@ -42,7 +42,7 @@ class Synthetic(Source):
         return self.draw(index)[0]
 
     def draw(self, index: int) -> tuple[bytearray, random.Random]:
-        """Returns S + 1 bytes for the seed and an index, and the generator that drew them."""
+        """Returns two values: S + 1 bytes for the seed and an index, and their generator."""
         generator = random.Random(f"{self._seed}/{index}")
         return bytearray(generator.randbytes(self.seq_len + 1)), generator
 

@@ -110,7 +110,7 @@ def fingerprint_entry(file: str, root: Path | str) -> str:
 
 
 def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
-    """Returns the data folder, and the sorted files in it that are not empty."""
+    """Returns two values: the data folder, and a sorted list of its files that are not empty."""
     root, pattern = Path(data.path), data.pattern
     folders = [root]
     if not data.path:
@@ -162,7 +162,7 @@ def _always(_document: bytes) -> bool:
 
 
 def _text(file: str, cursor: int, _key: str) -> Iterator[Piece]:
-    """Yields a file in pieces that end at a line's end, so that no character is split."""
+    """Yields a file in pieces of whole lines, so that no character is split."""
     with Path(file).open("rb") as stream:
         stream.seek(cursor)
         ends = False

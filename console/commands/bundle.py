@@ -40,7 +40,7 @@ def bundle(options: argparse.Namespace) -> int:
         f"{output}: {status_text.size(size)}, {status_text.counted(len(files), 'file')} "
         f"({cut} truncated, {left} left out)",
         f"{status_text.counted(removed, 'value')} removed as secret; kept: {archive.KEPT}",
-        "read it before you publish it",
+        "read the bundle before you publish it",
     ])  # fmt: skip
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from console import actions, targets
@@ -32,7 +33,7 @@ def pairs(words: Sequence[str], option: str) -> dict[str, str]:
 
 
 def _chosen(options: argparse.Namespace) -> LaunchOptions:
-    """Returns the options of a launch. Raises UsageError unless they name one plan or config."""
+    """Returns the options of a launch. Raises UsageError unless there is one plan or one config."""
     if (options.plan is None) == (options.config is None):
         raise UsageError("launch needs either PLAN or --config FILE; see nsa-console launch --help")
     if options.trainer and options.config is None:
@@ -58,6 +59,7 @@ def resume(options: argparse.Namespace) -> int:
 
 
 def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
+    chosen = replace(chosen, measure=False) if options.dry_run else chosen
     prepared = actions.prepare(chosen, print_error)
     if options.dry_run:
         show(options.json, prepared.as_dict(), prepared.lines())
@@ -110,7 +112,7 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     except TimeoutError:
         raise ContractError(
             f"the file system of {path} does not answer {limit}: delivery of {action} unknown; "
-            "send it again when the file system answers"
+            f"send {action} again when the file system answers"
         ) from None
     if event is None:
         host, stopped = targets.host_and_stopped(path, ACTIONS[action])

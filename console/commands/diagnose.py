@@ -45,7 +45,7 @@ def _dump(path: Path) -> Outcome:
 
 
 def cost(state: RunState, cause: str) -> tuple[int | None, str]:
-    """Returns how many steps a stop loses, and a sentence on the cost of the next step."""
+    """Returns two values: the number of steps that a stop loses, and a sentence on this loss."""
     saved = state.checkpoint.removeprefix("step_")
     if state.step is None:
         lost, words = None, "an unknown number of steps"

@@ -28,7 +28,7 @@ from trainers.contract.errors import ContractError, UsageError, did_you_mean
 
 PLAN = catalog.PROJECT / "configs" / "drill.yaml"
 FOLDER = "drills"
-"""The folder of drills below the root. There a drill cannot become the `latest` launch."""
+"""The folder of drills below the root. A drill in this folder is never the `latest` launch."""
 POLL_S = 0.5
 MAX_PROCESSES = 16
 READ_BYTES = 1 << 20
@@ -57,7 +57,7 @@ class Score:
 
     @property
     def reaction(self) -> tuple[str, float] | None:
-        """The first action that is not neutral and its time, or None if there is no such action."""
+        """The first action that is not neutral, with its time, or None without such an action."""
         return next((each for each in self.actions if each[0] not in NEUTRAL), None)
 
     @property
@@ -102,7 +102,7 @@ class Score:
 
 
 def drill(options: argparse.Namespace) -> int:
-    """Launches a run with a fault, follows it, stops it and prints the score."""
+    """Launches a run with a fault, follows and stops the run, and prints the score."""
     if options.list or options.fault is None:
         rows = [{"name": name, "about": kind.about, "truth": asdict(kind.truth)}
                 for name, kind in KINDS.items()]  # fmt: skip
@@ -164,7 +164,7 @@ def _chosen(options: argparse.Namespace) -> Drill:
 
 
 def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Follows the drill as text, or on a screen in a child process that may end in any way."""
+    """Follows the drill as text, or on a screen in a child process whose exit code is ignored."""
     if not options.json:
         print_line(f"drill {fault} is launched in {path}")
     if options.plain or options.json:
@@ -281,7 +281,7 @@ def _end(path: Path) -> None:
     while path.is_dir() and not (status_text.is_over(source.poll()) and _is_left(path)):
         if time.monotonic() >= until:
             command = f"nsa-console stop {shlex.quote(str(path))} --kill --yes"
-            print_error(f"the run of the drill has not ended within {ENDED_S:g} s; {command}")
+            print_error(f"the run of the drill has not ended within {ENDED_S:g} s; run {command}")
             return
         time.sleep(POLL_S)
 

@@ -37,7 +37,7 @@ class OutputError(ContractError):
 
 
 def prepare() -> None:
-    """Opens closed standard descriptors on the null device, and escapes unprintable characters.
+    """Opens closed standard descriptors on the null device; escapes characters without an encoding.
 
     If a standard descriptor stayed closed, the next file opened would become a child's output.
     """
@@ -67,7 +67,7 @@ def print_line(text: str) -> None:
 
 
 def emit(record: Any) -> None:
-    """Prints one JSON document on one line, non-finite numbers as text. Raises OutputError."""
+    """Prints one JSON document on one line; non-finite numbers become text. Raises OutputError."""
     print_line(jsonl.encode(record).decode("ascii").rstrip())
 
 
@@ -120,7 +120,7 @@ def discard() -> None:
 
 
 def show_progress(share: float | None, text: str = "") -> None:
-    """Draws the progress of a long read on a terminal over the last value; None removes it."""
+    """Draws the progress of a long read in place of the old one; `share` None removes the bar."""
     if not sys.stderr.isatty():
         return
     bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "

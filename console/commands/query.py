@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from dataclasses import replace
 from console import status_text
 from console.commands.output import (
     emit,
+    is_terminal,
     print_error,
     print_line,
     show,
@@ -108,6 +110,8 @@ def check(options: argparse.Namespace) -> int:
 
     if catalog.is_plan(options.run):
         return _check_plan(options)
+    if options.measure or options.end_leftovers:
+        raise UsageError(f"--measure and --end-leftovers need a plan, and {options.run!r} is none")
     try:
         return _check_run(options)
     except (NotFoundError, UsageError):
@@ -120,14 +124,34 @@ def check(options: argparse.Namespace) -> int:
 def _check_plan(options: argparse.Namespace) -> int:
     from console import actions
 
+    if options.end_leftovers:
+        _end_leftovers(options.yes)
     chosen = actions.LaunchOptions(
-        plan=options.run, root=options.root, assume_gpus=options.assume_gpus or ""
-    )
+        plan=options.run, root=options.root, assume_gpus=options.assume_gpus or "",
+        measure=options.measure or None,
+    )  # fmt: skip
     prepared = actions.prepare(chosen, print_error)
     lines = prepared.lines()[: len(prepared.checks)]
     go = f"go if this machine had {prepared.assumed}" if prepared.assumed else "go"
     show(options.json, prepared.as_dict(), [*lines, go if prepared.ok else "no go"])
     return 0 if prepared.ok else 1
+
+
+def _end_leftovers(confirmed: bool) -> None:
+    """Lists the trainers without a supervisor, and ends those of launches after a confirmation."""
+    from console.plans import leftovers
+
+    found, others = leftovers.find()
+    for text in (*others, *(f"{each.name} can be ended" for each in found)):
+        print_error(text)
+    if found and not confirmed:
+        if not is_terminal():
+            raise UsageError("--end-leftovers needs --yes without a terminal; nothing was ended")
+        print_error("y ends these processes; nsa-console adopt RUN continues their run instead")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise UsageError("not confirmed; nothing was ended")
+    for text in leftovers.end(found) if found else ["no process is a leftover of a launch"]:
+        print_error(text)
 
 
 def _check_run(options: argparse.Namespace) -> int:

@@ -70,7 +70,7 @@ def option(*names: str, **more: Any) -> Option:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand. `target` names its function, as `module.function` of `console.commands`."""
+    """One subcommand. `target` is the `module.function` in `console.commands` that executes it."""
 
     name: str
     about: str
@@ -153,7 +153,7 @@ QUERIES: tuple[Command, ...] = (
         _run(),
         option("--plain", action="store_true", help="print one sentence per change, no screen"),
         option("--until-waiting", action="store_true",
-               help="as --plain, and return when the plan waits for `do RUN proceed`"),
+               help="like --plain, but also return when the plan waits for `do RUN proceed`"),
         INTERVAL,
     ), "Without --plain and --json: the screen. --json prints the status at the end.\n",
        "screen.watch"),
@@ -163,31 +163,39 @@ QUERIES: tuple[Command, ...] = (
         option("--dump", action="store_true",
                help="dump the stacks first; needs a supervisor"),
     ), "The verdict is that of the supervisor. Without a supervisor, the evidence is\n"
-       "collected now, which takes about 4 s. + supports the verdict, - names another\n"
-       "rank, ? is not available. Exit code 0: no stall; 1: stalled, or not known; for\n"
-       "a run that has ended: as `status`.\n"
+       "collected now, which takes about 4 s. + marks evidence for the verdict, -\n"
+       "evidence for another rank, ? evidence that is not available. Exit code 0: no\n"
+       "stall; 1: stalled, or not known; for a run that has ended: that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
     Command("bundle", "Write one archive of a run for a bug report, without secrets.",
             ("bundle latest", "bundle latest --output run.tar.gz"), (
         _run(),
         option("--output", type=path, metavar="FILE",
                help="new file that ends with .tar.gz (default: bundle-ID-TIME.tar.gz here)"),
-    ), "MANIFEST.json in it lists the size and SHA-256 of each file, and what was cut\n"
-       "off or left out. Nothing is read through links, at most 64 MiB in all.\n" + LEGACY,
+    ), "MANIFEST.json in the archive lists the size and SHA-256 of each file, and what\n"
+       "was cut off or left out. The archive has at most 64 MiB, and nothing is read\n"
+       "through links.\n" + LEGACY,
        "bundle.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
     ), (
         _run("DIR"),
         option("--halt", action="store_true",
-               help="write .HALT and .anomaly_type once: when the condition of a rule with * has "
-               "lasted three times the time that raises its alert"),
+               help="write .HALT and .anomaly_type once, when the condition of a rule with * has "
+               "lasted three times the time after which the rule raises its alert"),
         INTERVAL,
     ), _rules, "watchdog.watchdog"),
     Command("check", "Print go or no go: for a plan, or for a run so far.",
             ("check cpu_smoke", "check m7c_2xa100 --assume-gpus 2xA100", "check latest"),
             (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),
              ASSUME,
+             option("--measure", action="store_true",
+                    help="also measure the devices, the first batch and the attention of a plan, "
+                         "up to 5 minutes"),
+             option("--end-leftovers", action="store_true",
+                    help="first end the trainers of launches without a supervisor, after a "
+                         "confirmation"),
+             option("--yes", action="store_true", help="confirm --end-leftovers"),
              option("--full", action="store_true",
                     help="read all records of the run instead of its snapshot; may take minutes")),
             "For a plan, this is the result of its preflight on this machine; for a run, the\n"
@@ -203,14 +211,14 @@ QUERIES: tuple[Command, ...] = (
         _run(),
         option("--output", type=path, metavar="FILE",
                help="write FILE (NAME.md), and its charts NAME-loss.svg and NAME-speed.svg"),
-    ), "It shows gates, speed, figures with file and window, environment, files, and\n"
-       "what was not measured. Each launch writes report.md at its end. Exit code 0:\n"
-       "written; the result of the run does not change it.\n" + LEGACY, "report.report"),
+    ), "The report shows gates, speed, figures with file and window, environment, files,\n"
+       "and what was not measured. Each launch writes report.md at its end. Exit code 0:\n"
+       "the report was written, whatever the result of the run.\n" + LEGACY, "report.report"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
         _run(),
         option("--rank", type=log_name, metavar="R",
-               help="only this rank, or sup (the supervisor) or torchrun"),
+               help="only the log of this rank, of sup (the supervisor) or of torchrun"),
         option("--grep", type=word, metavar="RE", help="only lines that match this regex"),
         option("-f", "--follow", action="store_true", help="print new lines until the run ends"),
     ), target="query.logs"),
@@ -239,7 +247,7 @@ LAUNCH = Command(
                help="setting of every phase, e.g. train.steps=20; may be repeated"),
         option("--nproc", type=int, metavar="N",
                help="processes of every phase, 1-1024 (default: as planned; 1 with --config)"),
-        option("--devices", type=word, metavar="LIST", help="GPUs, as CUDA_VISIBLE_DEVICES"),
+        option("--devices", type=word, metavar="LIST", help="GPUs: sets CUDA_VISIBLE_DEVICES"),
         option("--run-dir", type=path, metavar="DIR",
                help="directory of the launch (default: a new one below --root)"),
         option("--between", choices=("go", "ask"), default="",
@@ -265,22 +273,22 @@ DRILL = Command(
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
                help="longest wait for the verdict, and then for an action (default: %(default)g)"),
-    ), "React on the screen, or from another shell: stop RUN (the path that is printed),\n"
-       "or kill -CONT PID. Then q leaves the screen: the drill stops the run and prints\n"
-       "the score. Exit code 0: verdict and reaction were right; else 1.\n",
+    ), "React on the screen, or from another shell with stop RUN (RUN is the printed\n"
+       "path) or kill -CONT PID. Then leave the screen with q; the drill stops the run\n"
+       "and prints the score. Exit code 0: verdict and reaction were right; else 1.\n",
     "drill.drill",
 )  # fmt: skip
 RESUME = Command(
     "resume", "Launch the rest of an ended launch, with its options.",
     ("resume latest", "resume latest --dry-run"), (_run("LAUNCH"), WAIT, DRY_RUN),
-    "The new launch has the phases that did not pass. The first begins at its newest\n"
-    "checkpoint, if it has one, and has the flags that an operator set for it.\n",
+    "The new launch has the phases that did not pass. The first phase begins at its\n"
+    "newest checkpoint, if there is one. The flags that an operator set still apply.\n",
     "control.resume",
 )  # fmt: skip
 ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
         _run(), option("--yes", action="store_true", help="confirm after a reboot of the host"),
-    ), "Live ranks continue under the new supervisor. If they have exited meanwhile,\n"
+    ), "Live ranks continue under the new supervisor. If the ranks have already exited,\n"
        "their exit records and pulses decide the result of the run. The plan continues.\n",
     "control.adopt",
 )  # fmt: skip

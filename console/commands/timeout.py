@@ -45,7 +45,7 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def _work_in_child(work: Callable[[], T], answer: Callable[[object], None]) -> NoReturn:
-    """Sends the result of `work`. Descriptors 0-2 are redirected: no reader waits for the child."""
+    """Sends the result of `work`. Redirects descriptors 0-2, so no reader waits for the child."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):

@@ -54,7 +54,10 @@ def watchdog(options: argparse.Namespace) -> int:
 def make_watchdog(
     watch: Watch, settings: Mapping[str, Any], halt: bool, interval_s: float
 ) -> Watchdog:
-    """Returns a watchdog that only warns; with `halt`, `HALTING` and strong rules halt the run."""
+    """Returns a watchdog that only warns, or that also halts the run if `halt` is set.
+
+    The rules in `HALTING`, and the rules with an action in `STRONG`, then halt the run.
+    """
     strong = [name for name, rule in watch.rules.items() if rule.action in STRONG]
     rules = {name: replace(rule, action=None) for name, rule in watch.rules.items()}
     wanted = dict.fromkeys((*HALTING, *strong), "halt") if halt else {}

@@ -63,9 +63,16 @@ class Readings:
 
 
 def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of the settings in run.json by name, or {} for a foreign program."""
+    """Returns the values of the settings in run.json by name, or {} for a foreign program.
+
+    `measured.NAME` is a figure of the preflight, and `expects.NAME` a fact that the plan expects.
+    """
     settings = jsonl.mapping(run, "settings")
-    return {name: jsonl.mapping(settings, name).get("value") for name in settings}
+    found = {name: jsonl.mapping(settings, name).get("value") for name in settings}
+    measured = jsonl.mapping(jsonl.mapping(run, "machine"), "measured")
+    for key, facts in (("measured", measured), ("expects", jsonl.mapping(run, "expects"))):
+        found |= {f"{key}.{name}": value for name, value in facts.items()} if settings else {}
+    return found
 
 
 def gate_collapsed(progress: Progress) -> bool | None:

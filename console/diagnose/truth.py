@@ -31,7 +31,7 @@ SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d{1,3})?)([mb])(?![a-z0-9])")
 LEAST_SIZE_OF_NAME = 1e8
 """A smaller size in the name of a plan may be another number, for instance minutes."""
 SIZES_DIFFER = 0.01
-BUSY = 0.9
+BUSY, LEAST_GB_S = 0.9, 1e-6
 HOST_BOUND_SHARE = 0.7
 
 
@@ -134,7 +134,7 @@ def _skipped_steps(_now: Readings, history: History, _watch: Watch) -> Measured 
 
 
 def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Counts the attention branches that do not follow a switch that the operator set."""
+    """Counts the attention branches that do not obey a switch that the operator set."""
     routes = jsonl.mapping(now.env, "backend")
     if not routes:
         return None
@@ -235,6 +235,42 @@ def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | No
     return Measured(*slow) if slow else None
 
 
+def _below_communication(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Returns step time ÷ the least time in which DDP can reduce the gradients of a step.
+
+    That time follows from the bandwidth that the preflight measured. All micro-batches of a step
+    share one reduction.
+    """
+    rate, ranks = (history.number(f"measured.allreduce_{key}", 0) for key in ("gb_s", "ranks"))
+    step_s, count = history.truth.step_s(), jsonl.number(now.env, "parameters") or 0.0
+    is_ddp = history.value("train.strategy") == "ddp" and 1 < ranks == len(now.progress)
+    if not (is_ddp and step_s and LEAST_GB_S <= rate < math.inf and 1 <= count < math.inf):
+        return None
+    own = 8 if history.value("train.precision") == "fp64" else 4
+    size_gb = count * (own if history.value("ddp.compress") in (None, "none") else 2) / 1e9
+    least_s = size_gb / rate
+    text = (
+        f"a step takes {step_s:.3g} s and the reduction of {size_gb:.3g} GB of gradients at least "
+        f"{least_s:.3g} s, at the {rate:.3g} GB/s of the preflight: one of these is wrong; check "
+        "that all ranks reduce their gradients, or measure again (check PLAN --measure)"
+    )
+    return Measured(step_s / least_s, text)
+
+
+def _late(_now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Returns the time of all steps at the present pace ÷ the time that the plan expects."""
+    hours, steps = history.number("expects.hours", 0), history.number("train.steps", 0)
+    step_s = history.truth.step_s()
+    if not (step_s and hours > 0 and steps >= 1):
+        return None
+    found = steps * step_s / 3600
+    text = (
+        f"{steps:,.0f} steps of {step_s:.3g} s take {found:.3g} h, and the plan expects {hours:g} "
+        "h: check speed, batch and steps, or correct expects.hours in the plan"
+    )
+    return Measured(found / hours, text)
+
+
 ROWS: tuple[Rule, ...] = (
     Rule("imbalance", "fetch and forward of the slowest rank ÷ median of the others",
          "ratio", 1.3, SURELY, 300.0, _imbalance),
@@ -252,7 +288,7 @@ ROWS: tuple[Rule, ...] = (
          "consecutive records", 20, 1, 0.0, _constant_figure),
     Rule("skipped_steps", "share of skipped steps in the last 200 or more", "share",
          0.1, 0.05, 0.0, _skipped_steps),
-    Rule("backend", "branches of the attention that do not follow a switch", "routes",
+    Rule("backend", "branches of the attention that do not obey a switch", "routes",
          1, 0, 0.0, _backend),
     Rule("model_size", "parameters ÷ the number that config, phase or plan names, or its inverse",
          "ratio", 2.0, 1.9, 0.0, _model_size),
@@ -260,4 +296,8 @@ ROWS: tuple[Rule, ...] = (
          0.3, 0.4, 60.0, _host_bound),
     Rule("no_power", "share of the power limit that GPUs with utilisation ≥ 90 % draw", "share",
          0.25, 0.3, 60.0, _no_power),
+    Rule("below_communication", "step time ÷ least time to reduce the gradients", "ratio",
+         0.7, 0.8, 60.0, _below_communication),
+    Rule("late", "time of all steps at this pace ÷ the hours that the plan expects", "ratio",
+         1.5, 1.4, 60.0, _late),
 )  # fmt: skip

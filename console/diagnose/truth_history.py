@@ -143,6 +143,12 @@ class TruthHistory:
                 return (skipped - before) / (last - step), last - step
         return None
 
+    def step_s(self) -> float | None:
+        """Returns the median step time in the newest records of rank 0, None if these are few."""
+        newest = [found[0] for found in self._steps.values() if 0 in found][-WINDOW:]
+        times = [each.step_s for each in newest if each.step_s and each.step_s > SHORTEST_S]
+        return median(times) if len(times) == WINDOW else None
+
     # --- over the ranks ------------------------------------------------------------------------
 
     def _complete(self) -> list[dict[int, Progress]]:

@@ -27,6 +27,8 @@ class Check:
     name: str
     result: Result
     text: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """What was measured; the launch records it as `measured` of its host."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Case:
     """The directory of earlier launches."""
     git: Mapping[str, Any] = field(default_factory=dict)
     """The commit of the code, in the form of `git` in plan.json."""
+    measure: bool = False
+    """Measure devices, data and attention in processes of their own."""
     root: Path = Path("/")
     """The root of the file system that is inspected."""
     driver_s: float = gpu_survey.LIMIT_S
@@ -72,12 +76,12 @@ class Case:
 
 
 def assume(text: str) -> Survey:
-    """Returns idle, healthy GPUs as named by a text such as "2xA100". Raises UsageError."""
+    """Returns idle, healthy GPUs for a text like "2xA100". Raises UsageError for any other text."""
     number, _, name = text.partition("x")
     is_number = number.isdecimal() and len(number) <= 2 and int(number) > 0
     if not is_number or name not in CARDS_MIB:
         known = ", ".join(CARDS_MIB)
-        raise UsageError(f"--assume-gpus {text[:40]!r} is not NxNAME, as in 2xA100; names: {known}")
+        raise UsageError(f"--assume-gpus {text[:40]!r} is not NxNAME (like 2xA100); names: {known}")
     gpus = (
         Gpu(i, name, "ok", util_pct=0.0, mem_used_mib=0.0, mem_total_mib=CARDS_MIB[name])
         for i in range(int(number))

@@ -41,7 +41,7 @@ def config(case: Case, index: int) -> Found:
         f"{found.seq_len:,}, {found.tokens_per_step:,} tokens per step, checkpoints of "
         f"{size(found.checkpoint_bytes)}"
     )
-    expected = {name: fact for name, fact in asdict(phase.expects).items() if fact is not None}
+    expected = {name: fact for name, fact in asdict(phase.expects).items() if fact and name in KEYS}
     wrong = {name: fact for name, fact in expected.items() if getattr(found, name) != fact}
     if not wrong:
         return "pass", f"{text}{', as the plan expects' if expected else ''}"
@@ -118,7 +118,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def gpu_memory(case: Case) -> Found:
-    """Compares the memory of the GPUs that the ranks see with the least that a rank needs."""
+    """Compares the memory of the GPUs that the ranks see with the least memory of a rank."""
     cards = () if isinstance(case.survey, str) else case.survey.cards
     if case.plan.gpus == 0 or not any(case.settings):
         return "pass", "no GPU is needed"

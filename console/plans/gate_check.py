@@ -1,7 +1,7 @@
 """Compares the gates in gates.json with the gates evaluated from the records of the run.
 
-A gate passes only if both agree, because `gates.json` alone is a single source. The
-bounds must equal those of plan.json, and plan_state.json must not contradict the result.
+A gate passes only if both results agree, because `gates.json` alone is a single source. The bounds
+must equal those of plan.json, and plan_state.json must not contradict the result.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
 
 
 def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str, Any]) -> None:
-    """Raises RefusedError if plan_state.json reports a phase as passed and its records do not."""
+    """Raises RefusedError if the records of a phase that passed do not confirm plan_state.json."""
     names = [jsonl.text(entry, "name") for entry in jsonl.entries(plan, "phases")]
     passed = (jsonl.integer(plan_state, "phase") or 0) + (plan_state.get("state") == "waiting")
     for index, name in enumerate(names[: max(0, passed)]):
@@ -69,7 +69,7 @@ def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str,
 
 
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str, str]]:
-    """Yields the directory of each earlier phase that is no go, and the reason."""
+    """Yields two values for each earlier phase that is no go: its directory and the reason."""
     for phase in state.launch.phases if state.launch else ():
         if source.launch_path is None or not phase.dir:
             yield phase.dir, f"{phase.name}: its run directory is not available"
@@ -108,7 +108,7 @@ def _unconfirmed_gates(
     if not source.has_all_records:
         yield f"{rundir.SNAPSHOT} is not usable, so only the newest records were read; {FULL}"
     elif state.behind_bytes:
-        yield "not all of its records have been read yet"
+        yield "not all records of the run have been read yet"
     elif not 1 <= world <= MAX_RANKS:
         yield f"{rundir.RUN} has no valid number of ranks"
     elif summary is not None:
@@ -181,7 +181,7 @@ def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _disagreement(written: Gate | None, own: Gate | None) -> str:
-    """Returns why a gate is not confirmed by both gates.json and the records, or "" if it is."""
+    """Returns why gates.json and the records do not both confirm a gate, or "" if they do."""
     if written is None or own is None:
         return f"is not in {rundir.GATES if written is None else rundir.RUN}"
     if own.override:

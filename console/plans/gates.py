@@ -1,6 +1,6 @@
-"""The gates of a phase: a new gate is one row in `TABLE`, evaluated over the records of the run.
+"""The gates of a phase, evaluated over the records of the run. A new gate is one row in `TABLE`.
 
-A gate names its span: all attempts, or the surviving steps (steps that no later attempt repeated).
+Each gate has a span: all attempts, or the surviving steps (steps that no later attempt repeated).
 A gate passes only if the numbered records of its ranks cover that span without a gap.
 """
 
@@ -57,7 +57,7 @@ class Rule:
     """One of the `FIGURES`, or "". Only a gate with a figure can be evaluated at `LIVE_STEPS`."""
 
     def value(self, summary: Summary, at: int) -> Measured:
-        """Returns the value of the gate at a step; `at` 0 means over all steps so far."""
+        """Returns the value of the gate at a step; with `at` 0, its value over all steps so far."""
         if not self.figure:
             return self.measure(summary)
         ranks = range(1 if self.source == RANK0 else summary.world)
@@ -161,7 +161,7 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
 
 
 def _check_mapping(rule: Rule, value: Any, wanted: Demand, where: str) -> None:
-    """Raises UsageError if a mapping has a key not in `DEMAND_KEYS`, or a wrong value of one."""
+    """Raises UsageError if a key of a mapping is not in `DEMAND_KEYS`, or if a value is wrong."""
     if not isinstance(value, Mapping):
         return
     for key in value:
@@ -186,7 +186,7 @@ def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def _each(bounds: Mapping[str, Any]) -> Iterator[tuple[Rule, Demand, int]]:
-    """Yields each gate of a phase, with the step at which it is evaluated; 0 means the end."""
+    """Yields three values per evaluation of a gate: rule, demand, and step (0 means the end)."""
     for name, value in bounds.items():
         wanted = demand(value)
         yield from ((RULES[name], wanted, at) for at in (0, *wanted.at))
@@ -198,14 +198,14 @@ def named(rule: Rule, at: int) -> str:
 
 
 def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Returns the gates with `at` whose steps all ranks of a live run have reached."""
+    """Returns the gates with `at`, for each such step that all ranks of a live run have reached."""
     with _as_live(summary):
         return _reached(summary, bounds)
 
 
 @contextlib.contextmanager
 def _as_live(summary: Summary) -> Iterator[None]:
-    """Accepts, for the length of a `with`, that the newest records are not written yet."""
+    """Within the `with` block, the newest records may be missing, because the run still writes."""
     summary.is_live = True
     try:
         yield
@@ -243,7 +243,7 @@ def _undecided(gate: Gate, rule: Rule) -> Gate:
 
 
 def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
-    """Returns all gates of a phase with the result unknown, and `why` as their reason."""
+    """Returns all gates of a phase with the result unknown and the reason `why`."""
     return tuple(
         Gate(named(rule, at), None, rule.unit, rule.span, rule.source, "", "unknown", why,
              wanted.override)
@@ -273,7 +273,7 @@ def _gate(rule: Rule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
 
 
 def overall(gates: tuple[Gate, ...]) -> Result:
-    """Returns the result of a phase: failed if a gate failed, else unknown if a gate is unknown.
+    """Returns the worst result of the gates of a phase, or "pass" if no gate failed or is unknown.
 
     Gates with an override are left out.
     """

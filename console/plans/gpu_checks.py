@@ -1,4 +1,4 @@
-"""The checks of GPUs, driver and torch. A GPU counts only if it is healthy and idle."""
+"""The checks of GPUs, driver and torch. A launch can use only GPUs that are healthy and idle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
 
 
 def torch_cuda() -> tuple[int, int] | None:
-    """Returns the CUDA version of torch's build, None for a CPU build; does not import torch.
+    """Returns the CUDA version of torch's build, or None for a CPU build, without importing torch.
 
     If torch's version.py cannot be read, torch is treated as a CPU build.
     """
@@ -59,7 +59,7 @@ def torch(case: Case) -> Found:
 
 
 def device(case: Case) -> Found:
-    """Checks that each phase of a plan for GPUs trains on them, with at most one rank per GPU."""
+    """Checks that each phase of a plan for GPUs trains on GPUs, with at most one rank per GPU."""
     plan = case.plan
     for index, phase in enumerate(plan.phases if plan.gpus else ()):
         setting = case.settings[index].get("train.device")
@@ -110,7 +110,7 @@ def gpus(case: Case) -> Found:
     if listed is None:
         return "unknown", (f"{text}; {listing} cannot be read, so no second source confirms it")
     if gaps:
-        return "unknown", f"{text}, but not all of their state is known: {gaps}"
+        return "unknown", f"{text}, but the state of some GPUs is not known: {gaps}"
     return "pass", f"{text}, the kernel's driver lists {listed}; those needed are healthy and idle"
 
 
@@ -142,7 +142,7 @@ def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
 
 
 def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, str]:
-    """Returns why the GPUs of the ranks cannot be used, and what is not known about them."""
+    """Returns two values: why the ranks' GPUs cannot be used, and what is not known about these."""
     seen = visible(devices, [card.gpu.uuid for card in cards])[: plan.gpus]
     needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''}"
     if len(seen) < min(plan.gpus, len(cards)):
@@ -160,10 +160,11 @@ def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, s
         return "", "; ".join([*gaps, *(["a MIG slice is not checked"] * (None in seen))])
     good = [str(card.gpu.index) for card in cards if card.gpu.index not in sick][: plan.gpus]
     enough = len(good) == plan.gpus
-    then = f"pass --devices {','.join(good)}" if enough else "free or repair it, and check again"
+    then = f"pass --devices {','.join(good)}" if enough else "free or repair GPUs, and check again"
     reasons = "; ".join(f"GPU {index} {sick[index]}" for index in bad if index is not None)
     able = len(seen) - len(bad)
-    return f"{needs}, and {able} of those it would use can be used: {reasons}; {then}", ""
+    found = f"{able} of the GPUs that it would use can be used"
+    return f"{needs}, and {found}: {reasons}; {then}", ""
 
 
 def not_healthy(card: Card) -> str:

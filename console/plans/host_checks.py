@@ -24,6 +24,7 @@ NCCL_SHM_PER_RANK = 64 << 20
 """Approximate size of NCCL's buffers in /dev/shm; Docker's default is 64 MiB for all ranks."""
 TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
 SUPERVISOR = "console.supervisor"
+END = "check PLAN --end-leftovers"
 MAX_DEPTH, MAX_SHOWN, MAX_COMMAND = 32, 8, 4096
 
 
@@ -81,7 +82,8 @@ def limits(case: Case) -> Found:
 def shm(case: Case) -> Found:
     """Checks the shared memory for the pulses, and for NCCL between several GPUs.
 
-    Without NCCL, too little is only a warning, because the run directory can store the pulses.
+    Without NCCL, too little memory is only a warning, because the run directory can store the
+    pulses.
     """
     folder = case.root / "dev/shm"
     nccl = case.plan.gpus > 0 and case.nproc > 1
@@ -112,23 +114,32 @@ def ports(_case: Case) -> Found:
 
 
 def leftovers(case: Case) -> Found:
-    """Lists trainers without a living supervisor; fails if one of them has a GPU open.
+    """Lists trainers without a supervisor; fails if the plan needs GPUs and one of these has a GPU.
 
-    A trainer without a GPU is only listed, because it may belong to another user.
+    A trainer without a GPU is only listed, because it shares only cores and memory with the launch.
     """
     proc = case.root / "proc"
-    commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
-    found = [pid for pid, command in sorted(commands.items())
-             if TRAINER.search(command) and not _is_supervised(pid, proc, commands)]  # fmt: skip
+    found = unsupervised(proc)
     if not found:
         return "pass", "no trainer runs without a supervisor"
     on_gpu = [pid for pid in found if case.plan.gpus and _has_gpu(proc / f"{pid}/fd")]
     pids = " ".join(map(str, (on_gpu or found)[:MAX_SHOWN]))
     if on_gpu:
-        text = f"trainers without a supervisor have GPUs open: kill {pids}, or wait for them"
+        text = (
+            f"trainers without a supervisor have GPUs open: kill {pids}, or {END}, or wait for them"
+        )
         return "fail", text
-    text = f"trainers without a supervisor share this machine: pid {pids}; kill ends them"
+    text = (
+        f"trainers without a supervisor share this machine: pid {pids}; kill, or {END}, ends them"
+    )
     return "unknown" if case.plan.gpus else "pass", text
+
+
+def unsupervised(proc: Path) -> list[int]:
+    """Returns the trainers that are no descendants of a supervisor."""
+    commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
+    return [pid for pid, command in sorted(commands.items())
+            if TRAINER.search(command) and not _is_supervised(pid, proc, commands)]  # fmt: skip
 
 
 def _command(folder: Path) -> str:
@@ -161,7 +172,7 @@ def _has_gpu(folder: Path) -> bool:
 
 
 def code(case: Case) -> Found:
-    """Names the commit; for a plan with GPUs, code without a commit is a warning."""
+    """Reports the commit; for a plan with GPUs, code that is not committed is a warning."""
     sha = jsonl.text(dict(case.git), "sha")[:12]
     if not sha:
         return "unknown" if case.plan.gpus else "pass", "the code is in no git repository"

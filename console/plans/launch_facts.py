@@ -68,9 +68,10 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the sum of the times of all phases in their newest completed runs, or why unknown.
+    """Returns the expected time of a launch as text: the sum of the times of earlier runs.
 
-    A run counts only if it had the same settings, host and number of ranks.
+    For each phase, the newest completed run with the same settings, host and number of ranks is
+    used. If a phase has no such run, the text says that the time is not available.
     """
     total_s = 0.0
     for phase in phases:

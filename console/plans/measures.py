@@ -44,7 +44,7 @@ def steps_reached(s: Summary) -> Measured:
 
 
 def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
-    """Returns the last step of a rank, and how its sources contradict each other (or "").
+    """Returns two values: the last step of a rank, and the contradiction of its sources or "".
 
     Progress records are not written at every step, so the exit record may have a later step. The
     rank's pulse, or another rank, must then confirm that step.
@@ -128,7 +128,7 @@ def grad_norm(s: Summary) -> Measured:
 
 
 def _lacking(totals: RankTotals, found: int, name: str) -> str:
-    """Returns how many records of a rank lack a value, or "" if none does."""
+    """Returns how many records of a rank lack a value, or "" if no record lacks it."""
     missing, records = totals.expected - found, counted(totals.progress, "record")
     return f"rank {totals.rank}: {missing} of {records} without {name}" if missing > 0 else ""
 
@@ -143,7 +143,7 @@ def restarts(s: Summary) -> Measured:
 
 
 def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
-    """Returns the worst value of one of the `FIGURES` among the ranks; `at` 0 means now."""
+    """Returns the worst value among the ranks of one of the `FIGURES`, at a step, or now if 0."""
     each = [s.of_rank(rank) for rank in s.different(ranks)]
     found = {t.rank: t.figures_at(at) if at else t.figures() for t in each}
     if early := [rank for rank, figures in found.items() if figures is None]:
@@ -225,15 +225,15 @@ def without_hook(s: Summary) -> Measured:
     """Counts the ranks and attempts that trained without a communication hook."""
     parts = [part for *_, part, end in s.all_parts() if part.has_stepped(end)]
     unknown = sum(part.hook is None for part in parts)
-    doubt = f"{counted(unknown, 'start')} of ranks did not record it" if unknown else ""
+    doubt = f"{counted(unknown, 'start')} of ranks did not record a hook" if unknown else ""
     count = sum(part.hook == 0 for part in parts)
     return Measured(float(count) if count or (parts and not unknown) else None, why=doubt)
 
 
 def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
-    """Returns the use of each GPU in %, the share of time without samples, and a result.
+    """Returns three values: the use of each GPU in %, the share of time without samples, a result.
 
-    The result has no value, but window, words and doubt. A sample that lacks a GPU is not used.
+    The result has window, words and doubt, but no value. A sample that lacks a GPU is not used.
     A step without a sample is treated as idle, with the duration of the longest of the newest
     steps.
     """
@@ -249,7 +249,7 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     use = {index: 100 * busy_s / whole_s for index, busy_s in sorted(s.gpus.busy_s.items())}
     doubt = s.gpus.trouble or ("" if longest_s else "the durations of the steps are not recorded")
     if len(use) != s.world:
-        doubt = f"{counted(s.world, 'rank')} and {len(use)} GPUs: it is unknown which are used"
+        doubt = f"{counted(s.world, 'rank')} and {len(use)} GPUs: it is unknown which GPUs are used"
     words = ", ".join(f"GPU {index} {value:.0f} %" for index, value in use.items())
     without = 1 - min(s.gpus.seen_s.values(), default=0.0) / whole_s
     window = f"{whole_s:.0f} s of steps, {without:.0%} of it without a sample"
@@ -257,13 +257,13 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
 
 
 def gpu_use(s: Summary) -> Measured:
-    """Returns the mean use of the least used GPU while all ranks step, as a lower limit."""
+    """Returns a lower limit for the mean use of the least used GPU while all ranks step."""
     use, _, found = _use_of_gpus(s)
     return replace(found, value=min(use.values(), default=None))
 
 
 def gpu_balance(s: Summary) -> Measured:
-    """Returns the largest difference between the mean use of two GPUs, as an upper limit."""
+    """Returns an upper limit for the difference between the mean use of any two GPUs."""
     use, without, found = _use_of_gpus(s)
     spread = max(use.values()) - min(use.values()) + 100 * without if use else None
     return replace(found, value=spread)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from console.model import Result
-from console.plans import catalog, config_checks, gpu_checks, host_checks
+from console.plans import catalog, config_checks, device_checks, gpu_checks, host_checks
 from console.plans.case import Case, Check, Found
 from console.sources import gpu_survey, process
 from console.sources.sanitize import clean
@@ -96,7 +96,7 @@ def _directory(case: Case) -> Found:
 
 
 def _shell(case: Case) -> Found:
-    """Lists the shell variables that a launch passes to the training, and those that it does not.
+    """Lists the shell variables that a launch passes to the training, and those that it drops.
 
     A variable that the plan or an option sets for every phase is not reported.
     """
@@ -257,7 +257,9 @@ def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, .
     if late and said:
         needs = sorted({row.needs for row in rows if answers[row.name] in late})
         said(f"the preflight is still waiting for {' and '.join(needs)}")
-    return tuple(_in_time(case, row, answers[row.name], begun) for row in rows)
+    checks = tuple(_in_time(case, row, answers[row.name], begun) for row in rows)
+    refused = any(check.result == "fail" for check in checks)
+    return (*checks, *device_checks.measure(case, refused, said))
 
 
 def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Found]]]) -> None:
@@ -269,7 +271,7 @@ def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Fou
 
 
 def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check:
-    """Waits for the answer of a row; with assumed GPUs, a fault of this machine only warns."""
+    """Waits for the answer of a row; with assumed GPUs, this machine can cause only warnings."""
     limit_s = LIMIT_S.get(row.needs, USUAL_S)
     try:
         result, text = answer.result(max(0.0, begun + limit_s - time.monotonic()))

@@ -63,7 +63,7 @@ class Phase:
 
     @property
     def figures(self) -> Mapping[str, float | None]:
-        """The `FIGURES` of rank 0; all of them are None if not all records can be read."""
+        """The `FIGURES` of rank 0; each of them is None unless all records have been read."""
         summary = self.source.summary
         if summary is None or not self.source.has_all_records:
             return dict.fromkeys(FIGURES)
@@ -71,9 +71,9 @@ class Phase:
 
 
 def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]]:
-    """Yields the report of a launch or run as the contents of files, the Markdown first.
+    """Yields versions of the report of a launch or run: the content of each file, Markdown first.
 
-    Comparing sweeps may take minutes, so the first version of a report with a sweep has no
+    Comparing sweeps may take minutes, so a report with a sweep has a first version without the
     comparison. Without `output` there are no charts.
     """
     source = RunSource(path)
@@ -147,7 +147,7 @@ def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator
     launch = state.launch if is_launch else None
     word, why = status_text.outcome(state)
     result = "no go" if status_text.exit_code(state, is_launch) else "go"
-    result = result if status_text.is_over(state) else "no go yet: it has not ended"
+    result = result if status_text.is_over(state) else "no go yet: the run has not ended"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     count = sum(gate.result != "pass" and not gate.blocks for p in phases for gate in p.state.gates)
     overridden = f" with {counted(count, 'override')}" if count else ""

@@ -3,7 +3,8 @@
 The runs of a sweep are interleaved, because other load on the machine changes the times of all
 runs. Load only makes steps longer. So the figure of a run is computed from its fast steps, and the
 figure of a variant from the faster half of its runs. An exact permutation test over the rounds
-decides whether two variants differ: if they do not, their two runs in a round can be exchanged.
+decides whether two variants differ. It assumes that two variants without a difference could have
+exchanged their runs in any round.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trainers.contract.errors import NotFoundError, UsageError
 from trainers.contract.plan import LIMITS, MAX_VARIANTS, NAME, highest_p
 
 LAST_STEPS, WARM_UP_STEPS = 50, 5
-"""The number of last steps in the mean of the runbooks; the number of first steps not counted."""
+"""The number of last steps in the mean of the runbooks, and of first steps that are ignored."""
 FAST_QUANTILE = 0.1
 MAX_ROUNDS = int(LIMITS["rounds"][1])
 MOST_TOKENS = 1e12
@@ -36,7 +37,7 @@ FACTS: Mapping[str, tuple[str, ...]] = {
     "strategy": (), "comm_backend": ("train.device",), "comm_hook": ("ddp.",),
     "backend": ("attention.", "model.", "data.seq_len", "train.precision", "train.device"),
 }  # fmt: skip
-"""The keys of env.json that must agree; for each, the settings that may change it."""
+"""The keys of env.json that must agree, each with the settings that may change its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,9 @@ class Run:
 
     name: str
     toks_per_s: float
-    """The throughput in the fast steps of the run."""
+    """The throughput at the step time `fast_s`."""
     mean_toks_per_s: float
-    """The mean throughput of its last steps, computed as in the runbooks."""
+    """The mean throughput of the last steps of the run, computed as in the runbooks."""
     settings: Mapping[str, Any]
     """The settings, the flags of libraries, and the commit."""
     facts: Mapping[str, Any]
@@ -75,7 +76,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of one sweep. `refusal` says why its variants cannot be compared, or it is ""."""
+    """The result of one sweep. `refusal` says why the variants cannot be compared, or is ""."""
 
     sweep: str
     variants: tuple[Variant, ...] = ()
@@ -85,7 +86,7 @@ class Comparison:
 
     @property
     def best(self) -> tuple[str, ...]:
-        """The names of the fastest variant and of those that do not differ from it."""
+        """The name of the fastest variant, and the names of the variants that equal it."""
         first, limit = self.variants[0].name, highest_p(len(self.variants))
         pairs = self.p_values or {}
         return tuple(v.name for v in self.variants if pairs.get((first, v.name), 1.0) > limit)
@@ -135,16 +136,16 @@ class Comparison:
 
 
 def fast_s(steps_s: Sequence[float]) -> float:
-    """Returns the time of the fast steps of a run, which other load affects least."""
+    """Returns the 10 % quantile of step times, because other load affects the fast steps least."""
     return sorted(steps_s)[int(FAST_QUANTILE * (len(steps_s) - 1))]
 
 
 def p_value(first: Sequence[float], second: Sequence[float]) -> float:
     """Returns the probability of this difference if the two runs of each round can be exchanged.
 
-    `first` and `second` are the figures of two variants by round, at most `MAX_ROUNDS` of them. The
-    test is exact: it compares the difference of the faster halves with that of
-    every possible exchange.
+    `first` and `second` have the figures of two variants, one for each of at most `MAX_ROUNDS`
+    rounds. The test is exact, because it compares the difference of the faster halves with the
+    differences after all possible exchanges.
     """
     pairs = [(math.log(a), math.log(b)) for a, b in zip(first, second, strict=True)]
 
@@ -165,7 +166,7 @@ def _half(values: Sequence[float]) -> float:
 
 
 def compare(sweep: str, variants: Sequence[Variant]) -> Comparison:
-    """Returns the comparison of variants with equally many runs, or the refusal."""
+    """Returns the comparison of variants that have the same number of runs."""
     if refusal := _refusal(variants):
         return Comparison(sweep, refusal=refusal)
     ranked = sorted(variants, key=lambda variant: -variant.toks_per_s)

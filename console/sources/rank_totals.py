@@ -23,11 +23,15 @@ LIVE_STEPS = (100, 500, 1000, 5000)
 """Steps at which the values of `FIGURES` are stored, for the gates at these steps."""
 FIGURES: Mapping[str, tuple[str, str, str]] = {
     "steps": ("steps", "newest steps whose durations are complete", ""),
-    "toks_per_s": ("tok/s", "last {steps} steps, their tokens by their time", ""),
+    "toks_per_s": ("tok/s", "last {steps} steps, tokens divided by time", ""),
     "toks_per_s_stdev": ("tok/s", "last {steps} steps, standard deviation", ""),
-    "step_ratio": ("", "last {steps} steps, longest by median", ""),
+    "step_ratio": ("", "last {steps} steps, longest divided by median", ""),
     "memory_mib": ("MiB", "largest gpu_mem_reserved, surviving steps", "memories"),
-    "memory_growth_mib": ("MiB", "its growth in the second half of the steps", "memories"),
+    "memory_growth_mib": (
+        "MiB",
+        "growth of gpu_mem_reserved in the second half of the steps",
+        "memories",
+    ),
     "entropy_min": ("nats", "lowest gate_entropy_mean, all attempts", "gated"),
     "collapse_max": ("share", "largest gate_collapse_frac, all attempts", "gated"),
     "fetch_max_s": ("s", "largest dt_fetch_s, all attempts", "fetches"),

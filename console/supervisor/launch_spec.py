@@ -124,8 +124,8 @@ class LaunchSpec:
             "argv": argv(phase, self.plan.watch.grace_s, rundir.logs(run, 1)),
             "cwd": str(Path.cwd()), "environment": environment(phase, flags, contract),
             "flags": {name: asdict(flag) for name, flag in flags.items()},
-            "settings": settings, "host": rundir.host_name(), "machine": dict(self.host),
-            "git": dict(self.git),
+            "expects": asdict(phase.expects), "settings": settings, "host": rundir.host_name(),
+            "machine": dict(self.host), "git": dict(self.git),
         }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 TICK_S = 1.0
 LEAVE = "ctrl+c"
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
-"""The class of each view except the Dashboard, by the module that is imported at first use."""
+"""For each view except the Dashboard, its module (imported at first use) and its class."""
 
 
 def bindings() -> list[Binding]:
@@ -57,7 +57,7 @@ def bindings() -> list[Binding]:
 
 
 class ConsoleApp(App[int], inherit_bindings=False):
-    """The Textual app. Leaving it changes no run."""
+    """The Textual app. Its exit changes no run."""
 
     CSS = """
     Screen { layout: vertical; layers: base over; background: ansi_default; color: ansi_default; }
@@ -146,7 +146,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         return self.views[self.view_name]
 
     def take(self, snapshot: ScreenData) -> None:
-        """Shows a snapshot of the feed; drops it while the app exits."""
+        """Shows a snapshot of the feed, or drops it if the app is exiting."""
         if not self.is_running:
             return
         if self.snapshot is None and snapshot.state is None and not self.chosen_by_hand:
@@ -231,7 +231,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         await self.action_key(key_id)
 
     def on_key(self, event: Key) -> None:
-        """Shows a message that a key has no meaning."""
+        """Shows a message that a key has no function."""
         bound = {event.key, event.character} & keys.BOUND
         if self.overlay is None and event.is_printable and not bound:
             self.say(f"{event.character} has no function; ? shows the keys", "error")

@@ -22,9 +22,9 @@ from trainers.contract import environ
 from trainers.contract.errors import ContractError
 
 ANSWER_S = 300.0
-"""Longest wait for a supervisor's answer; the screen shows the answer whenever it comes."""
+"""Longest wait for a supervisor's answer; the screen shows an answer as soon as it comes."""
 LIMIT_S = 20.0
-"""Without a result for this long, the alert line names the action and how long it has waited."""
+"""After this time without a result, the alert line shows the action and the waiting time."""
 
 
 class Screen(Protocol):
@@ -68,7 +68,7 @@ def run_in_background(
     failed: Callable[[str], object] | None = None,
     about: str = "",
 ) -> None:
-    """Runs `work` in a thread; `then` gets the result, or `failed` the sentence of the error.
+    """Runs `work` in a thread; calls `then` with the result, or `failed` with an error sentence.
 
     Without `failed` the screen shows the error. Until `work` ends, `screen.pending` has the action.
     """

@@ -20,7 +20,7 @@ Bin = tuple[float, float] | None
 SPANS_S = (60, 120, 300, 600, 1800, 7200, 43200)
 AUTO_MAX_S = 600
 LEAST_SPAN = 0.02
-"""An axis spans at least this share of its values, so that noise does not fill the chart."""
+"""An axis spans at least this share of its largest value, so that noise does not fill the chart."""
 TINY, HUGE = 1e-200, 1e200
 """Limits of drawn values, because a record may have any float."""
 _DOTS = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
@@ -29,7 +29,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
-    """Returns the start and the length of the displayed time.
+    """Returns two values: the start and the length of the displayed time.
 
     If `span_s` is 0, the length is the shortest that shows all points so far, at most ten minutes.
     """
@@ -39,13 +39,13 @@ def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
 
 
 def window_start(first: float, now: float, span: float) -> float:
-    """Returns the start of the window: `first`; a full window jumps by a quarter of `span`."""
+    """Returns the start of the window: `first`, until a full window jumps by quarters of `span`."""
     over = now - first - span
     return first if over <= 0 else first + math.ceil(over / (span / 4)) * (span / 4)
 
 
 def bins(points: Sequence[Point], start: float, span: float, count: int) -> list[Bin]:
-    """Returns smallest and largest value in each of `count` columns; points are sorted by time."""
+    """Returns smallest and largest value in each of `count` columns of points in order of time."""
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
     ats, values = zip(*points[first:end], strict=True) if first < end else ((), ())
     found: list[Bin] = [None] * count
@@ -72,7 +72,7 @@ def merge(several: Sequence[list[Bin]]) -> list[Bin]:
 
 
 def bounds(held: Sequence[Bin], from_zero: bool) -> tuple[float, float]:
-    """Returns round bounds around all values. They rarely change, so redrawing is rare."""
+    """Returns round bounds around all values; round bounds rarely change, so redrawing is rare."""
     known = [b for b in held if b is not None]
     if not known:
         return 0.0, 1.0
@@ -99,7 +99,7 @@ def _round_step(step: float) -> float:
 def levels(
     held: Sequence[Bin], low: float, high: float, count: int
 ) -> list[tuple[int, int] | None]:
-    """Returns the lowest and highest dot of each column; gaps between neighbours are closed.
+    """Returns the lowest and highest dot of each column; closes the gaps between columns.
 
     Dot 0 is at the bottom.
     """
@@ -125,7 +125,7 @@ def _dot(value: float, low: float, high: float, count: int) -> int:
 
 
 def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
-    """Fills short gaps between points by a straight line: rare samples then form a curve."""
+    """Fills short gaps between points by a straight line, so that rare samples form a curve."""
     filled = list(held)
     known = [(index, sum(dots) / 2) for index, dots in enumerate(held) if dots is not None]
     for (first, a), (last, b) in pairwise(known):
@@ -144,7 +144,7 @@ def columns_of(mode: Mode, width: int) -> int:
 def draw(
     curves: Sequence[list[Bin]], low: float, high: float, height: int, mode: Mode
 ) -> list[str]:  # fmt: skip
-    """Returns `height` lines of cells with all curves; block mode draws the band that they span."""
+    """Returns `height` lines of cells with all curves; block mode draws one band over them all."""
     if mode == "block":
         held = levels(merge(curves), low, high, 8 * height)
         tops = [-1 if dots is None else dots[1] for dots in held]

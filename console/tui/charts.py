@@ -19,7 +19,7 @@ LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart: its title and its series; it draws the band from their lowest to highest value.
+    """One chart: title and series. The chart draws a band from the lowest to the highest value.
 
     `each` is the kind of thing that has a separate series: "GPU", "rank" or "layer".
     """
@@ -32,7 +32,7 @@ class Chart:
     """The number by which the values are divided to convert them to `unit`."""
     each: str = ""
     parts: tuple[str, ...] = ()
-    """The series whose single values the zoomed chart lists."""
+    """The series whose values the zoomed chart lists one by one."""
     measures: str = ""
     """The measured quantity, if the unit does not show it: "GPU", "CPU" or "RSS"."""
     is_over: bool = False

@@ -17,7 +17,7 @@ SKIPPED = frozenset(
 
 
 def matches(view: str, typed: str) -> list[Key]:
-    """Returns the keys of a view with all typed words in their texts, in the table's order."""
+    """Returns those keys of a view whose texts contain all typed words, in the table's order."""
     words = typed.lower().split()
     return [
         key for key in for_view(view)
@@ -43,7 +43,7 @@ class Commands(Reader):
 
     def compose(self) -> ComposeResult:
         yield from super().compose()
-        yield Input(placeholder="type words; ↑ ↓ choose, enter presses it", compact=True)
+        yield Input(placeholder="type words; ↑ ↓ choose a key, enter presses it", compact=True)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self.found = matches(self.view, event.value)

@@ -23,7 +23,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question. The first button is No; the other buttons work only after `typed` was typed.
+    """A question. The first button is No; the others work only when the text `typed` is entered.
 
     `path` is the run or launch that an answer acts on, even if the screen then shows another run.
     """
@@ -86,7 +86,7 @@ def _end(launch: LaunchState) -> Question:
 
 
 def _of_halt(state: RunState) -> dict[str, str]:
-    """Returns facts about a halt: its step, phases not started, a warning about stalled ranks."""
+    """Returns facts about a halt: the step, phases not started, a warning about stalled ranks."""
     facts = {}
     if state.step is not None:
         facts["step"] = f"{state.step:,}"
@@ -94,7 +94,7 @@ def _of_halt(state: RunState) -> dict[str, str]:
         verdict, stalled = state.verdict, "a rank is stalled"
         if verdict and verdict.rank is not None:
             stalled = f"rank {verdict.rank} is stalled in {verdict.phase}"
-        facts["keeps"] = f"all work, but halts only when every rank ends its step; {stalled}"
+        facts["keeps"] = f"all work, but no halt until every rank completes its step; {stalled}"
         facts["else"] = "K stops a stalled run"
     if state.launch and state.launch.rest:
         rest = ", ".join(phase.name for phase in state.launch.rest)
@@ -127,7 +127,7 @@ def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
     """Returns the confirmation of `ack` for the alert with this id and text."""
     state, action = _shown(state), ACTIONS["ack"]
     if not alert:
-        clears = "this cannot be acknowledged: it clears automatically"
+        clears = "this notice clears automatically, so it cannot be acknowledged"
         raise CannotAsk(clears if text else "there is no alert to acknowledge")
     facts = (("run", state.id), ("alert", text), action.cost)
     return Question("Acknowledge this alert?", facts, state.path, (_choice(action, alert=alert),))

@@ -13,7 +13,7 @@ from console.tui.confirmations import CannotAsk, Choice, Question
 
 
 def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
-    """Returns the values of the next phase by flag name, or {} after the last phase.
+    """Returns the value of each flag in the next phase, or {} after the last phase.
 
     The values come from the flags of the phase, or else from its settings. Raises ContractError.
     """
@@ -62,9 +62,11 @@ class Draft:
             self.is_chosen = False
 
     def options(self, actions: Any) -> Any:
+        # Every change of a flag repeats this check, so only the launch itself measures.
         return actions.LaunchOptions(
-            plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root
-        )
+            plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root,
+            measure=False,
+        )  # fmt: skip
 
     @property
     def is_checked(self) -> bool:
@@ -90,7 +92,7 @@ class Draft:
         return self.prepared.checks if self.prepared is not None else ()
 
     def planned_flags(self) -> Mapping[str, str]:
-        """Returns the values of the first phase: the flags of the plan, or else its settings."""
+        """Returns each flag's value in the first phase, from plan flags or else from settings."""
         if self.prepared is None:
             return {}
         from console.sources.json_documents import flag_settings  # not needed at first
@@ -99,7 +101,7 @@ class Draft:
         return {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}
 
     def question(self, host: str) -> Question:
-        """Returns the confirmation of the launch. Raises CannotAsk if it would be rejected."""
+        """Returns the confirmation of the launch. Raises CannotAsk if no launch is possible now."""
         if not self.is_checked:
             raise CannotAsk("the plan is still being checked; press L again in a moment")
         failed = [f"not launched: {check.text}" for check in self.checks if check.result == "fail"]

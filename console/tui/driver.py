@@ -1,7 +1,7 @@
 """The Textual driver: paints on stdout, drops pasted keys, and exits if the terminal hangs.
 
-Textual paints on stderr, which may be a file. Its writer thread dies when the terminal goes away,
-and then the 31st write blocks the event loop forever. So the exit must not depend on the loop.
+Textual paints on stderr, which may be a file. When the terminal goes away, Textual's writer thread
+dies, and the 31st write blocks the event loop forever. So the exit must not depend on the loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ READ_BYTES = 4096
 POLL_S, QUIET_S = 0.1, 0.25
 """A paste has ended when no input has come for `QUIET_S`."""
 FEW, FIELD_CHARS = 8, 256
-"""The most characters that a person types in one read: as keys, and as text in a field."""
+"""The largest number of characters that one read returns while a person types: first for keys,
+then for text in a field."""
 IGNORED = "input ignored: keys that come together are treated as pasted; type them one by one"
 PASTE_MARKS = ("\x1b[200~", "\x1b[201~")
 RESTORE = (
@@ -46,7 +47,7 @@ class TerminalDriver(LinuxDriver):
         super().__init__(*given, **named)
         out = sys.__stdout__
         assert out is not None
-        self._file = open(  # noqa: SIM115 - lives as long as the process
+        self._file = open(  # noqa: SIM115 - open as long as the process runs
             out.fileno(), "w", encoding=out.encoding, errors="replace", closefd=False
         )
 
@@ -120,7 +121,7 @@ class TerminalDriver(LinuxDriver):
         _thread(wait)
 
     def _end_with_terminal(self) -> None:
-        """Waits for the hang-up of the terminal, then ends the process without restoring it."""
+        """Waits for the hang-up of the terminal, then ends the process; restores nothing."""
         poll = select.poll()
         poll.register(self.fileno, 0)
         poll.poll()

@@ -80,7 +80,7 @@ def find_newest(root: Path) -> Path | None:
 class Feed:
     """Owns the source. `deliver` is called in the feed's thread and must only pass the snapshot on.
 
-    The next snapshot is made only after `allow_next()`: a slow screen skips samples, and no queue
+    The next snapshot is made only after `allow_next()`, so a slow screen skips samples and no queue
     grows.
     """
 
@@ -157,7 +157,7 @@ class Feed:
             self._wait()
 
     def _take_or_say(self) -> ScreenData:
-        """Reads once; shows an error on the screen, which would freeze without a feed."""
+        """Reads once; an error becomes a text for the screen, so that the feed's thread goes on."""
         at, path = time.monotonic(), self._path or self._root
         try:
             return self.take()

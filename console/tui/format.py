@@ -86,14 +86,14 @@ def duration(seconds: float) -> str:
 
 
 def gib(mib: float | None) -> str:
-    """Returns MiB as `812 MiB` or `61.4 GiB`."""
+    """Returns a number of MiB as text: `812 MiB`, `61.4 GiB`."""
     if mib is None or not math.isfinite(mib):
         return DASH
     return f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
 
 
 def short_gib(mib: float | None) -> str:
-    """Returns MiB as `812M`, `1.2G` or `61G`."""
+    """Returns a number of MiB as short text: `812M`, `1.2G`, `61G`."""
     if mib is not None and 10 * 1024 <= mib < math.inf:
         return f"{mib / 1024:.0f}G"
     return gib(mib).replace(" MiB", "M").replace(" GiB", "G")
@@ -111,7 +111,7 @@ def watts(power_w: float | None, limit_w: float | None = None) -> str:
 
 
 def bar(share: float | None, width: int) -> tuple[str, str]:
-    """Returns the filled and the empty part of a bar of `width` cells."""
+    """Returns two values: the filled part and the empty part of a bar of `width` cells."""
     if share is None or not math.isfinite(share):
         return "", " " * width
     full, rest = divmod(round(min(1.0, max(0.0, share)) * width * 8), 8)

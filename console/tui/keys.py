@@ -37,7 +37,7 @@ class Key:
 
     @property
     def shown(self) -> str:
-        """The name of the row's first key, as the footer and the help show it."""
+        """The name of the row's first key for the footer and the help."""
         return NAMES.get(self.keys[0], self.keys[0])
 
     @property

@@ -35,7 +35,7 @@ Request = Callable[[Path, str, Mapping[str, Any]], str]
 
 
 def preload(wait_s: float = 0.5) -> None:
-    """Imports the modules of `LATER` in a background thread, with pauses for the keys."""
+    """Imports the modules of `LATER` in a background thread; keys are handled in the pauses."""
     for name in LATER:
         time.sleep(wait_s)
         import_module(name)
@@ -82,7 +82,7 @@ class Operator:
         make: Callable[[RunState | None], Question],
         then: Callable[[Choice], object] | None = None,
     ) -> None:
-        """Opens the question that `make` returns for the displayed run, or shows why it cannot."""
+        """Opens the question that `make` returns for the displayed run, or shows its CannotAsk."""
         from console.tui.widgets.confirm import Confirm
 
         try:
@@ -120,7 +120,7 @@ class Operator:
     def prepare(self) -> None:
         """Checks the draft in the background, one check at a time; writes nothing.
 
-        A change during a check starts another check at its end, and the older result is not used.
+        If the draft changes during a check, its result is dropped and another check starts.
         """
         screen, draft = self._screen, self._screen.draft
         if self._pending("check"):
@@ -141,7 +141,7 @@ class Operator:
         return next((each for each in self._screen.pending if each.label == label), None)
 
     def _is_starting(self) -> bool:
-        """Returns whether a launch has no result yet; if so, also shows that on the screen."""
+        """Returns whether a launch has no result yet; if so, also shows a message."""
         if held := self._pending("launch"):
             text = f"the launch of {held.about} is still starting ({age(held.waited_s)}); its "
             self._screen.say(f"{text}result will be shown here", "error")
@@ -174,7 +174,7 @@ class Operator:
         self._screen.run_worker(self._screen.show_view("dashboard"))
 
     def _launch(self, options: Any, plan: Any) -> None:
-        """Launches `plan` as it was checked and confirmed; if it has changed, launches nothing."""
+        """Launches the confirmed `plan`, or nothing if the plan has changed since its check."""
         screen, actions = self._screen, self.actions
         if self._is_starting():
             return

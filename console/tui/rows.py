@@ -1,4 +1,4 @@
-"""Rows of styled text as plain data, and how two rows differ. No Textual, no terminal."""
+"""Rows of styled text as plain data, and the comparison of two rows, without Textual."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cut(text: str, width: int, ellipsis: str = "…") -> str:
 
 
 def fill(text: str, width: int, right: bool = False) -> str:
-    """Returns exactly `width` cells: cut, or padded (on the left if `right` is set)."""
+    """Returns the text cut or padded to `width` cells; with `right`, padded on the left."""
     text = cut(text, width)
     blank = " " * (width - cell_len(text))
     return blank + text if right else text + blank
@@ -146,9 +146,9 @@ Part = tuple[int, Sequence[Row]]
 
 
 def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
-    """Joins parts with `gap` blanks; if they do not fit, the least important are shortened first.
+    """Joins parts with `gap` blanks; if not all fit, the least important parts are shortened first.
 
-    A part whose shortest form still does not fit is left out, again the least important first.
+    If the shortest forms do not fit either, the least important parts are left out first.
     """
     chosen = [0] * len(parts)
     order = sorted(range(len(parts)), key=lambda i: parts[i][0])
@@ -171,7 +171,7 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
 
 
 def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
-    """Returns the first cell and the end of the last cell that differ, or None for equal rows."""
+    """Returns the first cell that differs and the end of the last one, or None for equal rows."""
     if old == new:
         return None
     a, b = _cells(old, width), _cells(new, width)
@@ -182,7 +182,7 @@ def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
 
 
 def _cells(row: Row, width: int) -> list[Span]:
-    """Returns one entry per cell; the length differs if a character is not one cell wide."""
+    """Returns one entry per cell, or [] if a character is not one cell wide."""
     cells = [(char, style) for text, style in row for char in text]
     if len(cells) > width:
         return cells[:width] if width_of(row) == len(cells) else []

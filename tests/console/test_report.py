@@ -189,7 +189,7 @@ def test_check_of_a_live_run_says_what_holds_so_far(launch, capsys):
         code, out, _ = said(capsys, "check", launch, "--json")
         assert (json.loads(out)["so_far"], json.loads(out)["exit_code"]) == (True, 1)
         code, out, _ = said(capsys, "report", launch)
-        assert "**no go yet: it has not ended**" in out
+        assert "**no go yet: the run has not ended**" in out
 
 
 def test_check_of_a_live_run_fails_where_no_later_record_can_help(launch, capsys):

@@ -39,13 +39,13 @@ class Truth:
     alert: str = ""
     right: tuple[str, ...] = ()
     ranked: bool = True
-    """False if no record shows the rank of the fault: all ranks record a sum over the ranks."""
+    """False if no record shows the rank of the fault, because all ranks record a common sum."""
     after_s: float = 0.0
     """The time that the alert needs to observe the fault."""
 
 
 STALLS = ("stop", "kill")
-"""Right reactions to a rank that does not step; a halt has no effect before its step ends."""
+"""Right reactions to a rank that does not step; a halt waits until the rank ends its step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ KINDS: dict[str, Kind] = {
                  truth=Truth("busy", right=STALLS)),
     "gil": Kind("waits in native code and holds the GIL", FOREVER_S,
                 truth=Truth("native", right=STALLS)),
-    "deaf": Kind("ignores SIGTERM and holds the GIL: only SIGKILL ends it", FOREVER_S,
+    "deaf": Kind("ignores SIGTERM and holds the GIL, so only SIGKILL ends it", FOREVER_S,
                  truth=Truth("native", right=STALLS)),
     "backward": Kind("sleeps in a hook of the backward pass", FOREVER_S, "logits",
                      truth=Truth("sleep", "backward", right=STALLS)),
@@ -98,7 +98,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One fault at an optimizer step; `rank` None means all ranks. `str` returns its grammar."""
+    """One fault at an optimizer step; `rank` None means all ranks. `str` returns it as text."""
 
     kind: str
     step: int

@@ -2,12 +2,13 @@
 
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
 in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
-the stacks of all threads; then torch writes the flight record of the collectives. It touches no
-object of the program.
+the stacks of all threads; then torch writes the flight record of the collectives. The helper
+touches no object of the program.
 
-Where a rank holds the GIL in native code, the helper cannot run. Then `LAST_RESORT` lets
-faulthandler write the main thread from the signal handler itself. Send it only if SIGUSR1 had no
-effect and the rank makes no progress, because its frames must not change meanwhile.
+If a rank holds the GIL in native code, the helper cannot run. Then `LAST_RESORT` lets faulthandler
+write the main thread from the signal handler itself. Send `LAST_RESORT` only if SIGUSR1 had no
+effect and the rank makes no progress, because the frames of the rank must not change during the
+dump.
 
 The dumper owns this process's SIGUSR1, `LAST_RESORT` and wake-up descriptor.
 
@@ -63,7 +64,7 @@ def _flight_record() -> str:
 
     NCCL's recorder is read only if the general recorder has no entry. It queries CUDA events, which
     took 2 ms on an H100 whose kernel did not end. NCCL's function that returns no JSON is never
-    called: it took 36 s to resolve the symbols of C++ stacks.
+    called, because it took 36 s to resolve the symbols of C++ stacks.
     """
     torch = sys.modules.get("torch")
     distributed = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)

@@ -34,7 +34,7 @@ MOST_SHOWN = 12
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean X?`; if no word is similar, a list of the known words, if short."""
+    """Returns `; did you mean X?`, or without a similar word a short list of known words or ""."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:

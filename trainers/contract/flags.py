@@ -154,7 +154,8 @@ def check_names(environment: Mapping[str, str]) -> None:
 def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the flags that a launch copies from the operator's shell: `NSA_*` and the GPUs.
 
-    Variables of other libraries may be set there for other reasons. Raises UsageError.
+    Other flags of libraries are not copied, because the shell may set them for other reasons.
+    Raises UsageError.
     """
     check_names(environment)
     return {

@@ -127,7 +127,7 @@ def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 def open_regular(path: Path, below: Path | None = None) -> int | None:
     """Opens a regular file for reading; returns None for a link, fifo, directory or missing file.
 
-    With `below`, the directories between it and the file must not be links either.
+    With `below`, the directories between `below` and the file must not be links either.
     """
     fd = open_inside(path, below)
     if fd is None:
@@ -250,7 +250,7 @@ class Tail:
         self.generation = 0
         """Number of times reading started; a replaced or truncated file is read again."""
         self.is_replaced = False
-        """True if `stays` is set and another file is at the path, which is not read."""
+        """True if `stays` is set and another file is at the path; that file is not read."""
         self.line_at = self._begin_at = begin_at
         """`line_at` is the offset of the next line; all lines before it were returned."""
         self.left_out_bytes = 0
@@ -361,10 +361,10 @@ class Tail:
 
 
 class GzipTail(Tail):
-    """Reads a complete gzip file of JSON lines; `offset` counts compressed bytes.
+    """Reads a complete gzip file of JSON lines; `offset` is in compressed bytes.
 
-    `begin_at` and the places of lines count uncompressed bytes. Reading ends at damaged data, which
-    counts as one skipped line.
+    `begin_at` and the places of lines are in uncompressed bytes. Reading ends at damaged data, and
+    `skipped` then increases by one.
     """
 
     def __init__(

@@ -7,8 +7,9 @@ A torchrun program needs only these lines:
         if run.step(step, loss=loss):
             break
 
-The console then shows its ranks, dumps their stacks and halts them at the same step. Two more
-lines report a phase. A verdict then names it, and an evaluation or a save has its own stall limit:
+The console then shows the ranks of the program, dumps their stacks and halts them at the same step.
+Two more lines report a phase. A verdict then names the phase, and an evaluation or a save has its
+own stall limit:
 
         with run.phase("eval"):
             evaluate()
@@ -41,7 +42,7 @@ HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that halt a rank; torchrun sends them to its ranks before it kills them."""
 PULSE_MIRROR_S = 0.25
 COUNTING = ("progress", "exit")
-"""Records that carry the number of steps with a non-finite loss."""
+"""Records that contain the number of steps with a non-finite loss."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
 RAISED_IN = "nsa_phase"
@@ -136,7 +137,7 @@ class Member:
         return written
 
     def _attach_log(self) -> None:
-        """Redirects stdout and stderr to this rank's log; both append to it."""
+        """Redirects stdout and stderr to this rank's log; both append to the log."""
         path = rundir.rank_log(self.run, self.attempt, self.rank)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -288,7 +289,7 @@ class Joined(Member):
             self.pulse.nonfinite_steps += not math.isfinite(loss)
 
     def _exit(self) -> None:
-        """Writes the exit record; ends the last step first if no uncaught exception ended it."""
+        """Writes the exit record; first ends the last step, unless an exception has ended it."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end_step()
@@ -300,7 +301,7 @@ class Joined(Member):
 
 
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
-    """Returns the run directory of this process, and its variables.
+    """Returns two values: the run directory of this process, and the environment variables.
 
     The directory is the one that the environment names, or else `run`. Raises UsageError if both
     are missing.

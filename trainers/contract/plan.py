@@ -48,8 +48,8 @@ class WatchRule:
 class Watch:
     """Stall limits and other time limits of the supervisor, in seconds.
 
-    If `eval_s` or `save_s` is None, `startup_s` applies. An action stronger than a dump
-    needs a stall of `stall_act_s`; this default is longer than a collective may take.
+    If `eval_s` or `save_s` is None, `startup_s` applies. An action stronger than a dump needs a
+    stall of `stall_act_s`; the default of `stall_act_s` is longer than a collective may take.
     """
 
     stall_floor_s: float = 60.0
@@ -77,12 +77,21 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Expects:
-    """Facts about the settings of a phase, which the preflight checks; None is not checked."""
+    """Facts that must follow from the settings of a phase; a fact that is None is not checked."""
 
     parameters: int | None = None
     seq_len: int | None = None
     tokens_per_step: int | None = None
     """Tokens of all ranks in one optimizer step."""
+    hours: float | None = None
+    """Duration of the phase, for the watch rule `late`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The optional part of the preflight; `measure` runs it before each launch of the plan."""
+
+    measure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The keys of a phase that is a sweep: each variant runs once in each round."""
+    """The keys of a phase that is a sweep, in which each variant runs once in each round."""
 
     variants: Mapping[str, Variant]
     rounds: int = 12
@@ -143,6 +152,7 @@ class Plan:
     watch: Watch = Watch()
     restart: Restart = Restart()
     env: Mapping[str, str] = field(default_factory=dict)
+    preflight: Preflight = Preflight()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data, for plan.json."""
@@ -151,10 +161,11 @@ class Plan:
 
 MAX_VARIANTS = 5
 SIGNIFICANT_P = 0.005
-"""The p-value below which two variants of one pair differ.
+"""The p-value below which the two variants of a pair are called different.
 
-At most 1 % of the sweeps without a true difference may find one by chance. The limit is half of
-that, because load that lasts longer than a round makes the test find slightly more.
+If there is no true difference, at most 1 % of the sweeps may find a difference by chance. The limit
+is half of 1 %, because load that lasts longer than a round makes the test find slightly more
+differences.
 """
 
 
@@ -165,7 +176,7 @@ def highest_p(variants: int) -> float:
 
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
-"""Keys that a plan may set for all phases; a phase overrides them, `MERGED_KEYS` by entry."""
+"""Keys that a plan may set for all phases. A phase overrides a key, or entries of `MERGED_KEYS`."""
 EXTENDS, MOST_EXTENDED = "extends", 4
 PLANS = Path(__file__).resolve().parents[2] / "configs" / "plans"
 

@@ -2,8 +2,8 @@
 
 Layout (little endian): sequence number, magic, rank, pid, step, phase, since (monotonic s), beat
 (monotonic s), collectives, device step, device phase, records, non-finite steps, …, sequence number
-again. A writer writes from the first byte to the last. A reader reads the sequence number
-at the end first and the one at the start last. It accepts the bytes only if both are equal.
+again. A writer writes from the first byte to the last. A reader reads the sequence number at the
+end first and the sequence number at the start last. It accepts the bytes only if both are equal.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PulseWriter:
         self.set(0, "boot")
 
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
-        """Marks the start of `phase` of `step`; step and phase of the device default to these."""
+        """Marks the start of `phase` of `step`, which are also the defaults for the device."""
         self._since, self.step, self.phase = time.monotonic(), step, phase
         self._device = device_step, device_phase
         self._write(self._since)
@@ -107,7 +107,7 @@ class PulseWriter:
         self._write(time.monotonic())
 
     def next_record_number(self) -> int:
-        """Returns the number of the next record, which the pulse shows before it is queued."""
+        """Returns the number of the next record; the pulse shows it before the record is queued."""
         self.records += 1
         self._write(self._beat)
         return self.records
@@ -133,7 +133,7 @@ class PulseWriter:
 
 
 def unpack(data: bytes) -> Pulse | None:
-    """Returns the pulse in 256 bytes, or None if they are torn or invalid."""
+    """Returns the pulse in 256 bytes, or None if the bytes are torn or invalid."""
     if len(data) != SIZE_BYTES:
         return None
     (magic, rank, pid, step, code, since, beat, count, device_step, device_code, records,

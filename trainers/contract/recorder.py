@@ -22,7 +22,7 @@ MAX_WAITING = 10_000
 STDOUT = Path("<stdout>")
 REPLACED = (
     "was removed or replaced during the run: new records go to the file that is there now, "
-    "earlier ones may be lost"
+    "earlier records may be lost"
 )
 MOVED = "the directory was moved, replaced or removed during the run"
 Item = tuple[Path, Any]
@@ -67,7 +67,7 @@ class Recorder:
         return time.monotonic() - since if since else 0.0
 
     def put(self, path: Path, record: dict[str, Any] | bytes, keep: bool = False) -> bool:
-        """Queues one record for `path`; returns False if the queue is full and drops the record.
+        """Queues one record for `path`; if the queue is full, drops the record and returns False.
 
         With `keep`, a full queue does not drop the record.
         """
@@ -130,7 +130,7 @@ class Recorder:
         if written < len(data):
             self._torn.add(path)
             self.dropped += 1
-            self.trouble = f"{path.name} was written partly: the disk is full"
+            self.trouble = f"{path.name} was written only partly, because the disk is full"
         else:
             self._torn.discard(path)
 

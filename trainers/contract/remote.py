@@ -22,7 +22,7 @@ GPT2_FILES = tuple(
 
 
 def hub() -> tuple[str, int]:
-    """Returns host and port of the hub or its proxy; the port is 0 if HF_HUB_OFFLINE is set."""
+    """Returns two values: host and port of the hub or proxy; port 0 if HF_HUB_OFFLINE is set."""
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set", 0
     url = urlsplit(environ.get("HF_ENDPOINT") or "https://huggingface.co")

@@ -163,7 +163,7 @@ class OpenDirectory:
         self._is_there = True
 
     def is_there(self) -> bool:
-        """Returns whether the directory is at its path; the last known answer on an I/O error."""
+        """Returns whether the directory is at its path, or after an I/O error the last answer."""
         try:
             self._is_there = os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
@@ -181,7 +181,7 @@ class OpenDirectory:
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
-    """Returns inode, size and modification time of a file, or None if there is none."""
+    """Returns inode, size and modification time of a file, or None if there is no such file."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -266,7 +266,7 @@ def set_safe_umask() -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory and its parents with mode 0700; an existing one gets that mode.
+    """Creates a directory and its parents with mode 0700; an existing directory gets this mode.
 
     Raises RefusedError.
     """
@@ -362,7 +362,7 @@ def write_request(run: Path, name: str, by: str) -> None:
 
 
 def set_aside_stale_halt(run: Path) -> Path | None:
-    """Renames a `.HALT` from before the start; returns its new path, or None if there is none."""
+    """Renames a `.HALT` from before the start; returns its new path, or None without a `.HALT`."""
     halt = run / HALT
     aside = run / f"{HALT}.stale-{time.time_ns() // 1_000_000}"
     try:

@@ -34,7 +34,7 @@ def _convert(value: Any, kind: Kind) -> Any:
         return text in TRUE
     if kind is str and isinstance(value, str) and all(ord(c) >= 32 for c in value):
         return value
-    # Text is converted too: YAML 1.1 reads 1e-3 as text.
+    # Text is converted too, because YAML 1.1 reads 1e-3 as text.
     if kind is int and not isinstance(value, bool | float):
         return int(value)
     if kind is float and not isinstance(value, bool):

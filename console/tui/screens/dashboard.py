@@ -25,8 +25,8 @@ from console.tui.widgets.ranks import rank_rows
 
 TALL = 30
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
-"""Rows of a chart: the least number, the number in a low terminal with a log, and the number that
-each further row of charts needs."""
+"""Heights of a chart in lines: the least height, the height in a low terminal with a log, and the
+height that must be free for each further row of charts."""
 LEAST_LOG = 3
 
 
@@ -47,7 +47,7 @@ ZOOMED = Shape(0, 0, 1, 1, 0)
 
 
 def shape(width: int, height: int, ranks: int, available: int) -> Shape:
-    """Returns what the Dashboard shows of `available` charts in `width` × `height` cells.
+    """Returns the layout of the Dashboard for `available` charts in `width` × `height` cells.
 
     If there is not enough room, the log is left out first, then charts; ranks always stay.
     """
@@ -202,7 +202,7 @@ class Dashboard(View):
         self.draw_again()
 
     def do_back(self) -> None:
-        """Closes the zoomed chart; without a zoomed chart, closes whatever else is open."""
+        """Closes the zoomed chart; without a zoomed chart, does the same as in every view."""
         app: Any = self.app
         if self.zoomed:
             self.do_zoom()

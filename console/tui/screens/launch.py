@@ -24,7 +24,7 @@ LEAST_FLAGS, LEAST_HEIGHT = 7, 18
 
 
 def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | None:
-    """Returns the run and the launch in progress, or None if a new launch can be prepared."""
+    """Returns two values, run and launch of a launch in progress, or None if there is none."""
     state = snapshot.state if snapshot else None
     launch = state.launch if state else None
     return (state, launch) if state and launch and launch.under_way else None
@@ -75,7 +75,7 @@ class Phases(DraftPanel):
 
 class Command(DraftPanel):
     def line(self, snapshot: ScreenData) -> tuple[str, str]:
-        """Returns a title and the running command, or else the command that the draft would run."""
+        """Returns two values: a title, and the running command or else the command of the draft."""
         if live := live_launch(snapshot):
             state, launch = live
             ended = ", which ended" if launch.state == "waiting" else ""
@@ -126,7 +126,7 @@ class Checks(DraftPanel):
 
 
 class FlagList(Picker):
-    """The list of flags; its rows are made for its width."""
+    """The list of flags; the rows are made for the width of the list."""
 
     def on_resize(self) -> None:
         super().on_resize()

@@ -41,7 +41,7 @@ class LogPane(Lines, can_focus=True):
 
 
 class LogView(Scrolls, View):
-    """The view of log lines. `bottom` is the number after the last displayed line.
+    """The view of log lines. `bottom` is the number of the line below the last displayed line.
 
     `bottom` is None while the view follows the log; `at` is the number of the found line. Lines
     are numbered by arrival, so the displayed part stays in place when new lines come.
@@ -76,7 +76,7 @@ class LogView(Scrolls, View):
         return max(1, self.seen - 1)
 
     def _index(self, number: int | None) -> int:
-        """Returns the index of the line with this number, or of the next line; None is the end."""
+        """Returns the index of the line with this number, or of the next line; None: of the end."""
         if number is None:
             return len(self._lines)
         return bisect_left(self._lines, number, key=lambda entry: entry[0])

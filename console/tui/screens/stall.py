@@ -64,7 +64,7 @@ COLUMNS = (
 """Heading and width of each column before the frame; a negative width aligns right."""
 MARK_WIDTH = 2
 PLACE = "frame, age"
-"""Heading of the frame: the innermost frame outside libraries, and the age of its dump."""
+"""The heading of the last column: the innermost frame outside libraries, and the dump's age."""
 
 
 def _layout(state: RunState) -> list[tuple[str, int]]:
@@ -80,7 +80,7 @@ def heading(state: RunState) -> str:
 
 
 def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: float) -> list[Row]:
-    """Returns one row per rank; slower ranks are marked."""
+    """Returns one row per rank; marks the rank to blame, and the ranks at a lower step."""
     rows, layout = [], _layout(state)
     left = max(0, width - sum(abs(cell) + 1 for _, cell in layout) - MARK_WIDTH)
     newest = max((rank.pulse.step for rank in state.ranks if rank.pulse), default=0)

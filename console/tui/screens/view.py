@@ -1,4 +1,4 @@
-"""The base of all views: they show snapshots and handle keys."""
+"""The base of all views, which show snapshots and handle keys."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def shown_text(panels: Iterable[Lines]) -> str:
 class Main(Screen[None], inherit_bindings=False):
     """The only screen. A change of focus repaints two widgets, not the whole screen.
 
-    Its keys are those of the table of keys; tab stays within an overlay.
+    The screen has only the keys of the table of keys; tab stays within an overlay.
     """
 
     focused = Reactive[Widget | None](None, repaint=False)
 
 
 class Body(Widget):
-    """Contains the views: when they change, nothing outside this widget is painted again."""
+    """Contains the views, so that a change of view repaints nothing outside this widget."""
 
     DEFAULT_CSS = "Body { height: 1fr; width: 1fr; }"
 

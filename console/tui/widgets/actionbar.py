@@ -1,4 +1,4 @@
-"""The buttons of the most used actions, on every view: pressed by key, Tab and Enter, or click."""
+"""The buttons of the most used actions, on every view. A key, Tab and Enter, or a click works."""
 
 from __future__ import annotations
 

@@ -20,14 +20,13 @@ BLOCKED_S = 2.0
 SILENT_S = 5.0
 MOST_LINES = 3
 LEAST_ROOM = 24
-"""Least cells for the text beside the keys; with fewer, the keys go below the text or are left out.
-"""
+"""Least cells for the text beside the keys; with fewer cells, the keys go below or are left out."""
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One notice. `hint` names the key that handles it; `alert` is the id that A acknowledges."""
+    """One notice. `hint` shows the keys that handle it; `alert` is the id that A acknowledges."""
 
     level: Level
     text: str
@@ -141,7 +140,7 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
 def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:
     """Returns one of the notices in at most `limit` lines, or a neutral line if there is none.
 
-    The first line ends with the keys; text that does not fit to their left continues below.
+    The first line ends with the keys. Text that does not fit to the left of the keys goes below.
     """
     if not found:
         return [(("  no alert", "dim"),)]
@@ -163,9 +162,9 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
 
 
 class AlertLine(Panel):
-    """Shows one notice, which `A` acknowledges; after any change, shows the worst notice again.
+    """Shows one notice, which `A` acknowledges; if notices change, shows the worst notice again.
 
-    It takes as many lines as the notice needs, at most `MOST_LINES`.
+    The alert line has as many lines as the notice needs, at most `MOST_LINES`.
     """
 
     notice: Notice | None = None
@@ -185,7 +184,7 @@ class AlertLine(Panel):
         return alert_rows(found, width, self._at, limit)
 
     def redraw(self) -> None:
-        """Draws the line, also before the first snapshot, because that may never arrive."""
+        """Draws the line, even before the first snapshot, which may never arrive."""
         if not self.size.area:
             return
         rows = self.rows(self.snapshot, *self.size)

@@ -17,10 +17,10 @@ from console.tui.widgets.lines import Panel
 
 LABEL = 6
 AXIS_HEIGHT = 7
-"""Least rows of a chart with a time axis; the title of a lower chart names the window."""
+"""Least rows of a chart with a time axis; the time span is also in the title."""
 WIDE = 50
 LEAST_HIGH = {"share": 0.1, "%": 100.0}
-"""The least upper end of the value axis, by unit."""
+"""The least upper bound of the value axis, by unit."""
 PART, PART_BAR = 34, 12
 """Width in cells of one entry in the list below a zoomed chart, and of the bar in the entry."""
 HINT = "← → read values   [ ] time span   z or esc all charts"
@@ -83,7 +83,7 @@ def _window_words(span: int, width: int) -> str:
 
 
 def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
-    """Returns the newest value, or the lowest and highest newest value of several series."""
+    """Returns the newest value, or for several series the range of their newest values."""
     now = "now " * (width >= WIDE)
     newest = {name: points[-1][1] for name, points in series.items() if points}
     values = [newest[name] / chart.scale for name in chart.names if name in newest]
@@ -142,7 +142,7 @@ def zoomed_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns one chart for the whole view, with values below the chart.
 
-    The values are those at the crosshair: of the whole chart, and of each GPU, rank or layer.
+    These are the values at the crosshair, of the whole chart and of each GPU, rank or layer.
     """
     parts = part_rows(chart, series, at, width, height // 3)
     rows = chart_rows(chart, series, window, width, height - 1 - len(parts), mode, at)

@@ -23,7 +23,7 @@ class Item:
     flag: Flag | None
     now: str
     following: str | None
-    """The value in the next phase, or None if there is no next phase or its value is unknown."""
+    """The value in the next phase, or None if there is no next phase or the value is unknown."""
     changed: bool
 
 
@@ -33,9 +33,9 @@ def items(
 ) -> list[Item]:  # fmt: skip
     """Returns all flags of the registry by group, each with its present and its next value.
 
-    `coming` has the values for the next phase, or None if there is no next phase or its values are
-    unknown; `changed` has what the operator set for that phase. `between` comes first, unless it is
-    None.
+    `coming` has the values of the next phase, or None if there is no next phase or the values are
+    unknown; `changed` has the values that the operator set for that phase. `between` comes first,
+    unless it is None.
     """
     found = [] if between is None else [Item(None, between, between, False)]
     for flag in sorted(TABLE, key=lambda flag: _GROUPS.index(flag.group)):
@@ -49,7 +49,7 @@ _GROUPS = list(dict.fromkeys(flag.group for flag in TABLE))
 
 
 def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
-    """Returns the rows of the list; each group is named once.
+    """Returns the rows of the list; only the first row of a group shows the name of the group.
 
     A row shows the present value → the next value, and `when` a changed value takes effect.
     """

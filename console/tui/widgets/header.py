@@ -75,7 +75,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns how long the blamed rank has made no progress, or every rank if none is blamed."""
+    """Returns the time since the blamed rank moved, or without such a rank since any rank moved."""
     blamed = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)

@@ -17,7 +17,7 @@ from console.tui.rows import BLANK, Row, changed, clip, safe
 from console.tui.styles import STYLES, drawn
 
 PLAIN = Style.null()
-"""The style of unstyled text: Textual's filter for NO_COLOR fails on a segment without a style."""
+"""The style of unstyled text. Without it, Textual's filter for NO_COLOR fails."""
 
 
 class Lines(Widget):

@@ -21,7 +21,7 @@ _MARKS = (
 
 
 def line_style(text: str) -> str:
-    """Returns the style for the log level that a line names."""
+    """Returns the style for the log level that a line contains."""
     head = text[:160]
     return next((style for style, words in _MARKS if any(w in head for w in words)), "")
 
@@ -36,7 +36,8 @@ def log_rows(line: LogLine, width: int, limit: int = 20) -> list[Row]:
 class LogBook:
     """The numbered lines of the log so far.
 
-    `total` counts all lines of this log, including dropped lines; `epoch` counts the logs so far.
+    `total` is the number of lines of this log, dropped lines included; `epoch` is the number of
+    logs so far.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class Overlay(Widget):
         self.post_message(self.Closed(self))
 
     do_back = do_leave = close
-    """`q` closes the overlay; while it is open, only ctrl+c leaves the console."""
+    """`q` closes the overlay; while an overlay is open, only ctrl+c leaves the console."""
 
     def do_right(self) -> None:
         self.screen.focus_next(f"#{self.id} *")

@@ -99,10 +99,10 @@ class Picker(Lines, can_focus=True):
 
 
 class Scrolls:
-    """Adds the scrolling keys of the table to a widget. By default they move its only `Picker`."""
+    """Adds the scrolling keys to a widget. By default the keys move the widget's only `Picker`."""
 
     def scroll_by(self, by: int) -> None:
-        """Scrolls by a number of rows, as far as possible; does nothing before it is mounted."""
+        """Scrolls by rows, as far as possible; before the widget is mounted, does nothing."""
         widget: Any = self
         for picker in widget.query(Picker):
             picker.move(by)

@@ -15,7 +15,7 @@ WIDE = 70
 PID, MARK = 7, " ◂"
 PROCESS_WORDS = {"T": "stopped", "t": "traced", "Z": "zombie", "gone": "gone", "D": ""}
 Cells = dict[str, tuple[str, str]]
-"""Text and style of a rank's cells by the name of their column."""
+"""Text and style of each cell of a rank; the key is the name of the column."""
 Column = tuple[str, int]
 BAR = ""
 """The column without a heading."""
@@ -152,7 +152,7 @@ def unmeasured(rank: Rank, state: RunState) -> Rank:
 
 
 def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
-    """Returns the step of a rank, its phase or what is wrong with it, and for how long."""
+    """Returns three cells of a rank: its step, its phase or error, and the time in this phase."""
     pulse = rank.pulse
     step = fmt.count(pulse.step) if pulse else fmt.DASH
     phase = wrong.removeprefix("killed by ") or (pulse.phase if pulse else fmt.DASH)

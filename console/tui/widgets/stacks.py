@@ -17,7 +17,7 @@ MAX_INDENT = 8
 
 
 def grouped(stacks: Mapping[int, Stack]) -> list[list[Stack]]:
-    """Returns the stacks of one dump, grouped by the place of the main thread.
+    """Returns groups of stacks with the same dump time and the same frames of the main thread.
 
     The smallest group comes first.
     """
@@ -104,10 +104,10 @@ def tree_rows(
     stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None, width: int, height: int,
     now: float,
 ) -> list[Row]:  # fmt: skip
-    """Returns the frames that ranks have in common, and where each group of ranks waits.
+    """Returns the frames that ranks have in common, and the place where each group of ranks waits.
 
     Only stacks of the newest dump are merged. If not all frames fit, each waiting group has one row
-    with its own code.
+    with the innermost frame of its own code.
     """
     newest = max(stack.ts for stack in stacks.values())
     merged = {rank: stack for rank, stack in stacks.items() if stack.ts == newest}
@@ -132,8 +132,7 @@ def tree_rows(
 
 
 Group = tuple[tuple[int, ...], int, str, Where | None, list[Frame]]
-"""Ranks, depth, style, class of their stacks if they end here, and the frames that only they share.
-"""
+"""Ranks, depth, style, the class of their stacks if these end here, and the shared frames."""
 
 
 def _groups(

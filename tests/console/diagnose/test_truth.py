@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from console.diagnose import truth
-from console.diagnose.readings import Readings
+from console.diagnose.readings import Readings, setting_values
 from console.diagnose.rules import RULES
 from console.diagnose.stall import RankEvidence
 from console.diagnose.watchdog import Watchdog
@@ -167,6 +167,15 @@ TRUE = {
     "no_power": (
         Told(gpu={"power_w": 110.0}), "report 97% utilisation and draw 16% of their power limit",
     ),
+    "below_communication": (
+        Told(settings={"measured.allreduce_gb_s": 0.2, "measured.allreduce_ranks": 2}),
+        "a step takes 1 s and the reduction of 0.328 GB of gradients at least 1.64 s, at the 0.2 "
+        "GB/s of the preflight: ",
+    ),
+    "late": (
+        Told(settings={"expects.hours": 2.0, "train.steps": 20_000}),
+        "20,000 steps of 1 s take 5.56 h, and the plan expects 2 h: ",
+    ),
 }  # fmt: skip
 
 
@@ -240,6 +249,24 @@ HEALTHY = {
     "waits in the forward of FSDP": Told(
         slow({1}, "forward", 2.0), settings={"train.strategy": "fsdp"}, seconds=UNTIL_SLOW
     ),
+    "a slow network that compression and accumulation spare": Told(
+        settings={"measured.allreduce_gb_s": 0.2, "measured.allreduce_ranks": 2,
+                  "ddp.compress": "bf16", "train.accumulate": 4},
+    ),
+    "another number of ranks than was measured": Told(
+        settings={"measured.allreduce_gb_s": 0.001, "measured.allreduce_ranks": 4},
+    ),
+    "shards, which are not reduced as a whole": Told(
+        settings={"measured.allreduce_gb_s": 0.2, "measured.allreduce_ranks": 2,
+                  "train.strategy": "fsdp"},
+    ),
+    "a plan that expects a little less time": Told(
+        settings={"expects.hours": 4.0, "train.steps": 20_000}
+    ),
+    "a few slow steps at the start": Told(
+        lambda r: r.update(steps_dt_s=[90.0 if r["step"] < 8 else 1.0]),
+        settings={"expects.hours": 5.0, "train.steps": 20_000},
+    ),
     "garbage in the figures": Told(
         each(loss="nan", grad_norm="x", skipped_steps="inf", batch_crc32=7, dt_forward_s=-3,
              gpu_mem_reserved=True, steps_dt_s=[-1e9, "x"], host=7),
@@ -268,9 +295,20 @@ def test_no_figure_makes_a_check_raise(value):
             record.update(figures, steps_dt_s=[value])
 
     documents = dict.fromkeys(("config", "run", "parameters", "backend"), value)
-    for settings in (dict.fromkeys(SETTINGS, number) | {"data.source": "synthetic"}, {}):
+    measured = ("measured.allreduce_gb_s", "measured.allreduce_ranks", "expects.hours")
+    known = dict.fromkeys((*SETTINGS, *measured, "train.steps"), number)
+    for settings in (known | {"data.source": "synthetic", "train.strategy": "ddp"}, {}):
         alerts(Told(change, settings, documents, sensors, seconds=40))
         alerts(Told(settings=settings, gpu=sensors, seconds=40))
+
+
+def test_figures_of_the_preflight_and_of_the_plan_are_read_from_run_json():
+    run = {"settings": {"train.steps": {"value": 5}}, "expects": {"hours": 3.0},
+           "machine": {"measured": {"allreduce_gb_s": 7.5}}}  # fmt: skip
+    assert setting_values(run) == {
+        "train.steps": 5, "expects.hours": 3.0, "measured.allreduce_gb_s": 7.5,
+    }  # fmt: skip
+    assert setting_values(run | {"machine": [], "expects": "x"}) == {"train.steps": 5}
 
 
 def test_the_ranks_of_one_slow_host_are_named_by_host():

@@ -78,14 +78,14 @@ def test_a_gpu_that_cannot_train_now_does_not_count(machine, changed, text):
     result, said = machine.check(gpus=2)
     assert (result, text in said) == ("fail", True), said
     assert said.endswith("; pass --devices 1,2")
-    assert "needs 2 GPUs, and 1 of those it would use can be used" in said
+    assert "needs 2 GPUs, and 1 of the GPUs that it would use can be used" in said
 
 
 def test_healthy_gpus_can_be_chosen_and_a_sick_one_that_is_needed_must_be_repaired(machine):
     fake.kernel(machine.root, 8)
     machine.gpus(gpu0={"ecc": 7})
     assert machine.check(gpus=2, devices="1,2")[0] == "pass"
-    assert "; free or repair it" in machine.check(gpus=8)[1]
+    assert "; free or repair GPUs" in machine.check(gpus=8)[1]
 
 
 def test_one_gpu_that_hangs_is_named_and_a_sensor_that_fails_is_no_pass(machine):

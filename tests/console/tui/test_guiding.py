@@ -122,7 +122,7 @@ def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
         assert lines(app)[1].endswith("a 2 of 2")
         assert "A ack" not in lines(app)[1]
         await pilot.press("A")
-        await until(pilot, lambda: "it clears automatically" in picture(app))
+        await until(pilot, lambda: "this notice clears automatically" in picture(app))
         await pilot.press("a", "A")
         await until(pilot, lambda: "Acknowledge this alert?" in picture(app))
         await pilot.press("escape")
@@ -323,7 +323,7 @@ def test_tab_stays_in_a_question():
 def test_a_halt_of_a_stalled_run_promises_nothing_and_names_the_key_that_stops_it():
     halt, stalled = KEYS["halt"].question, recorded.stalled()
     facts = dict(halt(stalled).facts)
-    assert facts["keeps"].endswith("every rank ends its step; rank 3 is stalled in backward")
+    assert facts["keeps"].endswith("every rank completes its step; rank 3 is stalled in backward")
     assert facts["else"] == "K stops a stalled run"
     facts = dict(halt(dataclasses.replace(stalled, verdict=None)).facts)
     assert facts["keeps"].endswith("; a rank is stalled")

@@ -1,0 +1,91 @@
+"""Ends the trainers that a dead supervisor left behind, when an operator asks for it.
+
+A process gets a signal only if it is certain that it belongs to a launch of this user without a
+living supervisor: see the row `end-leftovers` of docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.plans.host_checks import unsupervised
+from console.sources import process
+from console.sources.sanitize import clean
+from trainers.contract import environ, jsonl, rundir
+from trainers.contract.errors import RefusedError
+
+GRACE_S, KILLED_S, POLL_S = 30.0, 2.0, 0.05
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A process of a launch without a supervisor, and its name in words."""
+
+    handle: process.Handle
+    name: str
+    run: Path
+    token: str
+
+
+def find() -> tuple[list[Leftover], list[str]]:
+    """Returns the leftover processes, and a sentence on each trainer that is none."""
+    found, others = [], []
+    for pid in unsupervised(PROC):
+        variables = process.environment(pid)
+        run, token = Path(variables.get(environ.RUN_DIR, "")), variables.get(environ.TOKEN, "")
+        why = _why_not(run, token)
+        handle = None if why else process.open_process(pid, token)
+        if handle:
+            rank = f"rank {variables['RANK']}" if "RANK" in variables else "torchrun"
+            found.append(Leftover(handle, clean(f"pid {pid} ({rank} of {run})", 400), run, token))
+        else:
+            others.append(clean(f"pid {pid} is not ended: {why or 'it has ended'}", 400))
+    return found, others
+
+
+def _why_not(run: Path, token: str) -> str:
+    """Returns why a process in this run with this token is no leftover, or "" if it is one."""
+    if not token:
+        return "no supervisor started it, or it belongs to another user"
+    try:
+        for folder in (run, run.parent):
+            rundir.check_ours(folder)
+    except (RefusedError, ValueError) as error:
+        return str(error)
+    record, own, plan = (
+        rundir.read_json(path, below=run.parent) or {}
+        for path in (run / rundir.RUN, run / rundir.SUPERVISOR, run.parent / rundir.PLAN_STATE)
+    )
+    if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != token:
+        return f"its token is not that of {run / rundir.RUN}"
+    for named in (own, jsonl.mapping(plan, "supervisor")):
+        if not named or named.get("host") != rundir.host_name():
+            return f"the supervisor of {run} is not known on this host"
+        if rundir.is_alive(named) or rundir.is_alive(jsonl.mapping(named, "child")):
+            return f"the supervisor of {run} is alive; stop the run with nsa-console stop"
+    return ""
+
+
+def end(found: Sequence[Leftover]) -> Iterator[str]:
+    """Sends TERM, and KILL after the grace time; yields how each process ended.
+
+    A process whose run was adopted meanwhile gets no signal.
+    """
+    living = list(found)
+    for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILLED_S)):
+        for each in living:
+            if not _why_not(each.run, each.token):
+                each.handle.send(number)
+        until = time.monotonic() + limit_s
+        while not all(each.handle.is_over() for each in living) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        over = [each for each in living if each.handle.is_over()]
+        yield from (f"{each.name} ended after {number.name}" for each in over)
+        living = [each for each in living if each not in over]
+    for each in living:
+        yield f"{each.name} is alive: {_why_not(each.run, each.token) or 'it does not end'}"

@@ -1,0 +1,154 @@
+"""The measured rows of the preflight: real processes, planted faults, and what is not measured."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from console import actions
+from console.actions import LaunchOptions
+from console.cli import main
+from console.plans import device_checks
+from console.plans.case import Case
+from trainers.contract import plan, rundir
+
+SMALL = {
+    "model.dim": 32, "model.n_layers": 1, "model.n_heads": 2, "model.n_kv_groups": 1,
+    "model.d_k": 16, "model.d_v": 16, "model.mlp_hidden": 64, "model.nsa.window": 8,
+    "data.seq_len": 64, "data.source": "synthetic",
+}  # fmt: skip
+LEAK = """
+import sys
+if any("device_probe" in word for word in sys.orig_argv):
+    import torch
+    from nsa import functional
+    true = functional.attend_window
+    def leaking(q, k, v, *more):
+        out, rows = true(q, k, v, *more), torch.tensor([*range(49, q.shape[2] - 1, 50)]).long()
+        later = v[:, :, rows + 1].repeat_interleave(q.shape[1] // v.shape[1], 1)
+        return out.index_add(2, rows, later / 32)
+    functional.attend_window = leaking
+"""
+
+
+def written(folder: Path, **more: object) -> str:
+    phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "nproc": 2, "set": SMALL}
+    path = folder / "mine.yaml"
+    env = {"OMP_NUM_THREADS": 1}
+    path.write_text(yaml.safe_dump({"name": "mine", "env": env, "phases": [phase]} | more))
+    return str(path)
+
+
+def test_a_leak_is_refused_by_its_row_and_the_other_rows_are_measured(tmp_path, monkeypatch):
+    """The bandwidth that was measured is recorded with the launch."""
+    (tmp_path / "sitecustomize.py").write_text(LEAK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    named = written(tmp_path, preflight={"measure": True})
+    said: list[str] = []
+    prepared = actions.prepare(LaunchOptions(named, root=tmp_path / "artifacts"), said.append)
+    rows = {check.name: check for check in prepared.checks}
+    failed = [name for name, check in rows.items() if check.result == "fail"]
+    assert failed == ["causality"], rows
+    assert "in the branch win, output 49 of 64 changes with the tokens after" in (
+        rows["causality"].text
+    )
+    assert "GB/s for 16 MiB over 2 ranks (gloo)" in rows["all-reduce"].text
+    assert "TFLOP/s by rank" in rows["matmul"].text
+    assert rows["first batch"].text.startswith("synthetic random bytes: ")
+    assert rows["parity"].result == "pass"
+    assert said == [f"the preflight measures {', '.join(device_checks.ROWS)}, at most 300 s"]
+    measured = prepared.spec.host["measured"]
+    assert (measured["allreduce_ranks"], measured["allreduce_gb_s"] > 0) == (2, True)
+    assert prepared.spec.as_dict(0.0)["host"]["measured"] == measured
+    with pytest.raises(actions.RefusedError, match="in the branch win"):
+        actions.begin(prepared, "test")
+    assert not prepared.directory.exists()
+
+
+def bare(root: Path, gpus: int = 0, measure: bool = True, assumed: str = "") -> Case:
+    phase = {"name": "one", "module": "trainers.ddp"}
+    given = plan.parse({"name": "mine", "gpus": gpus, "phases": [phase]}, "test")
+    settings = ({"train.steps": {"value": 1, "origin": "plan"}},)
+    return Case(given, root / "launch", settings=settings, measure=measure, assumed=assumed)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "measure", "assumed", "refused", "result", "text"),
+    [(0, False, "", False, "pass", "check PLAN --measure does"),
+     (1, False, "", False, "unknown", "check PLAN --measure does"),
+     (1, True, "1xA100", False, "unknown", "the GPUs are assumed"),
+     (1, True, "", True, "unknown", "another check failed")],
+)  # fmt: skip
+def test_what_is_not_measured_is_said_with_the_reason(
+    tmp_path, gpus, measure, assumed, refused, result, text
+):
+    (found,) = device_checks.measure(bare(tmp_path, gpus, measure, assumed), refused, None)
+    assert (found.name, found.result) == ("measured", result)
+    assert found.text == f"{', '.join(device_checks.ROWS)} are not measured: {text}"
+
+
+STUB = "import json, os, sys, time\nsay = lambda **it: print(json.dumps(it), flush=True)\n"
+PASSED = "say(row='matmul', result='pass', text='fast', figures={'matmul_tflops': [1]})\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "results", "text"),
+    [(f"{PASSED}say(row='all-reduce')\ntime.sleep(60)", ("pass", "fail", "unknown"),
+      "no answer within 1 s"),
+     (f"{PASSED}say(row='all-reduce')\nos.abort()", ("pass", "fail", "unknown"), "exited with -6"),
+     ("raise SystemExit('no driver')", ("unknown", "unknown", "unknown"), "with 1: no driver"),
+     (f"print('x' * 300000)\n{PASSED}", ("unknown", "unknown", "unknown"), "exited with 0"),
+     (f"print('[1]')\nsay(row=7)\nsay(row='matmul', result=[], text=3)\n{PASSED}"
+      "say(row='all-reduce', result='pass', text='a\\x1b[2J' + 'b' * 9999, figures=5)",
+      ("pass", "pass", "unknown"), "exited with 0")],
+)  # fmt: skip
+def test_a_row_that_hangs_or_crashes_fails_and_later_rows_are_not_measured(
+    tmp_path, monkeypatch, program, results, text
+):
+    (tmp_path / "stub_probe.py").write_text(STUB + program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(device_checks, "MODULE", "stub_probe")
+    monkeypatch.setattr(device_checks, "LIMIT_S", 1.0 if "60" in program else 60.0)
+    begun = time.monotonic()
+    found = device_checks.measure(bare(tmp_path), False, None)
+    assert time.monotonic() - begun < 30
+    assert tuple(check.result for check in found[:3]) == results
+    assert text in found[2].text
+    assert all(len(check.text) <= 700 and check.text.isprintable() for check in found)
+
+
+def test_a_full_disk_measures_nothing_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    found = device_checks.measure(bare(tmp_path), False, None)
+    assert {check.result for check in found} == {"unknown"}
+    assert "not measured: cannot start the process that measures: No such file" in found[0].text
+
+
+def test_processes_that_the_measurement_started_end_with_it(tmp_path, monkeypatch):
+    left = tmp_path / "pid"
+    program = f"if os.fork() == 0:\n    open({str(left)!r}, 'w').write(str(os.getpid()))\n    "
+    program += "time.sleep(60)\nwhile not os.path.exists(" + repr(str(left)) + "): pass\n"
+    (tmp_path / "stub_probe.py").write_text(f"{STUB}{program}time.sleep(0.2)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(device_checks, "MODULE", "stub_probe")
+    device_checks.measure(bare(tmp_path), False, None)
+    pid = int(left.read_text())
+    until = time.monotonic() + 10
+    while rundir.start_ticks(pid) is not None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert rundir.start_ticks(pid) is None
+
+
+def test_a_dry_run_measures_nothing(tmp_path, capsys):
+    named = written(tmp_path, preflight={"measure": True})
+    assert main(["--root", str(tmp_path), "launch", named, "--dry-run"]) == 0
+    assert "parity are not measured: check PLAN --measure does" in capsys.readouterr().out
+
+
+def test_measuring_and_ending_need_a_plan(tmp_path, capsys):
+    assert main(["--root", str(tmp_path), "check", "latest", "--measure"]) == 2
+    assert "need a plan, and 'latest' is none" in capsys.readouterr().err

@@ -1,0 +1,315 @@
+"""Measures the devices, the data and the attention of a plan before its launch.
+
+`python -m trainers.device_probe REQUEST` reads the settings of all phases from a JSON file. Each
+rank is a process. Rank 0 prints a JSON line when a check begins, and one with its result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nsa.attention import NSAttention
+from nsa.backends import BRANCHES
+from nsa.config import ModelConfig
+from nsa.functional import routes_of
+from nsa.model import Block
+from nsa.reference import nsa_layer
+from nsa.select import block_scores, top_blocks
+from trainers import facts, failures, fwe_smoke, settings
+from trainers.entry import exit_now
+from trainers.precision import AUTOCAST, allow_tf32, autocast, weights_dtype
+from trainers.schema import Settings
+
+REPEATS, BATCHES = 6, 2
+MATRIX, LARGEST_MIB = {"cuda": 8192, "cpu": 512}, {"cuda": 256, "cpu": 16}
+"""Rows of the matrices, and size of the sum over all ranks, by type of the device."""
+SLOW = 0.7
+"""A rank below this share of the fastest rank is slow."""
+COLLECTIVE_S, BATCH_S, CAUSALITY_S = 60.0, 30.0, 120.0
+"""Time limits; that of the causality is divided among the distinct layers of the plan."""
+ROWS_AT_ONCE, CUTS_AT_ONCE = {"cuda": 16_384, "cpu": 4096}, 32
+SEQUENTIAL_TOKENS, SHORT, FUTURE_SCALE = 96, 24, 8.0
+"""Tokens that are computed one by one, tokens for the oracle, and the scale of the changed tokens,
+so that rounding does not hide a leak."""
+ROUNDING = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
+"""Largest change of an output, relative to the largest output, where the tiles that compute it
+depend on the selection of other tokens."""
+PARITY = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
+"""Largest difference from the oracle, relative to its norm."""
+Found = tuple[str, str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of the plan, and the device on which it is measured."""
+
+    name: str
+    settings: Settings
+    device: torch.device
+
+    def attention(self) -> Hashable:
+        """Returns the settings on which the attention depends."""
+        of, train = self.settings, self.settings.train
+        shape = replace(of.model, n_layers=1), of.data.seq_len, train.batch_size
+        return of.attention, shape, train.precision, train.tf32
+
+
+def distinct(phases: Sequence[Phase], key: Callable[[Phase], Hashable]) -> list[Phase]:
+    """Returns one phase for each value of `key`."""
+    return list({key(phase): phase for phase in phases}.values())
+
+
+# --- devices and data --------------------------------------------------------------------------
+
+
+def best_s(device: torch.device, work: Callable[[], object]) -> float:
+    """Returns the shortest time of `work` in several repetitions, until the device has done it."""
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def matmul(phase: Phase, world: int, store: Path, rank: int) -> Found:
+    """Starts the process group, and times a product of two matrices on all ranks at once."""
+    device, precision = phase.device, phase.settings.train.precision
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
+            world_size=world, timeout=timedelta(seconds=COLLECTIVE_S),
+        )  # fmt: skip
+    size, dtype = MATRIX[device.type], AUTOCAST.get(precision, weights_dtype(precision))
+    a = torch.randn(size, size, device=device).to(dtype)
+    speeds = [round(2e-12 * size**3 / best_s(device, lambda: a @ a), 3)] * world
+    if world > 1:
+        dist.all_gather_object(speeds, speeds[0])
+    kind = f"{facts.device_name(device)}, {precision}, {size} × {size}"
+    return compared(speeds, kind, device.type == "cuda")
+
+
+def compared(speeds: Sequence[float], kind: str, on_cuda: bool) -> Found:
+    """Compares the TFLOP/s of the ranks. On a CPU they share cores, so a slow one only warns."""
+    slow = [str(rank) for rank, speed in enumerate(speeds) if speed < SLOW * max(speeds)]
+    text = f"{', '.join(f'{speed:.3g}' for speed in speeds)} TFLOP/s by rank ({kind})"
+    if slow:
+        advice = "check their clocks, power and temperature" if on_cuda else "other load can do so"
+        text += f"; rank {', '.join(slow)} is below {SLOW:.0%} of the fastest: {advice}"
+    result = "pass" if not slow else "fail" if on_cuda else "unknown"
+    return result, text, {"matmul_tflops": list(speeds)}
+
+
+def all_reduce(phase: Phase, world: int) -> Found:
+    """Times a sum over all ranks, and checks it."""
+    if world == 1:
+        return "pass", "one rank has nothing to reduce", {}
+    mib = LARGEST_MIB[phase.device.type]
+    x = torch.full((mib << 18,), dist.get_rank() + 1.0, device=phase.device)
+    dist.all_reduce(x)
+    if not bool((x == world * (world + 1) / 2).all()):
+        return "fail", f"the sum over {world} ranks is wrong: do not train on these devices", {}
+    rate = round((mib << 20) / best_s(phase.device, lambda: dist.all_reduce(x)) / 1e9, 3)
+    text = f"{rate:.3g} GB/s for {mib} MiB over {world} ranks ({dist.get_backend()})"
+    return "pass", text, {"allreduce_gb_s": rate, "allreduce_ranks": world}
+
+
+def first_batch(phases: Sequence[Phase]) -> Found:
+    """Fetches batches with the loader and the tokenizer of each phase."""
+    texts = []
+    for phase in distinct(phases, lambda of: (of.settings.data, of.settings.train.batch_size)):
+        data = phase.settings.data
+        data = replace(data, timeout_s=min(data.timeout_s, BATCH_S))
+        try:
+            texts.append(fwe_smoke.check(replace(phase.settings, data=data), BATCHES))
+        except failures.TrainingError as error:
+            return "fail", f"phase {phase.name!r}: {error}", {}
+    return "pass", "; ".join(texts), {}
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
+    """Returns an attention layer with random weights and the routes of the phase.
+
+    A `model` with other lengths does not change the routes.
+    """
+    of, device, train = phase.settings, phase.device, phase.settings.train
+    dtype = weights_dtype(train.precision)
+    allow_tf32(train.tf32)
+    torch.manual_seed(train.seed)
+    layer = Block(model or of.model, of.attention).attn
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    if isinstance(layer, NSAttention):
+        planned = routes_of(
+            of.model, of.data.seq_len, device, AUTOCAST.get(train.precision, dtype), of.attention,
+            batch=train.batch_size,
+        )  # fmt: skip
+        usual = layer.routes  # those of one token after the other
+        layer.routes = lambda x, first=0: usual(x, first) if x.shape[-2] == 1 else planned
+    return layer.to(device, dtype)
+
+
+def causality(phases: Sequence[Phase]) -> Found:
+    """Checks that no output of a layer depends on a later token, for each distinct layer.
+
+    For each cut, all tokens after it change, and no output up to it may change. The gradient of
+    these outputs must be zero after the cut. The cuts come in an order that spreads them evenly.
+    """
+    chosen, texts, whole = distinct(phases, Phase.attention), dict[str, None](), True
+    for phase in chosen:
+        layer, length = make_layer(phase), phase.settings.data.seq_len
+        batched = phase.settings.attention.prefill_batched
+        tokens = length if batched else min(length, SEQUENTIAL_TOKENS)
+        x = torch.randn(1, tokens, phase.settings.model.dim).to(layer.out.weight)
+        future = FUTURE_SCALE * torch.randn_like(x)
+        cuts = sorted(range(tokens - 1), key=lambda cut: cut * 0.6180339887 % 1)
+        at_once = max(1, min(CUTS_AT_ONCE, ROWS_AT_ONCE[phase.device.type] // tokens))
+        done, until = 0, time.monotonic() + CAUSALITY_S / len(chosen)
+        while done < len(cuts) and (not done or time.monotonic() < until):
+            some = torch.tensor(cuts[done : done + at_once], device=phase.device)
+            if leak := find_leak(phase, layer, x, future, some):
+                return "fail", f"phase {phase.name!r}: {leak}; do not train with this code", {}
+            done += len(some)
+        whole = whole and done == len(cuts) and tokens == length
+        texts[f"{done:,} of {length - 1:,} cuts"] = None
+    text = f"no output depends on a later token, {', '.join(texts)}"
+    rest = "" if whole else f"; the others were not checked within {CAUSALITY_S:g} s"
+    return "pass" if whole else "unknown", f"{text}{rest}", {}
+
+
+def find_leak(phase: Phase, layer: Any, x: Tensor, future: Tensor, cuts: Tensor) -> str:
+    """Returns which output depends on a token after one of the cuts, or "" if none does."""
+    past = torch.arange(x.shape[1], device=x.device) <= cuts[:, None]
+    same = x.repeat(len(cuts), 1, 1).requires_grad_()
+    changed, is_nsa = torch.where(past.unsqueeze(-1), x, future), isinstance(layer, NSAttention)
+    share = 0.0
+    if is_nsa and layer.routes(x)["sel"].name == "chunked":
+        share = ROUNDING[phase.settings.train.precision]
+
+    def moved() -> Tensor:
+        with torch.no_grad():
+            found = (out - layer(changed)).abs().amax(-1) * past
+        return (~(found <= share * out.detach().abs().max())).nonzero()
+
+    with autocast(phase.settings.train.precision, x.device):
+        out = layer(same)
+        places = moved()
+        if not len(places):
+            kept = (out.float() * past.unsqueeze(-1)).square().sum()
+            (gradient,) = torch.autograd.grad(kept, same)
+            for cut, token in (gradient.abs().amax(-1) * ~past).nonzero():
+                return f"outputs up to {cuts[cut]} have a gradient at the later token {token}"
+            return ""
+        branches = []
+        if is_nsa:  # change keys and values of one branch at a time
+            (q, *old), (_, *new) = layer.project(same), layer.project(changed)
+            for i, name in enumerate(BRANCHES):
+                kv = [[*a[:i], b[i], *a[i + 1 :]] for a, b in zip(old, new, strict=True)]
+                layer.project = lambda _, kv=kv: (q, *kv)
+                branches += [name] if len(moved()) else []
+    cut, row = places[0]
+    by = f"in the branch {', '.join(branches)}, " if branches else ""
+    return f"{by}output {row} of {x.shape[1]} changes with the tokens after {cuts[cut]}"
+
+
+def parity(phases: Sequence[Phase]) -> Found:
+    """Compares each distinct layer with the oracle, on its routes, at a short length."""
+    texts = dict[str, None]()
+    for phase in distinct(phases, Phase.attention):
+        train = phase.settings.train
+        if phase.settings.model.attention == "dense":
+            return "unknown", f"phase {phase.name!r}: dense attention has no oracle", {}
+        kind = "tf32" if train.tf32 and train.precision == "fp32" else train.precision
+        error = difference(phase)
+        text = f"{error:.1e} from the oracle ({kind}, {SHORT} tokens)"
+        if not error <= PARITY[kind]:
+            return "fail", f"phase {phase.name!r}: {text}, at most {PARITY[kind]:g} is right", {}
+        texts[text] = None
+    return "pass", ", ".join(texts), {}
+
+
+def difference(phase: Phase) -> float:
+    """Returns the difference of a layer's outputs from the oracle, relative to their norm.
+
+    Blocks and window are so short that the tokens need the selection, if those of the phase do.
+    """
+    of = phase.settings
+    routes = make_layer(phase).routes(torch.empty(1, of.data.seq_len, 1))
+    short = {name: SHORT if routes[branch].name == "causal" else value
+             for branch, name, value in (("sel", "n_select", 4), ("win", "window", 6))}  # fmt: skip
+    nsa = replace(of.model.nsa, block_size=4, block_stride=2, select_block_size=4, **short)
+    model, blocks = replace(of.model, nsa=nsa), list[Tensor]()
+    layer = make_layer(phase, model)
+    layer.collecting = True
+    layer.collect = lambda _, q, k: blocks.append(top_blocks(block_scores(q, k, nsa), nsa).cpu())
+    x = torch.randn(1, SHORT, model.dim).to(layer.out.weight)
+    with torch.no_grad(), autocast(of.train.precision, phase.device):
+        found = layer(x).cpu()
+        weights = {name: p.detach().cpu() for name, p in layer.named_parameters()}
+        rows = layer.qkv.rows(weights.pop("qkv.weight"))
+        weights |= {f"{name}.weight": row for name, row in rows.items()}
+    right = nsa_layer(weights, x.cpu(), model, blocks[0]).out
+    return float((found - right).norm() / right.norm())
+
+
+# --- the process -------------------------------------------------------------------------------
+
+
+def main(path: Path) -> None:
+    """Starts the ranks and makes all checks."""
+    request = json.loads(path.read_bytes())
+    world = request["world"]
+    read = {name: settings.section(Settings, "", values, name)
+            for name, values in request["phases"].items()}  # fmt: skip
+    # A process that has used CUDA or torch's threads cannot be forked.
+    rank = next((number for number in range(1, world) if os.fork() == 0), 0)
+    wanted = next(iter(read.values())).train.device
+    on_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    phases = [Phase(name, each, device) for name, each in read.items()]
+    store = path.with_name("store")
+    checks: dict[str, Callable[[], Found]] = {
+        "matmul": partial(matmul, phases[0], world, store, rank),
+        "all-reduce": partial(all_reduce, phases[0], world),
+        "first batch": partial(first_batch, phases), "causality": partial(causality, phases),
+        "parity": partial(parity, phases),
+    }  # fmt: skip
+    for row, check in list(checks.items())[: 2 if rank else None]:
+        say(rank, {"row": row})
+        try:
+            result, text, figures = check()
+        except Exception as error:  # any error of torch, of a driver or of the data
+            result, text, figures = "fail", failures.classify(error)[1], {}
+        say(rank, {"row": row, "result": result, "text": text, "figures": figures})
+    exit_now(0)
+
+
+def say(rank: int, record: dict[str, Any]) -> None:
+    """Prints a JSON line; only rank 0 does so."""
+    if rank == 0:
+        sys.stdout.write(f"{json.dumps(record)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
