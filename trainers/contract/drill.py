@@ -70,7 +70,7 @@ KINDS: dict[str, Kind] = {
     "kill": Kind("SIGKILL to itself", truth=Truth(ends="crashed")),
     "segv": Kind("a segmentation fault in native code", truth=Truth(ends="crashed")),
     "abort": Kind("abort() in native code", truth=Truth(ends="crashed")),
-    "half": Kind("half a heartbeat line, then the process exits with code 7",
+    "half": Kind("the process writes half a heartbeat line, then exits with code 7",
                  truth=Truth(ends="crashed")),
     "stop": Kind("SIGSTOP to itself; SIGCONT resumes it",
                  truth=Truth("stopped", right=("resume", *STALLS))),
