@@ -51,6 +51,8 @@ class Action:
     weight: int = 0
     """The footer shows keys with a weight above 0; a narrow footer keeps the highest weights."""
     button: bool = False
+    neutral: bool = False
+    """The action only looks or saves; as a reaction to a drill it is neither right nor wrong."""
     title: str = ""
     """The title of the confirmation that is made from this row, or "" if none is made from it."""
     verb: str = ""
@@ -104,7 +106,7 @@ TABLE: tuple[Action, ...] = (
         "dump", "Dump the stacks of all ranks.", ("run",),
         (Argument("rank", "R", _rank, "dump only this rank, counted from 0", required=False),),
         cost=("keeps", "all work (a rank that does not handle the signal is not dumped)"),
-        key="D", weight=8, button=True, title="Dump the stacks of all ranks?",
+        key="D", weight=8, button=True, neutral=True, title="Dump the stacks of all ranks?",
         verb="dump", examples=("dump latest", "dump latest --rank 1"),
     ),
     Action(
@@ -117,9 +119,10 @@ TABLE: tuple[Action, ...] = (
     Action(
         "checkpoint", "Save a checkpoint after the current step; all ranks continue.",
         ("run",), cost=("keeps", "all work (every rank saves and continues)"),
-        key="C", title="Save a checkpoint now?", examples=("do latest checkpoint",),
+        key="C", neutral=True, title="Save a checkpoint now?", examples=("do latest checkpoint",),
     ),
-    Action("profile", "Profile the next steps of all ranks, into `profiles/`.", ("run",)),
+    Action("profile", "Profile the next steps of all ranks, into `profiles/`.", ("run",),
+           neutral=True),
     Action(
         "stop", "Stop all ranks: TERM, the grace time, then KILL; the plan ends.",
         ("run", "launch"), cost=LOST_STEPS, key="K", title="Stop or kill this run?",
@@ -161,7 +164,7 @@ TABLE: tuple[Action, ...] = (
     Action(
         "note", "Write a sentence into the events of the run.", ("run", "launch"),
         (Argument("text", "TEXT", _text(1000), "the sentence, at most 1000 characters"),),
-        examples=("do latest note text='disk was full'",),
+        neutral=True, examples=("do latest note text='disk was full'",),
     ),
     Action(
         "set-flag", "Set a flag of the next phase, or of all; without a value, undo the change.",
@@ -176,3 +179,6 @@ TABLE: tuple[Action, ...] = (
 )  # fmt: skip
 
 ACTIONS: dict[str, Action] = {action.name: action for action in TABLE}
+NEUTRAL = frozenset(action.name for action in TABLE if action.neutral)
+KEYS = tuple(dict.fromkeys(action.key for action in TABLE if action.key))
+"""The keys of actions, in the order of the table."""

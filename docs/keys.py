@@ -1,21 +1,31 @@
-"""Prints the table in keys.md: `python -m docs.keys`."""
+"""Prints keys.md: `python -m docs.keys > docs/keys.md`."""
 
 from __future__ import annotations
 
 import sys
 
+from console.action_table import KEYS
 from console.tui.keys import NAMES, TABLE, VIEWS
+
+TEXT = f"""\
+# Keys
+
+Generated from the tables in `console/action_table.py` and `console/tui/keys.py`. The keys
+`{" ".join(KEYS)}` are actions. An action asks for confirmation, and No is the default.
+"""
+WORDS = "The words and abbreviations of the screen are in [words.md]"
+WORDS += "(words.md#abbreviations-on-the-screen)."
 
 
 def as_markdown() -> str:
-    """Returns the table of keys in Markdown."""
-    lines = ["| key | does | where |", "| --- | --- | --- |"]
+    """Returns the document of keys in Markdown."""
+    lines = [TEXT, "| key | does | where |", "| --- | --- | --- |"]
     for key in TABLE:
         names = " ".join(f"`{NAMES.get(name, name)}`" for name in key.keys)
         where = "everywhere" if key.views == VIEWS else ", ".join(key.views)
         asks = f" (asks; {key.asks})" if key.asks else ""
         lines.append(f"| {names} | {key.help}{asks} | {where} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join((*lines, "", WORDS)) + "\n"
 
 
 if __name__ == "__main__":

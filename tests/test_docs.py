@@ -73,7 +73,10 @@ def test_make_targets_exist(target):
 
 
 def test_the_keys_in_the_documents_are_those_of_the_table():
-    assert as_markdown() in (ROOT / "docs/keys.md").read_text()
+    assert as_markdown() == (ROOT / "docs/keys.md").read_text()
+    *first, last = (f"`{key}`" for key in action_table.KEYS)
+    named = f"**Actions on the screen.** {', '.join(first)} and {last} are actions."
+    assert named in (ROOT / "docs/guide.md").read_text()
 
 
 def event_kinds() -> set[str]:
@@ -97,6 +100,15 @@ def test_the_first_table_of_a_section_has_a_row_for_each_name(section, names):
     table = re.findall(r"^\|.*\|$", text[text.index("\n|") :].partition("\n\n")[0], re.M)
     cells = " ".join(row.split("|")[1] for row in table)
     assert set(re.findall(r"`(.+?)`", cells)) - {"kind"} == names
+
+
+def test_the_run_directory_document_names_the_gates_that_fail_without_all_records():
+    text = (ROOT / "docs/run-directory.md").read_text().partition("records break a\nbound of ")[2]
+    certain, _, rest = text.partition(", the gate fails")
+    tails = rest.partition(". For ")[2].partition(", the pulse of a killed")[0]
+    for named, field in ((certain, "certain"), (tails, "tails")):
+        wanted = {name for name, rule in gates.RULES.items() if getattr(rule, field)}
+        assert set(re.findall(r"`(.+?)`", named)) == wanted, field
 
 
 def test_the_run_directory_document_names_every_file_of_the_contract():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from console import actions, status_text
+from console.action_table import NEUTRAL
 from console.actions import LaunchOptions
 from console.commands.output import is_terminal, print_error, print_line, program, show
 from console.plans import catalog
@@ -32,9 +33,7 @@ POLL_S = 0.5
 MAX_PROCESSES = 16
 READ_BYTES = 1 << 20
 MAX_VERDICTS = 256
-NEUTRAL = frozenset(("dump", "note", "checkpoint", "profile"))
-"""Requests that only inspect or save; as a reaction they are neither right nor wrong."""
-STARTUP_S, ENDED_S, ANSWER_S = 300.0, 30.0, 15.0
+STARTUP_S, ENDED_S, ANSWER_S = 300.0, 60.0, 15.0
 BY = "drill"
 """First word of the sender in the drill's own requests."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -274,14 +273,20 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
 
 
 def _end(path: Path) -> None:
-    """Stops the run of a drill, and waits until it has ended."""
+    """Stops the run of a drill, and waits until the run and its supervisor have ended."""
     source, until = RunSource(path), time.monotonic() + ENDED_S
     if path.is_dir() and not status_text.is_over(source.poll()):
         with contextlib.suppress(ContractError, OSError):
             actions.answer(path, actions.send(path, "stop", {}, f"{BY} {actions.who()}"), ANSWER_S)
-    while path.is_dir() and not status_text.is_over(source.poll()):
+    while path.is_dir() and not (status_text.is_over(source.poll()) and _is_left(path)):
         if time.monotonic() >= until:
             command = f"nsa-console stop {shlex.quote(str(path))} --kill --yes"
             print_error(f"the run of the drill has not ended within {ENDED_S:g} s; run {command}")
             return
         time.sleep(POLL_S)
+
+
+def _is_left(path: Path) -> bool:
+    """Returns whether the supervisor of a launch, which ends last, is no longer alive."""
+    state = rundir.read_json(path / rundir.PLAN_STATE, below=path) or {}
+    return not rundir.is_alive(jsonl.mapping(state, "supervisor"))

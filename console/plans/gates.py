@@ -214,7 +214,8 @@ def _as_live(summary: Summary) -> Iterator[None]:
 
 
 def _reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
-    marks = [{row[1] for row in summary.of_rank(r).live.rows} for r in range(summary.world)]
+    ranks = summary.different(range(summary.world))
+    marks = [{row[1] for row in summary.of_rank(rank).live.rows} for rank in ranks]
     found = ((rule, wanted, at) for rule, wanted, at in _each(bounds) if at)
     return tuple(
         _gate(rule, wanted, summary, at) for rule, wanted, at in found

@@ -6,18 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from console.sources.rank_totals import LAST_STEPS, RankTotals
+from console.sources.rank_totals import FIGURES, LAST_STEPS, RankTotals
 from console.sources.summary import Summary
 from console.sources.windows import FIRST_LOSSES
 from console.status_text import counted, number
 
 MEDIAN_RECORDS = 50
 OF_LAST_STEPS = ("toks_per_s", "step_ratio")
-COUNTED = {
-    "entropy_min": "gated", "collapse_max": "gated", "memory_mib": "memories",
-    "memory_growth_mib": "memories", "fetch_max_s": "fetches",
-}  # fmt: skip
-"""For each figure that every progress record must have: the number of records with the figure."""
 UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
 
 
@@ -148,18 +143,17 @@ def restarts(s: Summary) -> Measured:
 
 
 def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
-    """Returns the worst value among the ranks of one of the `FIGURES`, at a step, or now if 0.
-
-    The figures in `COUNTED` need a value in each progress record.
-    """
-    found = {r: s.of_rank(r).figures_at(at) if at else s.of_rank(r).figures() for r in ranks}
+    """Returns the worst value among the ranks of one of the `FIGURES`, at a step, or now if 0."""
+    each = [s.of_rank(rank) for rank in s.different(ranks)]
+    found = {t.rank: t.figures_at(at) if at else t.figures() for t in each}
     if early := [rank for rank, figures in found.items() if figures is None]:
         return Measured(None, why=f"rank {early[0]} has no record at or after step {at}")
     values = {r: x for r, figures in found.items() if figures and (x := figures[name]) is not None}
-    lacking, first = [r for r in ranks if r not in values], found[0] or {}
+    lacking, first = [rank for rank in found if rank not in values], found[0] or {}
     doubt = f"rank {lacking[0]} recorded no value" if lacking else ""
-    for totals in map(s.of_rank, ranks if name in COUNTED else ()):
-        doubt = doubt or _lacking(totals, getattr(totals, COUNTED[name]), name)
+    *_, count = FIGURES[name]
+    for totals in each if count else ():
+        doubt = doubt or _lacking(totals, getattr(totals, count), name)
     when, why = f"at step {at}" if at else "", ""
     if name in OF_LAST_STEPS:
         when = f"last {first['steps'] or 0:.0f} steps {when}".rstrip()

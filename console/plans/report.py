@@ -40,18 +40,6 @@ FILES = (
 """Names, or prefixes of names, of the files that the runbooks require."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
 NOT_COMPARED = ("", "## Sweeps", "", "The sweeps have not been compared yet.")
-LAST = "last {steps} steps"
-FIGURE_ROWS: Mapping[str, tuple[str, str]] = {
-    "toks_per_s": ("tok/s", f"{LAST}, tokens divided by time"),
-    "toks_per_s_stdev": ("tok/s", f"{LAST}, standard deviation"),
-    "step_ratio": ("", f"{LAST}, longest divided by median"),
-    "memory_mib": ("MiB", "largest gpu_mem_reserved, surviving steps"),
-    "memory_growth_mib": ("MiB", "growth of gpu_mem_reserved in the second half of the steps"),
-    "entropy_min": ("nats", "lowest gate_entropy_mean, all attempts"),
-    "collapse_max": ("share", "largest gate_collapse_frac, all attempts"),
-    "fetch_max_s": ("s", "largest dt_fetch_s, all attempts"),
-}
-"""Unit and window of each of the `FIGURES` of rank 0."""
 ENVIRONMENT = (
     "config", "parameters", "tokens_per_step", "python", "versions", "cuda", "device",
     "device_count", "world", "strategy", "comm_backend", "comm_hook", "backend", "host", "machine",
@@ -226,7 +214,7 @@ def _figures(phases: Sequence[Phase]) -> Iterator[str]:
     rows: list[Sequence[object]] = []
     for each in phases:
         found = each.figures
-        for name, (unit, window) in FIGURE_ROWS.items():
+        for name, (unit, window, _) in FIGURES.items():
             if (value := found[name]) is not None:
                 text = window.format(steps=f"{found['steps'] or 0:.0f}")
                 rows.append((each.name, name, value, unit, text, f"{each.name}/{gates.RANK0}"))
@@ -339,7 +327,7 @@ def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
     for each in phases:
         rows += [(each.name, f"gate {gate.name}", gate.why) for gate in each.state.gates
                  if gate.result == "unknown"]  # fmt: skip
-        if lacking := [name for name in FIGURE_ROWS if each.figures[name] is None]:
+        if lacking := [name for name in FIGURES if each.figures[name] is None]:
             rows.append((each.name, ", ".join(lacking), "no record, or records are missing"))
         if not each.state.gpus:
             rows.append((each.name, "use, power and memory of GPUs", "no sample has a GPU"))

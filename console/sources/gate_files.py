@@ -99,11 +99,15 @@ def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
         doubt = f"there are more than {MAX_ATTEMPTS} attempts"
     for attempt in range(1, min(attempts, MAX_ATTEMPTS) + 1):
         folder = rundir.logs(run, attempt)
-        if not folder.is_dir():
+        try:
+            there = set(os.listdir(folder))
+        except OSError:
             doubt = doubt or f"{folder.name} is missing or unreadable"
             continue
         paths = [rundir.rank_log(run, attempt, rank) for rank in range(world)]
         for path in (*paths, folder / rundir.TORCHRUN_LOG):
+            if doubt and path.name not in there:
+                continue
             name = f"{path.parent.name}/{path.name}"
             data = read_end(path, min(LOG_BYTES, left), run)
             if len(data) != _size_of(path):

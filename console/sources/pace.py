@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from console.sources import json_documents
 from console.sources.rank_totals import OF_EARLIER_STEPS
@@ -58,6 +58,11 @@ class Progress:
     step_s: float | None = None
     dead: tuple[str, ...] = ()
     """The parameters of an earlier `dead_parameters` record."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            raise AttributeError(f"add the figure {name!r} of a record to the fields of Progress")
 
 
 def progress_of(record: Mapping[str, object], dead: tuple[str, ...] = ()) -> Progress:

@@ -50,9 +50,9 @@ class Meter:
     def sample(self, pid: int) -> ProcessUse:
         """Returns a sample of a process, with the CPU use since the last sample (None at first)."""
         fields = _stat(pid)
-        if len(fields) <= _RSS:
-            self._known.pop(pid, None)
-            return ProcessUse()
+        if len(fields) <= _RSS or fields[0] in (b"Z", b"X"):
+            self._known.pop(pid, None)  # a zombie has no memory that could be measured
+            return ProcessUse(fields[0].decode("ascii") if len(fields) > _RSS else GONE)
         now, ticks, started = time.monotonic(), sum(map(int, fields[_CPU])), fields[_STARTED]
         before = self._known.get(pid)
         self._known[pid] = started, ticks, now

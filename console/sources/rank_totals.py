@@ -21,10 +21,23 @@ KEPT_MISSING = 16
 LAST_STEPS, KEPT_STEPS, KEPT_CHECKPOINTS = 50, 128, 64
 LIVE_STEPS = (100, 500, 1000, 5000)
 """Steps at which the values of `FIGURES` are stored, for the gates at these steps."""
-FIGURES = (
-    "steps", "toks_per_s", "toks_per_s_stdev", "step_ratio", "memory_mib", "memory_growth_mib",
-    "entropy_min", "collapse_max", "fetch_max_s",
-)  # fmt: skip
+FIGURES: Mapping[str, tuple[str, str, str]] = {
+    "steps": ("steps", "newest steps whose durations are complete", ""),
+    "toks_per_s": ("tok/s", "last {steps} steps, tokens divided by time", ""),
+    "toks_per_s_stdev": ("tok/s", "last {steps} steps, standard deviation", ""),
+    "step_ratio": ("", "last {steps} steps, longest divided by median", ""),
+    "memory_mib": ("MiB", "largest gpu_mem_reserved, surviving steps", "memories"),
+    "memory_growth_mib": (
+        "MiB",
+        "growth of gpu_mem_reserved in the second half of the steps",
+        "memories",
+    ),
+    "entropy_min": ("nats", "lowest gate_entropy_mean, all attempts", "gated"),
+    "collapse_max": ("share", "largest gate_collapse_frac, all attempts", "gated"),
+    "fetch_max_s": ("s", "largest dt_fetch_s, all attempts", "fetches"),
+}
+"""Unit and window of each figure, and the field with the number of records that have a value, for
+a figure that each progress record must have."""
 NEEDED = ("loss", "grad_norm", "gpu_mem_reserved", "dt_fetch_s", "gate_entropy_mean")
 OF_EARLIER_STEPS = ("checkpoint", "checkpoint_failed", "checkpoint_skipped")
 """Kinds of records whose step may be earlier than the current step of the rank."""

@@ -11,7 +11,8 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
+from statistics import median_low
 from typing import Any, NamedTuple
 
 from trainers.contract import jsonl
@@ -20,7 +21,7 @@ RAW_RECORDS = 600
 SPANS_S, KEPT_SPANS = (10, 60, 600, 7200), (1080, 1440, 4032, 4032)
 """The resolutions, and the spans stored at each: for 3 hours, a day, 4 weeks, 11 months."""
 MAX_SERIES, MAX_ENDED = 16_384, 10_000
-STEP_WINDOW, PACE_WINDOW = 200, 64
+STEP_WINDOW, PACE_WINDOW, PAUSE = 200, 64, 5
 AHEAD_S = 60.0
 LATEST_S = 1 << 40
 """Later times have no calendar date."""
@@ -270,15 +271,21 @@ class Series:
         return p50, p99, len(steps)
 
     def eta_s(self, step: int, planned: int) -> float | None:
-        """Returns the seconds to the planned step at the measured speed, which includes pauses."""
+        """Returns the seconds to the planned step at the measured speed, which includes pauses.
+
+        The time between two records counts as at most `PAUSE` times its usual length, so that one
+        stall hardly changes the result.
+        """
         if planned <= step:
             return 0.0
-        if len(self._ends) < 2:
+        spans = [
+            (t1 - t0, s1 - s0) for (t0, s0), (t1, s1) in pairwise(self._ends) if t1 > t0 and s1 > s0
+        ]
+        if not spans:
             return None
-        (t0, s0), (t1, s1) = self._ends[0], self._ends[-1]
-        if s1 <= s0 or t1 <= t0:
-            return None
-        return (planned - step) * (t1 - t0) / (s1 - s0)
+        usual_s = median_low(took_s / steps for took_s, steps in spans)
+        paced_s = math.fsum(min(took_s, PAUSE * usual_s * steps) for took_s, steps in spans)
+        return (planned - step) * paced_s / sum(steps for _, steps in spans)
 
     # --- the snapshot --------------------------------------------------------------------------
 

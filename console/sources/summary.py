@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
+from itertools import islice
 from typing import Any
 
 from console.sources.gate_files import GateFiles
@@ -111,6 +112,15 @@ class Summary:
     def of_rank(self, rank: int) -> RankTotals:
         return self.ranks.get(rank) or RankTotals(rank)
 
+    def different(self, ranks: range) -> list[int]:
+        """Returns the ranks with a record or a last pulse, and the first of all other ranks.
+
+        The other ranks have equal totals, so the results for the first of them are those of all.
+        """
+        known = self.ranks.keys() | {rank for _, rank in self.ends}
+        other = islice((rank for rank in ranks if rank not in known), 1)
+        return sorted({*other, *(rank for rank in known if rank in ranks)})
+
     def of_attempt(self, rank: int, attempt: int) -> AttemptTotals | None:
         totals = self.ranks.get(rank)
         return totals.attempts.get(attempt) if totals else None
@@ -136,7 +146,7 @@ class Summary:
             return f"there are more than {MAX_ATTEMPTS} attempts"
         if surviving and (differing := self._starts_differ(ranks)):
             return differing
-        for rank in ranks:
+        for rank in self.different(ranks):
             if why := self._gap_of(rank, surviving, tails):
                 return why
         return ""

@@ -208,6 +208,8 @@ class ConsoleApp(App[int], inherit_bindings=False):
         key = keys.KEYS[key_id]
         if self.overlay is not None:
             work = getattr(self.overlay, f"do_{key_id}", None)
+            if work is None and self.overlay.gives_way and not self.in_field:
+                work = partial(self.action_after, key_id)
         elif key.question is not None:
             work = partial(self.operator.ask, key.question)
         elif self.view_name in key.views:
@@ -286,9 +288,14 @@ class ConsoleApp(App[int], inherit_bindings=False):
         return self.show_view(name)
 
     do_dashboard = partialmethod(_choose_view, "dashboard")
-    do_launch_view = do_flags = partialmethod(_choose_view, "launch")
+    do_launch_view = partialmethod(_choose_view, "launch")
     do_stall_view = partialmethod(_choose_view, "stall")
     do_logs_view = partialmethod(_choose_view, "logs")
+
+    async def do_flags(self) -> None:
+        await self._choose_view("launch")
+        self.say("the mark › is in the flags: ↓ ↑ move it, enter sets a value, space switches")
+
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
 
     def do_choose(self) -> None:

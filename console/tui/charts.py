@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from console.model import RunState
+from console.model import LIVE_STATES, RunState
 
 BANDED = 16
 """One chart draws a band over at most this many GPUs or ranks."""
@@ -35,6 +35,8 @@ class Chart:
     """The series whose values the zoomed chart lists one by one."""
     measures: str = ""
     """The measured quantity, if the unit does not show it: "GPU", "CPU" or "RSS"."""
+    is_over: bool = False
+    """Whether the run has ended, so that its ranks and GPUs have no value now."""
 
     @property
     def unit_word(self) -> str:
@@ -72,7 +74,10 @@ def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
         numbers, each, measures = [gpu.index for gpu in state.gpus], "GPU", "GPU"
         series = "gpu_util_pct" if chart.title == UTILISATION else "gpu_mem_mib"
     names = tuple(f"{series}:{number}" for number in numbers[:BANDED])
-    return replace(chart, names=names, each=each, parts=names, measures=measures)
+    is_over = state.state not in LIVE_STATES
+    return replace(
+        chart, names=names, each=each, parts=names, measures=measures, is_over=is_over
+    )  # fmt: skip
 
 
 def of_run(state: RunState, recorded: Collection[str], choice: Sequence[str]) -> list[Chart]:

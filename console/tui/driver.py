@@ -30,7 +30,7 @@ POLL_S, IDLE_POLL_S, QUIET_S = 0.1, 0.5, 0.25
 FEW, FIELD_CHARS = 8, 256
 """The largest number of characters that one read returns while a person types: first for keys,
 then for text in a field."""
-IGNORED = "input ignored: keys that come together are treated as pasted; type them one by one"
+IGNORED = "input ignored: keys that come together count as pasted; type them one by one"
 PASTE_MARKS = ("\x1b[200~", "\x1b[201~")
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"

@@ -79,7 +79,7 @@ TABLE: tuple[Key, ...] = (
     Key("stall_view", ("3",), "Stall: the verdict, its evidence, the stack of each rank", "Stall",
         9, button="Diagnose"),
     Key("logs_view", ("4",), "Logs of all ranks: follow, find, filter", "Logs", 9),
-    *map(_of_actions, dict.fromkeys(action.key for action in action_table.TABLE if action.key)),
+    *map(_of_actions, action_table.KEYS),
     Key("flags", ("E",), "Go to the flags of the next phase", "flags", 3, button="Flags"),
     Key("choose", ("o",), "Open: choose a run to watch, or a plan to launch", "open", 2),
     Key("next_alert", ("a",), "Show the next alert"),

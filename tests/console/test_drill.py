@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from console import cli
-from console.action_table import ACTIONS
+from console.action_table import ACTIONS, NEUTRAL
 from console.commands import drill
 from console.diagnose.causes import CAUSES
 from console.diagnose.rules import RULES
@@ -34,7 +34,7 @@ def test_the_truth_of_each_drill_is_one_that_the_console_can_show():
         assert truth.cause in {"", *(cause.name for cause in CAUSES)}, name
         assert truth.ends in {"", *EXIT_CODES}, name
         assert truth.alert in {"", *RULES}, name
-        assert set(truth.right) <= {"resume", *ACTIONS} - drill.NEUTRAL, name
+        assert set(truth.right) <= {"resume", *ACTIONS} - NEUTRAL, name
 
 
 @pytest.fixture
@@ -72,7 +72,9 @@ def test_a_right_verdict_and_a_right_reaction_pass_with_their_times(launched):
         False,
         False,
     )
-    ask(launched, 12.0, "dump")
+    for name in sorted(NEUTRAL):
+        assert ACTIONS[name].cost[1].startswith("all work"), name
+        ask(launched, 12.0, name)
     assert not score(launched).done
     directory.event(launched / "0-first", "clear", alert="stall", text="the ranks step again",
                     ts=FAULT_TS + 20.0)  # fmt: skip

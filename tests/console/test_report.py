@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from console.cli import main
 from console.plans import report, report_chart
+from console.sources.rank_totals import FIGURES
 from tests.console.sources import directory
 from tests.console.sources.test_snapshot import HOSTILE as DOCUMENTS
 from tests.console.sources.test_snapshot import places, put
@@ -92,6 +94,8 @@ def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_
         "![out-loss.svg](out-loss.svg)",
     ):
         assert row in text, row
+    for name in FIGURES:
+        assert re.search(rf"\b{name}\b", text), name
     assert "nvidia_smi.xml" not in text, "not a file of a run on a CPU"
     assert "metrics.json" in text.partition("## Artefacts")[2].partition("##")[0]
     for name in ("out-loss.svg", "out-speed.svg"):

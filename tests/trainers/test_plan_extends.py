@@ -88,6 +88,14 @@ def test_what_cannot_be_extended_or_expected_gets_one_sentence(folder, text, sai
     assert "\n" not in str(error.value)
 
 
+def test_a_plan_without_a_name_has_that_of_its_file_and_a_phase_needs_one(folder):
+    (folder / "night.yaml").write_text("extends: child\ngates: {no_stall: true}\n")
+    assert plan.load(folder / "night.yaml").name == "night"
+    (folder / "night.yaml").write_text("phases: [{nproc: 1}]\n")
+    with pytest.raises(UsageError, match="phase 1: 'name' is missing"):
+        plan.load(folder / "night.yaml")
+
+
 def test_a_plan_can_extend_the_projects_plan_of_its_own_name(tmp_path):
     (tmp_path / "cpu_smoke.yaml").write_text("name: cpu_smoke\nextends: cpu_smoke\nnproc: 1\n")
     found = plan.load(tmp_path / "cpu_smoke.yaml")

@@ -200,8 +200,11 @@ PLANS = Path(__file__).resolve().parents[2] / "configs" / "plans"
 
 
 def load(path: Path) -> Plan:
-    """Returns the plan in a YAML file. Raises UsageError with file, key and correction."""
-    return parse(_extended(path, ()), str(path))
+    """Returns the plan in a YAML file; a plan without a name has the name of the file.
+
+    Raises UsageError with file, key and correction.
+    """
+    return parse({"name": path.stem} | _extended(path, ()), str(path))
 
 
 def _extended(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
@@ -404,6 +407,8 @@ def _mapping(raw: Any, where: str) -> dict[str, Any]:
 
 
 def _check_name(raw: Any, where: str) -> None:
+    if raw is None:
+        raise UsageError(f"{where}: 'name' is missing; add 'name: NAME'")
     if not isinstance(raw, str) or not NAME.fullmatch(raw):
         raise UsageError(
             f"{where}: the name {raw!r} must be lower-case letters, digits, '_', '.' or '-'"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from console.action_table import KEYS
 from console.tui.keys import NAMES, for_view
 from console.tui.rows import Row, fill, labelled, wrap
 
 KEYS_WIDTH = 12
 WORDS = (
-    "The keys D H C K R L A are actions: they ask first, and No is the default. "
+    f"The keys {' '.join(KEYS)} are actions: they ask first, and No is the default. "
     "Leaving never stops a run. Buttons: Tab, then Enter."
 )
 

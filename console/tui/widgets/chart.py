@@ -90,6 +90,8 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
     newest = {name: points[-1][1] for name, points in series.items() if points}
     values = [newest[name] / chart.scale for name in chart.names if name in newest]
     low, high = (scale_label(each(values), chart.unit) for each in (min, max))
+    if chart.is_over:
+        return f"{now}–"
     if len(values) == 1:
         return now + high
     if chart.each == "layer" and LOWEST_LAYER in newest:

@@ -34,6 +34,9 @@ class Overlay(Box):
     Overlay Input { height: 1; border: none; padding: 0; background: ansi_default; }
     """
 
+    gives_way = False
+    """Whether a key that has no meaning here closes this overlay, and then works in the view."""
+
     class Closed(Message):
         """Message: the overlay is closed, and the app removes it."""
 

@@ -12,6 +12,7 @@ from console.tui.widgets.picker import Picker, Scrolls
 class Reader(Scrolls, Overlay):
     """An overlay with a list; if `cursor` is set, a row of the list can be chosen."""
 
+    gives_way = True
     least, below = 0, 5
     """The least height of the list, and the rows of the screen below the overlay."""
 
@@ -32,3 +33,4 @@ class Reader(Scrolls, Overlay):
         self.children[-1].focus()
 
     do_open = do_zoom = do_help = Overlay.close
+    do_toggle = Scrolls.do_page_down

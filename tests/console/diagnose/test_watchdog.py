@@ -28,7 +28,7 @@ from console.diagnose.rules import (
 from console.diagnose.stall import RankEvidence
 from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
-from console.sources.pace import progress_of
+from console.sources.pace import Progress, progress_of
 from trainers.contract import plan
 from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch
@@ -55,6 +55,8 @@ def gpus(**fields):
     return fixed(gpus=(replace(GPU, **fields),))
 
 
+SETTINGS: dict[str, float] = {}
+"""The settings of the run in `CASES`, for a rule that reads a setting."""
 WELL = {"loss": 2.0, "grad_norm": 1.0, "gate_entropy_mean": 0.8, "toks_per_s": 1000.0}
 WELL_S, SICK_S, RECOVERY_S = 200, 500, 1200
 CASES = {
@@ -123,10 +125,11 @@ def test_every_rule_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_raised_once_and_cleared_once(name):
     sick, between, well = CASES[name]
-    clock = Clock(Watchdog(WATCH))
-    clock.run(well, WELL_S)
-    ((at, *raised),) = clock.run(sick, SICK_S)
-    assert raised == ["raise", name]
+    clock = Clock(Watchdog(WATCH, settings=SETTINGS))
+    assert clock.run(well, WELL_S) == [], "the healthy moments raise nothing"
+    changes = clock.run(sick, SICK_S)
+    assert [change[1:] for change in changes] == [("raise", name)]
+    at = changes[0][0]
     assert at - WELL_S > RULES[name].for_s
     if between is not None:
         assert clock.run(between, 30) == []
@@ -156,6 +159,15 @@ def test_a_new_rule_is_one_row_and_sees_the_settings_of_the_run(monkeypatch, val
     )
     clock = Clock(Watchdog(WATCH, settings=settings))
     assert clock.run(records(loss=9.0), 100) == [(raised, "raise", "spike")]
+
+
+def test_a_rule_that_reads_a_figure_without_a_field_is_told_where_it_belongs(monkeypatch):
+    def rate(now, _history, _watch):
+        return Measured(now.progress[0].warmth, "the warmth is too high")
+
+    monkeypatch.setattr(rules, "TABLE", (Rule("warm", "warmth", "", 1.0, 0.5, 0.0, rate),))
+    with pytest.raises(AttributeError, match="'warmth' of a record to the fields of Progress"):
+        Clock(Watchdog(WATCH)).run(records(), 1)
 
 
 def gpu_texts(*moments: tuple[Gpu, ...], actions=None, began=0):
@@ -362,10 +374,7 @@ def test_no_alert_or_action_comes_before_its_condition_lasted_long_enough(moment
 JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(
     st.floats() | st.text(max_size=3) | st.integers(), max_size=4
 )  # fmt: skip
-FIELDS = (
-    "rank", "step", "loss", "grad_norm", "toks_per_s", "gate_entropy_mean", "gate_entropy_max",
-    "gate_max_gate", "gate_collapse_frac", "dt_fetch_s", "dt_forward_s", "steps_dt_s",
-)  # fmt: skip
+FIELDS = ("steps_dt_s", *Progress.__dataclass_fields__)
 
 
 @settings(max_examples=60)

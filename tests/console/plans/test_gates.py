@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -408,6 +409,17 @@ def test_a_gate_passes_over_whole_records_only(name):
     two = evaluate(with_files(saved(), world=2), bounds)
     source = gates.RULES[name].source
     assert overall(two) == ("pass" if source == gates.RANK0 else "unknown"), source
+
+
+def test_a_number_of_ranks_that_no_run_has_does_not_block_a_reader():
+    found = with_files(saved(), whole(2))
+    found.world, before = 10**9, time.monotonic()
+    found.take_end(1, 1, None)  # rank 1 died before its first record
+    gated = {gate.name: gate for gate in evaluate(found, EVERY_BOUND)}
+    assert not gates.reached(found, {"fetch_below_s": {"bound": 5, "at": [100]}})
+    assert time.monotonic() - before < 10
+    assert gated["fetch_below_s"].why == "rank 3, attempt 1: no record"
+    assert gated["entropy_above"].result == "pass"
 
 
 def test_last_records_that_the_pulse_counts_are_missing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -16,6 +17,15 @@ from trainers.contract import rundir
 def test_an_absurd_number_of_attempts_is_a_doubt(tmp_path):
     found = gate_files.read(tmp_path, 1 << 60, 1)
     assert found.log_doubt == "there are more than 1000 attempts"
+
+
+def test_logs_after_a_missing_one_count_and_absent_ones_take_no_time(tmp_path):
+    log, before = rundir.rank_log(tmp_path, 1, 4000), time.process_time()
+    log.parent.mkdir(parents=True)
+    log.write_text("RuntimeError: CUDA error: device-side assert triggered\n")
+    found = gate_files.read(tmp_path, 1, 10_000)
+    assert (found.errors, found.log_doubt[:24]) == (1, "attempt1/rank0.log is mi")
+    assert time.process_time() - before < 2
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000])

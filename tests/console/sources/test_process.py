@@ -42,7 +42,7 @@ def test_cpu_is_measured_between_two_samples(busy):
     busy.send_signal(signal.SIGSTOP)
     until(lambda: meter.sample(busy.pid).state == "T")
     busy.kill()
-    until(lambda: meter.sample(busy.pid).state == "Z")
+    until(lambda: meter.sample(busy.pid) == process.ProcessUse("Z"))
     busy.wait()
     assert meter.sample(busy.pid) == process.ProcessUse()
 

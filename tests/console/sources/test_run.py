@@ -325,6 +325,18 @@ def test_only_a_live_directory_of_ours_is_one(named):
     assert liveness.live_directory(rundir.identity() | {"live_dir": named}) is None
 
 
+@pytest.mark.parametrize("stalled", [2, 10, 40])
+def test_one_stall_hardly_changes_the_eta(stalled):
+    series, at = Series(), 1e9
+    for step in range(1, 51):
+        at += 3600.0 if step == stalled else 2.0
+        series.add_steps(at, step, [2.0])
+        if step == 1:
+            assert series.eta_s(step, 100) is None
+    assert series.eta_s(50, 100) == pytest.approx(100.0, rel=0.1)
+    assert series.eta_s(50, 50) == 0.0
+
+
 def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
     series = Series()
     names = [f"rss_mib:{rank}" for rank in range(MAX_SERIES + 100)]

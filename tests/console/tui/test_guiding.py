@@ -40,6 +40,38 @@ def test_a_plan_that_waits_is_ended_by_the_keys_that_end_a_run(key):
     drive(app, body)
 
 
+def test_a_key_of_a_view_closes_the_help_and_works_and_leaves_a_question_open():
+    asked = Asked()
+    app = app_on(recorded.running(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("?")
+        await until(pilot, lambda: "Keys in dashboard" in picture(app))
+        await pilot.press("space")
+        await until(pilot, lambda: "To the next panel or button" in picture(app))
+        await pilot.press("4")
+        await until(pilot, lambda: app.view_name == "logs" and app.overlay is None)
+        await pilot.press("?")
+        await until(pilot, lambda: "Keys in logs" in picture(app))
+        await pilot.press("H")
+        await until(pilot, lambda: "Halt this run?" in picture(app))
+        await pilot.press("1", "]")
+        await pilot.pause()
+        assert (app.view_name, asked.sent) == ("logs", [])
+        assert "Halt this run?" in picture(app)
+        await pilot.press("escape", "2")
+        await until(pilot, lambda: app.view_name == "launch")
+        await pilot.press("E")
+        await until(pilot, lambda: "the mark › is in the flags" in picture(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.in_field)
+        await pilot.press("1")
+        await pilot.pause()
+        assert (app.view_name, app.in_field) == ("launch", True)
+
+    drive(app, body)
+
+
 def old_and_new() -> dict[int, Stack]:
     def stack(rank: int, age_s: float, name: str) -> Stack:
         frames = (Frame(f"/src/nsa/{name}.py", 7, "f"),)

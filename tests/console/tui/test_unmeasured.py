@@ -8,10 +8,12 @@ import re
 import pytest
 
 from console.model import EXIT_CODES, Figure
+from console.tui import charts
 from console.tui.feed import ScreenData
 from console.tui.rows import text_of
 from console.tui.screens.stall import heading
 from console.tui.screens.stall import rank_rows as stall_rows
+from console.tui.widgets.chart import chart_rows
 from console.tui.widgets.figures import figure_rows
 from console.tui.widgets.header import header_row
 from console.tui.widgets.phases import phase_rows
@@ -41,6 +43,15 @@ def test_nothing_of_a_run_that_ended_counts_on(state, with_gpu):
     assert "41,208" in whole
     for measured in ("97%", "1.2G", "612", " 63", "6s"):
         assert measured not in whole, whole
+
+
+@pytest.mark.parametrize(("state", "now"), [("running", "now 1.2G each"), ("completed", "now –")])
+def test_the_memory_of_ranks_that_have_ended_is_not_their_last_or_none(state, now):
+    run = recorded.running(2, False, state=state)
+    chart = next(c for c in charts.of_run(run, (), [charts.MEMORY]))
+    series = dict.fromkeys(chart.names, ((NOW - 9, 1240.0), (NOW, 1240.0)))
+    (title, *_) = texts(chart_rows(chart, series, (NOW - 60, 60), 60, 6, "braille"))
+    assert now in title, title
 
 
 def test_of_a_lost_run_the_end_is_not_known():
