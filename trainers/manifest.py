@@ -124,10 +124,14 @@ def clear_leftovers(run: Path) -> None:
 def retain(run: Path, keep_last: int, keep_every: int) -> list[str]:
     """Removes all checkpoints but the newest `keep_last` and those of every `keep_every`-th step.
 
-    Returns a sentence for each checkpoint that cannot be removed.
+    Returns a sentence for each checkpoint that cannot be removed, or one if none can be listed.
     """
     failed: list[str] = []
-    for path in newest_first(run)[keep_last:]:
+    try:
+        old = newest_first(run)[keep_last:]
+    except OSError as error:
+        return [f"cannot list {run / rundir.CHECKPOINTS}: {error.strerror}; old checkpoints remain"]
+    for path in old:
         if not keep_every or (step_of(path) or 0) % keep_every:
             try:
                 shutil.rmtree(path)

@@ -58,6 +58,7 @@ SAMPLE_OF_SAVES = (
     ("new", Failure("write", "run/checkpoints/.latest.tmp-*-*", errors.SHORT)),
     ("new", Failure("write", "run/checkpoints/.step_*.tmp/__*_*.distcp", "ENOSPC", 2)),
     ("new", Failure("sync", "run/checkpoints/.latest.tmp-*-*", "EIO")),
+    ("new", Failure("list", "run/checkpoints", "EIO", 3)),
     ("again", Failure("rename", "run/checkpoints/step_*", "EIO")),
     ("again", Failure("rename", "run/checkpoints/step_*", "EIO", lasting=True)),
     ("background", Failure("create", "run/checkpoints/.latest.tmp-*-*", "EMFILE")),
