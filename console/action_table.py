@@ -154,7 +154,7 @@ TABLE: tuple[Action, ...] = (
          Argument("gate", "GATE", _text(80), "name of the gate, as `check` prints it"),
          Argument("reason", "TEXT", _text(200), "why, at most 200 characters; for the report")),
         cost=("keeps", "all work (the gate no longer stops the plan)"), verb="override",
-        examples=("override latest --phase smoke --gate loss_falls --reason 'too few steps'",),
+        examples=("override latest --phase smoke --gate loss_falls --reason 'noisy'",),
     ),
     Action(
         "ack", "Acknowledge an alert.", ("run",),

@@ -63,8 +63,15 @@ def load(name: str) -> Plan:
     path = find(name)
     plan = plans_module.load(path)
     rules.check(plan.watch, f"{path}: watch")
+    alone = False
     for phase in plan.phases:
         gates.check(phase.gates, f"{path}: phase {phase.name!r}")
+        if phase.gates.get("scaling_above") is not None and not alone:
+            raise UsageError(
+                f"{path}: phase {phase.name!r}: the gate scaling_above needs an earlier phase with "
+                "nproc: 1 and the gate toks_per_s_50_above; add both, or remove the gate"
+            )
+        alone |= phase.nproc == 1 and phase.gates.get("toks_per_s_50_above") is not None
     restarting = [name for name, rule in plan.watch.rules.items() if rule.action == "restart"]
     if restarting and plan.restart.when == "never":
         raise UsageError(

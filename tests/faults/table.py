@@ -18,7 +18,7 @@ SECURITY = f"{CONSOLE}/test_security.py"
 TUI, CROSS_CHECK = f"{CONSOLE}/tui", f"{CONSOLE}/supervisor/test_cross_check.py"
 PARSING, TAILING = (
     f"{TRAINERS}/contract/test_flags_and_plan.py",
-    f"{TRAINERS}/contract/test_jsonl.py",
+    f"{CONSOLE}/sources/test_tail.py",
 )
 
 

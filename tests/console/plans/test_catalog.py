@@ -136,6 +136,20 @@ def test_a_rule_that_restarts_needs_a_policy(tmp_path):
     assert catalog.load(str(path)).restart.when == "crash"
 
 
+@pytest.mark.parametrize(
+    "single", ["nproc: 2, gates: {toks_per_s_50_above: 1}", "nproc: 1, gates: {steps_done: 1}"]
+)
+def test_a_gate_on_the_scaling_needs_a_phase_whose_speed_it_can_use(tmp_path, single):
+    path = tmp_path / "x.yaml"
+    scaled = "{name: both, nproc: 2, gates: {scaling_above: 0.8}}"
+    path.write_text(f"name: x\nphases: [{{name: one, {single}}}, {scaled}]\n")
+    with pytest.raises(UsageError, match="scaling_above needs an earlier phase"):
+        catalog.load(str(path))
+    one = "{name: one, nproc: 1, gates: {toks_per_s_50_above: 1}}"
+    path.write_text(f"name: x\nphases: [{one}, {scaled}]\n")
+    assert len(catalog.load(str(path)).phases) == 2
+
+
 SHELL_CASES = [
     ({"NSA_LR": "3e-4", "NCCL_DEBUG": "INFO", "NCCL_FOO": "1", "CUDA_DEVICE_ORDER": "x"}, "unknown",
      "handed to the training: NSA_LR; not handed to the training: NCCL_DEBUG; to set one, add "
