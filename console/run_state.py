@@ -83,7 +83,7 @@ class Facts:
     collecting: bool = False
     """True if all processes have ended and their records are still being read."""
     previous_end: str | None = None
-    """How the last attempt ended, or None unless the run now waits for its next attempt."""
+    """The end of the last attempt if the run now waits for its next attempt, else None."""
     next_attempt: str = ""
     """When, and from which checkpoint, the next attempt starts."""
     view: ReaderView = ReaderView()

@@ -291,7 +291,7 @@ def _host_may_wait(x: Tensor) -> bool:
 def _block_of(tiles: Tensor, most: int) -> Tensor:
     """Returns the block of each tile; `tiles` `[blocks]` is the number of tiles of each block.
 
-    Where the host may not wait for their sum, there are `most` tiles; the last are spare.
+    There are `most` tiles if the host may not wait for their sum; the last tiles are then spare.
     """
     end = tiles.cumsum(0)
     count = int(end[-1]) if _host_may_wait(end) else most

@@ -32,7 +32,7 @@ Routes = Callable[[Tensor, int], Mapping[str, Route]]
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How `nsa_attention` computes the result; all ways give the same result except for rounding.
+    """The way to compute `nsa_attention`; all ways give the same result except for rounding.
 
     `observe` is called with the rotated queries and compressed keys of a whole sequence. `nvtx`
     marks the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.

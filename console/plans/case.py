@@ -28,7 +28,7 @@ class Check:
     result: Result
     text: str
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """What was measured; the launch records it as `measured` of its host."""
+    """The measured figures; the launch records them as `measured` of its host."""
 
 
 @dataclass(frozen=True)

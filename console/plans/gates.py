@@ -205,7 +205,7 @@ def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 @contextlib.contextmanager
 def _as_live(summary: Summary) -> Iterator[None]:
-    """Within the `with` block, the newest records may be missing, because the run still writes."""
+    """Marks that the newest records may be missing, because the run still writes."""
     summary.is_live = True
     try:
         yield

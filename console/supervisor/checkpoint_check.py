@@ -57,12 +57,12 @@ class CheckpointCheck:
         self._job: Future[Outcome] | None = None
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._stopped, self._until = False, math.inf
-        """Whether no further program starts, and when the wait for the running one ends."""
+        """True if no further program starts; and the time at which the wait for the last one ends."""
         self._program = partial(program.run, keeps_output=True, stopped=lambda: self._stopped)
 
     @property
     def doing(self) -> str:
-        """What is done with which checkpoint now, or "" for nothing."""
+        """The work and the name of its checkpoint as text, or "" if nothing is done now."""
         verb = {"load": "loaded", "backup": "backed up"}.get(self._doing)
         return f"the checkpoint of step {self._newest[1]} is being {verb}" if verb else ""
 

@@ -36,7 +36,7 @@ class Chart:
     measures: str = ""
     """The measured quantity, if the unit does not show it: "GPU", "CPU" or "RSS"."""
     is_over: bool = False
-    """Whether the run has ended, so that its ranks and GPUs have no value now."""
+    """True if the run has ended; its ranks and GPUs then have no present value."""
 
     @property
     def unit_word(self) -> str:

@@ -80,7 +80,7 @@ PLACEHOLDER = "{checkpoint}"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """What the supervisor does with each new checkpoint: load it in another process, back it up.
+    """Tells the supervisor to load each new checkpoint in another process, and to back it up.
 
     `backup` is a program with its arguments; it runs after a checkpoint was loaded. The path of the
     checkpoint replaces `PLACEHOLDER`, or is the last argument.

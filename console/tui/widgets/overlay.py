@@ -35,7 +35,7 @@ class Overlay(Box):
     """
 
     gives_way = False
-    """Whether a key that has no meaning here closes this overlay, and then works in the view."""
+    """True if a key that has no meaning here closes this overlay and then works in the view."""
 
     class Closed(Message):
         """Message: the overlay is closed, and the app removes it."""
