@@ -116,7 +116,7 @@ class History:
         self.nonfinite: dict[int, int] = {}
         """Number of consecutive progress records with a non-finite loss, by rank."""
         self.zero_grads = self.collapsed = 0
-        """The counts of consecutive records of rank 0: with gradient norm zero, with a collapsed gate."""
+        """Numbers of consecutive records of rank 0 with gradient norm zero, or a collapsed gate."""
         self.uniform_steps: int | None = None
         self.rate_ratio: float | None = None
         """An upper bound of new ÷ old throughput, according to the records."""

@@ -57,7 +57,7 @@ class CheckpointCheck:
         self._job: Future[Outcome] | None = None
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._stopped, self._until = False, math.inf
-        """True if no further program starts; and the time at which the wait for the last one ends."""
+        """True if no further program starts, and the time until which the last one may run."""
         self._program = partial(program.run, keeps_output=True, stopped=lambda: self._stopped)
 
     @property
