@@ -5,6 +5,7 @@ Hugging Face's tools read the same directory (`nsa.hf`). Reading it runs no code
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -47,9 +48,14 @@ def save_model(
     except FileNotFoundError:
         pass
     new = path / f".{WEIGHTS}.new"
-    new.write_bytes(save(weights, {"format": "pt", **(facts or {})}))
-    (path / CONFIG).unlink(missing_ok=True)
-    new.replace(path / WEIGHTS)
+    try:
+        with new.open("wb") as file:
+            file.write(save(weights, {"format": "pt", **(facts or {})}))
+            os.fsync(file.fileno())  # config.json, which completes the directory, comes after this
+        (path / CONFIG).unlink(missing_ok=True)
+        new.replace(path / WEIGHTS)
+    finally:
+        new.unlink(missing_ok=True)
     (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -153,7 +153,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         cache.columns = columns
         loss = None
         if labels is not None:  # the first token after padding has nothing to be predicted from
-            column = torch.arange(count, device=labels.device)
+            column = torch.arange(columns - count, columns, device=labels.device)
             padded = column <= torch.tensor(padding, device=labels.device)[:, None]
             labels = labels.masked_fill(padded, -100)
             loss = self.loss_function(logits, labels, self.config.vocab_size)

@@ -124,7 +124,9 @@ def all_reduce(phase: Phase, world: int) -> Found:
     mib = LARGEST_MIB[phase.device.type]
     x = torch.full((mib << 18,), dist.get_rank() + 1.0, device=phase.device)
     dist.all_reduce(x)
-    if not bool((x == world * (world + 1) / 2).all()):
+    right = (x == world * (world + 1) / 2).all().int()
+    dist.all_reduce(right, dist.ReduceOp.MIN)
+    if not right:
         return "fail", f"the sum over {world} ranks is wrong: do not train on these devices", {}
     rate = round((mib << 20) / best_s(phase.device, lambda: dist.all_reduce(x)) / 1e9, 3)
     text = f"{rate:.3g} GB/s for {mib} MiB over {world} ranks ({dist.get_backend()})"

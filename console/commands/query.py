@@ -139,7 +139,7 @@ def _check_plan(options: argparse.Namespace) -> int:
 
 def _end_leftovers(confirmed: bool) -> None:
     """Lists the trainers without a supervisor, and ends those of launches after a confirmation."""
-    from console.plans import leftovers
+    from console import leftovers
 
     found, others = leftovers.find()
     for text in (*others, *(f"{each.name} can be ended" for each in found)):

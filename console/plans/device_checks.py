@@ -23,7 +23,7 @@ from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl
 
 ROWS = ("matmul", "all-reduce", "first batch", "causality", "parity")
-LIMIT_S, ENDING_S = 300.0, 1.0
+LIMIT_S, SPARE_S, ENDING_S = 300.0, 5.0, 1.0
 """Time limit of all rows together, and the longest wait for the end of a killed process."""
 ANSWER_BYTES, LOG_BYTES, MAX_TEXT = 1 << 18, 1 << 12, 600
 MODULE = "trainers.device_probe"
@@ -68,7 +68,9 @@ def _run(case: Case, folder: Path) -> str:
     variables = {**environ.inherited(), "PYTHONPATH": path, **case.plan.env, **phase.flags}
     with (folder / "answers").open("wb") as answers, (folder / "log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE, str(folder / "request.json")], env=variables,
+            # `timeout` ends the processes also if the console is killed.
+            ["timeout", "--kill-after=2", f"{LIMIT_S + SPARE_S:g}", sys.executable, "-P", "-m",
+             MODULE, str(folder / "request.json")], env=variables,
             stdin=subprocess.DEVNULL, stdout=answers, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:

@@ -185,9 +185,12 @@ def checkpoints(s: Summary) -> Measured:
 def loads(s: Summary) -> Measured:
     """Counts the loads of checkpoints in new processes: by attempts, and after each save.
 
-    A load after a save needs an event of the supervisor and a record of rank 0.
+    A load after a save needs an event of the supervisor and a record of rank 0, of an attempt that
+    no later attempt repeated.
     """
-    resumed, saved = s.of_rank(0).loads, len(s.loaded & s.of_rank(0).checkpoints)
+    first = s.of_rank(0)
+    resumed = first.loads
+    saved = sum(first.saved_in(step) <= s.loaded.get(step, -1) for step in first.checkpoints)
     return Measured(float(resumed + saved), f"{resumed} at a resume, {saved} after the save")
 
 

@@ -296,6 +296,11 @@ class RankTotals:
         """The steps of the newest checkpoints that no attempt has to repeat."""
         return {int(row[0] or 0) for row in self.saved.rows}
 
+    def saved_in(self, step: int) -> int:
+        """Returns the attempt that saved the remaining checkpoint of a step."""
+        return max((number for number, part in self.attempts.items()
+                    if part.start is not None and part.start <= step), default=0)  # fmt: skip
+
     def _begin(self, part: AttemptTotals, step: int) -> None:
         """Starts an attempt at a step; this and later steps of former attempts are dropped."""
         if part.start is not None and part.start != step:

@@ -49,7 +49,7 @@ def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
         },
         "folds": {str(rank): each.as_dict() for rank, each in reducer.summary.ranks.items()},
         "gpus": reducer.summary.gpus.as_dict(),
-        "loaded": sorted(reducer.summary.loaded), "overrides": reducer.summary.overrides,
+        "loaded": sorted(reducer.summary.loaded.items()), "overrides": reducer.summary.overrides,
         "heads": {
             str(rank): {
                 str(attempt): {
@@ -125,7 +125,7 @@ class _Loader:
         gpus = GpuTotals.load(self._saved["gpus"])
         overrides = jsonl.mapping(self._saved, "overrides")
         overrides = {gate: jsonl.text(overrides, gate) for gate in overrides}
-        loaded = {_natural(step) for step in self._saved.get("loaded", ())}
+        loaded = {_natural(step): _natural(at) for step, at in self._saved.get("loaded", ())}
         # Nothing raises from here on, so the reducer is filled completely or not at all.
         reducer.cursors.update(cursors)  # in place, because `RecordFiles` may share them
         reducer.all_heads, reducer.events = heads, events

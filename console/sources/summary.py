@@ -43,8 +43,8 @@ class Summary:
         """The logs and the newest checkpoint, read at the end of an attempt."""
         self.is_live = False
         """The newest attempt still writes records, so later records are not missing."""
-        self.loaded: set[int] = set()
-        """The steps of the checkpoints that another process loaded after they were saved."""
+        self.loaded: dict[int, int] = {}
+        """The attempts in which another process loaded a checkpoint after its save, by its step."""
         self.overrides: dict[str, str] = {}
         """The reason, operator and time of each override by request, by the name of the gate."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
@@ -63,14 +63,21 @@ class Summary:
     def add_event(self, event: Record) -> None:
         """Adds what gates need of an event of the run."""
         kind, step = jsonl.text(event, "kind"), jsonl.integer(event, "step")
-        if kind == "checkpoint" and event.get("result") == "pass" and event.get("what") == "load":
-            if step is not None and len(self.loaded) < MAX_LOADED:
-                self.loaded.add(step)
+        if kind == "checkpoint" and event.get("what") == "load" and step is not None:
+            attempt = jsonl.integer(event, "attempt") or 0
+            self.take_load(attempt, step, event.get("result") == "pass")
         elif kind == "override" and len(self.overrides) < MAX_OVERRIDES:
             at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
             stamp = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
             reason, by = (clean(jsonl.text(event, key), 200) for key in ("reason", "by"))
             self.overrides[jsonl.text(event, "gate")[:80]] = f"{reason} ({by}, {stamp})"
+
+    def take_load(self, attempt: int, step: int, passed: bool) -> None:
+        """Adds the newest result of loading a checkpoint."""
+        if not passed:
+            self.loaded.pop(step, None)
+        elif step in self.loaded or len(self.loaded) < MAX_LOADED:
+            self.loaded[step] = attempt
 
     def limit(self, world: int) -> None:
         """Drops the ranks beyond `world`, which may become known only after the records."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from console.model import Level, Result
 from console.sources.summary import Summary
+from console.sources.tail import is_missing
 from console.supervisor import program
 from console.supervisor.alerts import Alerts
 from console.supervisor.launch_spec import inherited
@@ -55,6 +56,10 @@ class CheckpointCheck:
         self._doing = ""
         """The program that runs: a key of `ALERTS`, or "" for none."""
         self._job: Future[Outcome] | None = None
+        self._stuck: Future[Outcome] | None = None
+        """A program whose time is over and that still occupies the thread."""
+        self._seen = 0
+        """The step of the newest checkpoint."""
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._stopped, self._until = False, math.inf
         """True if no further program starts, and the time until which the last one may run."""
@@ -76,11 +81,15 @@ class CheckpointCheck:
 
         `newest` is the step of the newest checkpoint of this attempt, or 0.
         """
+        self._seen = newest
         if self._job is not None:
             if not self._job.done() and time.monotonic() < self._until:
                 return
             ended, self._job = self._job, None
+            self._stuck = None if ended.done() else ended
             self._report(ended)
+        if self._stuck is not None and not self._stuck.done():
+            return
         wanted = self._plan.load or self._plan.backup
         if self._job is None and wanted and newest and (attempt, newest) != self._newest:
             self._newest, self._results = (attempt, newest), dict.fromkeys(ALERTS, "")
@@ -96,7 +105,11 @@ class CheckpointCheck:
         self._doing, step = what, self._newest[1]
         self._until = time.monotonic() + limit_s + SPARE_S
         path = self._run.absolute() / rundir.CHECKPOINTS / f"step_{step:08d}"
-        self._job = self._threads.submit(work, step, path)
+        try:
+            self._job = self._threads.submit(work, step, path)
+        except RuntimeError as error:  # no thread can be started
+            self._job = Future()
+            self._job.set_exception(error)
 
     def _report(self, ended: Future[Outcome]) -> None:
         """Records a result; begins the back-up after a checkpoint was loaded."""
@@ -112,7 +125,7 @@ class CheckpointCheck:
         if level != "info":
             self._alerts.raise_(ALERTS[what], text, level)
         if what == "load" and result == "pass":
-            self._summary.loaded.add(step)
+            self._summary.take_load(self._newest[0], step, True)
             if self._plan.backup:
                 self._begin("backup", self._back_up, self._plan.backup_s)
 
@@ -127,7 +140,7 @@ class CheckpointCheck:
             ended = self._program(argv, environment, self._plan.load_s)
         if not ended.failure:
             return "pass", "info", f"{name} is loaded: {ended.last_line}"
-        if end := self._harmless(path):
+        if end := self._harmless(step, path):
             return "unknown", "info", f"{name} is not loaded: {end}"
         if ended.code == DAMAGED:
             return "fail", "crit", f"{name} does not load: {ended.last_line}"
@@ -141,13 +154,16 @@ class CheckpointCheck:
         ended = self._program((*LOW_PRIORITY, *words), inherited(), self._plan.backup_s)
         if not ended.failure:
             return "pass", "info", f"checkpoint step {step} is backed up: {ended.last_line}"
-        if end := self._harmless(path):
+        if end := self._harmless(step, path):
             return "unknown", "info", f"checkpoint step {step} is not backed up: {end}"
         why = f"{words[0]} {ended.failure}: {ended.last_line}"
         return "fail", "warn", f"checkpoint step {step} is not backed up: {why}"
 
-    def _harmless(self, path: Path) -> str:
-        """Returns a cause for a failure that needs no operator, or ""."""
+    def _harmless(self, step: int, path: Path) -> str:
+        """Returns a cause for a failure that needs no operator, or "".
+
+        A missing checkpoint is harmless only if there is a newer one.
+        """
         if self._stopped:
             return "the run ends"
-        return "" if path.exists() else "it was removed"
+        return "it was removed" if self._seen > step and is_missing(path) else ""

@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ def is_held(launch: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+@contextlib.contextmanager
+def keep_free(launch: Path) -> Iterator[None]:
+    """Keeps other processes from taking a lock that is free; does nothing if it is taken."""
+    fd = jsonl.open_regular(launch / rundir.LOCK)
+    try:
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        if fd is not None:
+            os.close(fd)
 
 
 def read(fd: int) -> dict[str, Any]:

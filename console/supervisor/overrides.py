@@ -125,8 +125,9 @@ def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
                 for each in state.gates)  # fmt: skip
     entry["result"], plan_state["why"] = gates.overall(now), f"{plan_state.get('why')}; {text}"
     changed = {"result": entry["result"], "gates": [asdict(each) for each in now]}
-    rundir.write_json(run / rundir.GATES, document | changed)
+    # gates.json is the last, so that a request which failed halfway can be repeated.
     rundir.write_json(launch / rundir.PLAN_STATE, plan_state)
+    rundir.write_json(run / rundir.GATES, document | changed)
     name = f"{time.time_ns() // 1_000_000}-{os.urandom(4).hex()}"
     left = status_text.not_passed(now)
     answer = f"{text}; {left or 'the phase has passed, and resume starts the next one'}"

@@ -41,9 +41,11 @@ def run(
     the group could be reused after that.
     """
     begun, tail = time.monotonic(), b""
-    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(read_fd, False)
-    with os.fdopen(os.memfd_create("stdin"), "r+b", buffering=0) as given, os.fdopen(read_fd):
+    with contextlib.ExitStack() as files:
+        given = files.enter_context(os.fdopen(os.memfd_create("stdin"), "r+b", buffering=0))
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        files.enter_context(os.fdopen(read_fd))
+        os.set_blocking(read_fd, False)
         os.pwrite(given.fileno(), stdin, 0)
         output = write_fd if keeps_output else subprocess.DEVNULL
         try:
@@ -68,7 +70,7 @@ def run(
     failure = f"exited (code {code})" if code else ""
     if code < 0:
         failure = f"was killed ({process.signal_name(-code)})"
-    if time.monotonic() - begun >= limit_s:
+    if code and time.monotonic() - begun >= limit_s:
         failure = f"ran longer than {limit_s:g} s and was ended"
     return Ended(code, failure, clean(lines[-1].strip(), MAX_LINE) if lines else "")
 

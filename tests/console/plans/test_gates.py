@@ -195,6 +195,18 @@ def saved() -> Written:
     return written
 
 
+def test_a_load_counts_only_for_the_attempt_whose_file_remains():
+    first, second = saved(), attempt(2, range(51, 61), **FIGURES)
+    second.records.pop()
+    second.add("checkpoint", 60)
+    once, again = summed(first), summed(first, second)
+    for summary, attempts, expected in ((once, 1, 1), (again, 1, 1), (again, 2, 2)):
+        summary.take_load(attempts, 60, True)
+        assert result(summary, checkpoints_loaded_at_least=9).value == expected
+    again.take_load(2, 60, False)
+    assert result(again, checkpoints_loaded_at_least=9).value == 1
+
+
 def with_files(*written: Written, use_pct: float = 95.0, **counted: int) -> Summary:
     """The sums of records, with logs without error, a checkpoint, and a sample for each step."""
     found = summed(*written, **counted)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from console import leftovers
 from console.cli import main
-from console.plans import leftovers
 from trainers.contract import environ, rundir
 
 TOKEN = "c0ffee"

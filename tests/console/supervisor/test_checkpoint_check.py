@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 
 from console.sources.summary import Summary
+from console.supervisor import program
 from console.supervisor.alerts import Alerts
 from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.rundir_io import Directory, event_record
@@ -58,11 +60,11 @@ def test_a_checkpoint_is_loaded_once_and_counts_for_the_gate(tmp_path):
     trial = Trial(tmp_path, 'nice; echo "$CUDA_VISIBLE_DEVICES"; test -d "$1" && echo fine')
     assert trial.saved(5).finish(1, 5) == [("load", 5, "pass", "info")]
     assert (trial.events[-1]["text"], trial.summary.loaded) == (
-        "checkpoint step 5 is loaded: fine", {5},
+        "checkpoint step 5 is loaded: fine", {5: 1},
     )  # fmt: skip
     read = Summary(1, 1, 0)
     read.add_event(trial.events[-1])
-    assert read.loaded == {5}, "a reader counts it from the event"
+    assert read.loaded == {5: 1}, "a reader counts it from the event"
     assert len(trial.saved(5).finish()) == 1
     assert len(trial.finish()) == 1
     document = trial.check.document()
@@ -70,6 +72,31 @@ def test_a_checkpoint_is_loaded_once_and_counts_for_the_gate(tmp_path):
     assert Trial(tmp_path, former=document).saved(5).finish() == []
     cut_short = document | {"doing": "the checkpoint of step 5 is being loaded"}
     assert Trial(tmp_path, former=cut_short).saved(5).finish() == [("load", 5, "pass", "info")]
+
+
+def test_a_checkpoint_that_is_removed_while_a_newer_one_exists_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr("console.supervisor.checkpoint_check.AGAIN_S", 0.05)
+    trial = Trial(tmp_path, "sleep 0.3; rmdir $1; exit 15").saved(5, 6)
+    assert trial.finish(1, 6)[0] == ("load", 5, "unknown", "info")
+
+
+def test_a_load_without_a_thread_is_a_result_and_ends_the_wait(tmp_path):
+    trial = Trial(tmp_path)
+    trial.check._threads.shutdown()  # no thread starts, as at the limit of processes
+    assert trial.saved(5).finish(1, 5) == [("load", 5, "unknown", "warn")]
+
+
+def test_a_load_holds_for_the_file_of_its_own_attempt(tmp_path):
+    summary = Summary(1, 2, 0)
+    for attempt, result in ((1, "pass"), (2, "fail"), (2, "pass")):
+        facts = {"step": 5, "what": "load", "result": result}
+        summary.add_event(event_record(attempt, "checkpoint", "", **facts))
+        assert summary.loaded == ({5: attempt} if result == "pass" else {})
+
+
+def test_a_program_that_succeeds_is_a_success_however_late_it_is_noticed():
+    ended = program.run(["true"], dict(os.environ), 0.5, stopped=lambda: bool(time.sleep(1)))
+    assert (ended.code, ended.failure) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +107,7 @@ def test_a_checkpoint_is_loaded_once_and_counts_for_the_gate(tmp_path):
         ("trap '' TERM; sleep 1 & wait; wait", "unknown", "warn", "ran longer than 0.3 s"),
         ("kill -9 $$", "unknown", "warn", "was killed (SIGKILL)"),
         ("echo no module; exit 1", "unknown", "warn", "exited (code 1) no module"),
-        ("rmdir $1; exit 15", "unknown", "info", "it was removed"),
+        ("rmdir $1; exit 15", "fail", "crit", "does not load"),
     ],
 )
 def test_a_load_that_does_not_succeed_says_why(tmp_path, monkeypatch, script, result, level, text):
@@ -91,7 +118,7 @@ def test_a_load_that_does_not_succeed_says_why(tmp_path, monkeypatch, script, re
     opened = trial.alerts.open()
     assert list(opened) == ["checkpoint-load"] * (level != "info"), opened
     assert not (tmp_path / "backup").exists()
-    assert trial.summary.loaded == set()
+    assert trial.summary.loaded == {}
     trial.check._loads = ("sh", "-c", FINE, "sh")
     trial.saved(10).finish()
     assert not trial.alerts.open(), "the next one loads"
@@ -127,7 +154,7 @@ def test_a_program_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkey
         (("echo", "to={checkpoint}/x"), "pass", "is backed up: to={path}/x"),
         (("sh", "-c", "echo disk full; exit 3"), "fail", "sh exited (code 3): disk full"),
         (("no-such-program",), "fail", "(code 127): "),
-        (("rmdir", "{checkpoint}", "/no"), "unknown", "is not backed up: it was removed"),
+        (("rmdir", "{checkpoint}", "/no"), "fail", "is not backed up: rmdir exited"),
         (("echo", "$HOME;id"), "pass", "is backed up: $HOME;id {path}"),
     ],
 )

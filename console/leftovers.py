@@ -6,6 +6,7 @@ living supervisor: see the row `end-leftovers` of docs/decisions.md.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from console.plans.host_checks import unsupervised
 from console.sources import process
 from console.sources.sanitize import clean
+from console.supervisor import lock
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -63,6 +65,8 @@ def _why_not(run: Path, token: str) -> str:
     )
     if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != token:
         return f"its token is not that of {run / rundir.RUN}"
+    if lock.is_held(run.parent):
+        return f"a supervisor has the lock of {run.parent}; stop the run with nsa-console stop"
     for named in (own, jsonl.mapping(plan, "supervisor")):
         if not named or named.get("host") != rundir.host_name():
             return f"the supervisor of {run} is not known on this host"
@@ -74,8 +78,16 @@ def _why_not(run: Path, token: str) -> str:
 def end(found: Sequence[Leftover]) -> Iterator[str]:
     """Sends TERM, and KILL after the grace time; yields how each process ended.
 
-    A process whose run was adopted meanwhile gets no signal.
+    A process whose run was adopted meanwhile gets no signal. From now on, no run can be adopted
+    until its processes have ended.
     """
+    with contextlib.ExitStack() as locks:
+        for launch in {each.run.parent for each in found}:
+            locks.enter_context(lock.keep_free(launch))
+        yield from _end(found)
+
+
+def _end(found: Sequence[Leftover]) -> Iterator[str]:
     living = list(found)
     for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILLED_S)):
         for each in living:
