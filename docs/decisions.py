@@ -44,7 +44,7 @@ TABLE: tuple[Decision, ...] = (
     Decision("end-leftovers", "act", "end a trainer that a dead supervisor left behind, on request",
              ("the command line of a trainer, and no ancestor that is a supervisor",
               "the token in its environment and in run.json, in a directory that is ours",
-              "the dead supervisor in supervisor.json, and the same in plan_state.json"),
+              "the dead supervisor in supervisor.json and plan_state.json, and a free lock"),
              "no signal; the row of the process says what is missing",
              "no signal, also if a supervisor adopts the run after the confirmation"),
     Decision("own-directory", "act", "act on the contents of the launch directory",

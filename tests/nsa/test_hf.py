@@ -131,6 +131,24 @@ def test_the_loss_is_that_of_the_next_tokens_and_has_gradients(models, ragged):
     assert all(weight.grad is not None for weight in theirs.parameters())
 
 
+def test_the_loss_of_a_second_piece_leaves_out_only_padding(models):
+    ours, theirs, _ = models
+    lengths, first = (8, 3), 6
+    tokens = torch.arange(16).view(2, 8)
+    mask = (torch.arange(8) >= torch.tensor([[8 - length] for length in lengths])).long()
+    with torch.no_grad():
+        begun = theirs(tokens[:, :first], attention_mask=mask[:, :first], use_cache=True)
+        rest = theirs(
+            tokens[:, first:], attention_mask=mask, labels=tokens[:, first:],
+            past_key_values=begun.past_key_values,
+        )  # fmt: skip
+        nats = []
+        for row, length in enumerate(lengths):
+            logits = ours(tokens[row : row + 1, -length:])[0].log_softmax(-1)
+            nats.append(-logits[-2, tokens[row, -1]])
+    torch.testing.assert_close(rest.loss, torch.stack(nats).mean())
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_was_saved_there_is_read_here(kind, tmp_path):
     ours, theirs, _ = both(tmp_path / "first", kind)

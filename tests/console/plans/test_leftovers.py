@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from console import leftovers
 from console.cli import main
+from console.supervisor import lock
 from trainers.contract import environ, rundir
 
 TOKEN = "c0ffee"
@@ -29,6 +31,7 @@ class Launch:
 
     def __init__(self, folder: Path):
         self.folder, self.children = folder, list[subprocess.Popen[bytes]]()
+        self.lock: Any = None
         self.run = folder / "launch" / "0-train"
         rundir.make_directory(self.run)
         self.write(rundir.RUN, {"environment": {environ.TOKEN: TOKEN}})
@@ -62,6 +65,8 @@ class Launch:
 def launch(tmp_path):
     made = Launch(tmp_path)
     yield made
+    if made.lock:
+        made.lock.close()
     for child in made.children:
         child.kill()
         child.wait()
@@ -79,7 +84,24 @@ def test_a_trainer_of_a_dead_supervisor_is_ended(launch, monkeypatch, kind, code
     assert child.wait(10) == code
 
 
+def take_lock(it: Launch) -> None:
+    """Takes the lock of the launch, as a supervisor does that adopts it."""
+    it.lock = (it.run.parent / rundir.LOCK).open("w")
+    fcntl.flock(it.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_no_run_is_adopted_while_its_processes_are_ended(launch):
+    take_lock(launch)
+    launch.lock.close()
+    with lock.keep_free(launch.run.parent):
+        assert not lock.is_held(launch.run.parent)
+        with pytest.raises(BlockingIOError):
+            take_lock(launch)
+    take_lock(launch)
+
+
 ALIVE = [
+    ("lock", take_lock, "has the lock of"),
     (rundir.SUPERVISOR, lambda it: it.write(rundir.SUPERVISOR, rundir.identity()), "is alive"),
     (rundir.PLAN_STATE, lambda it: rundir.write_json(
         it.run.parent / rundir.PLAN_STATE, {"supervisor": rundir.identity()}), "is alive"),
