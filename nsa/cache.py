@@ -92,8 +92,9 @@ class Cache:
 
     def append(self, kv: Sequence[Tensor]) -> list[Tensor]:
         """Appends the next tokens. Returns the rows of `kv` that these tokens may use."""
+        usable = [rows.append(new) for rows, new in zip(self._kv, kv, strict=True)]
         self.length += kv[0].shape[2]
-        return [rows.append(new) for rows, new in zip(self._kv, kv, strict=True)]
+        return usable
 
     def append_blocks(self, *kv: Tensor) -> None:
         """Appends the compressed blocks that the last tokens completed."""

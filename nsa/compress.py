@@ -1,4 +1,4 @@
-"""The compressed branch: attention to summaries of blocks (paper, eq. 7), and its scores.
+"""The compressed branch: attention to summaries of blocks (eq. 7), and its scores (eq. 8, 10).
 
 The scores decide which blocks are selected. Therefore this branch, the smallest, computes in
 float32 or wider, whatever the dtype of the model, also under autocast.

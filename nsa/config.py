@@ -1,7 +1,6 @@
 """Model configuration, and the numbers of parameters and FLOPs that follow from it.
 
-This module uses only the standard library, so that the console can import it without torch. It
-checks rules that combine values; `trainers.settings` checks types and ranges.
+This module uses only the standard library, so that the console can import it without torch.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ N_BRANCHES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class NSAConfig:
-    """Native Sparse Attention (arXiv 2502.11089); lengths in tokens; the defaults of the paper."""
+    """Native Sparse Attention (arXiv 2502.11089); lengths in tokens, by default the paper's."""
 
     block_size: int = 32
     """l: tokens per compressed block."""
@@ -35,6 +34,16 @@ class NSAConfig:
     """Hidden width of the gate's MLP, which the paper has; with 0, the gate is linear."""
 
     def __post_init__(self) -> None:
+        least = min(self.block_size, self.block_stride, self.select_block_size, self.window)
+        if least < 1 or self.compress not in ("mlp", "mean"):
+            raise ValueError(
+                f"all lengths must be at least 1, and compress 'mlp' or 'mean'; got {self}."
+            )
+        if self.gate not in ("sigmoid", "softmax") or self.gate_hidden < 0:
+            raise ValueError(
+                "gate must be 'sigmoid' or 'softmax', and gate_hidden at least 0; got "
+                f"{self.gate!r:.40} and {self.gate_hidden}."
+            )
         if self.block_stride > self.block_size:
             raise ValueError(
                 f"block_stride must not exceed block_size ({self.block_size}), or tokens fall "
@@ -76,6 +85,11 @@ class ModelConfig:
     nsa: NSAConfig = NSAConfig()
 
     def __post_init__(self) -> None:
+        sizes = self.dim, self.n_layers, self.n_heads, self.n_kv_groups, self.d_k, self.d_v
+        if min(*sizes, self.mlp_hidden, self.vocab_size) < 1:
+            raise ValueError(f"all sizes of a model must be at least 1; got {self}.")
+        if self.attention not in ("nsa", "dense"):
+            raise ValueError(f"attention must be 'nsa' or 'dense'; got {self.attention!r:.40}.")
         if self.n_heads % self.n_kv_groups:
             raise ValueError(
                 f"n_heads ({self.n_heads}) must be a multiple of n_kv_groups "

@@ -31,8 +31,10 @@ def save_model(
 
     `facts` are added to the metadata of the weights. A directory that was not written to its end
     has no `config.json`, so that no reader accepts it. Raises OSError, also if the directory has a
-    `config.json` of another kind.
+    `config.json` of another kind, and ValueError for a model with a fixed gate.
     """
+    if any(layer.switches.fixed_gate for layer in model.attention_layers()):
+        raise ValueError("a directory cannot describe force_branch or uniform_gate of a model")
     path, weights = Path(directory), model.state_dict()
     if model.config.tie_embeddings:
         del weights["head.weight"]

@@ -60,9 +60,10 @@ def nsa_attention(
 ) -> Tensor:
     """Returns the gated sum of the three branches (eq. 5) for S queries, `[B, H, S, Dv]`.
 
-    `q` is `[B, H, S, Dk]`. `k` and `v` are the keys `[B, G, T, Dk]` and values `[B, G, T, Dv]` of
-    the compressed, selected and window branch (each branch has its own, section 3.3.3); head h
-    belongs to group h // (H/G). `gates` is `[B, S, H, 3]`. Queries and keys are not rotated yet.
+    `q` is `[B, H, S, Dk]`. `k` and `v` have three tensors each: keys `[B, G, T, Dk]` and values
+    `[B, G, T, Dv]` of the compressed, selected and window branch (section 3.3.3); head h belongs to
+    group h // (H/G). `gates` is `[B, S, H, 3]`, with the branches in this order. Queries and keys
+    are not rotated yet.
 
     Compressed branch: `phi` maps each block of l unrotated keys to one key, and each block of l
     values to one value (eq. 7). Keys are compressed before the rotary embedding, because averaging

@@ -1,4 +1,4 @@
-"""The selected branch: scores and choice of blocks (paper, eq. 8-12), and attention to them."""
+"""The selected branch: scores and choice of blocks (eq. 9, 11, 12), and attention to them."""
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ def overlap_weights(
     """Returns two values: compressed blocks that overlap each selection block, and the overlaps.
 
     Both are `[terms, n_slc]`, with blocks in ascending order. An overlap is the fraction of the
-    compressed block that lies inside the selection block, or 0 for unused terms. Here and in every
-    public kernel, the weights of eq. 9 are overlaps; with l=32, d=16, l'=64 the weights are 1/2, 1,
+    compressed block that lies inside the selection block, or 0 for unused terms. The weights of
+    eq. 9 are overlaps here; with l=32, d=16, l'=64 the weights are 1/2, 1,
     1, 1, 1/2 for blocks 4j-1 … 4j+3. The literal indices of eq. 9 point to earlier tokens. This
     function works for any l, d and l'.
     """
@@ -84,7 +84,7 @@ def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, first: int = 0) ->
 
 @torch.no_grad()
 def top_blocks(p_slc: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
-    """Returns the blocks that tokens first, first + 1, … attend to (eq. 11, 12).
+    """Returns the blocks that tokens first, first + 1, … attend to (eq. 11).
 
     `p_slc` is `[B, G, S, blocks]`; the result is int64 `[B, G, S, n]`. Block 0, the current block
     and the block before the current block are always selected; the n blocks include these. Of equal

@@ -51,13 +51,9 @@ def export(checkpoint: Path, target: Path) -> None:
         if target.suffix == ".safetensors":
             rundir.write_atomic(target, save(load_weights(checkpoint), facts))
             return
-        model = load_model(checkpoint)
-        if any(layer.switches.fixed_gate for layer in model.attention_layers()):
-            raise CheckpointError(
-                f"{checkpoint} was trained with attention.force_branch or attention.uniform_gate, "
-                "which a directory cannot describe; export it to a .safetensors file"
-            )
-        save_model(model, target, facts)
+        save_model(load_model(checkpoint), target, facts)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint}: {error}; export to a .safetensors file") from error
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
 

@@ -28,6 +28,11 @@ M7C = ModelConfig(dim=768, n_layers=12, n_heads=12, n_kv_groups=2, d_k=64, d_v=6
         ({"n_kv_groups": 5}, "n_heads (12) must be a multiple of n_kv_groups (5)"),
         ({"d_k": 7}, "d_k must be even"),
         ({"n_select": 2}, "n_select must be at least 3"),
+        ({"n_kv_groups": 0}, "all sizes of a model must be at least 1"),
+        ({"attention": "NSA"}, "attention must be 'nsa' or 'dense'"),
+        ({"window": 0}, "all lengths must be at least 1, and compress 'mlp' or 'mean'"),
+        ({"compress": "MLP"}, "all lengths must be at least 1, and compress 'mlp' or 'mean'"),
+        ({"gate": "Sigmoid"}, "gate must be 'sigmoid' or 'softmax'"),
         ({"block_size": 8}, "block_stride must not exceed block_size (8)"),
     ],
 )

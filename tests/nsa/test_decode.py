@@ -102,4 +102,7 @@ def test_a_cached_row_is_written_once():
 def test_a_cache_refuses_gradients():
     layer = routed(model_config(), "masked")
     with pytest.raises(RuntimeError, match="no gradients"):
-        layer(torch.randn(1, 4, 16, requires_grad=True), layer.new_cache())
+        layer(torch.randn(1, 4, 16, requires_grad=True), cache := layer.new_cache())
+    with torch.no_grad():
+        layer(torch.randn(1, 4, 16), cache)
+    assert cache.length == 4, "the refused tokens are not in it"

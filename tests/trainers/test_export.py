@@ -36,7 +36,7 @@ def test_a_directory_is_bitwise_the_model_of_the_checkpoint(changes, kind, tmp_p
 
 
 @pytest.mark.parametrize(("changes", "target", "says"), [
-    ({"attention__uniform_gate": True}, "new", "which a directory cannot describe"),
+    ({"attention__uniform_gate": True}, "new", "a directory cannot describe"),
     ({}, "run/checkpoints/latest", "cannot write"),
 ])  # fmt: skip
 def test_what_cannot_be_exported_is_one_sentence(changes, target, says, tmp_path, capsys):
