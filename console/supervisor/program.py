@@ -43,10 +43,10 @@ def run(
     begun, tail = time.monotonic(), b""
     with contextlib.ExitStack() as files:
         given = files.enter_context(os.fdopen(os.memfd_create("stdin"), "r+b", buffering=0))
+        os.pwrite(given.fileno(), stdin, 0)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         files.enter_context(os.fdopen(read_fd))
         os.set_blocking(read_fd, False)
-        os.pwrite(given.fileno(), stdin, 0)
         output = write_fd if keeps_output else subprocess.DEVNULL
         try:
             started = subprocess.Popen(

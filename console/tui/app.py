@@ -294,7 +294,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     async def do_flags(self) -> None:
         await self._choose_view("launch")
-        self.say("the mark › is in the flags: ↓ ↑ move it, enter sets a value, space switches")
+        self.say("the mark › is in the flags: ↓ ↑ move it; enter and space change the next phase")
 
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
 
