@@ -35,9 +35,11 @@ class Services:
     lock_token: str
     link: Link
 
-    def publish(self, path: Path, record: Mapping[str, Any], **more: Any) -> None:
+    def publish(
+        self, path: Path, record: Mapping[str, Any], keeps_place: bool = False, **more: Any
+    ) -> None:
         """Replaces a document on disk; the owner stores a copy, with `more`, for the next child."""
-        self.directory.document(path, record)
+        self.directory.document(path, record, keeps_place)
         self.link.store(path, {**record, **more})
 
 

@@ -155,8 +155,9 @@ class Launch:
         self._index = index
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
-        # Published before the run starts, because the next child must know of the run.
-        self._publish()
+        # Published before the run starts, because the next child must know of the run; and written
+        # before run.json, because an adoption refuses a run that plan_state.json does not know.
+        self._publish(keeps_place=True)
         run, pending = self.path / entry["dir"], self._next_flags.values()
         try:
             self.run = Run(self._services, self.spec, index, run, pending)
@@ -377,7 +378,7 @@ class Launch:
         """Returns the number of completed steps; the last known number until records are read."""
         return gates.steps_done(run.summary) if run.is_read else self._phases[self._index]["steps"]
 
-    def _publish(self) -> None:
+    def _publish(self, keeps_place: bool = False) -> None:
         """Replaces plan_state.json."""
         self._refreshed = time.monotonic()
         run = self.run
@@ -395,4 +396,4 @@ class Launch:
             },
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
-        })  # fmt: skip
+        }, keeps_place)  # fmt: skip

@@ -172,6 +172,10 @@ class Directory(Recorder):
             _, self.unwritten[path] = self._documents.pop(path)
         self._write_unwritten(path)
 
+    def _write_version(self, path: Path, record: Mapping[str, Any]) -> None:
+        self.unwritten[path] = record
+        self._write_unwritten(path)
+
     def _write_unwritten(self, path: Path) -> None:
         self._check(path)
         rundir.write_json(path, self.unwritten[path])
@@ -257,23 +261,25 @@ class Directory(Recorder):
         self.put(folder / rundir.EVENTS, jsonl.encode(record), keep=True)
         return record
 
-    def document(self, path: Path, record: Mapping[str, Any]) -> None:
+    def document(self, path: Path, record: Mapping[str, Any], keeps_place: bool = False) -> None:
         """Replaces a JSON document; if several versions wait, only the newest is written.
 
         A document gets the queue position of its newest call, so that documents are written in the
         order of the calls. For example, plan_state.json says "ended" only after gates.json was
         written. If `MAX_WAITING` calls wait, for example on a hung disk, the document keeps its
-        older position.
+        older position. With `keeps_place`, this version is written too, before all later work.
         """
+        if keeps_place:
+            return self.call(lambda: self._write_version(path, dict(record)))
         with self._lock:
             number, _ = self._documents.get(path, (0, None))
             if number and self._calls - self._calls_done >= MAX_WAITING:
                 self._documents[path] = number, dict(record)
-                return
+                return None
             self._calls += 1
             number = self._calls
             self._documents[path] = number, dict(record)
-        self.call(lambda: self._write_document(path, number))
+        return self.call(lambda: self._write_document(path, number))
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Closes like `Recorder`, after trying for `RETRY_S` to write unwritten documents."""

@@ -37,6 +37,19 @@ def test_documents_are_replaced_in_the_order_of_their_newest_calls(tmp_path):
     assert first_existed == [False]
 
 
+def test_a_version_that_keeps_its_place_is_written_before_later_work(tmp_path):
+    path, seen = tmp_path / "plan_state.json", []
+    directory, slow = Directory(), threading.Event()
+    directory.call(slow.wait)
+    directory.document(path, {"phase": 1}, keeps_place=True)
+    directory.call(lambda: seen.append(rundir.read_json(path)))
+    directory.document(path, {"phase": 1, "state": "running"})
+    slow.set()
+    assert directory.close(20)
+    assert seen == [{"phase": 1}], "run.json comes after it"
+    assert rundir.read_json(path) == {"phase": 1, "state": "running"}
+
+
 def test_a_job_brings_its_result_or_what_the_disk_says_and_a_mistake_is_kept(tmp_path):
     directory, brought = Directory(), []
     for work in (lambda: 7, (tmp_path / "nothing").stat, lambda: int("x")):
