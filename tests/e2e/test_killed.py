@@ -246,7 +246,8 @@ def test_a_plan_goes_on_whatever_is_killed_whenever(begin, tmp_path, seed):
 
 
 def test_ranks_that_ended_before_any_supervisor_saw_them_have_completed(begin, tmp_path):
-    settings = {"data.source": "synthetic", "train.steps": STEPS, "report.out_dir": str(tmp_path)}
+    many = 4 * STEPS  # so that the ranks do not end before the supervisor is killed
+    settings = {"data.source": "synthetic", "train.steps": many, "report.out_dir": str(tmp_path)}
     started = begin({"name": "one"}, **PLAN, shell=STUB, nproc=RANKS, set=settings)
     started.wait_steps(2)
     started.kill_supervisor()
