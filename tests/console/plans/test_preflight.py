@@ -243,7 +243,10 @@ def test_a_living_trainer_without_a_supervisor_is_found(tmp_path, monkeypatch):
     # Other tests of the same machine may have trainers, which the sentence would name first.
     monkeypatch.setattr(host_checks, "MAX_SHOWN", 1000)
     child = subprocess.Popen([sys.executable, str(script)])
+    cmdline = Path(f"/proc/{child.pid}/cmdline")
     try:
+        while not cmdline.read_bytes():  # Popen returns a moment before the kernel has set it
+            time.sleep(0.01)
         text = host_checks.leftovers(bare(tmp_path, gpus=2, host=Path("/")))[1]
         assert str(child.pid) in text
     finally:
