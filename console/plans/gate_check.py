@@ -14,7 +14,7 @@ from typing import Any
 
 from console import status_text
 from console.model import NO_GO, Alert, Gate, LaunchState, RunState
-from console.plans import gates
+from console.plans import gates, measures
 from console.sources import gate_files, liveness
 from console.sources.record_files import MAX_RANKS
 from console.sources.run import RunSource
@@ -23,6 +23,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError
 
 WORDS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
+RESUME = "checkpoint.resume"
 FULL = "run nsa-console check --full"
 
 
@@ -55,17 +56,22 @@ def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str,
     names = [jsonl.text(entry, "name") for entry in jsonl.entries(plan, "phases")]
     passed = (jsonl.integer(plan_state, "phase") or 0) + (plan_state.get("state") == "waiting")
     for index, name in enumerate(names[: max(0, passed)]):
-        run = launch / f"{index}-{name}"
-        source = RunSource(run)
-        state = source.poll()
-        if not source.has_all_records:
-            source = RunSource(run, reads="all")
-            state = source.read_all()
+        source, state = _read_whole(launch / f"{index}-{name}")
         if found := list(_doubts(source, state)):
             raise RefusedError(
                 f"{rundir.PLAN_STATE} reports {name} as passed, and its records do "
                 f"not confirm it: {'; '.join(found)}"
             )
+
+
+def _read_whole(run: Path) -> tuple[RunSource, RunState]:
+    """Returns the source and the state of a run, with the totals of all its records."""
+    source = RunSource(run)
+    state = source.poll()
+    if not source.has_all_records:
+        source = RunSource(run, reads="all")
+        state = source.read_all()
+    return source, state
 
 
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str, str]]:
@@ -128,11 +134,47 @@ def _unconfirmed_gates(
 def _complete(
     summary: Summary, run: Path, world: int, document: Mapping[str, Any], bounds: Mapping[str, Any]
 ) -> None:
-    """Adds the last pulses to the summary, and the results from files if a gate reads files."""
+    """Adds the last pulses to the summary, and the results from files if a gate reads files.
+
+    If no step was left for the run, adds the totals of the run that it continues.
+    """
     summary.limit(world)
     summary.take_document(document)
+    summary.former = summary.former or continued(run, summary.resumed_at_end)
     if not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds):
         summary.files = gate_files.read(run, summary.attempts or 1, world)
+
+
+def continued(run: Path, step: int) -> Summary | None:
+    """Returns the totals of the run that `run` continues, or None if they cannot replace its own.
+
+    `step` is `Summary.resumed_at_end` of `run`. The former run must have recorded that step or its
+    checkpoint, and both runs must have the same phase, ranks, settings and gates.
+    """
+    own = (rundir.read_json(run / rundir.RUN, below=run) or {}) if step else {}
+    path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))
+    if not path.is_absolute():
+        return None
+    before = rundir.read_json(path / rundir.RUN, below=path) or {}
+    if _training(before) != _training(own):
+        return None
+    source, state = _read_whole(path)
+    found, world = source.summary, jsonl.integer(own, "world") or 0
+    if found is None or state.behind_bytes or not 1 <= world <= MAX_RANKS:
+        return None
+    document = rundir.read_json(path / rundir.SUPERVISOR, below=path) or {}
+    _complete(found, path, world, document, jsonl.mapping(own, "gates"))
+    if step in found.of_rank(0).checkpoints:
+        found.loaded_step = step
+    found.name = f"in the records of {state.id}, which this run continues without a further step"
+    return found if measures.steps_reached(found).value == step else None
+
+
+def _training(run_json: Mapping[str, Any]) -> list[object]:
+    """Returns what two runs have in common if one continues the other."""
+    settings = jsonl.mapping(run_json, "settings")
+    values = {key: jsonl.mapping(settings, key).get("value") for key in settings if key != RESUME}
+    return [run_json.get("phase"), run_json.get("world"), run_json.get("gates"), values]
 
 
 def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
