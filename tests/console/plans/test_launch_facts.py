@@ -9,6 +9,8 @@ from console.plans import launch_facts
 from console.tui.widgets.chooser import entries
 from trainers.contract import rundir
 
+NONE = "no estimate: no run of plumbing with these settings on this host"
+
 
 def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
     options = actions.LaunchOptions("cpu_smoke", phase="plumbing", root=tmp_path)
@@ -17,7 +19,7 @@ def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
     assert facts["parameters"] == "450,712"
     assert (facts["sequence"], facts["tokens per step"]) == ("128 tokens", "2,048")
     assert (facts["device"], facts["checkpoint"]) == ("cpu ×2", "5.2 MiB")
-    assert facts["time"] == "not available (no earlier run)"
+    assert facts["time"] == NONE
     phase = {"name": "plumbing", "state": "completed", "dir": "0-plumbing",
              "started_ts": 100.0, "ended_ts": 142.0}  # fmt: skip
     (prepared.directory / "0-plumbing").mkdir(parents=True)
@@ -29,7 +31,7 @@ def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
     other = actions.LaunchOptions(
         "cpu_smoke", phase="plumbing", sets={"train.steps": "7"}, root=tmp_path
     )
-    assert dict(actions.prepare(other).training)["time"] == "not available (no earlier run)"
+    assert dict(actions.prepare(other).training)["time"] == NONE
 
 
 def test_a_foreign_program_has_no_facts():
