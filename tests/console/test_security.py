@@ -156,7 +156,9 @@ def test_a_program_that_looks_like_an_option_of_torchrun_is_refused(tmp_path, ke
 def test_shell_metacharacters_in_args_are_one_argument_each(tmp_path):
     words = ["; touch pwned", "$(touch pwned)", "`id`", "a\nb", "&& x", "--max-restarts=9", "*"]
     phases = [{"name": "one", "script": str(MEMBER), "args": words}]
-    prepared = actions.prepare(LaunchOptions(plan=plan(tmp_path, phases=phases), root=tmp_path))
+    prepared = actions.prepare(
+        LaunchOptions(plan=plan(tmp_path, phases=phases, env={}), root=tmp_path)
+    )
     (phase,) = prepared.phases
     assert phase["argv"][-len(words) - 1 :] == [str(MEMBER), *words]
     assert shlex.split(prepared.shell(0)) == phase["argv"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from console import actions
+from console import actions, cli
 from console.plans import launch_facts
 from console.tui.widgets.chooser import entries
 from trainers.contract import rundir
@@ -12,7 +12,7 @@ from trainers.contract import rundir
 NONE = "no estimate: no run of plumbing with these settings on this host"
 
 
-def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
+def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path, capsys):
     options = actions.LaunchOptions("cpu_smoke", phase="plumbing", root=tmp_path)
     prepared = actions.prepare(options)
     facts = dict(prepared.training)
@@ -32,6 +32,8 @@ def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
         "cpu_smoke", phase="plumbing", sets={"train.steps": "7"}, root=tmp_path
     )
     assert dict(actions.prepare(other).training)["time"] == NONE
+    assert cli.main(["--root", str(tmp_path), "check", "cpu_smoke"]) == 0
+    assert "training time: no estimate: no run of sanity with" in capsys.readouterr().out
 
 
 def test_a_foreign_program_has_no_facts():
