@@ -148,8 +148,9 @@ def _complete(
 def continued(run: Path, step: int) -> Summary | None:
     """Returns the totals of the run that `run` continues, or None if they cannot replace its own.
 
-    `step` is `Summary.resumed_at_end` of `run`. The former run must have recorded that step or its
-    checkpoint, and both runs must have the same phase, ranks, settings and gates.
+    `step` is `Summary.resumed_at_end` of `run`. The ranks of the former run must have reached that
+    step by their records, or by their last pulses, which the loaded checkpoint confirms. Both runs
+    must have the same phase, ranks, settings and gates.
     """
     own = (rundir.read_json(run / rundir.RUN, below=run) or {}) if step else {}
     path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))
@@ -164,10 +165,17 @@ def continued(run: Path, step: int) -> Summary | None:
         return None
     document = rundir.read_json(path / rundir.SUPERVISOR, below=path) or {}
     _complete(found, path, world, document, jsonl.mapping(own, "gates"))
-    if step in found.of_rank(0).checkpoints:
+    if all(_last_step(found, rank) == step for rank in range(world)):
         found.loaded_step = step
     found.name = f"in the records of {state.id}, which this run continues without a further step"
     return found if measures.steps_reached(found).value == step else None
+
+
+def _last_step(summary: Summary, rank: int) -> int:
+    """Returns the step of a rank's last pulse, or else of its exit record, or 0 without both."""
+    newest = summary.of_rank(rank).newest
+    end, part = summary.ends.get((newest, rank)), summary.of_attempt(rank, newest)
+    return end.step if end else part.exit[0] if part and part.exit else 0
 
 
 def _training(run_json: Mapping[str, Any]) -> list[object]:
