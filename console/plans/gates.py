@@ -67,7 +67,8 @@ class Rule:
     def gap(self, summary: Summary) -> str:
         """Returns why the records do not cover the span of the gate, or "" if they do."""
         ranks = range(1 if self.source == RANK0 else summary.world)
-        return summary.gap(ranks, self.span == "surviving steps", self.tails)
+        is_loaded = self.measure is measures.steps_reached and summary.loaded_step > 0
+        return summary.gap(ranks, self.span == "surviving steps", self.tails or is_loaded)
 
 
 TABLE: tuple[Rule, ...] = (
