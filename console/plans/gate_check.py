@@ -123,7 +123,9 @@ def _unconfirmed_gates(
         except UsageError as error:
             yield str(error)
             return
-        _complete(summary, source.run_path or Path(), world, document, bounds)
+        run = source.run_path or Path()
+        _complete(summary, run, world, document, bounds)
+        summary.former = summary.former or continued(run, summary.resumed_at_end)
         written = {gate.name: gate for gate in state.gates}
         own = {gate.name: gate for gate in gates.evaluate(summary, bounds)}
         for name in sorted(written.keys() | own.keys()):
@@ -134,13 +136,9 @@ def _unconfirmed_gates(
 def _complete(
     summary: Summary, run: Path, world: int, document: Mapping[str, Any], bounds: Mapping[str, Any]
 ) -> None:
-    """Adds the last pulses to the summary, and the results from files if a gate reads files.
-
-    If no step was left for the run, adds the totals of the run that it continues.
-    """
+    """Adds the last pulses to the summary, and the results from files if a gate reads files."""
     summary.limit(world)
     summary.take_document(document)
-    summary.former = summary.former or continued(run, summary.resumed_at_end)
     if not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds):
         summary.files = gate_files.read(run, summary.attempts or 1, world)
 
