@@ -9,12 +9,12 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from console.cli import main
 from console.plans import report, report_chart
 from console.sources.rank_totals import FIGURES
 from tests.console.sources import directory
 from tests.console.sources.test_snapshot import HOSTILE as DOCUMENTS
 from tests.console.sources.test_snapshot import places, put
+from tests.console.test_cli_answers import said
 from tests.console.test_go import BOUNDS, PASSED, plan_gates
 from trainers.contract import rundir
 
@@ -62,11 +62,6 @@ def recorded(launch, **more):
 @pytest.fixture
 def launch(tmp_path):
     return directory.launch(tmp_path / "artifacts")
-
-
-def said(capsys, *words):
-    code = main([str(word) for word in words])
-    return code, *capsys.readouterr()
 
 
 def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_path):
