@@ -78,7 +78,8 @@ TABLE: tuple[Decision, ...] = (
              ("exit code 0 of torchrun and of all ranks, seen through pidfds; for an exit that no "
               "supervisor observed the exit record and, at its step, the pulse or a former "
               "supervisor's document",
-              "gates that pass over numbered records without a gap"),
+              "gates that pass over numbered records without a gap; if no step was left after a "
+             "resume, over those of the continued run, whose last checkpoint all ranks loaded"),
              "the plan ends: a gate without its records, or an exit that only a record shows, is "
              "unknown, never passed",
              "the plan ends and names the rank or the missing records"),
