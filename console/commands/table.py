@@ -287,8 +287,8 @@ DRILL = Command(
                "your reaction, in seconds (default: %(default)g)"),
     ), "React on the screen, or from another shell with stop RUN (RUN is the printed\n"
        "path) or kill -CONT PID. Then leave the screen with q; the drill stops the run\n"
-       "and prints the score. Exit code 0: verdict and reaction were right; 1: they were\n"
-       "not.\n",
+       "and prints the score. Exit code 0: verdict and reaction were correct; 1: not both\n"
+       "were correct.\n",
     "drill.drill",
 )  # fmt: skip
 RESUME = Command(
