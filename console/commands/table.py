@@ -160,18 +160,19 @@ QUERIES: tuple[Command, ...] = (
         option("--until-waiting", action="store_true",
                help="like --plain; also return when the plan waits for `do RUN proceed`"),
         INTERVAL,
-    ), "Without --plain or --json, the screen opens. --json prints the status at the end.\n",
+    ), "Without --plain or --json, the screen opens. --json prints the status once, at\n"
+       "the end.\n",
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose latest --dump", "diagnose runs/by_hand --json"), (
         _run(),
         option("--dump", action="store_true",
                help="dump the stacks first; needs a supervisor"),
-    ), "The verdict comes from the supervisor. Without a supervisor, the command collects\n"
-       "the evidence itself, in about 4 s. + marks evidence for the verdict, - evidence\n"
-       "for another rank, ? evidence that is not available. Exit code 0: no stall;\n"
-       "1: stalled, or not known. For a run that has ended, the exit code is that of\n"
-       "`status`.\n"
+    ), "The verdict comes from the supervisor. Without a supervisor, the command\n"
+       "collects the evidence itself, in about 4 s. + marks evidence for the verdict,\n"
+       "- evidence for another rank, ? evidence that is not available. Exit code 0: no\n"
+       "stall; 1: stalled, or not known. For a run that has ended, the exit code is\n"
+       "that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
     Command("bundle", "Write one archive of a run for a bug report, without secrets.",
             ("bundle latest", "bundle latest --output run.tar.gz"), (
@@ -287,15 +288,16 @@ DRILL = Command(
                "your reaction, in seconds (default: %(default)g)"),
     ), "React on the screen, or from another shell with stop RUN (RUN is the printed\n"
        "path) or kill -CONT PID. Then leave the screen with q; the drill stops the run\n"
-       "and prints the score. Exit code 0: verdict and reaction were correct; 1: not both\n"
-       "were correct.\n",
+       "and prints the score. Exit code 0: verdict and reaction were correct; 1: not\n"
+       "both were correct.\n",
     "drill.drill",
 )  # fmt: skip
 RESUME = Command(
     "resume", "Launch the rest of an ended launch, with its options.",
     ("resume latest", "resume latest --dry-run"), (_run("LAUNCH"), WAIT, DRY_RUN),
     "The new launch has the phases that did not pass. The first phase begins at its\n"
-    "newest checkpoint, if there is one. Flags that an operator set for these phases apply.\n",
+    "newest checkpoint, if it has a checkpoint. The flags that an operator set for\n"
+    "these phases apply.\n",
     "control.resume",
 )  # fmt: skip
 ADOPT = Command(
