@@ -12,8 +12,8 @@ TEXT = f"""\
 
 Generated from the tables in `console/action_table.py` and `console/tui/keys.py`. The keys
 `{" ".join(KEYS)}` are actions. The screen asks for confirmation before an action, and No is the
-default; the brackets say which work the action keeps or loses. A key with several actions has one
-sentence for each of them.
+default; the brackets after an action say which work the action keeps or loses. The row of a key with
+several actions has one sentence per action.
 """
 WORDS = "The words and abbreviations of the screen are in [words.md]"
 WORDS += "(words.md#abbreviations-on-the-screen)."
@@ -25,7 +25,7 @@ def as_markdown() -> str:
     for key in TABLE:
         names = " ".join(f"`{NAMES.get(name, name)}`" for name in key.keys)
         where = "everywhere" if key.views == VIEWS else ", ".join(key.views)
-        asks = f" (asks first; {key.asks})" if key.asks else ""
+        asks = f" (asks; {key.asks})" if key.asks else ""
         lines.append(f"| {names} | {key.help}{asks} | {where} |")
     return "\n".join((*lines, "", WORDS)) + "\n"
 
