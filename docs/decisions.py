@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -204,11 +205,19 @@ def _section(row: Decision) -> Iterator[str]:
     yield ""
     for letter, source in zip("abcd", row.sources, strict=False):
         first, *alternatives = (source,) if isinstance(source, str) else source
-        yield f"- ({letter}) {first}" if len(row.sources) > 1 else f"- {first}"
-        yield from (f"  - {each}" for each in alternatives)
-    yield f"- **A source is missing:** {row.absent}"
-    yield f"- **Sources disagree:** {row.disagree}"
+        yield _item(f"({letter}) {first}" if len(row.sources) > 1 else first)
+        yield from (_item(each, "  ") for each in alternatives)
+    yield _item(f"**A source is missing:** {row.absent}")
+    yield _item(f"**Sources disagree:** {row.disagree}")
     yield ""
+
+
+def _item(text: str, indent: str = "") -> str:
+    """Returns an item of a Markdown list, in lines of at most 100 columns."""
+    return textwrap.fill(
+        text, 100, initial_indent=f"{indent}- ", subsequent_indent=f"{indent}  ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
