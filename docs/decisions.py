@@ -65,7 +65,8 @@ TABLE: tuple[Decision, ...] = (
               "can write to the directories of the run and of the launch.",
               "supervisor.json and plan_state.json name a supervisor of this host that is dead, "
               "and the lock is free."),
-             "The process gets no signal. A line of the output names the process and the missing source.",
+             "The process gets no signal. A line of the output names the process and the missing "
+             "source.",
              "The process gets no signal, even if a supervisor adopts the run only after the "
              "confirmation."),
     Decision("own-directory", "act", "use the contents of the launch directory",
