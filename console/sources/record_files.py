@@ -53,16 +53,6 @@ class Cursor:
 FILE_START = Cursor("", Place(0, 0))
 
 
-def line_before(path: Path, at: int, count_bytes: int) -> int:
-    """Returns the offset of the line that starts about `count_bytes` before `at`."""
-    begin = at - count_bytes
-    if begin <= 0 or not count_bytes:
-        return at if begin > 0 else 0
-    data = jsonl.read_bytes(path, 2 * jsonl.MAX_HEARTBEAT_BYTES, begin)
-    end = data.find(b"\n") + 1
-    return begin + end if 0 < end <= count_bytes else at
-
-
 def read_end(path: Path, limit_bytes: int, below: Path) -> bytes:
     """Returns the last bytes of a file; for a short file, also the end of its rotated file."""
     data = jsonl.read_bytes(path, limit_bytes, below=below)
@@ -151,8 +141,6 @@ class RecordFile:
         self._skipped = skipped
         self._left_out_bytes = left_out_bytes
         self._replaced = 0
-        self.known_until = 0
-        """Lines before this byte were read before, and `skipped` already includes them."""
 
     @property
     def replaced(self) -> int:
@@ -194,11 +182,8 @@ class RecordFile:
             self._next_part()
         while left > 0:
             taken, offset = self.tail.taken_bytes, self.tail.offset
-            skipped, known = self.tail.skipped, self.known_until - max(offset, self.tail.line_at)
-            known = 0 if self.replaced else known
-            for at, length, record in self.tail.poll_lines(min(left, known) if known > 0 else left):
+            for at, length, record in self.tail.poll_lines(left):
                 found.append(Line(Place(self.number, at), length, record))
-            self._skipped -= self.tail.skipped - skipped if known > 0 else 0
             left -= self.tail.taken_bytes - taken
             ended = (self.tail.taken_bytes, self.tail.offset) == (taken, offset)
             if ended and not (self.number and self._next_part()):
@@ -243,16 +228,15 @@ class RecordFiles:
     """Reads heartbeats, samples and events of one run, a bounded number of bytes at each poll.
 
     With `recent_bytes` only the end of each heartbeat and sample file is read. A file in `cursors`
-    is read from its cursor on; a heartbeat file from `warm_up_bytes` before its cursor.
+    is read from its cursor on.
     """
 
     def __init__(
         self, run: Path, recent_bytes: int | None = None,
-        cursors: Mapping[str, Cursor] | None = None, warm_up_bytes: int = 0,
+        cursors: Mapping[str, Cursor] | None = None,
     ):  # fmt: skip
         self.run, self._recent_bytes = run, recent_bytes
         self._cursors: Mapping[str, Cursor] = {} if cursors is None else cursors
-        self._warm_up_bytes = warm_up_bytes
         self._followed: dict[str, RecordFile] = {}
         self._turns: deque[str] = deque()
         self.has_more = False
@@ -322,7 +306,7 @@ class RecordFiles:
                 continue
             rank = rank_of(name)
             if name == rundir.EVENTS:
-                self._followed[name] = self._plain(name, _any, None, 0)
+                self._followed[name] = self._plain(name, _any, None)
             elif name.endswith(".jsonl") and name.startswith(SAMPLES):
                 self._followed[name] = self._parted(name)
             elif rank is not None and rank < world:
@@ -331,21 +315,16 @@ class RecordFiles:
                 continue
             self._turns.append(name)
 
-    def _plain(
-        self, name: str, accept: Any, recent_bytes: int | None, warm_up_bytes: int
-    ) -> RecordFile:
-        path, cursor = self.run / name, self._cursors.get(name, FILE_START)
-        begin = line_before(path, cursor.place.at, warm_up_bytes)
-        tail = Tail(path, accept, recent_bytes, begin)
-        follower = RecordFile(path, tail, skipped=cursor.skipped)
-        follower.known_until = cursor.place.at
-        return follower
+    def _plain(self, name: str, accept: Any, recent_bytes: int | None) -> RecordFile:
+        cursor = self._cursors.get(name, FILE_START)
+        tail = Tail(self.run / name, accept, recent_bytes, cursor.place.at)
+        return RecordFile(self.run / name, tail, skipped=cursor.skipped)
 
     def _heartbeats(self, name: str, rank: int) -> RecordFile:
         if legacy.is_legacy(self.run):
             self.is_legacy = True
             return RecordFile(self.run / name, legacy.tail(self.run, rank, self._recent_bytes))
-        return self._plain(name, heartbeat.accept, self._recent_bytes, self._warm_up_bytes)
+        return self._plain(name, heartbeat.accept, self._recent_bytes)
 
     def _parted(self, name: str) -> RecordFile:
         path, cursor = self.run / name, self._cursors.get(name)

@@ -351,7 +351,7 @@ def test_a_truncated_file_is_followed(run):
 
 def test_a_warm_up_before_the_snapshot_fills_the_pace(run):
     prepared(run)
-    observer = Observer(run, warm_up_bytes=1 << 20)
+    observer = Observer(run)
     before = observer.reducer.heads(1)[0].records
     observer.read()
     head = observer.reducer.heads(1)[0]
@@ -379,7 +379,7 @@ def test_skipped_lines_are_counted_once(run):
         stream.write(b"garbage\n" * 7)
     directory.beat(run, 0, 90, n=61, mono=1e6)
     for _ in range(3):
-        observer = Observer(run, warm_up_bytes=1 << 10)
+        observer = Observer(run)
         observer.read()
         observer.write()
     found = RunRecords(run, "recent")
@@ -390,13 +390,13 @@ def test_skipped_lines_are_counted_once(run):
 @pytest.mark.parametrize("change", [
     lambda held: held["heads"].clear(), lambda held: held["files"].clear(),
     lambda held: held["folds"].update({"7": held["folds"]["0"]}),
-    lambda held: held["folds"]["0"].update(memory_mib=[[1, None]]),
+    lambda held: held["folds"]["0"].update(memory_mib={"found": [[1, None]]}),
     lambda held: held["folds"]["0"].update(newest=9),
-    lambda held: held["folds"]["0"]["parts"]["1"].update(last=59),
-    lambda held: held["folds"]["0"]["parts"]["1"].update(last=9999),
-    lambda held: held["folds"]["0"]["parts"]["1"].update(step=9999),
+    lambda held: held["folds"]["0"]["attempts"]["1"].update(last=59),
+    lambda held: held["folds"]["0"]["attempts"]["1"].update(last=9999),
+    lambda held: held["folds"]["0"]["attempts"]["1"].update(step=9999),
     lambda held: held.update(v=2),
-    lambda held: held["events"]["alerts"].update(disk=[0, 0, 10]),
+    lambda held: held["events"].update(alerts={"disk": [0, 0, 10]}),
 ])  # fmt: skip
 def test_a_snapshot_that_contradicts_itself_or_its_records_is_not_used(run, change):
     prepared(run)
@@ -447,7 +447,7 @@ HOSTILE = (
 def test_a_window_without_its_records_makes_loss_falls_unknown(run):
     prepared(run)
     held = rundir.read_json(run / rundir.SNAPSHOT) or {}
-    held["folds"]["0"]["window"]["newest"] = []
+    held["folds"]["0"]["window"]["newest"]["rows"] = []
     directory.document(run / rundir.SNAPSHOT, held)
     source = RunSource(run)
     source.poll()
