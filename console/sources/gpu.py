@@ -1,4 +1,4 @@
-"""Reads the values of one GPU through NVML, and collects the Xids of all GPUs in a thread.
+"""Reads the values and the Xids of one GPU through NVML.
 
 Each read returns a row, even after an error. An Xid is a critical error of one GPU that the NVIDIA
 driver reports.
@@ -32,12 +32,9 @@ THROTTLES = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardwar
 DEVICE_FILE = re.compile(r"/dev/nvidia([0-9]{1,4})")
 MAX_DESCRIPTORS, MAX_ENVIRONMENT_BYTES = 1024, 1 << 18
 KEPT = 8
-WAIT_MS = 1000
+WAIT_MS = 1
 TIMEOUT_CODE = 10
 """NVML_ERROR_TIMEOUT: no event is pending."""
-RETRY_S = 1.0
-BATCH_S = 0.2
-"""GPUs that are opened within this time share one event set."""
 
 
 def code_of(error: BaseException) -> int | None:
@@ -103,91 +100,45 @@ def xid_words(numbers: tuple[int, ...], count: int) -> str:
 
 
 class XidLog:
-    """Waits for events of all GPUs in one thread; `found` is replaced at each change, never edited.
+    """The Xids of all GPUs by index; `found` is replaced at each change, never edited.
 
-    All GPUs share one event set, and each event contains the handle of its GPU. When a GPU is lost,
-    the wait fails; the set is then created again for the other GPUs.
+    Each GPU has an event set of its own, so that a lost GPU does not end the events of the others.
+    An event contains the handle of its GPU, which may differ from the GPU of the set.
     """
 
-    def __init__(self, nvml: Any, stop: threading.Event):
+    def __init__(self, nvml: Any):
         self.found: Mapping[int, Xid] = {}
-        self._nvml, self._stop = nvml, stop
-        self._lock = threading.Lock()
-        self._handles: Mapping[int, Any] = {}
-        self._opened = threading.Event()
+        self._nvml, self._lock = nvml, threading.Lock()
         self._addresses: dict[int | None, int] = {}
         """The GPU of each handle that was ever opened, because an event may come late."""
 
-    def add_gpu(self, index: int, handle: Any) -> None:
-        """Adds a GPU, or replaces its handle."""
-        address = _address(handle)
-        with self._lock:
-            if index not in self._handles or _address(self._handles[index]) != address:
-                self._handles = {**self._handles, index: handle}
-                self._addresses[address] = index
-                self._opened.set()
-
-    def remove_gpu(self, index: int) -> None:
-        """Removes a GPU until its handle is added again; its pending events are still read."""
-        with self._lock:
-            if index in self._handles:
-                self._handles = {i: h for i, h in self._handles.items() if i != index}
-
-    def follow(self) -> None:
-        """Reads events until `stop`, and retries after an error of NVML."""
-        while not self._stop.is_set():
-            try:
-                registered = self._read_events()
-            except Exception:  # the row of each GPU has its error
-                registered = 0
-            if not registered:
-                self._opened.wait(RETRY_S)
-                self._opened.clear()
-                self._stop.wait(BATCH_S)
-
-    def _read_events(self) -> int:
-        """Reads events until the GPUs change; returns the number of GPUs that report events.
-
-        Pending events are read first. After an error the event set is not freed, because NVML may
-        already have freed the set.
-        """
-        nvml, handles = self._nvml, self._handles
-        if not handles:
-            return 0
-        events = nvml.nvmlEventSetCreate()
-        registered = self._register(handles, events)
-        while registered and not self._stop.is_set():
-            if not self._read_event(events) and handles is not self._handles:
-                break
-        nvml.nvmlEventSetFree(events)
-        return registered
-
-    def _register(self, handles: Mapping[int, Any], events: Any) -> int:
-        """Registers the GPUs for Xid events; returns how many of them support such events."""
-        nvml, count = self._nvml, 0
-        for handle in handles.values():
+    def listen(self, index: int, handle: Any) -> Any:
+        """Returns the event set of a GPU, or None if the GPU reports no Xids."""
+        nvml, self._addresses[_address(handle)] = self._nvml, index
+        with contextlib.suppress(nvml.NVMLError):
+            events = nvml.nvmlEventSetCreate()
             try:
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
-                count += 1
+                return events
             except nvml.NVMLError:
-                continue
-        return count
+                nvml.nvmlEventSetFree(events)
+        return None
 
-    def _read_event(self, events: Any) -> bool:
-        """Waits for the next event; returns False after a timeout."""
-        try:
-            event = self._nvml.nvmlEventSetWait_v2(events, WAIT_MS)
-        except self._nvml.NVMLError as error:
-            if error.value == TIMEOUT_CODE:
-                return False
-            raise
-        index, number = self._addresses.get(_address(event.device)), int(event.eventData)
-        if index is None:
-            return True
-        before = self.found.get(index, Xid((), 0, 0.0))
-        now = Xid((*before.numbers, number)[-KEPT:], before.count + 1, time.time())
-        self.found = {**self.found, index: now}
-        return True
+    def read(self, events: Any) -> None:
+        """Reads the pending events of a set. Raises NVMLError, for example if the GPU is lost."""
+        while True:
+            try:
+                event = self._nvml.nvmlEventSetWait_v2(events, WAIT_MS)
+            except self._nvml.NVMLError as error:
+                if code_of(error) == TIMEOUT_CODE:
+                    return
+                raise
+            index, number = self._addresses.get(_address(event.device)), int(event.eventData)
+            if index is not None:
+                with self._lock:
+                    old = self.found.get(index, Xid((), 0, 0.0))
+                    new = Xid((*old.numbers, number)[-KEPT:], old.count + 1, time.time())
+                    self.found = {**self.found, index: new}
 
 
 def _address(handle: Any) -> int | None:
@@ -200,8 +151,10 @@ class Device:
 
     nvml: Any
     index: int
-    xids: XidLog
+    xids: XidLog | None = None
+    """None for a reader that needs no Xids."""
     _handle: Any = None
+    _events: Any = None
     _known: Gpu = field(init=False)
     """The row with the constant properties only."""
     _refused: dict[str, str] = field(default_factory=dict)
@@ -215,14 +168,21 @@ class Device:
         try:
             if self._handle is None:
                 self._open()
+            self._read_events()
             gpu = self._measure()
         except Exception as error:
             gpu = self._failed(error)
         if gpu.state != "ok":
             self._handle = None
-        if gpu.state == "lost":
-            self.xids.remove_gpu(self.index)
         return gpu
+
+    def _read_events(self) -> None:
+        """Reads the Xids. After an error NVML may have freed the set, so it is not freed again."""
+        if self.xids is None or self._events is None:
+            return
+        events, self._events = self._events, None
+        self.xids.read(events)
+        self._events = events
 
     def _failed(self, error: Exception) -> Gpu:
         state, why = "error", words_of(error)
@@ -242,7 +202,8 @@ class Device:
             power_limit_w=None if limit is None else limit / 1000,
         )
         self._handle = handle
-        self.xids.add_gpu(self.index, handle)
+        if self.xids is not None and self._events is None:
+            self._events = self.xids.listen(self.index, handle)
 
     def _measure(self) -> Gpu:
         nvml, handle, figure = self.nvml, self._handle, self._read_sensor

@@ -135,8 +135,7 @@ class Nvml:
         self._readings = {index: _unread(index) for index in range(count)}
         if not count:
             return False
-        self._xids = xids = XidLog(pynvml, self._stop)
-        self._spawn("nvml-xid", xids.follow)
+        self._xids = xids = XidLog(pynvml)
         for index in range(count):
             self._spawn(f"nvml-{index}", self._follow, Device(pynvml, index, xids))
         return True
