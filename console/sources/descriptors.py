@@ -1,25 +1,24 @@
-"""Names the object on which another process waits: a pipe, a socket, or the target of a poll.
-
-No read can block, because descriptors are resolved with readlink. A stat of a descriptor would ask
-its file system, which may hang.
-"""
+"""Names the object on which another process waits: a pipe, a socket, or the target of a poll."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from console.sources import tcp
+from console.sources.procfs import (
+    MAX_PATH_CHARS,
+    TABLE_BYTES,
+    link_of,
+    number_after,
+    numbers_in,
+    read_text,
+)
 from console.sources.sanitize import clean
 
 MAX_DESCRIPTORS = 64
-SMALL_BYTES, TABLE_BYTES = 1 << 12, 1 << 18
-"""Most bytes that are read of a file about one process, and of a table of the host."""
-MAX_PATH_CHARS = 300
 Kind = Literal["lock", "pipe", "network", "child", "timer", "disk", "futex", "none"]
 NO_PEER = "a socket, its peer is not available"
 
@@ -37,37 +36,6 @@ class BlockedOn:
 NOTHING = BlockedOn("none", "")
 LOOP_TIMER = BlockedOn("timer", "a timer of its event loop")
 LOOP_EVENT = BlockedOn("lock", "an event of its event loop, which has no timer", unsure=True)
-
-
-def read_text(path: str, limit: int = SMALL_BYTES) -> str:
-    """Returns at most `limit` bytes of a file of the kernel as text, "" if not available."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(limit).decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return ""
-
-
-def numbers_in(folder: str) -> list[int]:
-    """Returns the names in a directory of /proc that are numbers, [] if not available."""
-    try:
-        return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
-    except OSError:
-        return []
-
-
-def number_after(text: str, key: str) -> int:
-    """Returns the number in the line "key: number", or 0 if there is no such line."""
-    found = re.search(rf"^{key}:\s*([0-9]{{1,19}})\s*$", text, re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def link_of(pid: int, name: str) -> str:
-    """Returns the target of a link in /proc/PID, for example a path or "socket:[N]", or ""."""
-    try:
-        return clean(str(Path(f"/proc/{pid}/{name}").readlink()), MAX_PATH_CHARS)
-    except OSError:
-        return ""
 
 
 def pipe_wait(link: str, is_full: bool) -> BlockedOn:

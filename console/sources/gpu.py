@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from console.model import Gpu
+from console.sources import process, procfs
 
 MIB = 1 << 20
 UNSUPPORTED_CODES = (3, 13)
@@ -30,7 +29,7 @@ THROTTLES = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardwar
              0x80: "power brake"}  # fmt: skip
 """Bits of nvmlDeviceGetCurrentClocksThrottleReasons that show a protection of the GPU."""
 DEVICE_FILE = re.compile(r"/dev/nvidia([0-9]{1,4})")
-MAX_DESCRIPTORS, MAX_ENVIRONMENT_BYTES = 1024, 1 << 18
+MAX_DESCRIPTORS = 1024
 KEPT = 8
 WAIT_MS = 1
 TIMEOUT_CODE = 10
@@ -57,31 +56,16 @@ def opened_by(pid: int) -> frozenset[int] | None:
     use. A GPU that has no such file, for example in WSL, has the number -1. The driver is not
     called.
     """
-    try:
-        names = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return None
-    found = set()
-    for name in names[:MAX_DESCRIPTORS]:
-        with contextlib.suppress(OSError):
-            link = str(Path(f"/proc/{pid}/fd/{name}").readlink())
-            if file := DEVICE_FILE.fullmatch(link):
-                found.add(int(file[1]))
-            elif link == "/dev/dxg":
-                found.add(-1)
-    return frozenset(found) if found or len(names) <= MAX_DESCRIPTORS else None
+    fds = procfs.numbers_in(f"/proc/{pid}/fd")
+    links = [procfs.link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]]
+    found = {int(file[1]) for link in links if (file := DEVICE_FILE.fullmatch(link))}
+    found |= {-1 for link in links if link == "/dev/dxg"}
+    return frozenset(found) if found or 0 < len(fds) <= MAX_DESCRIPTORS else None
 
 
 def visible_devices(pid: int) -> str:
     """Returns the CUDA_VISIBLE_DEVICES of a process at its start, or "" if not available."""
-    try:
-        with Path(f"/proc/{pid}/environ").open("rb") as file:
-            variables = file.read(MAX_ENVIRONMENT_BYTES).split(b"\0")
-    except OSError:
-        return ""
-    name = b"CUDA_VISIBLE_DEVICES="
-    found = next((each for each in variables if each.startswith(name)), name)
-    return found.removeprefix(name).decode("ascii", "replace")
+    return process.environment(pid).get("CUDA_VISIBLE_DEVICES", "")
 
 
 @dataclass(frozen=True, slots=True)
