@@ -7,15 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from console.sources import tcp
-from console.sources.procfs import (
-    MAX_PATH_CHARS,
-    TABLE_BYTES,
-    link_of,
-    number_after,
-    numbers_in,
-    read_text,
-)
+from console.sources import procfs, tcp
+from console.sources.procfs import TABLE_BYTES, link_of, number_after, numbers_in, read_text
 from console.sources.sanitize import clean
 
 MAX_DESCRIPTORS = 64
@@ -131,7 +124,7 @@ def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
     if not state:
         table = read_text(f"/proc/{pid}/net/unix", TABLE_BYTES)
         found = re.search(rf"^(?:\S+ ){{6}} *{inode}(?: (.*))?$", table, re.MULTILINE)
-        path = clean(found[1] or "", MAX_PATH_CHARS) if found else ""
+        path = clean(found[1] or "", procfs.MAX_PATH_CHARS) if found else ""
         name = f"the local socket {path}" if path else "a local socket"
         return BlockedOn("network", name if found else NO_PEER)
     if accepts:

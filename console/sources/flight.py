@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,13 +22,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from console.sources import stacks
 from console.sources.sanitize import clean
 from trainers.contract import jsonl
 
 T = TypeVar("T")
 MAX_RECORD_BYTES = 16 << 20
 MAX_COLLECTIVES = 2048
-MAX_TRIES = 8
 MAX_TOTAL_BYTES = 64 << 20
 """Most bytes that one call of `latest` reads; records beyond this limit are not available."""
 MIN_PAST = MAX_SKIPPED = 8
@@ -168,24 +167,15 @@ def latest(
     run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
 ) -> dict[int, FlightRecord]:
     """Returns the newest readable record of each rank from `since_ts` to `until_ts` (unix s)."""
-    left, total = dict.fromkeys(ranks, MAX_TRIES), MAX_TOTAL_BYTES
-    found: dict[int, FlightRecord] = {}
-    try:
-        names = filter(None, map(_NAME.fullmatch, os.listdir(run)))
-    except OSError:
-        return {}
-    for name in sorted(names, key=lambda each: -int(each["ms"])):
-        rank, ts = int(name["rank"]), int(name["ms"]) / 1000
-        if rank in found or not since_ts <= ts <= until_ts or left.get(rank, 0) <= 0:
-            continue
-        left[rank] -= 1
-        path = run / name[0]
-        data = jsonl.read_bytes(path, min(MAX_RECORD_BYTES, total), 0)
-        total -= len(data)
-        record = parse(data, rank, ts, str(path))
-        if record is not None:
-            found[rank] = record
-    return found
+    left = MAX_TOTAL_BYTES
+
+    def read(path: Path, rank: int, ts: float) -> FlightRecord | None:
+        nonlocal left
+        data = jsonl.read_bytes(path, min(MAX_RECORD_BYTES, left), 0)
+        left -= len(data)
+        return parse(data, rank, ts, str(path))
+
+    return stacks.newest_of(_NAME, read, run, ranks, since_ts, until_ts)
 
 
 class _Member:

@@ -13,32 +13,10 @@ import re
 import time
 from dataclasses import dataclass, replace
 
-from console.sources import procfs, tcp
-from console.sources.descriptors import (
-    LOOP_EVENT,
-    LOOP_TIMER,
-    NO_PEER,
-    NOTHING,
-    BlockedOn,
-    epoll_wait,
-    inodes_of,
-    pipe_wait,
-    poll_wait,
-    select_wait,
-    socket_tables,
-    socket_wait,
-)
+from console.sources import descriptors, procfs, tcp
+from console.sources.descriptors import NO_PEER, NOTHING, BlockedOn
 from console.sources.process import GONE
-from console.sources.procfs import (
-    MAX_NAME_CHARS,
-    TABLE_BYTES,
-    cgroup_folders,
-    link_of,
-    number_after,
-    numbers_in,
-    read_text,
-    stat,
-)
+from console.sources.procfs import TABLE_BYTES, link_of, number_after, numbers_in, read_text, stat
 from console.sources.sanitize import clean
 
 MAX_THREADS = MAX_CHILDREN = MAX_OPEN = 64
@@ -168,7 +146,7 @@ def collect(
     links = (link_of(pid, f"fd/{fd}") for fd in fds)
     return ProcessEvidence(
         pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children,
-        tcp.connections(socket_tables(pid, tables), inodes_of(links)),
+        tcp.connections(descriptors.socket_tables(pid, tables), descriptors.inodes_of(links)),
     )  # fmt: skip
 
 
@@ -182,7 +160,7 @@ def cpu_share(before: ProcessEvidence, after: ProcessEvidence) -> float | None:
 
 def _wchan(folder: str) -> str:
     """Returns the kernel function a thread waits in; "" if none, or if the kernel hides it."""
-    name = clean(read_text(f"{folder}/wchan"), MAX_NAME_CHARS).partition(".")[0]
+    name = clean(read_text(f"{folder}/wchan"), procfs.MAX_NAME_CHARS).partition(".")[0]
     return "" if name == "0" else name
 
 
@@ -210,7 +188,7 @@ def _is_frozen(pid: int) -> bool:
     """Returns whether the process is in a frozen cgroup (version 2, or freezer of version 1)."""
     return any(
         line in read_text(f"{folder}/{name}").splitlines()
-        for folder in (*cgroup_folders(pid), *cgroup_folders(pid, "freezer"))
+        for folder in (*procfs.cgroup_folders(pid), *procfs.cgroup_folders(pid, "freezer"))
         for name, line in _FREEZER
     )
 
@@ -238,9 +216,9 @@ def _blocked_on(
         end = _OTHER_END.get(arguments[2] & os.O_ACCMODE, "peer") if name == "openat" else "peer"
         return BlockedOn("pipe", f"a FIFO, which has no {end}")
     if link.startswith("socket:["):
-        return socket_wait(pid, link[8:-1], name == "accept")
+        return descriptors.socket_wait(pid, link[8:-1], name == "accept")
     if link.startswith("pipe:[") or waits_in in ("read-pipe", "write-pipe"):
-        return pipe_wait(link, name == "write" or waits_in == "write-pipe")
+        return descriptors.pipe_wait(link, name == "write" or waits_in == "write-pipe")
     if name in ("wait4", "waitid") or waits_in == "child":
         return _child(_waited_pid(pid, name, arguments), children)
     if name in ("signal", "poll", "select", "epoll"):
@@ -263,11 +241,17 @@ def _polled(
     if name == "signal" or (name in ("poll", "select") and not arguments[name == "poll"]):
         return BlockedOn("timer", "a signal or a timeout")  # a poll of no descriptor
     if name != "epoll":
-        return poll_wait(pid) if name == "poll" else select_wait(pid, first - 1, arguments[1] > 0)
+        return (
+            descriptors.poll_wait(pid)
+            if name == "poll"
+            else descriptors.select_wait(pid, first - 1, arguments[1] > 0)
+        )
     forever = 0 if call == _EPOLL_PWAIT2 else 0xFFFFFFFF
-    found = epoll_wait(pid, first, arguments[3] & 0xFFFFFFFF != forever)
+    found = descriptors.epoll_wait(pid, first, arguments[3] & 0xFFFFFFFF != forever)
     reaps = any(re.match(_WCHANS["child"], thread.wchan) for thread in threads[1:])
-    if children and (found == LOOP_EVENT or (found == LOOP_TIMER and reaps)):
+    if children and (
+        found == descriptors.LOOP_EVENT or (found == descriptors.LOOP_TIMER and reaps)
+    ):
         return replace(_child(0, children), unsure=True)
     return found
 

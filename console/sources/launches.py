@@ -19,8 +19,6 @@ from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError, UsageError, did_you_mean
 
 ROOT = Path("artifacts")
-CLOCK_S = 60.0
-"""Between two files of one launch, the clock may be set back by at most this time."""
 STAMP = re.compile(r"(\d{8}-\d{6})(-\d+)?")
 READ_WITHIN_S = 1.0
 """Creation time and uptime of a launch are read within this time."""
@@ -213,20 +211,8 @@ def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
             f"{rundir.PLAN}, but {rival.path} has {sign}; give an id or a directory"
         )
     if act:
-        _check_age(newest)
         check_in_place(newest.path, by_name=True)
     return newest.path
-
-
-def _check_age(newest: KnownLaunch) -> None:
-    """Raises RefusedError for a launch whose plan is newer than its own runs."""
-    for run in run_directories(newest.path):
-        run_ts = jsonl.number(rundir.read_json(run / rundir.RUN) or {}, "created_ts")
-        if run_ts is not None and run_ts < newest.created_ts - CLOCK_S:
-            raise RefusedError(
-                f"the latest launch is uncertain: the {rundir.PLAN} of {newest.path} is newer than "
-                f"its run {run.name}; give an id or a directory"
-            )
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:

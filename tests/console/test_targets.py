@@ -158,17 +158,6 @@ def test_an_uncertain_latest_is_refused_with_both(tmp_path, capsys, created, wri
 
 
 @pytest.mark.decision("target-latest", "lie")
-def test_a_plan_that_is_newer_than_its_run_is_not_the_latest(tmp_path):
-    made(tmp_path / "new", "new", NOW - 60, NOW - 60)
-    forged = made(tmp_path / "old", "old", NOW, NOW)
-    path = forged / "0-first" / rundir.RUN
-    path.write_text(json.dumps((rundir.read_json(path) or {}) | {"created_ts": NOW - 9000}))
-    assert launches.find("latest", tmp_path) == forged
-    with pytest.raises(RefusedError, match="newer than its run 0-first"):
-        launches.find("latest", tmp_path, act=True)
-
-
-@pytest.mark.decision("target-latest", "lie")
 @pytest.mark.parametrize("same_boot", [True, False])
 def test_a_launch_of_a_time_when_the_clock_was_ahead_is_not_the_latest(tmp_path, same_boot):
     ahead = made(tmp_path / "old", "old", NOW - 5, NOW - 5)
