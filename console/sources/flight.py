@@ -118,15 +118,6 @@ def _elements(shape: re.Match[str]) -> str:
     return f" {math.prod(int(each) for each in re.findall('[0-9]+', shape[1]))}"
 
 
-def _integer(entry: Mapping[str, Any], key: str) -> int | None:
-    """Returns an integer, also from a string, or None if the integer is negative or missing."""
-    value = entry.get(key)
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value):
-        return int(value)
-    number = jsonl.integer(entry, key)
-    return number if number is not None and number >= 0 else None
-
-
 def _items(entry: Mapping[str, Any], key: str, kind: type[T]) -> list[T]:
     value = entry.get(key)
     return [each for each in value if isinstance(each, kind)] if isinstance(value, list) else []
@@ -141,9 +132,10 @@ def _sizes(entry: Mapping[str, Any]) -> str:
 
 def _collective(entry: Mapping[str, Any]) -> Collective | None:
     """Returns the collective in an entry, or None, for example for a point-to-point operation."""
-    number = _integer(entry, "collective_seq_id")
+    number = jsonl.integer(entry, "collective_seq_id")
     backend, _, op = jsonl.text(entry, "profiling_name").rpartition(":")
-    if number is None or not op or entry.get("is_p2p") is True or _POINT_TO_POINT.match(op):
+    is_p2p = entry.get("is_p2p") is True or _POINT_TO_POINT.match(op)
+    if number is None or number < 0 or not op or is_p2p:
         return None
     group = " ".join((backend, *_items(entry, "process_group", str)[:2]))
     done = jsonl.text(entry, "state") == "completed"

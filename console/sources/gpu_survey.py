@@ -17,7 +17,7 @@ from typing import Any
 
 from console.model import Gpu
 from console.sources import json_documents, nvml
-from console.sources.gpu import Device, words_of
+from console.sources.nvml import Device, words_of
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 

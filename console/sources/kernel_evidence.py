@@ -13,7 +13,7 @@ import re
 import time
 from dataclasses import dataclass, replace
 
-from console.sources import descriptors, procfs, tcp
+from console.sources import descriptors, procfs
 from console.sources.descriptors import NO_PEER, NOTHING, BlockedOn
 from console.sources.process import GONE
 from console.sources.procfs import TABLE_BYTES, link_of, number_after, numbers_in, read_text, stat
@@ -109,7 +109,7 @@ class ProcessEvidence:
     main: BlockedOn
     threads: tuple[ThreadEvidence, ...]
     children: tuple[ChildEvidence, ...]
-    connections: tuple[tcp.Connection, ...] = ()
+    connections: tuple[descriptors.Connection, ...] = ()
 
 
 def collect(
@@ -142,11 +142,11 @@ def collect(
     main = NOTHING
     if sleeps and not frozen:
         main = _blocked_on(pid, last.state, wchan, children, threads)
-    fds = numbers_in(f"/proc/{pid}/fd")[: tcp.MAX_CONNECTIONS]
-    links = (link_of(pid, f"fd/{fd}") for fd in fds)
+    fds = numbers_in(f"/proc/{pid}/fd")[: descriptors.MAX_CONNECTIONS]
+    sockets = descriptors.inodes_of(link_of(pid, f"fd/{fd}") for fd in fds)
     return ProcessEvidence(
         pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children,
-        tcp.connections(descriptors.socket_tables(pid, tables), descriptors.inodes_of(links)),
+        descriptors.connections(descriptors.socket_tables(pid, tables), sockets),
     )  # fmt: skip
 
 

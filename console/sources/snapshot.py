@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from console.sources import record_files
-from console.sources.gpu_totals import GpuTotals
 from console.sources.rank_totals import RankTotals
 from console.sources.record_files import Cursor, Line, rank_of
 from console.sources.reducer import MAX_ATTEMPT, Events, LatestRecords, Reducer
 from console.sources.sanitize import clean
 from console.sources.series import PACE_WINDOW, SPANS_S, STEP_WINDOW, Span, Thinner
+from console.sources.summary import GpuTotals
 from trainers.contract import VERSION, heartbeat, jsonl, rundir
 
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10

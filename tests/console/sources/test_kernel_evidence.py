@@ -21,8 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console.sources import descriptors, procfs
 from console.sources import kernel_evidence as kernel
-from console.sources import procfs, tcp
 from console.sources.descriptors import BlockedOn
 from console.sources.kernel_evidence import ProcessEvidence, collect, cpu_share
 from trainers.contract import rundir
@@ -432,9 +432,9 @@ def test_no_bytes_break_a_parser(garbage, at):
             parsed = kernel._parse_syscall(text)
             assert parsed is None or len(parsed[1]) == 6
             assert (kernel._holder(text, 7) or 1) > 0
-            assert len(tcp.entry(text, "3612944")) == 3
-            assert "\x1b" not in tcp.address(text)
-            assert not any(each.is_unacked for each in tcp.connections(text, {"3612944"}))
+            assert len(descriptors.tcp_entry(text, "3612944")) == 3
+            assert "\x1b" not in descriptors.address(text)
+            assert not any(each.is_unacked for each in descriptors.connections(text, {"3612944"}))
             assert (procfs.number_after(text, "TracerPid") or 0) >= 0
 
 

@@ -224,24 +224,6 @@ def test_newest_records_are_points_and_older_ones_bands():
     assert len(points) == RAW_RECORDS + 2 * (4000 - RAW_RECORDS) / SPANS_S[0]
 
 
-def test_a_reader_that_asks_at_each_record_gets_the_points_of_one_that_asks_once():
-    often, once = Series(), Series()
-    clock = random.Random(5)
-    for second in range(1500):
-        at = 1e6 + second - (20.0 if clock.random() < 0.01 else 0.0)  # the clock is set back
-        for series in (often, once):
-            series.add("x", at, {"a": float(second % 7)} if second % 3 else {"b": 1.0})
-        points = often.points("a")
-        assert [at for at, _ in points[-300:]] == sorted(at for at, _ in points[-300:])
-    assert points[-300:] == once.points("a")[-300:]
-    assert {at // SPANS_S[0] for at, _ in points} == {
-        at // SPANS_S[0] for at, _ in once.points("a")
-    }
-    often.add("x", 1e6 + 1600, {"a": 3.0})
-    once.add("x", 1e6 + 1600, {"a": 3.0})
-    assert often.points("a") == once.points("a")
-
-
 # --- what a snapshot is not believed for ---------------------------------------------------------
 
 
