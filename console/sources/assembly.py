@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console import status_text
-from console.model import RANK_GONE, Alert, LaunchState, Level, RunState
+from console.model import RANK_GONE, Alert, LaunchState, Level, RunState, State
 from console.run_state import decide
 from console.sources import json_documents, legacy, liveness
 from console.sources.launch_documents import with_run_state
@@ -60,6 +60,7 @@ class Assembly:
             supervisor, self.records.state_event, self._status, self._recorded_end()
         )
         behind = self.records.files.behind_bytes > 0
+        self._state: State
         self._state, self._why = decide(
             liveness.facts(self._newest, self.run_json, self.records.heads, behind, self.trouble)
         )
