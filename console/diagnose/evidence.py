@@ -13,10 +13,10 @@ from console.diagnose.stack_classes import Where, is_of_torch, where
 from console.diagnose.stall import STARTING_PHASES, RankEvidence, names, slowest
 from console.model import Gpu
 from console.sources import flight
+from console.sources.descriptors import Connection
 from console.sources.flight import Difference, FlightRecord
 from console.sources.kernel_evidence import ProcessEvidence, cpu_share
 from console.sources.stacks import Stack
-from console.sources.tcp import Connection
 
 ENDED_STATES = ("Z", "X", "gone")
 LASTING_STATES = ("T", "t", *ENDED_STATES)

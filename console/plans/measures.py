@@ -116,7 +116,7 @@ def toks_per_s(s: Summary) -> Measured:
 
 
 def bytes_right(s: Summary) -> Measured:
-    found = [each for each in s.of_rank(0).window.newest if each.bytes_right is not None]
+    found = [each for each in s.of_rank(0).window.newest.rows if each.bytes_right is not None]
     if not found:
         return Measured(None)
     return Measured(found[-1].bytes_right, f"record of step {found[-1].step}")

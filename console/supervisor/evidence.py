@@ -12,8 +12,8 @@ from console.diagnose.evidence import LASTING_STATES, Evidence
 from console.diagnose.stall import RankEvidence
 from console.model import Gpu
 from console.sources import flight, kernel_evidence, stacks
-from console.sources.gpu import opened_by, visible_devices
 from console.sources.kernel_evidence import ProcessEvidence
+from console.sources.nvml import opened_by, visible_devices
 from console.supervisor.rundir_io import Directory
 
 APART_S = 2.0

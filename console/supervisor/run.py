@@ -32,7 +32,6 @@ from console.supervisor.snapshot_writer import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
-WARM_UP_BYTES = 256 << 10
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
 """Seconds between two polls: while something changes fast, usually, and while nothing changes."""
 REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
@@ -117,8 +116,7 @@ class Run:
             checked_with = None if former.is_stored else path
             summary = former_run.summary(former.state, checked_with, world, self.number)
         reducer = Reducer(Series(keeps=False), summary, timed=True)
-        # The reader starts before the snapshot's end, to learn how long steps usually take.
-        reading = RecordFiles(path, cursors=reducer.cursors, warm_up_bytes=WARM_UP_BYTES)
+        reading = RecordFiles(path, cursors=reducer.cursors)
         live = Live(token, world, self.number, path, former is not None)
         if former and live.path is None and self._link.has_no_processes(path, home, self.number):
             live.renew(self.number)

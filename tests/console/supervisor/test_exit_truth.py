@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from console.sources import liveness, oom_counts, process
+from console.sources import liveness, oom_counts, process, procfs
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import rundir
 
@@ -86,8 +86,8 @@ def test_the_nearest_cgroup_that_counts_tells_a_kill_for_memory(tmp_path, monkey
     inner, mounts, host = tmp_path / own.strip("/"), tmp_path / "mounts", tmp_path / "vmstat"
     mounts.write_text(f"proc /proc proc rw 0 0\ncgroup2 {tmp_path} cgroup2 rw 0 0\n")
     host.write_text("oom_kill 5\n")
-    monkeypatch.setattr(oom_counts, "MOUNTS", str(mounts))
-    monkeypatch.setattr(oom_counts, "VMSTAT", host)
+    monkeypatch.setattr(procfs, "MOUNTS", str(mounts))
+    monkeypatch.setattr(oom_counts, "VMSTAT", str(host))
     inner.mkdir(parents=True, exist_ok=True)
     alone = oom_counts.snapshot()
     assert (alone.cgroup, alone.host, alone.path) == (None, 5, "")
