@@ -41,17 +41,14 @@ def clock(case: Case) -> Found:
     now, name = time.time(), clean(newest.name)
     if not 0 <= created <= LATEST_S:
         return "unknown", f"{rundir.PLAN} of the launch {name} has no valid time; remove the launch"
-    ahead_s = created - now
-    with contextlib.suppress(OSError):
-        ahead_s = min(ahead_s, (newest / rundir.PLAN).stat().st_mtime - now)
+    ahead_s = min(created, (newest / rundir.PLAN).stat().st_mtime) - now
     if ahead_s > JUMP_S:
         return "fail", (
             f"the clock is {age(ahead_s)} behind the launch {name}; set it (timedatectl), or pass "
             "another --root if that launch had a wrong clock"
         )
-    is_same_boot = jsonl.text(record, "boot_id") == rundir.boot_id()
-    if up_s is not None and 0 <= up_s <= LATEST_S and is_same_boot:
-        jumped_s = now - created - (time.clock_gettime(time.CLOCK_BOOTTIME) - up_s)
+    if jsonl.text(record, "boot_id") == rundir.boot_id() and 0 <= (up_s or -1) <= LATEST_S:
+        jumped_s = now - created - (time.clock_gettime(time.CLOCK_BOOTTIME) - (up_s or 0.0))
         if abs(jumped_s) > JUMP_S:
             way = "forward" if jumped_s > 0 else "back"
             return "unknown", f"the clock jumped {way} by {age(abs(jumped_s))} since {name}"
