@@ -22,7 +22,6 @@ from trainers.contract.plan import Watch
 
 NAMED_AFTER_S = 3.0
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
-TRACED = "t"
 EVIDENCE_LINES = 64
 
 
@@ -110,27 +109,21 @@ def resume(ranks: Sequence[RankEvidence]) -> str:
 def others(case: Case, named: Sequence[RankEvidence]) -> str:
     """Returns what the other running ranks do; ranks that do the same thing are grouped."""
     first = named[0]
-    groups: dict[tuple[str, str], list[RankEvidence]] = {}
+    groups: dict[tuple[str, str, str], list[RankEvidence]] = {}
     for each in case.running:
         if each not in named:
             place = each.phase if each.phase and each.step == first.step else each.place
-            groups.setdefault((_doing(each, first), place), []).append(each)
-    return "; ".join(_group(ranks, doing, place) for (doing, place), ranks in groups.items())
+            groups.setdefault((*_doing(each, first), place), []).append(each)
+    return "; ".join(f"{_verb(ranks, one, many)} in {place}"
+                     for (one, many, place), ranks in groups.items())  # fmt: skip
 
 
-def _doing(rank: RankEvidence, named: RankEvidence) -> str:
+def _doing(rank: RankEvidence, named: RankEvidence) -> tuple[str, str]:
+    """Returns what a rank does, in words for one rank and for several ranks."""
     if rank.state in STOPPED_STATES:
-        return "traced" if rank.state == TRACED else "stopped"
+        how = "traced by a debugger" if rank.state == "t" else "stopped"
+        return f"is {how}", f"are {how}"
     unordered = rank.step == named.step and UNREPORTED in (rank.phase, named.phase)
-    slower = named.phase != "exit" and not unordered and rank.position < named.position
-    return "slower" if slower else "waits"
-
-
-def _group(ranks: Sequence[RankEvidence], doing: str, place: str) -> str:
-    if doing == "stopped":
-        return f"{_verb(ranks, 'is', 'are')} stopped in {place} ({resume(ranks)})"
-    if doing == "traced":
-        return f"{_verb(ranks, 'is', 'are')} traced by a debugger in {place}"
-    if doing == "slower":
-        return f"{_verb(ranks, 'is', 'are')} slower, in {place}"
-    return f"{_verb(ranks, 'waits', 'wait')} in {place}"
+    if named.phase != "exit" and not unordered and rank.position < named.position:
+        return "is slower,", "are slower,"
+    return "waits", "wait"
