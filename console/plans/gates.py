@@ -85,8 +85,6 @@ TABLE: tuple[Rule, ...] = (
     Rule("loss_falls", "nats/token", "fall", measures.loss_fall, "surviving steps", RANK0),
     Rule("bytes_right", "share", "at least", measures.bytes_right, "surviving steps", RANK0,
          "no bytes_right was recorded; only data.source recall records it"),
-    Rule("toks_per_s_above", "tok/s", "above", measures.toks_per_s, "surviving steps", RANK0,
-         "no toks_per_s was recorded"),
     Rule("gpu_mem_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
          "no gpu_mem_reserved was recorded", certain=True, figure="memory_mib"),
     Rule("gpu_mem_growth_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,

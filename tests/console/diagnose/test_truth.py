@@ -226,11 +226,6 @@ HEALTHY = {
     "counts of parameters that contradict each other": Told(env={"parameters": 254_499}),
     "a config without a size": Told(env={"config": "configs/tiny_cpu.yaml", "parameters": 250_000,
                                          "parameters_counted": 250_000}),
-    "minutes in the name of a plan": Told(env={"config": "", "run": "soak-30m-2026/0-warm-5m",
-                                               "parameters": 4e9, "parameters_counted": 4e9}),
-    "a program that does not name its config": Told(
-        env={"config": None, "run": "m7c-125m/0-a", "parameters": 1, "parameters_counted": 1}
-    ),
     "an evaluation with idle GPUs": Told(gpu={"util_pct": 5.0}, phase="eval"),
     "GPUs that other jobs use": Told(gpu={"util_pct": 5.0, "mem_used_mib": 90.0}),
     "idle GPUs without phases": Told(
@@ -329,12 +324,3 @@ def test_a_run_that_gets_slower_says_where():
     said = alerts(Told(rated, seconds=400))["throughput_drop"]
     assert "; all ranks take " in said
     assert said.endswith("times as long as before in fetch")
-
-
-def test_a_named_size_is_that_of_the_phase_where_no_config_is_named():
-    env = {"config": "", "run": "m7c-125m-20261123/0-train", "parameters": 254_499,
-           "parameters_counted": 254_499}  # fmt: skip
-    assert (
-        "the plan m7c-125m-20261123, which has no config, names 125 M"
-        in (alerts(Told(env=env, seconds=5))["model_size"])
-    )
