@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.evidence import LASTING_STATES, Evidence, Sign, Stall, Suspect, signs
+from console.diagnose.evidence import LASTING_STATES, Evidence, Stall, Suspect
 from console.diagnose.stall import (
     SAVING_PHASES,
     UNREPORTED,
@@ -180,22 +180,20 @@ def diagnose(
 
 def explain(case: Case, evidence: Evidence) -> Verdict:
     """Returns the verdict on a stall: its cause, the evidence for and against it, the next step."""
-    stall = Stall(case.running, evidence)
-    found, slow = signs(stall), case.slowest[0]
+    stall, slow = Stall(case, evidence), case.slowest[0]
     early = [each for each in case.exited if each.step <= slow.step]
     # A rank that saves needs no other rank.
     if early and slow.phase not in SAVING_PHASES and not any(s.cannot_run for s in stall.suspects):
-        return _exited_early(case, early, found, stall)
-    culprits = _culprits(found, stall)
+        return _exited_early(stall, early)
+    culprits = _culprits(stall)
     if not culprits:
-        return _alike(case, stall, found)
+        return _alike(stall)
     of = culprits[0]
     cause = next((each for each in CAUSES if each.explain(of)), None)
     if cause is not None:  # keep the ranks with the same cause
         culprits = [each for each in culprits if cause.explain(each)]
     ranks, alone = [each.rank for each in culprits], len(case.running) == 1
-    numbers, first = {each.rank for each in ranks}, of.rank
-    sure = _sure(culprits, cause, found, stall)
+    sure = _sure(culprits, cause, stall)
     if alone and cause is None and why_unconfirmed(case.running, case.watch):
         sure = "low"
     everyone = len(culprits) == len(case.running) > 1
@@ -204,7 +202,7 @@ def explain(case: Case, evidence: Evidence) -> Verdict:
     frame = None if native else of.where.own or of.where.frame
     at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
     verdict = case.verdict(
-        None if everyone else first,
+        None if everyone else of.rank,
         cause.name if cause else "all-ranks" if alone else "slowest-rank", sure,
         stalled(case, ranks) + (f": {who} {cause.explain(of)}" if cause else "") + at, calls,
         others(case, ranks), exits(case.exited), _advice(cause, evidence),
@@ -212,17 +210,16 @@ def explain(case: Case, evidence: Evidence) -> Verdict:
     action = _action(cause, ranks, frame) if cause else ""
     if of.where.own and not native:
         verdict = replace(verdict, place=of.where.own.place)
-    return _with_signs(verdict, found, numbers, evidence, action)
+    return _with_signs(verdict, stall, {each.rank for each in ranks}, action)
 
 
 def _advice(cause: Cause | None, evidence: Evidence) -> str:
     return "" if cause or evidence.stacks else LOOK_AT_STACKS
 
 
-def _exited_early(
-    case: Case, early: Sequence[RankEvidence], found: Sequence[Sign], stall: Stall
-) -> Verdict:
+def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
     """Names the ranks that exited before the others were done."""
+    case = stall.case
     slow, first = case.slowest[0], min(early, key=lambda each: (each.step, each.rank))
     certain = first.step < slow.step and first.state in ENDED_STATES
     verdict = case.verdict(
@@ -230,39 +227,37 @@ def _exited_early(
         f"{exits(early)} at step {first.step} before the other ranks",
         f"no progress since {case.since(slow)}", others(case, [first]),
     )  # fmt: skip
-    return _with_signs(verdict, found, set(), stall.evidence)
+    return _with_signs(verdict, stall, set())
 
 
-def _culprits(found: Sequence[Sign], stall: Stall) -> list[Suspect]:
+def _culprits(stall: Stall) -> list[Suspect]:
     """Returns the ranks that cause a stall: those that cannot run, or else those with most signs.
 
     A rank that cannot run is not the cause if two other sources name other ranks.
     """
-    blocked = [each for each in stall.suspects if each.cannot_run]
-    numbers = {each.rank.rank for each in blocked}
+    found, blocked = stall.signs, [each for each in stall.suspects if each.cannot_run]
+    numbers = {each.number for each in blocked}
     contrary = [sign for sign in found if sign.ranks and not numbers & set(sign.ranks)]
     if blocked and len(contrary) < 2:
         votes = Counter(rank for sign in found for rank in sign.ranks)
-        return sorted(blocked, key=lambda each: (-votes[each.rank.rank], each.rank.position))
+        return sorted(blocked, key=lambda each: (-votes[each.number], each.rank.position))
     named = [set(sign.ranks) for sign in (contrary if blocked else found) if sign.ranks]
     if not named:
         return stall.suspects if len(stall.suspects) == 1 else []
     best = max(named, key=lambda ranks: sum(bool(ranks & other) for other in named))
     for other in named:  # keep the ranks that all agreeing sources name
         best = best & other or best
-    return [each for each in stall.suspects if each.rank.rank in best]
+    return [each for each in stall.suspects if each.number in best]
 
 
-def _sure(
-    culprits: Sequence[Suspect], cause: Cause | None, found: Sequence[Sign], stall: Stall
-) -> Sure:
+def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sure:
     """Returns the confidence: "high" needs two sources that agree, and a cause without doubt."""
     of, difference = culprits[0], stall.difference
-    first, numbers = of.rank.rank, {each.rank.rank for each in culprits}
-    contrary = [sign for sign in found if sign.ranks and first not in sign.ranks]
+    first, numbers = of.number, {each.number for each in culprits}
+    contrary = [sign for sign in stall.signs if sign.ranks and first not in sign.ranks]
     # Incomplete flight records name no rank, but are contrary evidence if they show another rank.
     disagree = max(len(contrary), bool(difference.ranks) and first not in difference.ranks)
-    agree = sum(first in sign.ranks for sign in found)
+    agree = sum(first in sign.ranks for sign in stall.signs)
     everyone = len(culprits) == len(stall.suspects) > 1
     # The pulse of a rank that cannot run has not changed either.
     agree += of.state in LASTING_STATES
@@ -304,9 +299,9 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     )
 
 
-def _alike(case: Case, stall: Stall, found: Sequence[Sign]) -> Verdict:
+def _alike(stall: Stall) -> Verdict:
     """Returns the verdict for a stall in which no source names a rank."""
-    evidence, why, lost = stall.evidence, "", ""
+    case, why, lost = stall.case, "", ""
     kinds = {each.where.kind for each in stall.suspects}
     name, sure, last = "all-ranks", "low", "the pulses show no rank behind another"
     if stall.difference.kind == "mismatch":
@@ -326,17 +321,15 @@ def _alike(case: Case, stall: Stall, found: Sequence[Sign]) -> Verdict:
     rule = next((each for each in (*CAUSES, ALIKE) if each.name == name), None)
     verdict = case.verdict(
         None, name, sure, stalled(case, case.running) + why, lost, exits(case.exited),
-        stall.difference.text if rule else last, _advice(rule, evidence),
+        stall.difference.text if rule else last, _advice(rule, stall.evidence),
     )  # fmt: skip
-    return _with_signs(verdict, found, set(), evidence, rule.action if rule else "")
+    return _with_signs(verdict, stall, set(), rule.action if rule else "")
 
 
-def _with_signs(
-    verdict: Verdict, found: Sequence[Sign], named: set[int], evidence: Evidence, action: str = ""
-) -> Verdict:
+def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "") -> Verdict:
     """Adds the evidence for and against a verdict, and the next step."""
-    lines, against = list[str](), list[str]()
-    for sign in filter(lambda each: each.text, found):
+    lines, against, evidence = list[str](), list[str](), stall.evidence
+    for sign in filter(lambda each: each.text, stall.signs):
         other = sign.ranks and not named & set(sign.ranks)
         line = f"{sign.source}{evidence.as_of(sign.source)}: {sign.text}"
         (against if other else lines).append(line)

@@ -6,11 +6,12 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from console.diagnose import gpu_signs
 from console.diagnose.stack_classes import Where, is_of_torch, loader_thread, where
 from console.diagnose.stall import STARTING_PHASES, RankEvidence, names, slowest
-from console.diagnose.verdict import ENDED_STATES, NAMED_AFTER_S, STOPPED_STATES
+from console.diagnose.verdict import ENDED_STATES, NAMED_AFTER_S, STOPPED_STATES, Case
 from console.model import Gpu
 from console.sources import flight
 from console.sources.descriptors import NOTHING, BlockedOn
@@ -58,7 +59,7 @@ class Sign:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Evidence:
     """Two samples of each process, and the stacks and flight records written since the stall began.
 
@@ -74,6 +75,21 @@ class Evidence:
     """The row of each rank's own GPU. () means that the GPU is not known; no key means no GPU."""
     ts: float = 0.0
     """Time of the second sample (unix s)."""
+
+    @cached_property
+    def places(self) -> Mapping[int, Where]:
+        """The class of each stack, by rank."""
+        return {rank: where(stack) for rank, stack in self.stacks.items()}
+
+    @cached_property
+    def _compared(self) -> dict[tuple[int, ...], Difference]:
+        return {}
+
+    def difference(self, ranks: tuple[int, ...]) -> Difference:
+        """Returns the first difference between the flight records of these ranks."""
+        if ranks not in self._compared:
+            self._compared[ranks] = flight.compare(self.flights, ranks)
+        return self._compared[ranks]
 
     def as_of(self, source: str) -> str:
         """Returns " as of 14:03:22" for a source that is not read all the time, else ""."""
@@ -92,13 +108,25 @@ class Suspect:
     before: ProcessEvidence | None
     after: ProcessEvidence | None
     where: Where
-    has_stack: bool
-    loader: tuple[str, bool]
-    """The result of `loader_thread` for this rank."""
+    stacks: Mapping[int, Stack]
+    """The stacks of all ranks."""
     gpus: Sequence[Gpu] | None
     """The row of its own GPU, () if the GPU is not known, None if the rank uses no GPU."""
     calls_other: bool = False
     """True if the flight records show that it calls another collective than the rest."""
+
+    @property
+    def number(self) -> int:
+        return self.rank.rank
+
+    @property
+    def has_stack(self) -> bool:
+        return self.number in self.stacks
+
+    @property
+    def loader(self) -> tuple[str, bool]:
+        """The result of `loader_thread` for this rank."""
+        return loader_thread(self.number, self.stacks) if self.has_stack else ("", False)
 
     @property
     def state(self) -> str:
@@ -208,24 +236,26 @@ class Suspect:
 class Stall:
     """A stall with all evidence: its ranks, and what they show together."""
 
-    def __init__(self, ranks: Sequence[RankEvidence], evidence: Evidence) -> None:
-        self.ranks, self.evidence = ranks, evidence
-        self.suspects = _with_gpus([_suspect(each, evidence) for each in ranks])
+    def __init__(self, case: Case, evidence: Evidence) -> None:
+        self.case, self.ranks, self.evidence = case, case.running, evidence
+        self.suspects = _with_gpus([_suspect(each, evidence) for each in self.ranks])
         self.difference = self._find_difference()
         if self.difference.kind == "mismatch":
             odd = self.difference.ranks
-            self.suspects = [replace(e, calls_other=e.rank.rank in odd) for e in self.suspects]
+            self.suspects = [replace(e, calls_other=e.number in odd) for e in self.suspects]
+        self.signs = _signs(self)
+        """The signs of all sources, the most reliable source first."""
 
     def places(self) -> dict[int, Where]:
         """Returns the place of each main thread whose stack is available."""
-        return {each.rank.rank: each.where for each in self.suspects if each.has_stack}
+        return {each.number: each.where for each in self.suspects if each.has_stack}
 
     @property
     def is_together(self) -> bool:
         """True if all ranks wait for each other in a collective that each has called."""
         found = self.difference
         return found.kind == "same" and found.number is not None and all(
-            each.rank.rank in self.evidence.flights and each.where.kind == "peers"
+            each.number in self.evidence.flights and each.where.kind == "peers"
             for each in self.suspects
         )  # fmt: skip
 
@@ -243,13 +273,13 @@ class Stall:
 
         Returns () otherwise. If all other ranks only wait, they wait for the returned ranks.
         """
-        found = [each for each in self.suspects if each.rank.rank not in known]
+        found = [each for each in self.suspects if each.number not in known]
         for each in found:
             frame = each.where.frame
             holds_gil = frame and each.where.kind == "native" and not is_of_torch(frame)
             if not (each.cannot_run or holds_gil):
                 return ()
-        return tuple(each.rank.rank for each in found)
+        return tuple(each.number for each in found)
 
     def lost(self) -> dict[tuple[int, int], Connection]:
         """Returns the connections that lose packets in both samples, by the two connected ranks."""
@@ -271,9 +301,9 @@ class Stall:
         wait for peers, and the ranks that are behind wait in calls that are never recorded, then
         the calls differ (a mismatch).
         """
-        found = flight.compare(self.evidence.flights, [each.rank for each in self.ranks])
-        late = {each.rank.rank: each.where for each in self.suspects
-                if each.rank.rank in found.ranks}  # fmt: skip
+        found = self.evidence.difference(tuple(each.rank for each in self.ranks))
+        late = {each.number: each.where for each in self.suspects
+                if each.number in found.ranks}  # fmt: skip
         if found.kind != "behind" or any(place.kind != "peers" for place in late.values()):
             return found
         if found.inside:
@@ -288,12 +318,10 @@ class Stall:
 
 
 def _suspect(rank: RankEvidence, evidence: Evidence) -> Suspect:
-    number, stack = rank.rank, evidence.stacks.get(rank.rank)
+    number = rank.rank
     return Suspect(
         rank, evidence.before.get(number), evidence.after.get(number),
-        NO_WHERE if stack is None else where(stack), stack is not None,
-        ("", False) if stack is None else loader_thread(number, evidence.stacks),
-        evidence.gpus.get(number),
+        evidence.places.get(number, NO_WHERE), evidence.stacks, evidence.gpus.get(number),
     )  # fmt: skip
 
 
@@ -306,13 +334,13 @@ def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
     """
     own = [each for each in suspects if each.gpus is not None and each.where.kind == "own"
            and not gpu_signs.is_idle(each.gpus)]  # fmt: skip
-    waiting = {each.rank.rank for each in own if each.may_wait_for_gpu}
+    waiting = {each.number for each in own if each.may_wait_for_gpu}
     frames = {each.where.frame for each in own
-              if each.rank.rank in waiting and gpu_signs.is_running(each.gpus or ())}  # fmt: skip
+              if each.number in waiting and gpu_signs.is_running(each.gpus or ())}  # fmt: skip
     found = list[Suspect]()
     for each in suspects:
         place = each.where
-        if each in own and (each.rank.rank in waiting or place.frame in frames):
+        if each in own and (each.number in waiting or place.frame in frames):
             is_known = gpu_signs.is_running(each.gpus or ())
             text = "waits for its GPU" if is_known else "runs, or waits for its GPU,"
             place = replace(place, kind="device", text=f"{text} in {place.text[8:]}")
@@ -321,8 +349,7 @@ def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
     return found
 
 
-def signs(stall: Stall) -> tuple[Sign, ...]:
-    """Returns the signs of all sources, the most reliable source first."""
+def _signs(stall: Stall) -> tuple[Sign, ...]:
     pulses = _of_pulses(stall.ranks)
     if stall.difference.kind == "mismatch" or stall.is_together:
         pulses = replace(pulses, ranks=())  # the rank that is ahead may be the cause
@@ -358,7 +385,7 @@ def _of_stacks(stall: Stall) -> Sign:
     joining = [rank for rank, place in places.items() if place.kind == "store"]
     own = [rank for rank, place in places.items() if place.kind not in (*FOR_PEERS, "store")]
     own = own or [  # a rank that may wait for its GPU, while the others wait for peers
-        each.rank.rank for each in stall.suspects
+        each.number for each in stall.suspects
         if each.where.kind == "device" and not gpu_signs.is_running(each.gpus or ())
     ]  # fmt: skip
     odd = native or own or (joining if len(places) == len(stall.ranks) else [])
@@ -383,9 +410,9 @@ def _of_processes(stall: Stall) -> Sign:
     for each in odd:
         used = "" if each.share is None else f", {each.share:.0%} of a core"
         what = f", waits for {each.main.text}" if each.main.text else ""
-        said.append(f"rank {each.rank.rank} in state {each.state}{used}{what}")
+        said.append(f"rank {each.number} in state {each.state}{used}{what}")
     none = "no process is in an unusual state" if stall.evidence.after else ""
-    numbers = [each.rank.rank for each in odd]
+    numbers = [each.number for each in odd]
     return Sign("processes", _odd(numbers, stall), "; ".join(said[:8]) or none)
 
 
@@ -399,7 +426,7 @@ def _starting(stall: Stall) -> list[Suspect]:
 
 
 def _of_gpus(stall: Stall) -> Sign:
-    rows = {each.rank.rank: each.gpus for each in stall.suspects if each.gpus is not None}
+    rows = {each.number: each.gpus for each in stall.suspects if each.gpus is not None}
     said = "; ".join(f"rank {rank}: {gpu_signs.words(gpus)}"
                      for rank, gpus in [*rows.items()][:8] if gpus)  # fmt: skip
     odd = gpu_signs.odd_ranks(rows) if len(rows) == len(stall.ranks) else ()

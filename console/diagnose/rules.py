@@ -86,7 +86,7 @@ def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | No
 
 
 _zero_gradient = _consecutive(
-    lambda history: history.zero_grads,
+    lambda history: history.truth.zero_norms.get(0, 0),
     "the gradient norm is zero in {count} consecutive records up to step {step}",
 )
 _gate_collapse = _consecutive(

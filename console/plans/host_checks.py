@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import resource
@@ -13,6 +12,7 @@ from pathlib import Path
 from console.plans.case import Case, Found
 from console.plans.config_checks import checkpoint_bytes
 from console.sources import launches
+from console.sources.gpu import opened_by
 from console.sources.sanitize import clean
 from console.status_text import age, size
 from trainers.contract import jsonl, rundir
@@ -119,7 +119,7 @@ def leftovers(case: Case) -> Found:
     found = unsupervised(proc)
     if not found:
         return "pass", "no trainer runs without a supervisor"
-    on_gpu = [pid for pid in found if case.plan.gpus and _has_gpu(proc / f"{pid}/fd")]
+    on_gpu = [pid for pid in found if case.plan.gpus and opened_by(pid, proc)]
     pids = " ".join(map(str, (on_gpu or found)[:MAX_SHOWN]))
     if on_gpu:
         text = (
@@ -155,16 +155,6 @@ def _is_supervised(pid: int, proc: Path, commands: dict[int, str]) -> bool:
             pid = int(fields[1])
         except (OSError, ValueError, IndexError):
             return False
-    return False
-
-
-def _has_gpu(folder: Path) -> bool:
-    """Returns whether a process has a file of an NVIDIA GPU open."""
-    with contextlib.suppress(OSError):
-        for each in folder.iterdir():
-            with contextlib.suppress(OSError):
-                if re.match(r"/dev/nvidia\d", str(each.readlink())):
-                    return True
     return False
 
 

@@ -53,7 +53,7 @@ def words_of(error: BaseException) -> str:
     return str(error)
 
 
-def opened_by(pid: int) -> frozenset[int] | None:
+def opened_by(pid: int, proc: Path = Path("/proc")) -> frozenset[int] | None:
     """Returns N for each file /dev/nvidiaN that a process has open, or None if not available.
 
     CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
@@ -61,13 +61,13 @@ def opened_by(pid: int) -> frozenset[int] | None:
     called.
     """
     try:
-        names = os.listdir(f"/proc/{pid}/fd")
+        names = os.listdir(proc / f"{pid}/fd")
     except OSError:
         return None
     found = set()
     for name in names[:MAX_DESCRIPTORS]:
         with contextlib.suppress(OSError):
-            link = str(Path(f"/proc/{pid}/fd/{name}").readlink())
+            link = str((proc / f"{pid}/fd/{name}").readlink())
             if file := DEVICE_FILE.fullmatch(link):
                 found.add(int(file[1]))
             elif link == "/dev/dxg":
