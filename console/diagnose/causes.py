@@ -201,13 +201,14 @@ def explain(case: Case, evidence: Evidence) -> Verdict:
     native = of.where.kind == "native" and of.main.kind == "futex"
     frame = None if native else of.where.own or of.where.frame
     at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
+    action = _action(cause, ranks, frame) if cause else ""
     verdict = case.verdict(
         None if everyone else of.rank,
         cause.name if cause else "all-ranks" if alone else "slowest-rank", sure,
-        stalled(case, ranks) + (f": {who} {cause.explain(of)}" if cause else "") + at, calls,
+        stalled(case, ranks) + (f": {who} {cause.explain(of)}" if cause else "") + at,
+        action if of.state == "T" else "", calls,
         others(case, ranks), exits(case.exited), _advice(cause, evidence),
     )  # fmt: skip
-    action = _action(cause, ranks, frame) if cause else ""
     if of.where.own and not native:
         verdict = replace(verdict, place=of.where.own.place)
     return _with_signs(verdict, stall, {each.rank for each in ranks}, action)

@@ -49,12 +49,13 @@ SENTENCES = {
     ),
     "stopped": (
         (rank(0, "backward"), rank(1, state="T")), ("stopped", 1, "high"),
-        f"rank 1 {IN_FORWARD}: it is stopped (SIGSTOP); rank 0 waits in backward",
+        f"rank 1 {IN_FORWARD}: it is stopped (SIGSTOP); kill -CONT 1001 resumes it; "
+        "rank 0 waits in backward",
     ),
     "all stopped": (
         (rank(0, state="T"), rank(1, state="T")), ("stopped", None, "high"),
         f"ranks 0-1 have been stalled in forward of step 41 since {SINCE}: each is stopped "
-        "(SIGSTOP)",
+        "(SIGSTOP); kill -CONT 1000 1001 resumes them",
     ),
     "traced": (
         (rank(0, "backward"), rank(1, state="t")), ("traced", 1, "high"),
@@ -69,7 +70,7 @@ SENTENCES = {
         (rank(0, "backward", state="T"), rank(1, "fetch"), rank(2, "backward")),
         ("stopped", 0, "medium"),
         f"rank 0 has been stalled in backward of step 41 since {SINCE}: it is stopped (SIGSTOP); "
-        "rank 1 is slower, in fetch; rank 2 waits in backward",
+        "kill -CONT 1000 resumes it; rank 1 is slower, in fetch; rank 2 waits in backward",
     ),
     "killed": (
         (rank(0, "backward"), rank(1, state="gone")), ("exited", 1, "high"),
