@@ -261,8 +261,7 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
     agree = sum(first in sign.ranks for sign in stall.signs)
     everyone = len(culprits) == len(stall.suspects) > 1
     # The pulse of a rank that cannot run has not changed either.
-    agree += of.state in LASTING_STATES
-    agree += everyone and all(each.cannot_run for each in culprits)
+    agree += of.state in LASTING_STATES or (everyone and all(s.cannot_run for s in culprits))
     agree += difference.confirmed and stall.calls_differ(numbers)
     if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):
         return "low"

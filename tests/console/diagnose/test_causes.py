@@ -183,7 +183,7 @@ def test_all_ranks_that_are_stopped_are_named_together():
     all_stopped = {n: replace(IDLE, state="T") for n in range(2)}
     after = {n: replace(each, mono=2.0) for n, each in all_stopped.items()}
     found = explained(Evidence(all_stopped, after), *(rank(n, state="T") for n in range(2)))
-    assert (found.cause, found.rank, found.sure) == ("stopped", None, "high")
+    assert (found.cause, found.rank, found.sure) == ("stopped", None, "medium")
     assert "ranks 0-1 have been stalled" in found.sentence
 
 

@@ -53,7 +53,7 @@ SENTENCES = {
         "rank 0 waits in backward",
     ),
     "all stopped": (
-        (rank(0, state="T"), rank(1, state="T")), ("stopped", None, "high"),
+        (rank(0, state="T"), rank(1, state="T")), ("stopped", None, "medium"),
         f"ranks 0-1 have been stalled in forward of step 41 since {SINCE}: each is stopped "
         "(SIGSTOP); kill -CONT 1000 1001 resumes them",
     ),
