@@ -263,11 +263,6 @@ def test_the_sentence_names_the_object_and_the_line():
     assert "worker 5121 (pt_data_worker) is in state T" in loader.sentence
 
 
-def test_a_zombie_is_the_cause_and_not_the_rank_that_waits_for_it():
-    found = explained(evidence(None, state="Z"), rank(0), rank(1, state="Z"))
-    assert (found.cause, found.rank) == ("exited", 1)
-
-
 def test_a_traced_rank_is_not_advised_to_continue():
     found = explained(CASES["traced"], rank(0), rank(1))
     assert "traced by pid 77 (gdb)" in found.sentence
