@@ -59,15 +59,15 @@ def words_of(error: BaseException) -> str:
     return str(error)
 
 
-def opened_by(pid: int) -> frozenset[int] | None:
+def opened_by(pid: int, proc: str = "/proc") -> frozenset[int] | None:
     """Returns N for each file /dev/nvidiaN that a process has open, or None if not available.
 
     CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
     use. A GPU that has no such file, for example in WSL, has the number -1. The driver is not
     called.
     """
-    fds = procfs.numbers_in(f"/proc/{pid}/fd")
-    links = [procfs.link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]]
+    fds = procfs.numbers_in(f"{proc}/{pid}/fd")
+    links = [procfs.link_of(pid, f"fd/{fd}", proc) for fd in fds[:MAX_DESCRIPTORS]]
     found = {int(file[1]) for link in links if (file := DEVICE_FILE.fullmatch(link))}
     found |= {-1 for link in links if link == "/dev/dxg"}
     return frozenset(found) if found or 0 < len(fds) <= MAX_DESCRIPTORS else None

@@ -55,10 +55,10 @@ def number_after(text: str, key: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def link_of(pid: int, name: str) -> str:
+def link_of(pid: int, name: str, proc: str = "/proc") -> str:
     """Returns the target of a link in /proc/PID, for example a path or "socket:[N]", or ""."""
     try:
-        return clean(str(Path(f"/proc/{pid}/{name}").readlink()), MAX_PATH_CHARS)
+        return clean(str(Path(f"{proc}/{pid}/{name}").readlink()), MAX_PATH_CHARS)
     except OSError:
         return ""
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from console.diagnose.causes import explain
+from console.diagnose.causes import diagnose, explain
 from console.diagnose.evidence import Evidence
 from console.diagnose.readings import Readings
 from console.diagnose.stall import RankEvidence, names, unusable_pulses
-from console.diagnose.verdict import NAMED_AFTER_S, case_of, diagnose
+from console.diagnose.verdict import NAMED_AFTER_S, case_of
 from console.model import RunState, Verdict
 from console.sources import liveness, process, verdicts
 from console.sources.nvml import Nvml
@@ -114,8 +114,7 @@ class Diagnoser:
             return self._without_verdict(state, run, after)
         case = case_of(after, watch, time.time())
         if case is not None and not any(each.doubt for each in after):
-            base = replace(found, evidence=case.verdict(None, "", "low").evidence)
-            found = explain(base, case, evidence)
+            found = explain(case, evidence)
         contrary = tuple(line for line in found.against if line not in evidence.gaps)
         found = replace(found, against=contrary)
         why, is_stalled = "", diagnose(after, watch, time.time()) is not None
