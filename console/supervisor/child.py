@@ -93,11 +93,9 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
 
 
 def _handle_signals(launch: Launch, link: Link) -> None:
-    """Stops the launch if the owner received TERM or INT."""
-    for number in link.state.signals:
-        launch.end("stop", f"{signal.Signals(number).name} to the supervisor")
-    if link.state.signals:
-        link.signals_handled()
+    """Stops the launch if the owner received TERM or INT; a repeated stop changes nothing."""
+    while link.state.signals:
+        launch.end("stop", f"{signal.Signals(link.state.signals.pop()).name} to the supervisor")
 
 
 def main(

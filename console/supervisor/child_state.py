@@ -59,9 +59,7 @@ class ChildState:
     exit_codes: dict[int, int] = field(default_factory=dict)
     """The exit codes of the owner's children, in the order in which they were reaped."""
     signals: list[int] = field(default_factory=list)
-    """TERM and INT signals that the owner received and no child has handled yet."""
-    forwarded: int = 0
-    """The number of entries of `signals` that were sent to the child."""
+    """TERM and INT signals that the owner received. Each child ends the launch because of them."""
     former_end: str = ""
     """The end of the former child in words, "" for the first child."""
     observer_deaths: dict[str, int] = field(default_factory=dict)

@@ -31,8 +31,6 @@ ADOPT = b"H"
 """Adopted processes: torchrun's pid, environment and grace time as JSON."""
 KILL_AFTER = b"E"
 """The number of seconds after which the processes are killed."""
-HANDLED = b"O"
-"""The number of signals that the child has handled."""
 # Messages from the owner.
 SPAWNED = b"P"
 """A pid, and its pidfd."""
@@ -109,7 +107,6 @@ class Link:
         self._channel = channel
         self.state = state
         """The state from the owner, updated by the messages of the owner."""
-        del state.signals[state.forwarded :]  # the owner sends the later signals as messages
         self._waiting: dict[object, tuple[bytes, bytes]] = {}
         """Messages that wait to be sent. A new version of a document replaces the waiting one."""
         self._alive_sent = 0.0
@@ -161,11 +158,6 @@ class Link:
             self._alive_sent = now
             self._send(ALIVE)
         self._flush()
-
-    def signals_handled(self) -> None:
-        """Reports to the owner that all signals of `state` were handled, and removes them."""
-        self._send(HANDLED, str(len(self.state.signals)).encode())
-        self.state.signals.clear()
 
     def closing(self) -> None:
         """Reports to the owner that this child may wait for a disk from now on."""
