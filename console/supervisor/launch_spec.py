@@ -206,6 +206,12 @@ def code_folder(phase: Phase) -> Path:
     return Path(phase.script).absolute().parent if phase.script else PROJECT
 
 
+def commit_words(git: Mapping[str, Any]) -> str:
+    """Returns a commit from `git_facts` in words."""
+    changed = " with local changes" if git.get("dirty") else ""
+    return f"commit {jsonl.text(git, 'sha')[:12]}{changed}"
+
+
 ASK_GIT = """
 cd "$0" && git rev-parse HEAD && git diff --no-ext-diff --no-textconv HEAD && echo done
 """

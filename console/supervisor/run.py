@@ -24,7 +24,6 @@ from console.supervisor.attempt import Attempt
 from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.context import RunContext, Services
 from console.supervisor.former_run import FormerRun
-from console.supervisor.git_commit import Commit
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
 from console.supervisor.shm import Live
@@ -36,6 +35,7 @@ WARM_UP_BYTES = 256 << 10
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
 """Seconds between two polls: while something changes fast, usually, and while nothing changes."""
 REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
+CODE_CHANGED = "code-changed"
 
 
 class Run:
@@ -93,9 +93,9 @@ class Run:
             self._snapshots.load(self._link.stored(path / rundir.SNAPSHOT))
         for name in self._link.observers_off():
             self.observers.switch_off(name)
-        folder = launch_spec.code_folder(self.phase)
-        git = jsonl.mapping(former.state, "git") if former else {}
-        self._commit = Commit(folder, self.alerts, git)
+        self._git: Mapping[str, Any] = jsonl.mapping(former.state, "git") if former else {}
+        """The commit of the code that the newest attempt runs, or {} if it is not available."""
+        self._former_git = self._git
         self.attempt = self._new_attempt(former)
         if former is not None:
             self._continue(former)
@@ -210,8 +210,11 @@ class Run:
             self._context.live.watch(self.alerts)
         if time.monotonic() - self._begun >= SETTLED_S:
             self.alerts.clear(REPLACED, "the supervisor works again")
-        if self._commit.poll():
-            self.publish()
+        former, self._former_git = self._former_git, self._git
+        if former and self._git not in ({}, former):
+            names = " → ".join(map(launch_spec.commit_words, (former, self._git)))
+            text = f"the code changed since the last attempt: {names}"
+            self.alerts.raise_(CODE_CHANGED, text, "warn")
 
     def _poll_check(self) -> str:
         """Checks the newest checkpoint; returns what is done with it, or "" for nothing."""
@@ -259,7 +262,6 @@ class Run:
 
     def _new_attempt(self, former: FormerRun | None = None) -> Attempt:
         attempt = Attempt(self._context, self, self.number, former)
-        self._commit.read(former is None)
         if former is None and self.live is None:
             self.event(
                 "note", f"cannot write to {rundir.SHARED_MEMORY} ({self._context.live.why}): the "
@@ -272,12 +274,11 @@ class Run:
     def prepare(self, number: int) -> None:
         """Creates the run directory for the first attempt, or checks it for a later attempt."""
         if number > 1:
-            return self._directory.check_token(self.path, self._context.token)
-        aside = self._directory.make_run(self.path, self._record)
-        if aside is not None:
+            self._directory.check_token(self.path, self._context.token)
+        elif aside := self._directory.make_run(self.path, self._record):
             text = f"a .HALT from before the start was renamed to {aside.name}"
             self.event("note", text, "warn")
-        return None
+        self._git = launch_spec.git_facts(launch_spec.code_folder(self.phase)) or self._git
 
     def _wait(self) -> None:
         """Starts the next attempt when it is due; a `.HALT` before that time ends the run."""
@@ -299,7 +300,7 @@ class Run:
             state = "crashed"  # only torchrun's log says that it was stopped
         return restart.AttemptEnd(
             state, why, self.attempt.checkpoint(former), restart.signature(facts),
-            restart.is_permanent(facts), jsonl.text(self._commit.git, "sha"),
+            restart.is_permanent(facts), jsonl.text(self._git, "sha"),
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------
@@ -375,7 +376,7 @@ class Run:
             "ended": [asdict(each) for each in self._ended],
             "checkpoint_check": self._check.document(),
             "live_dir": "" if self.over else str(self.live or ""),
-            "watch": asdict(self._context.watch), "git": self._commit.git,
+            "watch": asdict(self._context.watch), "git": self._git,
             **restart.armed(
                 *self.attempt.monitor.on_stall(), not self._context.live.why, self._ended,
                 self.spec.plan.restart, self.attempt.saved,
