@@ -6,7 +6,6 @@ those that wait. After the working process was replaced, the last program may ru
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from trainers.contract.plan import PLACEHOLDER, Checkpoints
 
 LOW_PRIORITY = ("nice", "-n", "19")
 LOADS = (sys.executable, "-P", "-m", "trainers.load")
-DAMAGED, AGAIN_S, SPARE_S = 15, 1.0, 10.0
+DAMAGED, AGAIN_S = 15, 1.0
 """The exit code for a damaged checkpoint, and the time until it is loaded once more.
 
 The second try excludes a temporary error of the disk, and a checkpoint that is being removed.
@@ -56,13 +55,11 @@ class CheckpointCheck:
         self._doing = ""
         """The program that runs: a key of `ALERTS`, or "" for none."""
         self._job: Future[Outcome] | None = None
-        self._stuck: Future[Outcome] | None = None
-        """A program whose time is over and that still occupies the thread."""
         self._seen = 0
         """The step of the newest checkpoint."""
         self._threads = ThreadPoolExecutor(1, "checkpoint")
-        self._stopped, self._until = False, math.inf
-        """True if no further program starts, and the time until which the last one may run."""
+        self._stopped = False
+        """True if no further program starts."""
         self._program = partial(program.run, keeps_output=True, stopped=lambda: self._stopped)
 
     @property
@@ -83,27 +80,23 @@ class CheckpointCheck:
         """
         self._seen = newest
         if self._job is not None:
-            if not self._job.done() and time.monotonic() < self._until:
+            if not self._job.done():
                 return
             ended, self._job = self._job, None
-            self._stuck = None if ended.done() else ended
             self._report(ended)
-        if self._stuck is not None and not self._stuck.done():
-            return
         wanted = self._plan.load or self._plan.backup
         if self._job is None and wanted and newest and (attempt, newest) != self._newest:
             self._newest, self._results = (attempt, newest), dict.fromkeys(ALERTS, "")
-            self._begin("load", self._load, 2 * self._plan.load_s)
+            self._begin("load", self._load)
 
     def stop(self) -> None:
         """Ends the running program within its grace time, and starts no other."""
-        self._stopped, self._until = True, min(self._until, time.monotonic() + SPARE_S)
+        self._stopped = True
 
-    def _begin(self, what: str, work: Callable[[int, Path], Outcome], limit_s: float) -> None:
+    def _begin(self, what: str, work: Callable[[int, Path], Outcome]) -> None:
         if self._stopped:
             return
         self._doing, step = what, self._newest[1]
-        self._until = time.monotonic() + limit_s + SPARE_S
         path = self._run.absolute() / rundir.CHECKPOINTS / f"step_{step:08d}"
         try:
             self._job = self._threads.submit(work, step, path)
@@ -114,8 +107,7 @@ class CheckpointCheck:
     def _report(self, ended: Future[Outcome]) -> None:
         """Records a result; begins the back-up after a checkpoint was loaded."""
         what, self._doing, step = self._doing, "", self._newest[1]
-        # An error means that no process or descriptor is left.
-        error = ended.exception() if ended.done() else "its program does not end (a hung disk?)"
+        error = ended.exception()  # no process or descriptor is left
         failed: Outcome = "unknown", "warn", f"checkpoint step {step}: {what} failed: {error}"
         result, level, text = failed if error else ended.result()
         self._results[what] = result
@@ -127,7 +119,7 @@ class CheckpointCheck:
         if what == "load" and result == "pass":
             self._summary.take_load(self._newest[0], step, True)
             if self._plan.backup:
-                self._begin("backup", self._back_up, self._plan.backup_s)
+                self._begin("backup", self._back_up)
 
     # --- in the thread -------------------------------------------------------------------------
 
