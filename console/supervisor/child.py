@@ -19,11 +19,10 @@ from pathlib import Path
 from console import user_config
 from console.sources.nvml import Nvml
 from console.supervisor import launch_spec, lock
-from console.supervisor.child_state import ChildState
 from console.supervisor.context import Services
 from console.supervisor.hooks import Alive, Hooks
 from console.supervisor.launch import Launch
-from console.supervisor.link import Channel, Link
+from console.supervisor.link import Channel, ChildState, Link
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError

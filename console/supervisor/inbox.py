@@ -19,8 +19,7 @@ from typing import Any
 
 from console.request_schema import Mailbox, check
 from console.supervisor.attempt import Attempt
-from console.supervisor.child_state import FILES
-from console.supervisor.link import Link
+from console.supervisor.link import FILES, Link
 from console.supervisor.run_files import Files, Poll
 from console.supervisor.rundir_io import Directory
 from trainers.contract import VERSION, jsonl, rundir

@@ -27,8 +27,7 @@ from typing import Any
 
 from console.sources import process
 from console.supervisor import link
-from console.supervisor.child_state import FILES, MAIN, ChildState
-from console.supervisor.link import Channel, Message
+from console.supervisor.link import FILES, MAIN, Channel, ChildState, Message
 from trainers.contract import environ
 
 PR_SET_PDEATHSIG = 1
