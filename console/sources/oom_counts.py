@@ -1,4 +1,4 @@
-"""Reads the kernel's counts of out-of-memory kills, for a cgroup and for the host."""
+"""Reads the kernel's counts of out-of-memory kills, and the memory that a cgroup has left."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from console.error_patterns import OomCounts, OomEvidence
 VMSTAT = Path("/proc/vmstat")
 MOUNTS, EVENTS = "/proc/self/mounts", "memory.events"
 """The list of mounts, and the file of a cgroup (version 2) with the count `oom_kill`."""
+CACHE = ("inactive_file", "active_file")
+"""Memory of a cgroup that the kernel frees when a process needs it."""
 
 
 def snapshot(pid: int | str = "self") -> OomCounts:
@@ -22,6 +24,23 @@ def since(before: OomCounts) -> OomEvidence:
     path = Path(before.path) if before.path else None
     return OomEvidence(before, OomCounts(_count(path) if path else None, _count(VMSTAT),
                                          before.path))  # fmt: skip
+
+
+def spare_bytes() -> int | None:
+    """Returns the memory that is left where running out of it ends each process of this cgroup.
+
+    This is so with memory.oom.group = 1, as Kubernetes sets it. Returns None without a limit, and
+    if only one process would be killed.
+    """
+    counts = _counting_file("self")
+    if counts is None or _lines(str(counts.with_name("memory.oom.group"))) != ["1"]:
+        return None
+    most, used = (_lines(str(counts.with_name(name))) for name in ("memory.max", "memory.current"))
+    if not (most and used and most[0].isdecimal() and used[0].isdecimal()):
+        return None
+    pairs = (line.partition(" ") for line in _lines(str(counts.with_name("memory.stat"))))
+    cached = sum(int(n) for name, _, n in pairs if name in CACHE and n.isdecimal())
+    return int(most[0]) - int(used[0]) + cached
 
 
 def _count(path: Path) -> int | None:

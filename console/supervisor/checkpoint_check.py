@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import Level, Result
+from console.sources import oom_counts
 from console.sources.summary import Summary
 from console.sources.tail import is_missing
 from console.supervisor import program
@@ -30,6 +31,8 @@ DAMAGED, AGAIN_S = 15, 1.0
 
 The second try excludes a temporary error of the disk, and a checkpoint that is being removed.
 """
+PROGRAM_BYTES = 512 << 20
+"""Memory of the program that loads, besides the files (294 MiB for 937 MiB of files, on x86)."""
 ALERTS: Mapping[str, str] = {"load": "checkpoint-load", "backup": "checkpoint-backup"}
 Outcome = tuple[Result, Level, str]
 
@@ -125,6 +128,8 @@ class CheckpointCheck:
 
     def _load(self, step: int, path: Path) -> Outcome:
         name, argv = f"checkpoint step {step}", (*LOW_PRIORITY, *self._loads, str(path))
+        if lack := _lack_of_memory(path):
+            return "unknown", "warn", f"{name} is not loaded: {lack}"
         environment = inherited() | {flags.DEVICES: "", "OMP_NUM_THREADS": "1"}
         ended = self._program(argv, environment, self._plan.load_s)
         if ended.code == DAMAGED:
@@ -159,3 +164,14 @@ class CheckpointCheck:
         if self._stopped:
             return "the run ends"
         return "it was removed" if self._seen > step and is_missing(path) else ""
+
+
+def _lack_of_memory(path: Path) -> str:
+    """Returns why a load could end the training too, or "" if it cannot."""
+    spare = oom_counts.spare_bytes()
+    needed = PROGRAM_BYTES + sum(map(jsonl.size_bytes, path.glob("*")))
+    if spare is None or needed <= spare:
+        return ""
+    return (f"it needs about {needed >> 20:,} MiB and {max(0, spare) >> 20:,} MiB are left; with "
+            "memory.oom.group=1, as in Kubernetes, running out of memory would end the training "
+            "too; raise the memory limit")  # fmt: skip

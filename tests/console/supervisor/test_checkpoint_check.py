@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
+from console.sources import oom_counts
 from console.sources.summary import Summary
 from console.supervisor import program
 from console.supervisor.alerts import Alerts
@@ -146,6 +148,29 @@ def test_a_program_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkey
     stopped = Trial(tmp_path, deaf).saved(5)
     stopped.check.stop()
     assert stopped.finish() == [("load", 5, "unknown", "info")]
+
+
+@pytest.mark.parametrize(
+    ("group", "used_mib", "cached_mib", "result"),
+    [(1, 600, 0, "unknown"), (1, 600, 200, "pass"), (1, 400, 0, "pass"), (0, 600, 0, "pass")],
+)
+def test_no_load_risks_the_training_where_one_oom_kill_ends_all(
+    tmp_path, monkeypatch, group, used_mib, cached_mib, result
+):
+    place = next(line for line in Path("/proc/self/cgroup").read_text().splitlines()
+                 if line.startswith("0::"))[3:]  # fmt: skip
+    cgroup = tmp_path / "cgroups" / place.strip("/")
+    cgroup.mkdir(parents=True)
+    values = {"memory.events": "", "memory.max": f"{1 << 30}", "memory.oom.group": f"{group}",
+              "memory.current": f"{used_mib << 20}",
+              "memory.stat": f"anon 1\nactive_file {cached_mib << 20}\n"}  # fmt: skip
+    for name, value in values.items():
+        (cgroup / name).write_text(value)
+    (tmp_path / "mounts").write_text(f"none {tmp_path / 'cgroups'} cgroup2 rw 0 0\n")
+    monkeypatch.setattr(oom_counts, "MOUNTS", str(tmp_path / "mounts"))
+    trial = Trial(tmp_path).saved(5)
+    assert trial.finish()[0][2] == result
+    assert ("memory.oom.group=1" in trial.events[0]["text"]) is (result == "unknown")
 
 
 @pytest.mark.parametrize(
