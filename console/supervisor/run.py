@@ -95,7 +95,8 @@ class Run:
             self.observers.switch_off(name)
         self._git: Mapping[str, Any] = jsonl.mapping(former.state, "git") if former else {}
         """The commit of the code that the newest attempt runs, or {} if it is not available."""
-        self._former_git = self._git
+        self._changed_code = ""
+        """A sentence for the alert that the code has changed, until the alert is raised."""
         self.attempt = self._new_attempt(former)
         if former is not None:
             self._continue(former)
@@ -134,6 +135,8 @@ class Run:
         # the owner.
         self._link.store(self.path / rundir.RUN, self._record)
         self._directory.call(lambda: self._directory.set_run(self.path))
+        if not former.is_stored:
+            self._directory.call(lambda: self._read_code(begins=False))
         for warning in former.warnings:
             self.event("note", warning, "warn")
         if not self._continue_waiting(former.state):
@@ -210,11 +213,9 @@ class Run:
             self._context.live.watch(self.alerts)
         if time.monotonic() - self._begun >= SETTLED_S:
             self.alerts.clear(REPLACED, "the supervisor works again")
-        former, self._former_git = self._former_git, self._git
-        if former and self._git not in ({}, former):
-            names = " → ".join(map(launch_spec.commit_words, (former, self._git)))
-            text = f"the code changed since the last attempt: {names}"
-            self.alerts.raise_(CODE_CHANGED, text, "warn")
+        if self._changed_code:
+            self.alerts.raise_(CODE_CHANGED, self._changed_code, "warn")
+            self._changed_code = ""
 
     def _poll_check(self) -> str:
         """Checks the newest checkpoint; returns what is done with it, or "" for nothing."""
@@ -278,7 +279,19 @@ class Run:
         elif aside := self._directory.make_run(self.path, self._record):
             text = f"a .HALT from before the start was renamed to {aside.name}"
             self.event("note", text, "warn")
-        self._git = launch_spec.git_facts(launch_spec.code_folder(self.phase)) or self._git
+        self._read_code(begins=True)
+
+    def _read_code(self, begins: bool) -> None:
+        """Reads the commit of the code, on the thread of the run directory.
+
+        Without `begins` the attempt was adopted, and it keeps its former commit.
+        """
+        found, former = launch_spec.git_facts(launch_spec.code_folder(self.phase)), self._git
+        if found and former and found != former:
+            names = " → ".join(map(launch_spec.commit_words, (former, found)))
+            self._changed_code = f"the code changed since the last attempt or supervisor: {names}"
+        if found and (begins or not former):
+            self._git = found
 
     def _wait(self) -> None:
         """Starts the next attempt when it is due; a `.HALT` before that time ends the run."""
