@@ -206,10 +206,15 @@ def code_folder(phase: Phase) -> Path:
     return Path(phase.script).absolute().parent if phase.script else PROJECT
 
 
-def commit_words(git: Mapping[str, Any]) -> str:
-    """Returns a commit from `git_facts` in words."""
-    changed = " with local changes" if git.get("dirty") else ""
-    return f"commit {jsonl.text(git, 'sha')[:12]}{changed}"
+def changed_words(former: Mapping[str, Any], git: Mapping[str, Any]) -> str:
+    """Returns a sentence if the code has another commit than before, or ""; see `git_facts`."""
+    if not (former and git) or former == git:
+        return ""
+    names = [
+        f"commit {jsonl.text(each, 'sha')[:12]}{' with local changes' * bool(each.get('dirty'))}"
+        for each in (former, git)
+    ]
+    return f"the code changed since the last attempt or supervisor: {' → '.join(names)}"
 
 
 ASK_GIT = """

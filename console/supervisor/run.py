@@ -56,10 +56,7 @@ class Run:
         self.since_ts = time.time()
         self.number = former.number if former else 1
         self.over = False
-        self._is_final = bool(former) and (
-            jsonl.text(former.state, "state") in former_documents.FINAL
-            or jsonl.text(former.state, "asked") in former_documents.STOPS
-        )
+        self._is_final = former is not None and former.is_final
         self._services, self._directory, self._link = services, services.directory, services.link
         self._ended = former.ended if former else []
         self._next_at: float | None = None
@@ -264,12 +261,7 @@ class Run:
     def _new_attempt(self, former: FormerRun | None = None) -> Attempt:
         attempt = Attempt(self._context, self, self.number, former)
         if former is None and self.live is None:
-            self.event(
-                "note", f"cannot write to {rundir.SHARED_MEMORY} ({self._context.live.why}): the "
-                "ranks write their pulses to the run directory, four times a second, and a stall "
-                "only raises an alert; free shared memory (in a container: larger --shm-size)",
-                "warn",
-            )  # fmt: skip
+            self.event("note", self._context.live.missing_words(), "warn")
         return attempt
 
     def prepare(self, number: int) -> None:
@@ -286,11 +278,9 @@ class Run:
 
         Without `begins` the attempt was adopted, and it keeps its former commit.
         """
-        found, former = launch_spec.git_facts(launch_spec.code_folder(self.phase)), self._git
-        if found and former and found != former:
-            names = " → ".join(map(launch_spec.commit_words, (former, found)))
-            self._changed_code = f"the code changed since the last attempt or supervisor: {names}"
-        if found and (begins or not former):
+        found = launch_spec.git_facts(launch_spec.code_folder(self.phase))
+        self._changed_code = launch_spec.changed_words(self._git, found)
+        if found and (begins or not self._git):
             self._git = found
 
     def _wait(self) -> None:
@@ -399,13 +389,13 @@ class Run:
     def _send_heartbeat(self) -> None:
         """Writes the supervisor heartbeat to shared memory, which works even if no disk works."""
         self._status_at = time.monotonic()
-        self.observers.run("the supervisor heartbeat", self._write_status, None)
-
-    def _write_status(self) -> None:
-        self._context.live.write_status({
+        status = {
             "v": VERSION, "ts": time.time(), "mono": self._status_at, "state": self.state,
             "why": self.why, "since_ts": self.since_ts, "run": self.id,
             "blocked_s": round(self._directory.blocked_s(), 2),
             "waiting": self._directory.waiting, "dropped": self._directory.dropped,
             "alerts": list(self.alerts.open().values()),
-        })  # fmt: skip
+        }  # fmt: skip
+        self.observers.run(
+            "the supervisor heartbeat", lambda: self._context.live.write_status(status), None
+        )
