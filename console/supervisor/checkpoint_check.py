@@ -79,7 +79,8 @@ class CheckpointCheck:
     def poll(self, attempt: int, newest: int) -> None:
         """Reports a program that has ended, and starts the next one; never waits.
 
-        `newest` is the step of the newest checkpoint of this attempt, or 0.
+        `newest` is the step of the newest checkpoint of this attempt, or 0. Raises RuntimeError or
+        OSError if no thread, process or descriptor is left; the result is then unknown.
         """
         self._seen = newest
         if self._job is not None:
@@ -99,20 +100,14 @@ class CheckpointCheck:
     def _begin(self, what: str, work: Callable[[int, Path], Outcome]) -> None:
         if self._stopped:
             return
-        self._doing, step = what, self._newest[1]
+        step = self._newest[1]
         path = self._run.absolute() / rundir.CHECKPOINTS / f"step_{step:08d}"
-        try:
-            self._job = self._threads.submit(work, step, path)
-        except RuntimeError as error:  # no thread can be started
-            self._job = Future()
-            self._job.set_exception(error)
+        self._job, self._doing = self._threads.submit(work, step, path), what
 
     def _report(self, ended: Future[Outcome]) -> None:
         """Records a result; begins the back-up after a checkpoint was loaded."""
         what, self._doing, step = self._doing, "", self._newest[1]
-        error = ended.exception()  # no process or descriptor is left
-        failed: Outcome = "unknown", "warn", f"checkpoint step {step}: {what} failed: {error}"
-        result, level, text = failed if error else ended.result()
+        result, level, text = ended.result()
         self._results[what] = result
         self._event("checkpoint", text, level, step=step, what=what, result=result)
         if level != "info" or result == "pass":

@@ -82,10 +82,12 @@ def test_a_checkpoint_that_is_removed_while_a_newer_one_exists_is_no_failure(tmp
     assert trial.finish(1, 6)[0] == ("load", 5, "unknown", "info")
 
 
-def test_a_load_without_a_thread_is_a_result_and_ends_the_wait(tmp_path):
+def test_without_a_thread_no_check_is_waited_for(tmp_path):
     trial = Trial(tmp_path)
     trial.check._threads.shutdown()  # no thread starts, as at the limit of processes
-    assert trial.saved(5).finish(1, 5) == [("load", 5, "unknown", "warn")]
+    with pytest.raises(RuntimeError):
+        trial.saved(5)
+    assert (trial.check.doing, trial.results()) == ("", [])
 
 
 def test_a_load_holds_for_the_file_of_its_own_attempt(tmp_path):
