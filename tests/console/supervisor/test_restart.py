@@ -225,12 +225,6 @@ def waiting(begin, backoff_s: float, attempts: int = 2):
     return started
 
 
-def test_a_program_that_always_fails_is_given_up(begin):
-    looping = waiting(begin, 0.1)
-    assert "not restarted" in looping.wait_end(90)["why"]
-    assert looping.state()["state"] == "crashed"
-
-
 def test_a_halt_ends_the_wait_for_the_next_attempt(begin):
     started = waiting(begin, 600)
     assert started.ask("halt")["ok"]
