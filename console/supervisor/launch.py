@@ -263,7 +263,7 @@ class Launch:
                 entry["state"] = "later"
         self._event("state", f"the plan has ended: {why}")
         self._publish()
-        self._report.start()
+        self._own_observers.call("report", self._report.start, None)
 
     # --- requests ------------------------------------------------------------------------------
 
