@@ -84,6 +84,8 @@ class LaunchLock:
         owner = read(fd)
         _write(fd, owner | rundir.identity())
         self._file, self.token, self._lost = os.fstat(fd), jsonl.text(owner, "token"), ""
+        self.since_ns = self._file.st_mtime_ns
+        """The time at which this process took the lock, by the clock of the file system."""
 
     def lost(self) -> str:
         """Returns why the directory at the path no longer belongs to this launch, or ""."""
