@@ -1,4 +1,4 @@
-"""Launches without threads, processes, descriptors, shared memory or a working directory to spare."""
+"""Launches that lack threads, processes, descriptors, shared memory or a working directory."""
 
 from __future__ import annotations
 
