@@ -317,7 +317,10 @@ def forge_the_end(started, last: int) -> None:
 
 @pytest.mark.decision("next-phase", "absent")
 @pytest.mark.parametrize("pulses", ["stale", "true"])
-def test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it(begin, pulses):
+def test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it(
+    begin, monkeypatch, pulses
+):
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])  # also for the second phase
     steps = 150
     started = begin(
         phase("one", "member.py", steps, gates={"steps_done": steps}),

@@ -118,7 +118,8 @@ def test_a_rank_that_fails_after_torchrun_has_exited_ends_the_others_and_a_new_a
     assert started.wait_end(20)["phases"][0]["state"] == "stopped"
 
 
-def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin):
+def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])  # also for the second phase
     started = begin(phase("one", "member.py", 250), phase("two", "member.py", 5), shell=STUB)
     started.wait_steps(3)
     with pytest.raises(RefusedError, match="has a supervisor"):
