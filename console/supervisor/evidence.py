@@ -92,7 +92,7 @@ class Collector:
         elif self.complete is not None:
             self._sample_again(self.complete, now)
         elif not self._thread.is_alive():
-            self._complete(self._found[-1])
+            self._complete(self._found[-1] if self._found else Evidence())
         elif self._found and now - self._began_at >= UNREAD_AFTER_S:
             gap = "cannot read the dumps: the run directory does not answer"
             self._complete(replace(self._found[-1], gaps=(gap,)))
