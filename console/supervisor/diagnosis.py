@@ -21,7 +21,6 @@ from console.model import RunState, Verdict
 from console.sources import liveness, process, verdicts
 from console.sources.nvml import Nvml
 from console.supervisor.evidence import Collector
-from console.supervisor.rundir_io import Directory
 from console.supervisor.watchdog_readings import ENDING, OfflineRun
 from trainers.contract import jsonl, rundir
 from trainers.contract.plan import Watch
@@ -191,15 +190,13 @@ def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
     """Returns two samples of each process, and the dumps made since a rank last moved."""
     running = [each for each in ranks if each.phase != "exit"]
     still_s = min((each.unchanged_s for each in running), default=0.0)
-    directory, nvml = Directory(), Nvml()
+    nvml = Nvml()
     nvml.start()
-    collector = Collector(directory, run, nvml.rows, time.time() - still_s)
+    collector = Collector(run, nvml.rows, lambda: None, time.time() - still_s)
     try:
         while collector.complete is None:
             collector.poll(ranks)
-            directory.deliver()
             time.sleep(POLL_S)
     finally:
-        directory.close(0)
         nvml.stop()
     return collector.complete

@@ -70,8 +70,9 @@ class Monitor:
         self._evaluated: set[str] = set()
         """The names of the gates at a step that were evaluated already."""
         self._evidence = Collector(
-            context.services.directory, context.path, lambda: context.services.nvml.rows()
-        )
+            context.path, lambda: context.services.nvml.rows(),
+            lambda: context.services.directory.check_run(context.path),
+        )  # fmt: skip
 
     def on_stall(self) -> tuple[str, str]:
         """Returns two values: the action on a stall, and the policy on a stall in words."""
