@@ -16,13 +16,7 @@ from console.tui.screens.view import View
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.picker import GUTTER, Picker, Scrolls
 from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured
-from console.tui.widgets.stacks import (
-    needs_tree,
-    stack_rows,
-    top_frame,
-    tree_rows,
-    whole_rows,
-)
+from console.tui.widgets.stacks import LEAST_WIDTH, grouped, stack_rows, top_frame, whole_rows
 
 VERDICT = "VERDICT  "
 STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
@@ -138,18 +132,17 @@ def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list
 
 class StacksPanel(Panel):
     first = 0
+    """The leftmost group of ranks."""
 
     def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         state = snapshot.state
         if state is None:
             return []
         odd = state.verdict.rank if state.verdict else None
-        ranks = [rank.rank for rank in state.ranks]
-        stacks, is_tree = snapshot.stacks, needs_tree(snapshot.stacks, ranks, width)
-        self.first = min(self.first, max(0, max(len(ranks), len(stacks)) - 1 + is_tree))
-        if is_tree and not self.first:
-            return tree_rows(stacks, ranks, odd, width, height, snapshot.now)
-        return stack_rows(stacks, ranks, odd, width, height, snapshot.now, self.first - is_tree)
+        groups = grouped(snapshot.stacks, [rank.rank for rank in state.ranks], odd)
+        last = len(groups) - max(1, width // LEAST_WIDTH)
+        self.first = max(0, min(self.first, last))
+        return stack_rows(groups, odd, width, height, snapshot.now, self.first)
 
 
 class Stall(Scrolls, View):
