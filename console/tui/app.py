@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
@@ -89,7 +89,6 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.paused = False
         self.pending: list[Pending] = []
         self.view_name = "dashboard"
-        self.chosen_by_hand = False
         self.overlay: Overlay | None = None
         self.header, self.alert = Header(id="header"), AlertLine(id="alert")
         self.answer, self.drawer, self.footer = Answer(), Drawer(), Footer(id="footer")
@@ -149,7 +148,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         """Shows a snapshot of the feed, or drops it if the app is exiting."""
         if not self.is_running:
             return
-        if self.snapshot is None and snapshot.state is None and not self.chosen_by_hand:
+        if self.snapshot is None and snapshot.state is None:
             self.run_worker(self.show_view("launch"))  # no run: show what can be launched
         self.snapshot = snapshot
         if snapshot.state is not None and snapshot.state.launch is not None:
@@ -283,17 +282,13 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     # --- the keys that mean the same in every view -----------------------------------------------
 
-    def _choose_view(self, name: str) -> Coroutine[Any, Any, None]:
-        self.chosen_by_hand = True
-        return self.show_view(name)
-
-    do_dashboard = partialmethod(_choose_view, "dashboard")
-    do_launch_view = partialmethod(_choose_view, "launch")
-    do_stall_view = partialmethod(_choose_view, "stall")
-    do_logs_view = partialmethod(_choose_view, "logs")
+    do_dashboard = partialmethod(show_view, "dashboard")
+    do_launch_view = partialmethod(show_view, "launch")
+    do_stall_view = partialmethod(show_view, "stall")
+    do_logs_view = partialmethod(show_view, "logs")
 
     async def do_flags(self) -> None:
-        await self._choose_view("launch")
+        await self.show_view("launch")
         self.say("the mark › is in the flags: ↓ ↑ move it; enter and space change the next phase")
 
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
@@ -307,13 +302,13 @@ class ConsoleApp(App[int], inherit_bindings=False):
         """Watches the chosen run, or prepares the launch of the chosen plan."""
         if entry.path is not None:
             self.feed.follow(entry.path)
-            self.run_worker(self._choose_view("dashboard"))
+            self.run_worker(self.show_view("dashboard"))
             return
         self.draft.choose(entry.name)
         launch = self.snapshot.state.launch if self.snapshot and self.snapshot.state else None
         if launch is not None and launch.under_way:
             self.say(f"L launches {entry.name} after {launch.id} has ended")
-        self.run_worker(self._choose_view("launch"))
+        self.run_worker(self.show_view("launch"))
 
     def do_next_alert(self) -> None:
         self.alert.turn()

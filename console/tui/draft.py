@@ -51,15 +51,17 @@ class Draft:
 
     def choose(self, plan_name: str) -> None:
         """Selects another plan for the draft, without flags."""
-        if plan_name != self.plan_name:
-            self.plan_name, self.flags, self.prepared, self.trouble = plan_name, {}, None, ""
+        self._select(plan_name)
         self.is_chosen = True
 
     def offer(self, plan_name: str) -> None:
         """Selects the plan of the displayed run, unless the operator has chosen a plan."""
         if plan_name and not self.is_chosen and not self.flags:
-            self.choose(plan_name)
-            self.is_chosen = False
+            self._select(plan_name)
+
+    def _select(self, plan_name: str) -> None:
+        if plan_name != self.plan_name:
+            self.plan_name, self.flags, self.prepared, self.trouble = plan_name, {}, None, ""
 
     def options(self, actions: Any) -> Any:
         # Every change of a flag repeats this check, so only the launch itself measures.
@@ -80,8 +82,6 @@ class Draft:
         """Stores the result of a check; after an error, the last readable plan remains."""
         self.checked, self.trouble = options, trouble
         self.prepared = prepared if prepared is not None else self.prepared
-        if prepared is None and not self.is_chosen and self.plan_name != DEFAULT_PLAN:
-            self.choose(DEFAULT_PLAN)  # the plan of the run on the screen cannot be read here
 
     @property
     def plan(self) -> Any:

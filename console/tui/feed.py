@@ -109,8 +109,6 @@ class Feed:
         self.wants_stacks = self.wants_coming = False
         self.paused = False
         """True while the display is paused; new log lines are then left unread."""
-        self.followed_at = 0.0
-        """Time of the choice of this launch (monotonic s); older snapshots show another launch."""
         self._reading_since: float | None = None
 
     def start(self) -> None:
@@ -123,7 +121,7 @@ class Feed:
 
     def follow(self, path: Path) -> None:
         """Shows another launch or run from now on."""
-        self._path, self.followed_at = path, time.monotonic()
+        self._path = path
         self.nudge()
 
     def nudge(self) -> None:

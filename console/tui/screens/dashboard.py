@@ -15,7 +15,8 @@ from console.tui import chartmath, charts
 from console.tui.background import run_in_background
 from console.tui.chartmath import Mode
 from console.tui.charts import Chart
-from console.tui.screens.view import Console, View, shown_text
+from console.tui.operator import Console
+from console.tui.screens.view import View, shown_text
 from console.tui.widgets.chart import ChartPanel
 from console.tui.widgets.figures import figure_rows
 from console.tui.widgets.lines import Box, Panel

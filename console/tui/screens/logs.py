@@ -9,8 +9,9 @@ from textual.app import ComposeResult
 
 from console.model import LogLine
 from console.tui.feed import ScreenData
+from console.tui.operator import Console
 from console.tui.rows import Row, rule
-from console.tui.screens.view import Console, View
+from console.tui.screens.view import View
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.logtail import log_rows
 from console.tui.widgets.picker import Scrolls

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from textual.geometry import Size
 from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
 
-from console.tui import background
-from console.tui.draft import Draft
 from console.tui.feed import ScreenData
-from console.tui.operator import Operator
+from console.tui.operator import Console
 from console.tui.rows import text_of
-from console.tui.terminal import Terminal
 from console.tui.widgets.lines import Box, Lines, Panel
-from console.tui.widgets.logtail import LogBook
-from console.tui.widgets.overlay import Overlay
 
 
 def shown_text(panels: Iterable[Lines]) -> str:
@@ -40,18 +34,6 @@ class Body(Box):
     """Contains the views, so that a change of view repaints nothing outside this widget."""
 
     DEFAULT_CSS = "Body { height: 1fr; width: 1fr; }"
-
-
-class Console(background.Screen, Protocol):
-    """The part of the app that a view may use."""
-
-    snapshot: ScreenData | None
-    book: LogBook
-    draft: Draft
-    terminal: Terminal
-    operator: Operator
-
-    def open_overlay(self, overlay: Overlay) -> None: ...
 
 
 class View(Box):
