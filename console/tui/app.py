@@ -33,7 +33,7 @@ from console.tui.widgets.alertline import AlertLine
 from console.tui.widgets.answer import Answer
 from console.tui.widgets.footer import Footer
 from console.tui.widgets.header import PUNCTUAL_S, Header
-from console.tui.widgets.logtail import LogBook
+from console.tui.widgets.loglines import LogBook
 from console.tui.widgets.overlay import Drawer, Overlay
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from console.tui.feed import ScreenData
 from console.tui.format import age
 from console.tui.terminal import Terminal
 from console.tui.widgets.alertline import AlertLine
-from console.tui.widgets.logtail import LogBook
+from console.tui.widgets.loglines import LogBook
 from console.tui.widgets.overlay import Overlay
 from trainers.contract import rundir
 

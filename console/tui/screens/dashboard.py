@@ -15,12 +15,14 @@ from console.tui import chartmath, charts
 from console.tui.background import run_in_background
 from console.tui.chartmath import Mode
 from console.tui.charts import Chart
+from console.tui.feed import ScreenData
 from console.tui.operator import Console
+from console.tui.rows import Row
 from console.tui.screens.view import View, shown_text
 from console.tui.widgets.chart import ChartPanel
 from console.tui.widgets.figures import figure_rows
-from console.tui.widgets.lines import Box, Panel
-from console.tui.widgets.logtail import LogTail
+from console.tui.widgets.lines import Box, Panel, of_run
+from console.tui.widgets.loglines import newest_rows
 from console.tui.widgets.ranks import rank_rows
 
 TALL = 30
@@ -88,7 +90,6 @@ class Dashboard(View):
 
     def __init__(self, console: Console, id: str):
         super().__init__(console, id)
-        self._book = console.book
         self._mode: Mode = console.terminal.chart_mode
         self.span_s = 0
         self.choice: Sequence[str] = ()
@@ -102,11 +103,14 @@ class Dashboard(View):
 
     def compose(self) -> ComposeResult:
         with Box(id="top"):
-            yield Panel("ranks", rank_rows)
-            yield Panel("figures", figure_rows)
+            yield Panel("ranks", of_run(rank_rows))
+            yield Panel("figures", of_run(figure_rows))
         with Box(id="charts"):
             yield from self.panels
-        yield LogTail(self._book, id="log")
+        yield Panel("log", self._log_rows)
+
+    def _log_rows(self, _: ScreenData, width: int, height: int) -> list[Row]:
+        return newest_rows(self.console.book, width, height)
 
     def wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
         """Returns the series that the displayed charts need; called by the feed's thread."""

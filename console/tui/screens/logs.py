@@ -13,7 +13,7 @@ from console.tui.operator import Console
 from console.tui.rows import Row, rule
 from console.tui.screens.view import View
 from console.tui.widgets.lines import Lines
-from console.tui.widgets.logtail import log_rows
+from console.tui.widgets.loglines import log_rows
 from console.tui.widgets.picker import Scrolls
 
 ALL = "all"

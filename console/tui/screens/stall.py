@@ -13,7 +13,7 @@ from console.tui import format as fmt
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, cut, labelled, rule, text_of, wrap
 from console.tui.screens.view import View
-from console.tui.widgets.lines import Panel
+from console.tui.widgets.lines import Panel, of_run
 from console.tui.widgets.picker import GUTTER, Picker, Scrolls
 from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured
 from console.tui.widgets.stacks import LEAST_WIDTH, grouped, stack_rows, top_frame, whole_rows
@@ -153,10 +153,10 @@ class Stall(Scrolls, View):
     """
 
     def compose(self) -> ComposeResult:
-        yield Panel("verdict", verdict_rows)
+        yield Panel("verdict", of_run(verdict_rows))
         yield Picker("stall-ranks", "ranks")
         yield StacksPanel("stacks")
-        yield Panel("evidence", evidence_rows)
+        yield Panel("evidence", of_run(evidence_rows))
 
     def focus_default(self) -> None:
         self.picker.focus()

@@ -26,6 +26,13 @@ class Item:
     """The value in the next phase, or None if there is no next phase or the value is unknown."""
     changed: bool
 
+    @property
+    def help(self) -> str:
+        """A sentence about the flag or choice."""
+        if self.flag is not None:
+            return self.flag.help
+        return "after each phase: wait for L, or start the next phase if all gates passed"
+
 
 def items(
     now: Mapping[str, str], coming: Mapping[str, str] | None, changed: Mapping[str, str],

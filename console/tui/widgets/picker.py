@@ -24,15 +24,17 @@ class Picker(Lines, can_focus=True):
     def __init__(self, id: str, title: str = "", cursor: bool = True):
         super().__init__(id=id)
         self.heading, self.note = title, ""
+        self.notes: Sequence[str] = ()
+        """A note for each item, which is shown while the cursor is on the item."""
         self.items: tuple[Row, ...] = ()
         self.cursor = 0 if cursor else -1
         self.top = 0
         self.always = False
         """True if the chosen row is in reverse video even without the focus."""
 
-    def fill(self, items: Sequence[Row], note: str = "") -> None:
+    def fill(self, items: Sequence[Row], note: str = "", notes: Sequence[str] = ()) -> None:
         """Replaces the items; the cursor remains at its place if possible."""
-        self.items, self.note = tuple(items), note
+        self.items, self.note, self.notes = tuple(items), note, notes
         self.move(0)
 
     @property
@@ -76,7 +78,8 @@ class Picker(Lines, can_focus=True):
     def _note(self, room: int) -> str:
         hidden = len(self.items) - room
         more = f"{self.top + 1}–{min(len(self.items), self.top + room)} of {len(self.items)}"
-        return "  ".join(part for part in (more if hidden > 0 else "", self.note) if part)
+        note = self.notes[self.cursor] if self.notes else self.note
+        return "  ".join(part for part in (more if hidden > 0 else "", note) if part)
 
     def on_resize(self) -> None:
         super().on_resize()
