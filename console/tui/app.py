@@ -19,7 +19,7 @@ from textual.events import Key, Paste
 from textual.widget import Widget
 
 from console.status_text import counted
-from console.tui import keys, state_files
+from console.tui import keys
 from console.tui.background import Pending, request
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
@@ -28,13 +28,13 @@ from console.tui.operator import Operator, Request, preload
 from console.tui.screens.dashboard import Dashboard
 from console.tui.screens.view import Body, Main, View
 from console.tui.terminal import Terminal
-from console.tui.widgets.actionbar import ActionBar
 from console.tui.widgets.alertline import AlertLine
 from console.tui.widgets.answer import Answer
-from console.tui.widgets.footer import Footer
+from console.tui.widgets.bars import ActionBar, Footer
 from console.tui.widgets.header import PUNCTUAL_S, Header
 from console.tui.widgets.loglines import LogBook
 from console.tui.widgets.overlay import Drawer, Overlay
+from trainers.contract import environ, rundir
 
 if TYPE_CHECKING:
     from console.model import RunState
@@ -54,6 +54,16 @@ def bindings() -> list[Binding]:
         Binding(name, f"key('{key.id}')", key.help, show=False)
         for key in keys.TABLE for name in key.keys if name != LEAVE
     ]  # fmt: skip
+
+
+def save_text(name: str, text: str) -> Path:
+    """Writes a file into the user's state directory; returns its path. Raises OSError."""
+    state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    folder = Path(state) / "nsa-console"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / name
+    rundir.write_atomic(path, text + "\n")
+    return path
 
 
 class ConsoleApp(App[int], inherit_bindings=False):
@@ -124,7 +134,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     def _fatal_error(self) -> None:
         """Saves the traceback of a bug; Textual restores the terminal, then prints one sentence."""
         try:
-            where = f"in {state_files.save('crash.txt', traceback.format_exc())}"
+            where = f"in {save_text('crash.txt', traceback.format_exc())}"
         except OSError as error:
             where = f"lost ({error.strerror})"
         what = traceback.format_exc(limit=0).splitlines()[-1]
@@ -324,7 +334,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.copy_to_clipboard(text)
         copied = f"copied {counted(len(text.splitlines()), 'line')} to the clipboard"
         try:
-            self.say(f"{copied} and to {state_files.save('copied.txt', text)}")
+            self.say(f"{copied} and to {save_text('copied.txt', text)}")
         except OSError as error:
             self.say(f"{copied}; cannot write the file: {error.strerror}", "error")
 
@@ -334,13 +344,13 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.view.focus_default()
 
     def do_palette(self) -> None:
-        from console.tui.command_palette import Commands
+        from console.tui.widgets.keylist import Commands
 
         self.open_overlay(Commands(self.view_name))
 
     def do_help(self) -> None:
-        from console.tui.screens.help import help_rows
-        from console.tui.widgets.reader import Reader
+        from console.tui.widgets.keylist import help_rows
+        from console.tui.widgets.picker import Reader
 
         self.open_overlay(
             Reader(f"Keys in {self.view_name}", help_rows(self.view_name, self.size.width - 2))

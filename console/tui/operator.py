@@ -24,8 +24,7 @@ from trainers.contract import rundir
 
 LATER = (
     "console.tui.widgets.confirm",
-    "console.tui.widgets.reader",
-    "console.tui.screens.help",
+    "console.tui.widgets.keylist",
     "console.tui.screens.launch",
     "console.tui.screens.stall",
     "console.tui.screens.logs",

@@ -18,7 +18,7 @@ from console.tui.charts import Chart
 from console.tui.feed import ScreenData
 from console.tui.operator import Console
 from console.tui.rows import Row
-from console.tui.screens.view import View, shown_text
+from console.tui.screens.view import View
 from console.tui.widgets.chart import ChartPanel
 from console.tui.widgets.figures import figure_rows
 from console.tui.widgets.lines import Box, Panel, of_run
@@ -156,11 +156,6 @@ class Dashboard(View):
         log = self.query_one("#log")
         log.display, log.styles.height = now.log > 0, now.log or 1
 
-    def draw_again(self) -> None:
-        """Draws the newest snapshot again; the feed then reads the series that are missing."""
-        if self.snapshot is not None:
-            self.take(self.snapshot)
-
     def on_mount(self) -> None:
         self.set_timer(SETTINGS_S, self._load_choice)
 
@@ -217,11 +212,7 @@ class Dashboard(View):
 
     def do_charts(self) -> None:
         """Opens the list from which charts are chosen."""
-        from console.tui.widgets.chartlist import ChartList
+        from console.tui.widgets.chooser import ChartList
 
         shown = self.choice or [chart.title for chart in self._charts]
         self.console.open_overlay(ChartList(shown, self.save_choice))
-
-    def copied(self) -> str:
-        panels = "ChartPanel" if self.zoomed else "#ranks, #figures"
-        return shown_text(p for p in self.query(panels).results(Panel) if p.display)

@@ -13,7 +13,7 @@ from console.tui.screens.view import View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Box, Panel
 from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows, planned_phases
-from console.tui.widgets.picker import GUTTER, Picker, Scrolls
+from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from trainers.contract import flags as registry
 
 WIDE = 110
@@ -229,8 +229,6 @@ class Launch(Scrolls, View):
 
     def do_zoom(self) -> None:
         """Opens the complete content of the panels that are cut."""
-        from console.tui.widgets.reader import Reader
-
         snapshot, width = self.snapshot, self.size.width
         if snapshot is not None:
             rows = [row for p in self.query(Panel) for row in p.rows(snapshot, width, WHOLE)]

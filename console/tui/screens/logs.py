@@ -139,12 +139,6 @@ class LogView(Scrolls, View):
     def scroll_by(self, by: int) -> None:
         self.scroll_to_line(self.end + by)
 
-    def on_mouse_scroll_down(self) -> None:
-        self.scroll_by(3)
-
-    def on_mouse_scroll_up(self) -> None:
-        self.scroll_by(-3)
-
     def _choose(self, by: int) -> None:
         names = self._sources
         index = names.index(self.source) if self.source in names else 0

@@ -14,7 +14,7 @@ from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, cut, labelled, rule, text_of, wrap
 from console.tui.screens.view import View
 from console.tui.widgets.lines import Panel, of_run
-from console.tui.widgets.picker import GUTTER, Picker, Scrolls
+from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured
 from console.tui.widgets.stacks import LEAST_WIDTH, grouped, stack_rows, top_frame, whole_rows
 
@@ -188,8 +188,6 @@ class Stall(Scrolls, View):
 
     def do_open(self) -> None:
         """Opens the whole stack of the rank under the cursor."""
-        from console.tui.widgets.reader import Reader
-
         app = self.console
         snapshot = self.snapshot
         ranks = snapshot.state.ranks if snapshot and snapshot.state else ()

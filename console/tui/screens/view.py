@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from textual.geometry import Size
 from textual.reactive import Reactive
 from textual.screen import Screen
@@ -13,11 +11,6 @@ from console.tui.feed import ScreenData
 from console.tui.operator import Console
 from console.tui.rows import text_of
 from console.tui.widgets.lines import Box, Lines, Panel
-
-
-def shown_text(panels: Iterable[Lines]) -> str:
-    """Returns the text that these panels show."""
-    return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
 
 
 class Main(Screen[None], inherit_bindings=False):
@@ -62,7 +55,12 @@ class View(Box):
 
     def on_resize(self) -> None:
         """Draws the view for another size; a view that is shown again has its old size."""
-        if self.snapshot is not None and self.size != self._fitted:
+        if self.size != self._fitted:
+            self.draw_again()
+
+    def draw_again(self) -> None:
+        """Draws the newest snapshot again."""
+        if self.snapshot is not None:
             self.take(self.snapshot)
 
     def focus_default(self) -> None:
@@ -70,4 +68,5 @@ class View(Box):
 
     def copied(self) -> str:
         """Returns the text that the key `y` copies."""
-        return shown_text(self.query(Lines))
+        shown = [panel for panel in self.query(Lines) if panel.is_on_screen]
+        return "\n".join(text_of(row).rstrip() for panel in shown for row in panel.shown)

@@ -13,14 +13,14 @@ from console.tui.background import Pending
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, clip, flow, spread, width_of
 from console.tui.styles import LEVEL_STYLE
-from console.tui.widgets.footer import HEIGHT
+from console.tui.widgets.bars import HEIGHT
 from console.tui.widgets.lines import Panel
 
 BLOCKED_S = 2.0
 SILENT_S = 5.0
 MOST_LINES = 3
 LEAST_ROOM = 24
-"""Least cells for the text beside the keys; with fewer cells, the keys go below or are left out."""
+"""Least cells for the text beside the keys; with fewer cells, the keys are left out."""
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 
@@ -151,14 +151,12 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
     word, style = WORDS[notice.level], LEVEL_STYLE[notice.level]
     indent = len(word) + 1
     room = width - width_of(tail) - 2 - indent
-    below: list[Row] = []
     if room < LEAST_ROOM:
-        below = [((" " * indent, ""), *tail)] if limit > 1 else []
-        room, tail, limit = width - indent, (), max(1, limit - 1)
+        room, tail = width - indent, ()
     lines = flow(notice.text, room, width - indent, limit)
     first = spread(((word, style), (" ", ""), (lines[0], style)), tail, width)
     rest: list[Row] = [((" " * indent, ""), (line, style)) for line in lines[1:]]
-    return [clip(row, width) for row in (first, *rest, *below)]
+    return [clip(row, width) for row in (first, *rest)]
 
 
 class AlertLine(Panel):

@@ -167,12 +167,8 @@ def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: 
 
 def value_words(value: float, unit: str) -> str:
     """Returns a value with its unit and enough digits for the crosshair."""
-    if unit == "%":
-        return f"{value:.0f} %"
-    if unit == "GiB":
-        return fmt.gib(value * 1024)
     text = fmt.figure(value, unit)
-    return text if unit in ("s", "share", "") else f"{text} {unit}"
+    return text if unit in ("s", "share", "%", "GiB", "") else f"{text} {unit}"
 
 
 def nearest(points: Points, at: float | None) -> Point:

@@ -119,7 +119,9 @@ Draw = Callable[[ScreenData, int, int], Sequence[Row]]
 
 def of_run(draw: Callable[[RunState, int, int, float], Sequence[Row]]) -> Draw:
     """Returns `draw` for snapshots; it gets run, width, height and time, if there is a run."""
-    return lambda data, *size: draw(data.state, *size, data.now) if data.state else []
+    return lambda data, width, height: (
+        draw(data.state, width, height, data.now) if data.state else []
+    )
 
 
 class Panel(Lines):

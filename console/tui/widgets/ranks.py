@@ -156,5 +156,5 @@ def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
     pulse = rank.pulse
     step = fmt.count(pulse.step) if pulse else fmt.DASH
     phase = wrong.removeprefix("killed by ") or (pulse.phase if pulse else fmt.DASH)
-    since = fmt.span(pulse.since_s) if pulse else fmt.DASH
+    since = fmt.age(pulse.since_s) if pulse else fmt.DASH
     return {"step": (step, base), "phase": (phase, style), "for": (since, style)}

@@ -77,10 +77,6 @@ def test_an_axis_label_fits_the_room_beside_the_chart(value, unit):
     assert len(scale_label(value, unit)) <= LABEL
 
 
-def test_what_just_began_has_no_second_behind_it():
-    assert [fmt.span(seconds) for seconds in (0.1, 1.0, 1.2, 74)] == ["<1s", "1s", "2s", "74s"]
-
-
 @pytest.mark.parametrize(
     ("mib", "says"), [((492.0, 492.3), "492M each"), ((410.0, 2048.0), "410M to 2.0G")]
 )
