@@ -51,6 +51,6 @@ def _diagnosis(path: Path, root: Path) -> dict[str, bytes]:
         found = Diagnoser(path).diagnose()
     except (ContractError, OSError) as error:
         return {"diagnosis.txt": f"not available: {error}\n".encode()}
-    record = diagnose.as_json(found, root, None)
+    record = diagnose.as_json(found, root)
     text = "\n".join(map(clean, diagnose.lines(found, record)))
     return {"diagnosis.txt": f"{text}\n".encode(), "diagnosis.json": jsonl.encode(record)}

@@ -9,17 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from console import actions, status_text
+from console import status_text
 from console.commands.output import show
 from console.diagnose.stall import limit_s
 from console.model import RunState
 from console.sources import launches, verdicts
 from console.sources.sanitize import clean
-from console.sources.verdicts import Seen
 from console.supervisor.diagnosis import Diagnoser, Diagnosis
-from console.supervisor.inbox import Outcome
 
-DUMPED_S = 15.0
 ENDS_RUN = frozenset(("exited", "exited-early", "mismatch"))
 """Causes that only the end of the attempt removes."""
 MAX_RANK_LINES = 64
@@ -27,21 +24,10 @@ MAX_RANK_LINES = 64
 
 def diagnose(options: argparse.Namespace) -> int:
     """Prints the verdict on a run; returns 1 if the run is stalled, or if that is unknown."""
-    path = launches.find(options.run, options.root, act=options.dump)
-    dumped = _dump(path) if options.dump else None
-    found = Diagnoser(path).diagnose()
-    record = as_json(found, options.root, dumped)
+    found = Diagnoser(launches.find(options.run, options.root)).diagnose()
+    record = as_json(found, options.root)
     show(options.json, record, map(clean, lines(found, record)))
     return found.exit_code
-
-
-def _dump(path: Path) -> Outcome:
-    """Requests a dump and returns the answer. Raises RefusedError if there is no supervisor."""
-    event = actions.answer(path, actions.send(path, "dump", {}, actions.who()), DUMPED_S)
-    if event is None:
-        return False, f"no answer from the supervisor within {DUMPED_S:g} s", []
-    detail = [str(line) for line in event.get("detail") or ()]
-    return event.get("ok") is True, str(event.get("text", "")), detail
 
 
 def cost(state: RunState, cause: str) -> tuple[int | None, str]:
@@ -59,7 +45,7 @@ def cost(state: RunState, cause: str) -> tuple[int | None, str]:
     return lost, f"no step is lost if the run then continues; {stop}"
 
 
-def as_json(found: Diagnosis, root: Path, dumped: Outcome | None) -> dict[str, Any]:
+def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
     """Returns a diagnosis as JSON data; its keys are documented and stable."""
     state, verdict = found.state, found.verdict
     seen = verdicts.seen_before(root, found.run, verdict) if verdict and found.run else None
@@ -75,24 +61,18 @@ def as_json(found: Diagnosis, root: Path, dumped: Outcome | None) -> dict[str, A
         "step": state.step, "attempt": state.attempt, "source": found.source if verdict else "",
         "age_s": verdict and max(0.0, time.time() - verdict.ts),
         "verdict": verdict and asdict(verdict), "missing": list(found.missing),
-        "lost_steps": lost, "cost": text, "seen_before": seen and _seen(seen), "ranks": ranks,
-        "dump": dumped and {"ok": dumped[0], "text": dumped[1], "detail": list(dumped[2])},
+        "lost_steps": lost, "cost": text,
+        "seen_before": seen and {"run": seen.run, "ts": seen.verdict.ts,
+                                 "cause": seen.verdict.cause, "place": seen.verdict.place},
+        "ranks": ranks,
         "exit_code": found.exit_code,
     }  # fmt: skip
-
-
-def _seen(seen: Seen) -> dict[str, Any]:
-    return {"run": seen.run, "ts": seen.verdict.ts, "cause": seen.verdict.cause,
-            "place": seen.verdict.place}  # fmt: skip
 
 
 def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
     """Yields a diagnosis as text."""
     state, verdict = found.state, found.verdict
     yield f"{state.id}  {found.outlook.upper()}  {status_text.progress(state)}"
-    if record["dump"]:
-        yield f"  dump: {record['dump']['text']}"
-        yield from (f"    {line}" for line in record["dump"]["detail"])
     if found.why:
         yield f"  {found.why}"
     if verdict:

@@ -158,11 +158,8 @@ QUERIES: tuple[Command, ...] = (
     ), "Without --plain and --json: the screen. --json prints the status at the end.\n",
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
-            ("diagnose latest", "diagnose latest --dump", "diagnose runs/by_hand --json"), (
-        _run(),
-        option("--dump", action="store_true",
-               help="dump the stacks first; needs a supervisor"),
-    ), "The verdict is that of the supervisor. Without a supervisor, the evidence is\n"
+            ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),
+            "The verdict is that of the supervisor. Without a supervisor, the evidence is\n"
        "collected now, which takes about 4 s. + marks evidence for the verdict, -\n"
        "evidence for another rank, ? evidence that is not available. Exit code 0: no\n"
        "stall; 1: stalled, or not known; for a run that has ended: that of `status`.\n"
@@ -269,7 +266,7 @@ DRILL = Command(
                help="the rank that has the fault (default: the last)"),
         option("--nproc", type=at_least(1, "a number of processes"), default=2, metavar="N",
                help="processes of the run, 1-16 (default: %(default)s)"),
-        option("--plain", "--no-screen", action="store_true",
+        option("--plain", action="store_true",
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
                help="longest wait for the verdict, and then for an action (default: %(default)g)"),

@@ -138,11 +138,6 @@ def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
     return filled
 
 
-def columns_of(mode: Mode, width: int) -> int:
-    """Returns how many columns of values fit into `width` cells."""
-    return width * 2 if mode == "braille" else width
-
-
 @lru_cache(maxsize=16)
 def draw(
     curves: tuple[tuple[Bin, ...], ...], low: float, high: float, height: int, mode: Mode

@@ -110,11 +110,8 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
     rest = ", ".join(phase.name for phase in launch.rest)
     if launch.state == "waiting":
         name = launch.rest[0].numbered if rest else "the next phase"
-        return [
-            Notice(
-                "warn", f"waiting for confirmation before phase {name}", "L start  E flags  H halt"
-            )
-        ]
+        text = f"waiting for confirmation before phase {name}"
+        return [Notice("warn", text, "L start  E flags  H halt")]
     if not rest:
         return []
     missed, why = not_passed(state.gates), f"{launch.current} {state.state}"
@@ -129,11 +126,8 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
         return [Notice("warn", missed, "2 gates")]
     overridden = sum(gate.result != "pass" for gate in gates)
     text = f"all gates of this phase passed ({len(gates)})"
-    text = (
-        f"{overridden} of {len(gates)} gates did not pass, and the plan overrides them"
-        if overridden
-        else text
-    )
+    if overridden:
+        text = f"{overridden} of {len(gates)} gates did not pass, and the plan overrides them"
     return [Notice("info", text)] if gates else []
 
 

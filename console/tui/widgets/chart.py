@@ -42,7 +42,7 @@ def chart_rows(
         return [rule(chart.title, width, "no data yet", selected, detail=chart.unit_word)]
     room, has_axis = width - LABEL - 1, height >= AXIS_HEIGHT
     body_height = height - 1 - has_axis
-    curves = _curves(chart, held, window, chartmath.columns_of(mode, room))
+    curves = _curves(chart, held, window, room * 2 if mode == "braille" else room)
     low, high = chartmath.bounds(chartmath.merge(curves), chart.from_zero)
     high = max(high, LEAST_HIGH.get(chart.unit, high))
     gap = ", " if width >= WIDE else " "
