@@ -22,9 +22,9 @@ def eta(seconds: float | None) -> str:
     return age(seconds)
 
 
-def count(value: float | None) -> str:
-    """Returns a whole number with thousands separators."""
-    return DASH if value is None or not math.isfinite(value) else f"{value:,.0f}"
+def whole(value: float | None, suffix: str = "") -> str:
+    """Returns a whole number with thousands separators: `41,208`, `98%`, `612W`."""
+    return DASH if value is None or not math.isfinite(value) else f"{value:,.0f}{suffix}"
 
 
 def short(value: float | None) -> str:
@@ -64,7 +64,7 @@ def figure(value: float, unit: str) -> str:
         return gib(value * (1024 if unit == "GiB" else 1))
     if unit == "s":
         return duration(value)
-    return count(value) if abs(value) >= 1000 else short(value)
+    return whole(value) if abs(value) >= 1000 else short(value)
 
 
 def duration(seconds: float) -> str:
@@ -91,17 +91,6 @@ def short_gib(mib: float | None) -> str:
     if mib is not None and 10 * 1024 <= mib < math.inf:
         return f"{mib / 1024:.0f}G"
     return gib(mib).replace(" MiB", "M").replace(" GiB", "G")
-
-
-def percent(value: float | None) -> str:
-    """Returns a percentage without decimals: `98%`."""
-    return DASH if value is None or not math.isfinite(value) else f"{min(value, 99999):.0f}%"
-
-
-def watts(power_w: float | None, limit_w: float | None = None) -> str:
-    if power_w is None or not math.isfinite(power_w):
-        return DASH
-    return f"{power_w:.0f}W" if limit_w is None else f"{power_w:.0f}/{limit_w:.0f} W"
 
 
 def bar(share: float | None, width: int) -> tuple[str, str]:

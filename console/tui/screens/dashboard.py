@@ -26,6 +26,8 @@ from console.tui.widgets.loglines import newest_rows
 from console.tui.widgets.ranks import rank_rows
 
 TALL = 30
+LEAST_WIDTH, LEAST_HEIGHT = 80, 16
+"""The smallest view that has figures, charts and log beside the ranks."""
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
 """Heights of a chart in lines: the least height, the height in a low terminal with a log, and the
 height that must be free for each further row of charts."""
@@ -51,19 +53,16 @@ ZOOMED = Shape(0, 0, 1, 1, 0)
 def shape(width: int, height: int, ranks: int, available: int) -> Shape:
     """Returns the layout of the Dashboard for `available` charts in `width` × `height` cells.
 
-    If there is not enough room, the log is left out first, then charts; ranks always stay.
+    In a terminal that is too small, only the ranks are shown.
     """
+    if width < LEAST_WIDTH or height < LEAST_HEIGHT:
+        return Shape(height, 0, 0, 0, 0)
     tall = height >= TALL
-    wanted = max(13 if tall else 7, ranks + 1)
-    reserved = 0 if height < 12 else LEAST_CHART if height < 16 else 2 * LEAST_CHART
-    top = max(2, min(wanted, height - reserved))
+    top = max(2, min(max(13 if tall else 7, ranks + 1), height - 2 * LEAST_CHART))
     left = height - top
-    figures = 0 if width < 60 else 28 if width < 100 else 40 if width < 160 else 52
-    if left < LEAST_CHART:
-        return Shape(top, figures, 0, 0, left)
-    per_row = 1 if width < 60 else 2 if width < 116 else 3 if width < 160 else 4
-    rows = max(left * 3 // 4 // HIGH_CHART, 2 if left >= 2 * LEAST_CHART else 1)
-    rows = min(rows, -(-available // per_row))
+    figures = 28 if width < 100 else 40 if width < 160 else 52
+    per_row = 2 if width < 116 else 3 if width < 160 else 4
+    rows = min(max(left * 3 // 4 // HIGH_CHART, 2), -(-available // per_row))
     count = min(available, rows * per_row)
     log = max(5, left // 4) if tall else left - rows * LOW_CHART
     if rows == 1 and not tall:

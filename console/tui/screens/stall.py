@@ -92,8 +92,8 @@ def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: flo
 
 def _rank_cells(rank: Rank, style: str) -> Cells:
     pulse, gpu = rank.pulse, rank.gpu
-    use = fmt.percent(gpu.util_pct if gpu else rank.cpu_pct)
-    power = fmt.watts(gpu.power_w) if gpu else ""
+    use = fmt.whole(gpu.util_pct if gpu else rank.cpu_pct, "%")
+    power = fmt.whole(gpu.power_w, "W") if gpu else ""
     if gpu is not None and gpu.state != "ok":
         use, power = gpu.state, "GPU"
     process = rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)

@@ -108,7 +108,7 @@ def scale_label(value: float, unit: str) -> str:
     if unit == "share":
         return f"{value * 100:.0f}%"
     if unit == "%":
-        return fmt.percent(value)
+        return fmt.whole(value, "%")
     if unit == "GiB":
         return fmt.short_gib(value * 1024) if value else "0"
     if unit == "s":
