@@ -1,4 +1,4 @@
-"""The commands that only read: runs, status, watch, check, compare, logs, flags and plans."""
+"""The commands that only read: runs, status, watch, check, compare, report, logs, flags, plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from console.sources import launches, liveness
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract import rundir
-from trainers.contract.errors import NotFoundError, UsageError
+from trainers.contract.errors import NotFoundError, RefusedError, UsageError
 
 LOGS_POLL_S = 0.5
 FULL_BYTES = 8 << 20
@@ -248,6 +248,29 @@ def compare(options: argparse.Namespace) -> int:
     lines = [clean(line, 400) for each in found for line in each.lines()]
     show(options.json, [each.as_dict() for each in found], lines)
     return 1 if any(each.refusal for each in found) else 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """Prints the Markdown, or writes it and its charts to a file."""
+    from console.plans import report as reports
+
+    path = launches.find(options.run, options.root)
+    output = options.output
+    if output is None:
+        *_, files = reports.versions(path)
+        text = files[path]
+        show(options.json, {"path": str(path), "report": text}, [text.rstrip("\n")])
+        return 0
+    if output.suffix != ".md" or not output.parent.is_dir():
+        raise UsageError(f"--output {output}: it must be NAME.md, in an existing directory")
+    try:
+        *_, files = reports.versions(path, output)
+        reports.save(files)
+    except OSError as error:
+        raise RefusedError(f"cannot write {output}: {error.strerror}") from error
+    names = [str(each) for each in files]
+    show(options.json, {"path": str(path), "files": names}, [f"wrote {', '.join(names)}"])
+    return 0
 
 
 def logs(options: argparse.Namespace) -> int:

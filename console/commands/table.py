@@ -210,7 +210,7 @@ QUERIES: tuple[Command, ...] = (
                help="write FILE (NAME.md), and its charts NAME-loss.svg and NAME-speed.svg"),
     ), "The report shows gates, speed, figures with file and window, environment, files,\n"
        "and what was not measured. Each launch writes report.md at its end. Exit code 0:\n"
-       "the report was written, whatever the result of the run.\n" + LEGACY, "report.report"),
+       "the report was written, whatever the result of the run.\n" + LEGACY, "query.report"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
         _run(),
