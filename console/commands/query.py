@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 import time
@@ -20,6 +19,7 @@ from console.commands.output import (
     show,
     show_progress,
 )
+from console.commands.table import regex
 from console.model import LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState, State
 from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches, liveness
@@ -283,7 +283,7 @@ def logs(options: argparse.Namespace) -> int:
         raise NotFoundError(f"{options.run} has no run yet, so it has no logs")
     if isinstance(options.rank, int) and not options.follow:
         _must_have_rank(run, state, options.rank)
-    pattern = _pattern(options.grep or "")
+    pattern = options.grep or regex("")
     reader = LogSource(run.run_path, state.attempt)
     wanted = f"r{options.rank}" if isinstance(options.rank, int) else options.rank
     over = not options.follow or status_text.is_over(state)
@@ -302,13 +302,6 @@ def logs(options: argparse.Namespace) -> int:
             time.sleep(LOGS_POLL_S)
             state = run.poll()
             over = status_text.is_over(state)
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"--grep {text!r} is not a regular expression: {error}") from None
 
 
 def _must_have_rank(run: RunSource, state: RunState, rank: int) -> None:

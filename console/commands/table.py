@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -51,6 +52,13 @@ def at_least(least: int, what: str) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"{text} is not {what}")
 
     return convert
+
+
+def regex(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
 
 
 def log_name(text: str) -> int | str:
@@ -216,7 +224,7 @@ QUERIES: tuple[Command, ...] = (
         _run(),
         option("--rank", type=log_name, metavar="R",
                help="only the log of this rank, of sup (the supervisor) or of torchrun"),
-        option("--grep", type=word, metavar="RE", help="only lines that match this regex"),
+        option("--grep", type=regex, metavar="RE", help="only lines that match this regex"),
         option("-f", "--follow", action="store_true", help="print new lines until the run ends"),
     ), target="query.logs"),
     Command("flags", "List all environment flags.", ("flags",), target="query.flags"),

@@ -213,7 +213,7 @@ class Launch(Scrolls, View):
             return
         if item.flag is None:
             self.draft.between = "go" if self.draft.between == "ask" else "ask"
-            self._changed()
+            self.fill()
             return
         held = item.following if item.changed else None
         decided, value = flag_list.next_value(item.flag, item.now, held)
@@ -258,11 +258,7 @@ class Launch(Scrolls, View):
             self.draft.flags.pop(name, None)
         else:
             self.draft.flags[name] = value
-        self._changed()
-
-    def _changed(self) -> None:
         self.fill()
-        self.console.operator.prepare()
 
     def copied(self) -> str:
         return self._line(self.snapshot)[1] if self.snapshot else ""
