@@ -12,13 +12,11 @@ from typing import Any
 from console import status_text
 from console.commands.output import show
 from console.diagnose.stall import limit_s
-from console.model import RunState
 from console.sources import launches, verdicts
 from console.sources.sanitize import clean
 from console.supervisor.diagnosis import Diagnoser, Diagnosis
+from console.supervisor.monitor import stop_cost
 
-ENDS_RUN = frozenset(("exited", "exited-early", "mismatch"))
-"""Causes that only the end of the attempt removes."""
 MAX_RANK_LINES = 64
 
 
@@ -30,26 +28,12 @@ def diagnose(options: argparse.Namespace) -> int:
     return found.exit_code
 
 
-def cost(state: RunState, cause: str) -> tuple[int | None, str]:
-    """Returns two values: the number of steps that a stop loses, and a sentence on this loss."""
-    saved = state.checkpoint.removeprefix("step_")
-    if state.step is None:
-        lost, words = None, "an unknown number of steps"
-    else:
-        lost = max(0, state.step - (int(saved) if saved.isdecimal() else 0))
-        words = status_text.counted(lost, "step")
-    since = f"since the checkpoint of step {int(saved)}" if saved.isdecimal() else "no checkpoint"
-    stop = f"stopping the run loses {words} ({since})"
-    if cause in ENDS_RUN:
-        return lost, stop
-    return lost, f"no step is lost if the run then continues; {stop}"
-
-
 def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
     """Returns a diagnosis as JSON data; its keys are documented and stable."""
     state, verdict = found.state, found.verdict
     seen = verdicts.seen_before(root, found.run, verdict) if verdict and found.run else None
-    lost, text = cost(state, verdict.cause) if verdict and found.outlook != "ended" else (None, "")
+    saved = state.checkpoint.removeprefix("step_")
+    cost = stop_cost(state.step or 0, int(saved) if saved.isdecimal() else 0, True)
     ranks = [
         {"rank": each.rank, "pid": each.pid or None, "state": each.state, "step": each.step,
          "phase": each.phase, "unchanged_s": round(each.unchanged_s, 1) if each.phase else None,
@@ -61,7 +45,7 @@ def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
         "step": state.step, "attempt": state.attempt, "source": found.source if verdict else "",
         "age_s": verdict and max(0.0, time.time() - verdict.ts),
         "verdict": verdict and asdict(verdict), "missing": list(found.missing),
-        "lost_steps": lost, "cost": text,
+        "cost": cost if verdict and found.outlook != "ended" else "",
         "seen_before": seen and {"run": seen.run, "ts": seen.verdict.ts,
                                  "cause": seen.verdict.cause, "place": seen.verdict.place},
         "ranks": ranks,
@@ -83,7 +67,7 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
     yield from (f"    ? {line}" for line in found.missing)
     if verdict and verdict.action:
         yield f"  next: {verdict.action}"
-    if record["cost"]:
+    if record["cost"] and record["cost"] not in record["verdict"]["action"]:
         yield f"  cost: {record['cost']}"
     if seen := record["seen_before"]:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen["ts"]))

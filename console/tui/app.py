@@ -177,7 +177,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     def set_paused(self, paused: bool) -> None:
         """Pauses or resumes the view; the header and the alert line are still updated."""
-        self.paused = self.header.paused = paused
+        self.paused = self.feed.paused = self.header.paused = paused
         self.header.redraw()
         if not paused:
             self.shown_snapshot = self.snapshot

@@ -107,6 +107,8 @@ class Feed:
         self._stopped = False
         self._coming: tuple[object, Mapping[str, str], str] = (None, {}, "")
         self.wants_stacks = self.wants_coming = False
+        self.paused = False
+        """True while the display is paused; new log lines are then left unread."""
         self._reading_since: float | None = None
 
     def start(self) -> None:
@@ -190,7 +192,7 @@ class Feed:
                         coming=following, coming_trouble=why_not)  # fmt: skip
 
     def _poll_logs(self, run: Path | None, state: RunState) -> tuple[tuple[LogLine, ...], bool]:
-        if run is None:
+        if run is None or self.paused:
             return (), False
         from console.sources.logs import LogSource
 

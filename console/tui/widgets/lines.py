@@ -48,8 +48,8 @@ class Lines(Plain):
     DEFAULT_CSS = "Lines { height: 1; }"
     ALLOW_SELECT = False
 
-    def __init__(self, id: str | None = None, classes: str | None = None):
-        super().__init__(id=id, classes=classes)
+    def __init__(self, id: str | None = None):
+        super().__init__(id=id)
         self.shown: tuple[Row, ...] = ()
         self._strips: dict[int, Strip] = {}
         self._drawn_size: Size | None = None
