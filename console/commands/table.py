@@ -180,7 +180,7 @@ QUERIES: tuple[Command, ...] = (
     ), "MANIFEST.json in the archive lists the size and SHA-256 of each file, and what\n"
        "was cut off or left out. The archive has at most 64 MiB, and nothing is read\n"
        "through links.\n" + LEGACY,
-       "bundle.bundle"),
+       "diagnose.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
     ), (

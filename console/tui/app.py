@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
@@ -37,7 +37,6 @@ from console.tui.widgets.overlay import Drawer, Overlay
 from trainers.contract import environ, rundir
 
 if TYPE_CHECKING:
-    from console.model import RunState
     from console.sources.run import RunSource
     from console.tui.widgets.chooser import Entry
 
@@ -93,7 +92,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.draft = Draft(plan, root)
         self.operator = Operator(self, request, actions)
         self.book = LogBook()
-        self.feed = Feed(partial(self.call_later, self.take), self._wanted, path, root, opener)
+        self.feed = Feed(partial(self.call_later, self.take), path, root, opener)
         self.snapshot: ScreenData | None = None
         self.shown_snapshot: ScreenData | None = None
         self.paused = False
@@ -171,10 +170,6 @@ class ConsoleApp(App[int], inherit_bindings=False):
             self.view.take(snapshot)
         self.feed.allow_next()
 
-    def _wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
-        """Returns the series that the view draws; the feed's thread calls this method."""
-        return self.dashboard.wanted(state, recorded) if self.view_name == "dashboard" else ()
-
     def set_paused(self, paused: bool) -> None:
         """Pauses or resumes the view; the header and the alert line are still updated."""
         self.paused = self.feed.paused = self.header.paused = paused
@@ -205,6 +200,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         for held, view in self.views.items():
             view.display = held == name
         self.view_name = name
+        self.feed.wanted = ()
         self.feed.wants_stacks = name == "stall"
         self.feed.wants_coming = name == "launch"
         self.footer.draw(name)

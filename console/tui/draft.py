@@ -63,9 +63,11 @@ class Draft:
         if plan_name != self.plan_name:
             self.plan_name, self.flags, self.prepared, self.trouble = plan_name, {}, None, ""
 
-    def options(self, actions: Any) -> Any:
-        # Every change of a flag repeats this check, so only the launch itself measures.
-        return actions.LaunchOptions(
+    def options(self) -> Any:
+        """Returns the options of the launch; only the launch itself measures."""
+        from console.actions import LaunchOptions  # not needed at first
+
+        return LaunchOptions(
             plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root,
             measure=False,
         )  # fmt: skip
@@ -73,10 +75,7 @@ class Draft:
     @property
     def is_checked(self) -> bool:
         """True if the result of the check belongs to the options that are chosen now."""
-        held = self.checked
-        return held is not None and (held.plan, held.flags, held.between) == (
-            self.plan_name, self.flags, self.between,
-        )  # fmt: skip
+        return self.checked is not None and self.checked == self.options()
 
     def take(self, options: Any, prepared: Any, trouble: str) -> None:
         """Stores the result of a check; after an error, the last readable plan remains."""

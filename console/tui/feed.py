@@ -87,12 +87,11 @@ class Feed:
     def __init__(
         self,
         deliver: Callable[[ScreenData], object],
-        wanted: Callable[[RunState, Collection[str]], tuple[str, ...]],
         path: Path | None,
         root: Path,
         opener: Callable[[Path], RunSource] = open_source,
     ):
-        self._deliver, self._wanted, self._open = deliver, wanted, opener
+        self._deliver, self._open = deliver, opener
         self._root = root
         self._path = path
         self._source: RunSource | None = None
@@ -106,6 +105,8 @@ class Feed:
         self._taken = threading.Event()
         self._stopped = False
         self._coming: tuple[object, Mapping[str, str], str] = (None, {}, "")
+        self.wanted: tuple[str, ...] = ()
+        """The series that the view draws."""
         self.wants_stacks = self.wants_coming = False
         self.paused = False
         """True while the display is paused; new log lines are then left unread."""
@@ -183,7 +184,7 @@ class Feed:
         run = source.run_path
         log, begins = self._poll_logs(run, state)
         series, recorded = source.series, source.series.names
-        charts = {name: series.points(name) for name in self._wanted(state, recorded)}
+        charts = {name: series.points(name) for name in self.wanted}
         stacks = self._poll_stacks(run, state)
         following, why_not = self._poll_coming(state.launch)
         self._watched = [run / name for name in STAMPED] if run else []

@@ -129,10 +129,10 @@ class Operator:
         screen, draft = self._screen, self._screen.draft
         if self._pending("check"):
             return
-        options = draft.options(self.actions)
+        options = draft.options()
 
         def ended(prepared: Any, trouble: str = "") -> None:
-            if options != draft.options(self.actions):
+            if options != draft.options():
                 self.prepare()
                 return
             draft.take(options, prepared, trouble)

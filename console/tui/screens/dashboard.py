@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partialmethod
 from importlib import import_module
@@ -10,7 +10,6 @@ from typing import Any
 
 from textual.app import ComposeResult
 
-from console.model import RunState
 from console.tui import chartmath, charts
 from console.tui.background import run_in_background
 from console.tui.chartmath import Mode
@@ -111,14 +110,6 @@ class Dashboard(View):
     def _log_rows(self, _: ScreenData, width: int, height: int) -> list[Row]:
         return newest_rows(self.console.book, width, height)
 
-    def wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
-        """Returns the series that the displayed charts need; called by the feed's thread."""
-        found = charts.of_run(state, recorded, self.choice)
-        if self.zoomed:
-            return found[min(self.selected or 0, len(found) - 1)].series(zoomed=True)
-        shown = found[: self._shape.charts] if self._shape else found
-        return tuple(name for chart in shown for name in chart.series(zoomed=False))
-
     def fit_panels(self) -> None:
         snapshot = self.snapshot
         state = snapshot.state if snapshot else None
@@ -133,11 +124,13 @@ class Dashboard(View):
         if self.selected is not None:
             self.selected = min(self.selected, len(self._charts) - 1)
         first = self.selected or 0 if self.zoomed else 0
-        for index, panel in enumerate(self.panels):
-            if index < now.charts:
-                panel.chart, panel.span_s = self._charts[first + index], self.span_s
-                panel.zoomed, panel.selected = self.zoomed, index == self.selected
-        if not snapshot.charts.keys() >= {*self.wanted(state, snapshot.recorded)}:
+        shown = self._charts[first : first + now.charts]
+        for index, (panel, chart) in enumerate(zip(self.panels, shown, strict=False)):
+            panel.chart, panel.span_s = chart, self.span_s
+            panel.zoomed, panel.selected = self.zoomed, index == self.selected
+        wanted = tuple(name for chart in shown for name in chart.series(self.zoomed))
+        if self.console.feed.wanted != wanted:
+            self.console.feed.wanted = wanted
             self.call_after_refresh(self.console.feed.nudge)
 
     def _apply(self, now: Shape) -> None:
