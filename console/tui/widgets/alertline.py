@@ -88,20 +88,17 @@ def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
     if state.state == "stalled":
         said = state.verdict.sentence if state.verdict else state.why or "no rank makes progress"
         return [] if is_stall_told else [Notice("crit", said, "3 diagnose")]
-    if state.state in BAD_STATES:
-        return [Notice("crit", f"{state.state}: {state.why or 'no reason recorded'}", "4 logs")]
     if state.state == "unsupervised":
         why = state.why or "the supervisor is not running; ranks are alive"
         return [Notice("warn", why, "R new supervisor")]
+    text = f"{state.state}: {state.why or 'no reason recorded'}"
+    if state.state in BAD_STATES:
+        return [Notice("crit", text, "4 logs")]
     if state.state == "restarting":
-        begins, _, cause = state.why.partition(": ")
-        why = f"{cause}; {begins}" if cause else begins
-        return [Notice("warn", f"restarting: {why}", "H halt")]
+        return [Notice("warn", text, "H halt")]
     early = state.state == "completed" and (state.step or 0) < (state.steps_planned or 0)
     told = state.state in ("halting", "halted", "stopping", "stopped")
-    if (told or early) and state.why:
-        return [Notice("info", f"{state.state}: {state.why}")]
-    return []
+    return [Notice("info", text)] if (told or early) and state.why else []
 
 
 def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:

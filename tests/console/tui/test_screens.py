@@ -114,15 +114,11 @@ def test_nothing_is_armed_where_nobody_watches():
             assert "on stall" not in header
 
 
-def test_a_further_attempt_is_counted_and_its_reason_stands_before_what_follows():
+def test_a_further_attempt_is_counted():
     again = recorded.running(attempt=2)
     for width in (80, 120):
         assert re.search("att(empt)? 2", text_of(header_row(ScreenData(0.0, NOW, again), width)))
         assert " att" not in text_of(header_row(ScreenData(0.0, NOW, recorded.running()), width))
-    why = "attempt 2 starts in 5 s from the checkpoint of step 20: rank 1 was killed by SIGKILL"
-    waits = recorded.running(state="restarting", why=why)
-    line = text_of(alert_rows(notices(ScreenData(0.0, NOW, waits)), 80)[0])
-    assert "rank 1 was killed by SIGKILL; attempt 2 starts" in line, line
 
 
 def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails(tmp_path):
