@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
@@ -20,11 +19,11 @@ from textual.widget import Widget
 
 from console.status_text import counted
 from console.tui import keys
-from console.tui.background import Pending, request
+from console.tui.background import Pending
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
-from console.tui.feed import Feed, ScreenData, open_source
-from console.tui.operator import Operator, Request, preload
+from console.tui.feed import Feed, ScreenData
+from console.tui.operator import Operator, preload
 from console.tui.screens.dashboard import Dashboard
 from console.tui.screens.view import Body, Main, View
 from console.tui.terminal import Terminal
@@ -37,7 +36,6 @@ from console.tui.widgets.overlay import Drawer, Overlay
 from trainers.contract import environ, rundir
 
 if TYPE_CHECKING:
-    from console.sources.run import RunSource
     from console.tui.widgets.chooser import Entry
 
 TICK_S = 1.0
@@ -75,24 +73,15 @@ class ConsoleApp(App[int], inherit_bindings=False):
     AUTO_FOCUS = None
     BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
 
-    def __init__(
-        self,
-        path: Path | None,
-        plan: str,
-        root: Path,
-        terminal: Terminal,
-        actions: Any = None,
-        request: Request = request,
-        opener: Callable[[Path], RunSource] = open_source,
-    ):
+    def __init__(self, path: Path | None, plan: str, root: Path, terminal: Terminal):
         super().__init__(driver_class=TerminalDriver)
         self.theme = "ansi-dark"
         self.animation_level = "none"
         self.terminal = terminal
         self.draft = Draft(plan, root)
-        self.operator = Operator(self, request, actions)
+        self.operator = Operator(self)
         self.book = LogBook()
-        self.feed = Feed(partial(self.call_later, self.take), path, root, opener)
+        self.feed = Feed(partial(self.call_later, self.take), path, root)
         self.snapshot: ScreenData | None = None
         self.shown_snapshot: ScreenData | None = None
         self.paused = False

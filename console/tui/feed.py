@@ -84,14 +84,8 @@ class Feed:
     grows.
     """
 
-    def __init__(
-        self,
-        deliver: Callable[[ScreenData], object],
-        path: Path | None,
-        root: Path,
-        opener: Callable[[Path], RunSource] = open_source,
-    ):
-        self._deliver, self._open = deliver, opener
+    def __init__(self, deliver: Callable[[ScreenData], object], path: Path | None, root: Path):
+        self._deliver, self._open = deliver, open_source
         self._root = root
         self._path = path
         self._source: RunSource | None = None

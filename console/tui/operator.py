@@ -67,7 +67,7 @@ class Operator:
     returns the answer.
     """
 
-    def __init__(self, screen: Console, request: Request, actions: Any):
+    def __init__(self, screen: Console, request: Request = background.request, actions: Any = None):
         self._screen, self._request, self._actions = screen, request, actions
 
     @property
