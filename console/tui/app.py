@@ -83,7 +83,6 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.book = LogBook()
         self.feed = Feed(partial(self.call_later, self.take), path, root)
         self.snapshot: ScreenData | None = None
-        self.shown_snapshot: ScreenData | None = None
         self.paused = False
         self.pending: list[Pending] = []
         self.view_name = "dashboard"
@@ -155,7 +154,6 @@ class ConsoleApp(App[int], inherit_bindings=False):
         for panel in (self.header, self.alert, self.bar):
             panel.take(snapshot)
         if not self.paused:
-            self.shown_snapshot = snapshot
             self.view.take(snapshot)
         self.feed.allow_next()
 
@@ -164,7 +162,6 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.paused = self.feed.paused = self.header.paused = paused
         self.header.redraw()
         if not paused:
-            self.shown_snapshot = self.snapshot
             self.repaint_view()
             self.feed.nudge()
 
@@ -267,9 +264,11 @@ class ConsoleApp(App[int], inherit_bindings=False):
         await self.action_key(event.button.means)
 
     def repaint_view(self) -> None:
-        """Draws the view again from the last snapshot."""
-        if self.shown_snapshot is not None:
-            self.view.take(self.shown_snapshot)
+        """Draws the view again; a paused view keeps its snapshot."""
+        if self.paused:
+            self.view.draw_again()
+        elif self.snapshot is not None:
+            self.view.take(self.snapshot)
 
     def say(self, text: str, level: str = "ok") -> None:
         """Shows the result of an action."""
