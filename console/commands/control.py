@@ -11,10 +11,10 @@ from multiprocessing import Pipe
 from typing import Any, NoReturn, TypeVar
 
 from console import actions, targets
+from console.action_table import ACTIONS
 from console.actions import LaunchOptions
 from console.commands.output import print_error, print_line, program, show
 from console.commands.query import follow
-from console.request_schema import ACTIONS
 from console.sources import launches
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
