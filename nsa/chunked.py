@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.attend import attend_last, causal_mask
-from nsa.config import LOCAL_BLOCKS, NSAConfig, selection_blocks
+from nsa.config import INITIAL_BLOCKS, LOCAL_BLOCKS, NSAConfig, selection_blocks
 from nsa.partial import attend_part, attend_part_backward
 from nsa.precision import no_autocast, upcast_fp32
 from nsa.select import attend_selected
@@ -182,7 +182,7 @@ class _Joined:
         self._mass = torch.ones_like(near_lse)
 
     def add(self, tiles: "_Tiles", out: Tensor, lse: Tensor) -> None:
-        """Adds a part's output `[tiles, slots · R, Dv]` and log-sum-exp `[tiles, slots · R]`."""
+        """Adds a part's output `[tiles, 1, slots · R, Dv]` and log-sum-exp `[tiles, 1, slots · R]`."""
         lse = lse.unsqueeze(-1)
         ahead = lse - tiles.queries(self._reference)
         if not _host_may_wait(lse) or bool((ahead > FARTHEST_AHEAD).any()):
@@ -214,9 +214,9 @@ class _Chunk:
     first: int
     size: int
     blocks: Tensor
-    """`[B, G, C, n - 2]`: the selected blocks without the two local ones."""
+    """`[B, G, C, n - 3]`: the selected blocks without the forced ones."""
     bias: Tensor
-    """Additive mask `[l' · R, 2 · l']` of a query in the second of two neighbouring blocks."""
+    """Additive mask `[l' · R, 3 · l']` of a query's own block, after block 0 and the one before."""
 
     def rows(self, x: Tensor, spare: float = 0.0) -> Tensor:
         """`[B, H, S, X]` → `[B · G · C + 1, R, X]`, in float32 or wider; the last is `spare`."""
@@ -228,16 +228,16 @@ class _Chunk:
         return rows
 
     def fold(self, rows: Tensor) -> Tensor:
-        """`[B · G · C + 1, R, X]` → `[B · G · blocks, l' · R, X]`, padded to whole blocks."""
+        """`[B · G · C + 1, R, X]` → `[B · G · blocks, 1, l' · R, X]`, padded to whole blocks."""
         x, spare = rows[:-1], -self.blocks.shape[2] % self.size
         if spare:
             x = F.pad(x.unflatten(0, (-1, self.blocks.shape[2])), (0, 0, 0, 0, 0, spare))
-        return x.view(-1, self.size * rows.shape[1], rows.shape[2])
+        return x.view(-1, 1, self.size * rows.shape[1], rows.shape[2])
 
     def unfold(self, x: Tensor) -> Tensor:
         """The reverse of `fold`; the last row is 0."""
         batch, groups, tokens, _ = self.blocks.shape
-        x = x.reshape(batch * groups, -1, x.shape[1] // self.size, x.shape[2])[:, :tokens]
+        x = x.reshape(batch * groups, -1, x.shape[2] // self.size, x.shape[3])[:, :tokens]
         return F.pad(x.flatten(0, 1), (0, 0, 0, 0, 0, 1))
 
     def write(self, rows: Tensor, whole: Tensor) -> None:
@@ -331,12 +331,12 @@ class _Tiles:
         return [cls(row[i:j], block[i:j]) for i, j in pairwise(ends)]
 
     def queries(self, x: Tensor) -> Tensor:
-        """`[rows, R, X]` → `[tiles, slots · R, X]`."""
+        """`[rows, R, X]` → `[tiles, 1, slots · R, X]`."""
         rows = x.flatten(1).index_select(0, self.row.flatten())
-        return rows.view(len(self.row), -1, x.shape[-1])
+        return rows.view(len(self.row), 1, -1, x.shape[-1])
 
     def add(self, sums: Tensor, x: Tensor) -> None:
-        """Adds `x` `[tiles, slots · R, X]` to the rows of the tiles in `sums` `[rows, R, X]`."""
+        """Adds `x` `[tiles, 1, slots · R, X]` to the rows of the tiles in `sums` `[rows, R, X]`."""
         row = self.row.flatten()
         sums.flatten(1).index_add_(0, row, x.reshape(len(row), -1))
 
@@ -355,21 +355,22 @@ class _Blocks:
         return cls(wide.unflatten(2, (-1, size)).contiguous())
 
     def near(self, chunk: _Chunk) -> Tensor:
-        """`[B · G · blocks, 2 · l', D]`: each block of the chunk after the one before it."""
+        """`[B · G · blocks, 1, 3 · l', D]`: block 0, and each block of the chunk with the one before."""
         n = -(-(chunk.end - chunk.begin) // chunk.size)
         before, own = (self.data[:, :, i : i + n] for i in (chunk.first - 1, chunk.first))
-        return torch.cat((before, own), dim=3).flatten(0, 2)
+        initial = self.data[:, :, :1].expand_as(own)
+        return torch.cat((initial, before, own), dim=3).flatten(0, 2).unsqueeze(1)
 
     def far(self, tiles: _Tiles) -> Tensor:
-        """`[tiles, l', D]`."""
+        """`[tiles, 1, l', D]`."""
         rows = self.data.flatten(3, 4).flatten(0, 2).index_select(0, tiles.block)
-        return rows.view(-1, *self.data.shape[3:])
+        return rows.view(-1, 1, *self.data.shape[3:])
 
     def add_near(self, chunk: _Chunk, grad: Tensor) -> None:
         batch, groups, _, size, width = self.data.shape
-        grad = grad.view(batch, groups, -1, 2, size, width)
-        for i, part in enumerate(grad.unbind(3)):
-            begin = chunk.first - 1 + i
+        initial, *local = grad.reshape(batch, groups, -1, 3, size, width).unbind(3)
+        self.data[:, :, 0].add_(initial.sum(2))
+        for begin, part in enumerate(local, chunk.first - 1):
             self.data[:, :, begin : begin + part.shape[2]].add_(part)
 
     def add_far(self, tiles: _Tiles, grad: Tensor) -> None:
@@ -386,13 +387,13 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
     """Returns the chunks of the queries `[B, H, S, D]`; the first query begins a block."""
     seq_len, heads = q.shape[2], q.shape[1] // k.shape[1]
     first = (k.shape[2] - seq_len) // size
-    # A query of the second of two neighbouring blocks.
-    bias = causal_mask(size, size, 2 * size, upcast_fp32(q[:, :, :0]), heads=heads)
+    # A query of the third of three blocks; all its keys in the first two lie before it.
+    bias = causal_mask(2 * size, size, 3 * size, upcast_fp32(q[:, :, :0]), heads=heads)
     step = max(CHUNK // size, 1) * size
     return [
         _Chunk(
             begin, min(begin + step, seq_len), first + begin // size, size,
-            blocks[:, :, begin : begin + step, :-LOCAL_BLOCKS], bias,
+            blocks[:, :, begin : begin + step, INITIAL_BLOCKS:-LOCAL_BLOCKS], bias,
         )
         for begin in range(0, seq_len, step)
     ]  # fmt: skip

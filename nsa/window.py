@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.attend import attend, attend_last, causal_mask
+from nsa.attend import attend, attend_folded, attend_last, causal_mask
 
 CHUNK_ROWS = 384
 """Preferred number of rows (tokens times heads of a group) in a chunk."""
@@ -23,6 +23,8 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = F
     (16 to 128), and each chunk sees w + c keys, so a query costs w + c keys instead of S.
     """
     count, past = q.shape[2], k.shape[2] - q.shape[2]
+    if folded and not past:
+        return attend_folded(q, k, v, window)
     if count == 1:
         return attend_last(q, k[:, :, -window:], v[:, :, -window:])
     start = min(max(window - past, 0), count)
