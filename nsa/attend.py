@@ -153,8 +153,9 @@ def causal_mask(
     """Returns an additive mask `[count · heads, n_keys]` with the dtype and device of `like`.
 
     The queries have the positions first, first + 1, …, each for `heads` rows; the keys have the
-    positions 0, `stride`, 2 · `stride`, …. A query sees the keys up to its own position; with a
-    `window`, only those that are less than `window` positions before the query.
+    positions 0, `stride`, 2 · `stride`, …. Positions count from any token that the caller chooses.
+    A query sees the keys up to its own position; with a `window`, only those that are less than
+    `window` positions before the query.
     """
     return _causal_mask(first, count, n_keys, heads, window, stride, like.device, like.dtype)
 

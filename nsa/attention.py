@@ -52,6 +52,7 @@ class NSAttention(nn.Module):
         self.stats: dict[str, Tensor] = {}
         self.fallbacks: Counter[str] = Counter()
         keys, values = config.n_kv_groups * config.d_k, config.n_kv_groups * config.d_v
+        # Checkpoints have these names: "slc" is the branch that is named "sel" elsewhere.
         self.qkv = Projection(
             config.dim,
             {"q": config.n_heads * config.d_k}
@@ -123,8 +124,8 @@ class NSAttention(nn.Module):
     def collect(self, logits: Tensor, q: Tensor, k_blocks: Tensor) -> None:
         """Stores the statistics of a forward in `stats`, from gate logits, queries and blocks."""
         nsa = self.config.nsa
-        p_slc = block_scores(q, k_blocks, nsa)
-        found = selection_stats(p_slc, top_blocks(p_slc, nsa), nsa)
+        p_sel = block_scores(q, k_blocks, nsa)
+        found = selection_stats(p_sel, top_blocks(p_sel, nsa), nsa)
         self.stats = gate_stats(logits, nsa.gate) | found
 
 

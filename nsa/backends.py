@@ -85,6 +85,8 @@ class Case:
     batch: int = 1
     threads: int = 0
     """Threads of the CPU; 0 if unknown, for example while torch.compile traces."""
+    flash_parts: bool = True
+    """False where torch lacks the private CPU kernels of `nsa.partial`."""
 
     @property
     def total(self) -> int:
@@ -109,10 +111,11 @@ class Route:
     name: str
     why: str
     fallback: str = ""
-    """Why a switch is not obeyed, or "" if all switches are obeyed."""
+    """Why a switch is not obeyed or a kernel is missing, or "" if neither is so."""
     folded: bool = False
-    """The heads of a group are rows of one product in the route's causal part. On the CPU only; it
-    needs a group for each thread, because the kernel's backward gives each thread whole groups."""
+    """The heads of a group are rows of one product in the window and the causal part. On the CPU
+    only; it needs a group for each thread, because the kernel's backward gives each thread whole
+    groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,10 @@ def effective(case: Case) -> dict[str, Route]:
     for rule in _RULES:
         if rule.branch in routes or "all" in routes or not rule.applies(case):
             continue
-        fallbacks = (_sdpa_refusal(case, rule.name), _fa2_refusal(case, rule.branch))
+        fallbacks = (
+            _sdpa_refusal(case, rule.name), _fa2_refusal(case, rule.branch),
+            _parts_refusal(case, rule.name),
+        )  # fmt: skip
         reason = "; ".join(filter(None, fallbacks))
         routes[rule.branch] = Route(rule.name, rule.why, reason, _folds(case, rule.name))
     return routes
@@ -184,6 +190,7 @@ def _folds(case: Case, route: str) -> bool:
     }.get(route, FOLDED_UP_TO + 1)
     enough_groups = 0 < case.threads <= case.batch * config.n_kv_groups
     one_kernel = config.d_k == config.d_v and config.n_heads > config.n_kv_groups
+    one_kernel = one_kernel and case.flash_parts and not case.switches.no_flash
     few = case.first == 0 and longest <= FOLDED_UP_TO
     return case.device == "cpu" and few and one_kernel and enough_groups
 
@@ -209,6 +216,13 @@ def _sdpa_refusal(case: Case, route: str) -> str:
     if case.device != "cpu" and route != "causal":
         return "SDPA's flash kernel supports no mask on this device"
     return ""
+
+
+def _parts_refusal(case: Case, route: str) -> str:
+    usable = case.device != "cpu" or case.config.d_k != case.config.d_v or case.switches.no_flash
+    if route != "chunked" or case.flash_parts or usable:
+        return ""
+    return "this torch has no flash kernel for parts of the keys; matrix products replace it"
 
 
 def in_words(routes: Mapping[str, Route]) -> dict[str, str]:

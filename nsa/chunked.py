@@ -1,10 +1,10 @@
 """The selected branch at a cost of the selected blocks, and in memory for one chunk of tokens.
 
-The queries of a chunk are sorted by the blocks that they selected, and cut into tiles. A tile has
-the rows (queries times heads of a group) that share one block, so it is one product of dense
-matrices. The current block and the one before it are contiguous and need no sorting. The parts of a
-query are combined by their log-sum-exps; the backward computes the parts again from the saved
-indices.
+Every query selects block 0, its current block and the block before it. These are its near keys. The
+other pairs of a query and a selected block are sorted by their blocks, and cut into tiles. A tile
+has the rows (queries times heads of a group) that share one block, so it is one product of dense
+matrices. The parts of a query are combined by their log-sum-exps; the backward computes the parts
+again from the saved indices.
 
 A tile may have more slots than queries. The spare slots contain the spare row: the last row of all
 rows of a chunk, which has no query.
@@ -30,9 +30,8 @@ from nsa.select import attend_selected
 
 CHUNK = 8192
 """Tokens in a chunk."""
-TILE_ROWS = 768
-"""Most rows in a tile: large enough for an efficient product, small enough to fill. The last tile
-of a block may have half as many."""
+TILE_ROWS = 384
+"""Most rows in a tile: large enough for an efficient product, small enough to fill."""
 PART_BYTES = 32 << 20
 """Memory of the queries and outputs of a part, and of their gradients. It changes no bit of the
 result, unless scores differ by more than `FARTHEST_AHEAD`. Sizes from 32 to 256 MiB are equally
@@ -90,7 +89,7 @@ def _selected(
             chunk.fold(queries), keys.near(chunk), values.near(chunk), chunk.bias, flash
         )
         joined = _Joined(chunk.unfold(near), chunk.unfold(near_lse.unsqueeze(-1)))
-        for tiles in chunk.plan(keys, values):
+        for tiles in chunk.tiles(keys, values):
             far, far_lse = attend_part(
                 tiles.queries(queries), keys.far(tiles), values.far(tiles), None, flash
             )
@@ -118,7 +117,7 @@ def _selected_backward(
         grad_keys.add_near(chunk, near_k)
         grad_values.add_near(chunk, near_v)
         total = chunk.unfold(near)
-        for tiles in chunk.plan(keys, values):
+        for tiles in chunk.tiles(keys, values):
             far_rows = [tiles.queries(x) for x in rows]
             far_q, far_k, far_v = _part_backward(
                 far_rows, keys.far(tiles), values.far(tiles), None, flash
@@ -182,7 +181,7 @@ class _Joined:
         self._mass = torch.ones_like(near_lse)
 
     def add(self, tiles: "_Tiles", out: Tensor, lse: Tensor) -> None:
-        """Adds a part's output `[tiles, 1, slots · R, Dv]` and log-sum-exp `[tiles, 1, slots · R]`."""
+        """Adds a part: `out` `[tiles, 1, slots · R, Dv]` and `lse` `[tiles, 1, slots · R]`."""
         lse = lse.unsqueeze(-1)
         ahead = lse - tiles.queries(self._reference)
         if not _host_may_wait(lse) or bool((ahead > FARTHEST_AHEAD).any()):
@@ -222,7 +221,7 @@ class _Chunk:
         """`[B, H, S, X]` → `[B · G · C + 1, R, X]`, in float32 or wider; the last is `spare`."""
         x = x[:, :, self.begin : self.end].unflatten(1, (self.blocks.shape[1], -1)).transpose(2, 3)
         wide = upcast_fp32(x[:0])
-        rows = wide.new_empty(self.blocks[..., 0].numel() + 1, *x.shape[3:])
+        rows = wide.new_empty(self.blocks.shape[:3].numel() + 1, *x.shape[3:])
         rows[:-1].view(x.shape).copy_(x)
         rows[-1] = spare
         return rows
@@ -246,41 +245,37 @@ class _Chunk:
         part = part.transpose(1, 2)
         part.copy_(rows[:-1].view(part.shape))
 
-    def plan(self, keys: "_Blocks", values: "_Blocks") -> "list[_Tiles]":
-        """Returns the tiles of the chunk, cut into parts.
+    def tiles(self, keys: "_Blocks", values: "_Blocks") -> "list[_Tiles]":
+        """Returns the tiles of the chunk's far (query, block) pairs, in parts of bounded memory.
 
-        The number of parts does not depend on the data, unless no block needs a half tile.
+        Each block has as many tiles as its pairs need. For example, the queries a … e selected
+        block 3, and f, g, h block 5; with 4 slots in a tile, `row` has
+
+            a b c d (block 3)   e spare spare spare (block 3)   f g h spare (block 5)
         """
-        batch, groups, _, picks = self.blocks.shape
-        n_blocks, width = keys.data.shape[2], keys.data.shape[-1] + values.data.shape[-1]
-        slots, half = self._tile_sizes(n_blocks)
-        device, all_blocks, per_whole = self.blocks.device, batch * groups * n_blocks, slots // half
+        batch, groups, tokens, picks = self.blocks.shape
+        if not picks:
+            return []
+        n_blocks, device = keys.data.shape[2], self.blocks.device
         owner = torch.arange(batch * groups, device=device).view(batch, groups, 1, 1)
         block, order = (owner * n_blocks + self.blocks).flatten().sort(stable=True)
+        all_blocks, slots = batch * groups * n_blocks, self._slots(n_blocks)
         begin = torch.searchsorted(block, torch.arange(all_blocks + 1, device=device))
-        halves = (begin.diff() + half - 1) // half
-        n_whole, n_half = halves // per_whole, halves % per_whole
-        most = (len(order) + all_blocks * (half - 1)) // (half * per_whole)
-        whole, last = _block_of(n_whole, most), _block_of(n_half, all_blocks * (per_whole - 1))
-        in_whole, in_last = len(whole) * slots, len(last) * half
-        row = order.new_full((in_whole + in_last,), len(order) // picks)
-        slot = _slots(block, begin, n_whole, n_half, (slots, half, in_whole))
+        n_tiles = (begin.diff() + slots - 1) // slots
+        most = (len(order) + all_blocks * (slots - 1)) // slots
+        tile_block = _block_of(n_tiles, most)
+        first_tile = n_tiles.cumsum(0) - n_tiles
+        slot = (first_tile * slots - begin[:-1])[block] + torch.arange(len(block), device=device)
+        row = order.new_full((len(tile_block) * slots,), batch * groups * tokens)  # spare
         row.scatter_(0, slot, order // picks)
-        row_whole, row_last = row.split([in_whole, in_last])
-        pair_bytes = 2 * width * len(self.bias) // self.size * keys.data.element_size()
-        parts = -(-len(order) * pair_bytes // PART_BYTES)
-        return [
-            *_Tiles.cut(row_whole.view(-1, slots), whole, parts),
-            *_Tiles.cut(row_last.view(-1, half), last, -(-parts // 8)),
-        ]
+        width = len(self.bias) // self.size * (keys.data.shape[-1] + values.data.shape[-1])
+        parts = -(-len(order) * 2 * width * keys.data.element_size() // PART_BYTES)
+        return _Tiles.cut(row.view(-1, slots), tile_block, parts)
 
-    def _tile_sizes(self, n_blocks: int) -> tuple[int, int]:
-        """Returns the number of slots of a whole tile, and that of a last tile."""
+    def _slots(self, n_blocks: int) -> int:
+        """Returns the number of slots of a tile: at most the mean number of pairs of a block."""
         _, _, tokens, picks = self.blocks.shape
-        largest, filled = TILE_ROWS * self.size // len(self.bias), tokens * picks // n_blocks
-        slots = max(8, min(largest, filled))
-        # Where tiles are small, half tiles cost more than the spare slots that they save.
-        return slots, slots // 2 if filled > slots else slots
+        return max(8, min(TILE_ROWS * self.size // len(self.bias), tokens * picks // n_blocks))
 
 
 def _host_may_wait(x: Tensor) -> bool:
@@ -297,21 +292,6 @@ def _block_of(tiles: Tensor, most: int) -> Tensor:
     count = int(end[-1]) if _host_may_wait(end) else most
     tile = torch.arange(count, device=tiles.device)
     return torch.searchsorted(end, tile, right=True).clamp_max(len(tiles) - 1)
-
-
-def _slots(
-    block: Tensor, begin: Tensor, n_whole: Tensor, n_half: Tensor, sizes: tuple[int, int, int]
-) -> Tensor:
-    """Returns the slot of each (query, block) pair; `block` is sorted.
-
-    The pairs of a block start at `begin`. All last tiles (`n_half`) follow the whole tiles.
-    """
-    slots, half, in_whole = sizes
-    whole_before, half_before = (x.cumsum(0) - x for x in (n_whole, n_half))
-    place = torch.arange(len(block), device=block.device) - begin[block]
-    rest = place - n_whole[block] * slots
-    slot = whole_before[block] * slots + place
-    return torch.where(rest < 0, slot, in_whole + half_before[block] * half + rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +335,7 @@ class _Blocks:
         return cls(wide.unflatten(2, (-1, size)).contiguous())
 
     def near(self, chunk: _Chunk) -> Tensor:
-        """`[B · G · blocks, 1, 3 · l', D]`: block 0, and each block of the chunk with the one before."""
+        """`[B · G · blocks, 1, 3 · l', D]`: block 0, the block before each block, and the block."""
         n = -(-(chunk.end - chunk.begin) // chunk.size)
         before, own = (self.data[:, :, i : i + n] for i in (chunk.first - 1, chunk.first))
         initial = self.data[:, :, :1].expand_as(own)

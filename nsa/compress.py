@@ -163,8 +163,9 @@ def _seeing(
     """Yields chunks of the queries that see a block.
 
     Each item has three values: the rows, the number of blocks that the last row sees, and the mask.
-    Row r, counted from the token that completes block 0, sees block i if i · d ≤ r. For a single
-    query, the mask is None.
+    Block i ends with token i · d + l - 1, so token t sees it if i · d ≤ t - (l - 1). This is a
+    causal mask of queries at t - (l - 1), here `row`, and keys at 0, d, 2 · d, …; with l = 32 and
+    d = 16, token 47 is at 16 and sees the blocks 0 and 1. For a single query, the mask is None.
     """
     begin, like = max(size - 1 - first, 0), upcast_fp32(k[:, :, :0])
     for start in range(begin, q.shape[2] if k.shape[2] else 0, chunk):

@@ -162,19 +162,19 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
 def attended_pairs(config: NSAConfig, seq_len: int) -> dict[str, int]:
     """Returns the exact number of (query, key) pairs per head and sequence, for each branch.
 
-    The keys of the result are `cmp`, `slc` and `win`.
+    The keys of the result are `cmp`, `sel` and `win`.
     """
     n_cmp = compressed_blocks(config, seq_len)
     first_end = config.block_size - 1
     cmp_pairs = n_cmp * (seq_len - first_end) - config.block_stride * n_cmp * (n_cmp - 1) // 2
-    slc_pairs = 0
+    sel_pairs = 0
     for block in range(selection_blocks(config, seq_len)):
         rows = min(config.select_block_size, seq_len - block * config.select_block_size)
         whole = min(config.n_select, block + 1) - 1
-        slc_pairs += rows * whole * config.select_block_size + rows * (rows + 1) // 2
+        sel_pairs += rows * whole * config.select_block_size + rows * (rows + 1) // 2
     short = min(config.window, seq_len)
     win_pairs = short * (short + 1) // 2 + (seq_len - short) * config.window
-    return {"cmp": cmp_pairs, "slc": slc_pairs, "win": win_pairs}
+    return {"cmp": cmp_pairs, "sel": sel_pairs, "win": win_pairs}
 
 
 def _layer_matmul_weights(config: ModelConfig) -> int:

@@ -13,8 +13,9 @@ from nsa.backends import BRANCHES, FLASH_ATTN_INSTALLED, Case, Route, Switches, 
 from nsa.cache import Cache
 from nsa.chunked import attend_chunked
 from nsa.compress import BlockMean, Phi, attend_compressed, summaries
-from nsa.config import ModelConfig, NSAConfig, compressed_blocks
+from nsa.config import N_BRANCHES, ModelConfig, NSAConfig, compressed_blocks
 from nsa.documents import each_document, lengths_of
+from nsa.partial import FLASH_PARTS
 from nsa.precision import upcast_fp32
 from nsa.profiler_ranges import mark
 from nsa.rope import rotate
@@ -83,6 +84,7 @@ def nsa_attention(
     (offsets 0, 0, … end the cached document), and the last document stays in the cache. Raises
     ValueError for lengths that do not fit.
     """
+    _check_shapes(q, k, v, gates)
     known = 0 if cache is None else cache.length
     if k[0].shape[2] + known != first + q.shape[2]:
         raise ValueError(
@@ -95,10 +97,10 @@ def nsa_attention(
         more = {"phi": phi, "rope_base": rope_base, "cache": cache}
         return _documents(q, k, v, gates, config, lengths_of(cu_seqlens, q.shape[2]), how, more)
     k_cmp, v_cmp = k[0], v[0]
-    q, k_slc, k_win = (
+    q, k_sel, k_win = (
         rotate(x, rope_base, first + q.shape[2] - x.shape[2]) for x in (q, k[1], k[2])
     )
-    kv = [k_slc, v[1], k_win, v[2]]
+    kv = [k_sel, v[1], k_win, v[2]]
     if cache is None:
         blocks = summaries(k_cmp, v_cmp, phi, config, rope_base)
     else:
@@ -115,16 +117,35 @@ def _extended(
     """Appends the next tokens to the cache.
 
     Returns two values: keys and values of the selected and the window branch, and the compressed
-    blocks.
+    blocks. Before and after, the cache has the blocks that are complete, and at least the unrotated
+    rows from the first token of the next block on.
     """
-    first = cache.length
+    old, was_empty = compressed_blocks(config, cache.length), cache.length == 0
     k_cmp, v_cmp, *kv = cache.append(new)
-    begun, done = (compressed_blocks(config, n) for n in (first, cache.length))
-    if done > begun or first == 0:
-        rest = k_cmp.shape[2] - (cache.length - begun * config.block_stride)
-        k_rest, v_rest = k_cmp[:, :, rest:], v_cmp[:, :, rest:]
-        cache.append_blocks(*summaries(k_rest, v_rest, phi, config, rope_base, begun))
+    if compressed_blocks(config, cache.length) > old or was_empty:  # once to store that none is
+        needed = cache.length - old * config.block_stride  # rows from the first token of block old
+        rows = (x[:, :, x.shape[2] - needed :] for x in (k_cmp, v_cmp))
+        cache.append_blocks(*summaries(*rows, phi, config, rope_base, old))
     return kv, cache.blocks
+
+
+def _check_shapes(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor) -> None:
+    """Raises ValueError unless the shapes are those that `nsa_attention` names."""
+    found = [list(x.shape) for x in (q, *k, *v, gates)]
+    if len(k) != N_BRANCHES or len(v) != N_BRANCHES or {len(shape) for shape in found} != {4}:
+        raise ValueError(
+            "q must be [B, H, S, Dk], k and v three tensors of [B, G, T, D] each, and gates "
+            f"[B, S, H, 3]; got the shapes {found}."
+        )
+    (batch, heads, count, width), groups, total = found[0], *found[1][1:3]
+    if not groups or heads % groups:
+        raise ValueError(f"the {heads} heads of q must be a multiple of the {groups} groups of k.")
+    keys, values = ([batch, groups, total, d] for d in (width, found[-2][-1]))
+    wanted = [found[0], *[keys] * N_BRANCHES, *[values] * N_BRANCHES, [batch, count, heads, 3]]
+    if found != wanted:
+        raise ValueError(
+            f"the shapes of q, k, v and gates must fit q and k[0]: {wanted}; got {found}."
+        )
 
 
 def _documents(
@@ -152,7 +173,7 @@ def _branches(
     The S queries have the positions first, first + 1, …; `kv` are rotated keys and values of the
     selected branch from position 0 on, and of the window branch, up to the last query.
     """
-    k_slc, v_slc, k_win, v_win = kv
+    k_sel, v_sel, k_win, v_win = kv
     assert how.routes is not None
     routes = how.routes(q, first)
     cmp, sel, win = (routes[branch] for branch in BRANCHES)
@@ -162,13 +183,13 @@ def _branches(
     with mark("cmp", cmp.name, how.nvtx), _kernels(cmp, how):
         out_cmp = attend_compressed(q, blocks[0], blocks[1], size, stride, first)
     with mark("sel", sel.name, how.nvtx), _kernels(sel, how):
-        out_slc = _selected(q, k_slc, v_slc, blocks[0], config, first, sel, how.switches)
+        out_sel = _selected(q, k_sel, v_sel, blocks[0], config, first, sel, how.switches)
     with mark("win", win.name, how.nvtx), _kernels(win, how):
         if win.name == "flash-attn":
             out_win = attend_flash_attn(q, k_win, v_win, config.window)
         else:
             out_win = attend_window(q, k_win, v_win, config.window, win.folded)
-    return out_cmp, out_slc, out_win
+    return out_cmp, out_sel, out_win
 
 
 def _sequential(
@@ -187,8 +208,8 @@ def _sequential(
         seen = [x[:, :, : x.shape[2] - later] for x in kv]
         one = [x[:, :, :done] for x in blocks]
         steps.append(_branches(q[:, :, t : t + 1], one, seen, config, first + t, how))
-    cmp, slc, win = (torch.cat(branch, dim=2) for branch in zip(*steps, strict=True))
-    return cmp, slc, win
+    cmp, sel, win = (torch.cat(branch, dim=2) for branch in zip(*steps, strict=True))
+    return cmp, sel, win
 
 
 def _selected(
@@ -231,13 +252,13 @@ def routes_of(
     threads = 0 if torch.compiler.is_compiling() else torch.get_num_threads()
     return effective(
         Case(config, seq_len, device.type, name, switches, FLASH_ATTN_INSTALLED, first, batch,
-             threads)
+             threads, FLASH_PARTS)
     )  # fmt: skip
 
 
-def gated_sum(gates: Tensor, cmp: Tensor, slc: Tensor, win: Tensor) -> Tensor:
+def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
     """Eq. 5: gates `[B, S, H, 3]` and three branches `[B, H, S, Dv]` → `[B, H, S, Dv]`."""
-    return _GatedSum.apply(gates, cmp, slc, win)
+    return _GatedSum.apply(gates, cmp, sel, win)
 
 
 class _GatedSum(torch.autograd.Function):
@@ -248,9 +269,9 @@ class _GatedSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(gates: Tensor, cmp: Tensor, slc: Tensor, win: Tensor) -> Tensor:
+    def forward(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
         first, second, third = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
-        return (first * cmp).addcmul_(second, slc).addcmul_(third, win)
+        return (first * cmp).addcmul_(second, sel).addcmul_(third, win)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

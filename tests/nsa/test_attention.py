@@ -308,9 +308,9 @@ def test_autocast_leaves_the_selection_scores_in_float32():
     layer, x, _ = layer_and_input(model_config(), 0, 1, 40, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         q, k_blocks = queries_and_blocks(layer, x)
-        p_slc = block_scores(q, k_blocks, layer.config.nsa)
+        p_sel = block_scores(q, k_blocks, layer.config.nsa)
         out = layer(x)
-    assert (out.dtype, q.dtype, p_slc.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert (out.dtype, q.dtype, p_sel.dtype) == (torch.bfloat16, torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("route", ["masked", "chunked", "ranges", "sequential"])
