@@ -20,11 +20,7 @@ from nsa.tables import cached_table
 FOLDED_TOKENS = 64
 """Tokens per fold of `attend_folded`."""
 
-_ALL_BUT_FLASH = [
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-]
+_ALL_BUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 
 
 def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
@@ -47,15 +43,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=native)
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
-    """Attention of each token to itself and all earlier tokens; shapes as in `attend`, with T = S.
+def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
+    """Causal attention of the last S of T tokens to all T tokens; shapes as in `attend`.
 
     With `folded`, the heads of a group are rows of one product, which is faster for few tokens (see
     `Route.folded`).
     """
-    if k.shape[2] != q.shape[2]:
-        # is_causal aligns queries and keys at their first token, which is right for equal lengths.
-        raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[2]} keys.")
+    count, total = q.shape[2], k.shape[2]
+    if count < total:
+        # A single query sees all keys. SDPA's is_causal aligns the first query with the first key.
+        bias = causal_mask(total - count, count, total, q) if count > 1 else None
+        return attend(q, k, v, bias)
     if folded:
         return attend_folded(q, k, v)
     k, v, native = expand_kv(q, k, v)
@@ -63,18 +61,8 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tens
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=native)
 
 
-def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
-    """Causal attention of the last S of T tokens to all T tokens."""
-    count, total = q.shape[2], k.shape[2]
-    if count == total:
-        return attend_causal(q, k, v, folded)
-    # A single query sees all keys.
-    bias = causal_mask(total - count, count, total, q) if count > 1 else None
-    return attend(q, k, v, bias)
-
-
 def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
-    """`attend_causal` on the CPU, with a `window` only to the last tokens, for equal Dk and Dv.
+    """`attend_last` with T = S on the CPU, for equal Dk and Dv; a `window` hides older tokens.
 
     The tokens are cut into folds. The heads of a group are rows of one product, and a fold reads
     only the keys that one of its tokens sees.
@@ -106,16 +94,14 @@ class _Folded(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         q, k, v, out, lse = ctx.saved_tensors
-        grad, rows, out = (_rows(x, k.shape[1]) for x in (grads[0], q, out))
+        rows = [*(_rows(x, k.shape[1]) for x in (grads[0], q, out)), lse]
         grad_q, grad_k, grad_v = [], torch.zeros_like(k), torch.zeros_like(v)
         for fold, seen, bias in _folds(q, k, ctx.window):
-            more = attend_part_backward(
-                grad[:, :, fold], rows[:, :, fold], k[:, :, seen], v[:, :, seen],
-                out[:, :, fold], lse[:, :, fold], bias, flash=True,
-            )  # fmt: skip
-            grad_q.append(more[0])
-            grad_k[:, :, seen] += more[1]
-            grad_v[:, :, seen] += more[2]
+            keys, values, own = k[:, :, seen], v[:, :, seen], [x[:, :, fold] for x in rows]
+            of_q, of_k, of_v = attend_part_backward(own, keys, values, bias, flash=True)
+            grad_q.append(of_q)
+            grad_k[:, :, seen] += of_k
+            grad_v[:, :, seen] += of_v
         return _heads(grad_q, q), grad_k, grad_v, None
 
 

@@ -171,10 +171,7 @@ def effective(case: Case) -> dict[str, Route]:
     for rule in _RULES:
         if rule.branch in routes or "all" in routes or not rule.applies(case):
             continue
-        fallbacks = (
-            _sdpa_refusal(case, rule.name), _fa2_refusal(case, rule.branch),
-            _parts_refusal(case, rule.name),
-        )  # fmt: skip
+        fallbacks = (_sdpa_refusal(case, rule.name), _fa2_refusal(case, rule.branch))
         reason = "; ".join(filter(None, fallbacks))
         routes[rule.branch] = Route(rule.name, rule.why, reason, _folds(case, rule.name))
     return routes
@@ -208,7 +205,9 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Returns why flash_only cannot be followed, or "" if it can."""
+    """Returns why flash_only cannot be followed or torch lacks a kernel, otherwise ""."""
+    if route == "chunked" and case.device == "cpu" and not case.flash_parts:
+        return "this torch has no flash kernel for parts of the keys; matrix products replace it"
     if not case.switches.flash_only or route in ("none", "flash-attn"):
         return ""
     if case.config.d_k != case.config.d_v:
@@ -216,13 +215,6 @@ def _sdpa_refusal(case: Case, route: str) -> str:
     if case.device != "cpu" and route != "causal":
         return "SDPA's flash kernel supports no mask on this device"
     return ""
-
-
-def _parts_refusal(case: Case, route: str) -> str:
-    usable = case.device != "cpu" or case.config.d_k != case.config.d_v or case.switches.no_flash
-    if route != "chunked" or case.flash_parts or usable:
-        return ""
-    return "this torch has no flash kernel for parts of the keys; matrix products replace it"
 
 
 def in_words(routes: Mapping[str, Route]) -> dict[str, str]:

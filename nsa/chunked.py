@@ -31,7 +31,8 @@ from nsa.select import attend_selected
 CHUNK = 8192
 """Tokens in a chunk."""
 TILE_ROWS = 384
-"""Most rows in a tile: large enough for an efficient product, small enough to fill."""
+"""Most rows in a tile: large enough for an efficient product, small enough to fill. A tile has no
+more slots than a block has pairs in the mean, and at least 8."""
 PART_BYTES = 32 << 20
 """Memory of the queries and outputs of a part, and of their gradients. It changes no bit of the
 result, unless scores differ by more than `FARTHEST_AHEAD`. Sizes from 32 to 256 MiB are equally
@@ -88,7 +89,7 @@ def _selected(
         near, near_lse = attend_part(
             chunk.fold(queries), keys.near(chunk), values.near(chunk), chunk.bias, flash
         )
-        joined = _Joined(chunk.unfold(near), chunk.unfold(near_lse.unsqueeze(-1)))
+        joined = _Joined(chunk.unfold(near), chunk.unfold(near_lse))
         for tiles in chunk.tiles(keys, values):
             far, far_lse = attend_part(
                 tiles.queries(queries), keys.far(tiles), values.far(tiles), None, flash
@@ -111,7 +112,7 @@ def _selected_backward(
     for chunk in _chunks(q, k, blocks, size):
         rows = [chunk.rows(x) for x in (grad.transpose(1, 2), q, out.transpose(1, 2))]
         rows.append(chunk.rows(lse.mT.unsqueeze(-1), spare=torch.inf))
-        near, near_k, near_v = _part_backward(
+        near, near_k, near_v = attend_part_backward(
             [chunk.fold(x) for x in rows], keys.near(chunk), values.near(chunk), chunk.bias, flash
         )
         grad_keys.add_near(chunk, near_k)
@@ -119,7 +120,7 @@ def _selected_backward(
         total = chunk.unfold(near)
         for tiles in chunk.tiles(keys, values):
             far_rows = [tiles.queries(x) for x in rows]
-            far_q, far_k, far_v = _part_backward(
+            far_q, far_k, far_v = attend_part_backward(
                 far_rows, keys.far(tiles), values.far(tiles), None, flash
             )
             tiles.add(total, far_q)
@@ -156,14 +157,6 @@ def _backward(ctx, grad: Tensor, _grad_lse):
 _selected.register_autograd(_backward, setup_context=_keep)
 
 
-def _part_backward(
-    rows: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, flash: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_part_backward`; `rows` are output gradients, queries, outputs and lse."""
-    grad, q, out, lse = rows
-    return attend_part_backward(grad, q, k, v, out, lse.squeeze(-1), bias, flash)
-
-
 class _Joined:
     """Sums the weighted outputs of the parts.
 
@@ -181,8 +174,7 @@ class _Joined:
         self._mass = torch.ones_like(near_lse)
 
     def add(self, tiles: "_Tiles", out: Tensor, lse: Tensor) -> None:
-        """Adds a part: `out` `[tiles, 1, slots · R, Dv]` and `lse` `[tiles, 1, slots · R]`."""
-        lse = lse.unsqueeze(-1)
+        """Adds a part: `out` `[tiles, 1, slots · R, Dv]` and `lse` `[tiles, 1, slots · R, 1]`."""
         ahead = lse - tiles.queries(self._reference)
         if not _host_may_wait(lse) or bool((ahead > FARTHEST_AHEAD).any()):
             self._raise(tiles, lse)
@@ -259,7 +251,8 @@ class _Chunk:
         n_blocks, device = keys.data.shape[2], self.blocks.device
         owner = torch.arange(batch * groups, device=device).view(batch, groups, 1, 1)
         block, order = (owner * n_blocks + self.blocks).flatten().sort(stable=True)
-        all_blocks, slots = batch * groups * n_blocks, self._slots(n_blocks)
+        all_blocks, mean = batch * groups * n_blocks, tokens * picks // n_blocks
+        slots = max(8, min(TILE_ROWS * self.size // len(self.bias), mean))
         begin = torch.searchsorted(block, torch.arange(all_blocks + 1, device=device))
         n_tiles = (begin.diff() + slots - 1) // slots
         most = (len(order) + all_blocks * (slots - 1)) // slots
@@ -271,11 +264,6 @@ class _Chunk:
         width = len(self.bias) // self.size * (keys.data.shape[-1] + values.data.shape[-1])
         parts = -(-len(order) * 2 * width * keys.data.element_size() // PART_BYTES)
         return _Tiles.cut(row.view(-1, slots), tile_block, parts)
-
-    def _slots(self, n_blocks: int) -> int:
-        """Returns the number of slots of a tile: at most the mean number of pairs of a block."""
-        _, _, tokens, picks = self.blocks.shape
-        return max(8, min(TILE_ROWS * self.size // len(self.bias), tokens * picks // n_blocks))
 
 
 def _host_may_wait(x: Tensor) -> bool:
@@ -370,10 +358,8 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
     # A query of the third of three blocks; all its keys in the first two lie before it.
     bias = causal_mask(2 * size, size, 3 * size, upcast_fp32(q[:, :, :0]), heads=heads)
     step = max(CHUNK // size, 1) * size
+    far = blocks[..., INITIAL_BLOCKS:-LOCAL_BLOCKS].split(step, dim=2)
     return [
-        _Chunk(
-            begin, min(begin + step, seq_len), first + begin // size, size,
-            blocks[:, :, begin : begin + step, INITIAL_BLOCKS:-LOCAL_BLOCKS], bias,
-        )
-        for begin in range(0, seq_len, step)
-    ]  # fmt: skip
+        _Chunk(begin, begin + x.shape[2], first + begin // size, size, x, bias)
+        for begin, x in zip(range(0, seq_len, step), far, strict=True)
+    ]

@@ -120,7 +120,9 @@ def parameter_count(config: ModelConfig) -> int:
     per_layer = _layer_matmul_weights(config) + 2 * config.dim
     if config.attention == "nsa":
         per_layer += N_BRANCHES * config.n_heads  # biases of the gate
-        per_layer += _phi_weights(config) + _phi_positions(config)
+        if config.nsa.compress == "mlp":  # its positions
+            per_layer += config.nsa.block_size * (config.d_k + config.d_v)
+        per_layer += _phi_weights(config)
     embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
     return embeddings + config.n_layers * per_layer + config.dim
 
@@ -194,9 +196,3 @@ def _phi_weights(config: ModelConfig) -> int:
     if config.nsa.compress == "mean":
         return 0
     return (config.nsa.block_size + 1) * (config.d_k**2 + config.d_v**2)
-
-
-def _phi_positions(config: ModelConfig) -> int:
-    if config.nsa.compress == "mean":
-        return 0
-    return config.nsa.block_size * (config.d_k + config.d_v)

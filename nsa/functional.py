@@ -1,7 +1,6 @@
 """Native Sparse Attention (arXiv 2502.11089) as one function: training, prefill and decoding."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,8 +21,6 @@ from nsa.rope import rotate
 from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
 from nsa.window import attend_flash_attn, attend_window
 
-GATED_TOKENS = 512
-"""Tokens in a chunk of the gates' backward on the CPU."""
 SELECTED = {"masked": attend_selected, "ranges": attend_ranges}
 """The functions of the selected branch by route, except `attend_chunked`. A new kernel needs a row
 here and a rule in `nsa.backends`."""
@@ -46,19 +43,11 @@ class Execution:
 
 
 def nsa_attention(
-    q: Tensor,
-    k: Sequence[Tensor],
-    v: Sequence[Tensor],
-    gates: Tensor,
-    config: NSAConfig,
-    *,
-    phi: tuple[Phi, Phi] = (BlockMean(), BlockMean()),
-    rope_base: float = 10000.0,
-    first: int = 0,
-    cu_seqlens: Sequence[int] | None = None,
-    cache: Cache | None = None,
+    q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor, config: NSAConfig, *,
+    phi: tuple[Phi, Phi] = (BlockMean(), BlockMean()), rope_base: float = 10000.0, first: int = 0,
+    cu_seqlens: Sequence[int] | None = None, cache: Cache | None = None,
     how: Execution = Execution(),
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns the gated sum of the three branches (eq. 5) for S queries, `[B, H, S, Dv]`.
 
     `q` is `[B, H, S, Dk]`. `k` and `v` have three tensors each: keys `[B, G, T, Dk]` and values
@@ -131,20 +120,15 @@ def _extended(
 
 def _check_shapes(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor) -> None:
     """Raises ValueError unless the shapes are those that `nsa_attention` names."""
-    found = [list(x.shape) for x in (q, *k, *v, gates)]
-    if len(k) != N_BRANCHES or len(v) != N_BRANCHES or {len(shape) for shape in found} != {4}:
+    found, wanted, groups = [list(x.shape) for x in (q, *k, *v, gates)], None, 0
+    if len(k) == len(v) == N_BRANCHES and {len(shape) for shape in found} == {4}:
+        (batch, heads, count, width), groups, total = found[0], *found[1][1:3]
+        keys, values = ([batch, groups, total, d] for d in (width, found[-2][-1]))
+        wanted = [found[0], *[keys] * N_BRANCHES, *[values] * N_BRANCHES, [batch, count, heads, 3]]
+    if found != wanted or not groups or q.shape[1] % groups:
         raise ValueError(
-            "q must be [B, H, S, Dk], k and v three tensors of [B, G, T, D] each, and gates "
-            f"[B, S, H, 3]; got the shapes {found}."
-        )
-    (batch, heads, count, width), groups, total = found[0], *found[1][1:3]
-    if not groups or heads % groups:
-        raise ValueError(f"the {heads} heads of q must be a multiple of the {groups} groups of k.")
-    keys, values = ([batch, groups, total, d] for d in (width, found[-2][-1]))
-    wanted = [found[0], *[keys] * N_BRANCHES, *[values] * N_BRANCHES, [batch, count, heads, 3]]
-    if found != wanted:
-        raise ValueError(
-            f"the shapes of q, k, v and gates must fit q and k[0]: {wanted}; got {found}."
+            "q must be [B, H, S, Dk], k and v three tensors [B, G, T, D] each, gates [B, S, H, 3], "
+            f"and H a multiple of G; got the shapes {found}."
         )
 
 
@@ -179,12 +163,12 @@ def _branches(
     cmp, sel, win = (routes[branch] for branch in BRANCHES)
     if win.name == "sequential":
         return _sequential(q, blocks, kv, config, first, how)
-    size, stride = config.block_size, config.block_stride
-    with mark("cmp", cmp.name, how.nvtx), _kernels(cmp, how):
+    size, stride, switches = config.block_size, config.block_stride, how.switches
+    with mark("cmp", cmp.name, how.nvtx), allowed_kernels(switches, bool(cmp.fallback)):
         out_cmp = attend_compressed(q, blocks[0], blocks[1], size, stride, first)
-    with mark("sel", sel.name, how.nvtx), _kernels(sel, how):
-        out_sel = _selected(q, k_sel, v_sel, blocks[0], config, first, sel, how.switches)
-    with mark("win", win.name, how.nvtx), _kernels(win, how):
+    with mark("sel", sel.name, how.nvtx), allowed_kernels(switches, bool(sel.fallback)):
+        out_sel = _selected(q, k_sel, v_sel, blocks[0], config, first, sel, switches)
+    with mark("win", win.name, how.nvtx), allowed_kernels(switches, bool(win.fallback)):
         if win.name == "flash-attn":
             out_win = attend_flash_attn(q, k_win, v_win, config.window)
         else:
@@ -225,11 +209,6 @@ def _selected(
     return SELECTED[route.name](q, k, v, blocks, config)
 
 
-def _kernels(route: Route, how: Execution) -> AbstractContextManager[object]:
-    """Returns the context in which a branch calls SDPA."""
-    return allowed_kernels(how.switches, refused=bool(route.fallback))
-
-
 def _usual_routes(
     q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, switches: Switches
 ) -> Routes:  # fmt: skip
@@ -262,7 +241,7 @@ def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
 
 
 class _GatedSum(torch.autograd.Function):
-    """The gated sum; its backward works in chunks of tokens that fit the processor's cache.
+    """The gated sum in three passes, without a saved product of each branch.
 
     `forward` has one parameter per branch, because without gradients torch.compile cannot trace
     `*branches`.
@@ -282,11 +261,7 @@ class _GatedSum(torch.autograd.Function):
         (grad,) = grads
         gates, *branches = ctx.saved_tensors
         weights = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
-        tokens = GATED_TOKENS if grad.device.type == "cpu" else grad.shape[2]
-        chunks = grad.split(tokens, dim=2)
-        grad_weights = [
-            torch.cat([(g * b).sum(-1) for g, b in zip(chunks, cut, strict=True)], dim=2)
-            for cut in (branch.split(tokens, dim=2) for branch in branches)
-        ]
-        grad_gates = torch.stack(grad_weights, dim=-1).transpose(1, 2).to(gates.dtype)
-        return grad_gates, *((grad * w).to(b.dtype) for w, b in zip(weights, branches, strict=True))
+        grad_gates = torch.stack([(grad * b).sum(-1) for b in branches], -1).transpose(1, 2)
+        return grad_gates.to(gates.dtype), *(
+            (grad * w).to(b.dtype) for w, b in zip(weights, branches, strict=True)
+        )

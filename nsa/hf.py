@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nsa.compress import draw_normal
@@ -24,7 +18,7 @@ from nsa.generate import next_logits
 from nsa.model import Transformer
 
 
-class NSAModelConfig(PreTrainedConfig):
+class NSAModelConfig(transformers.PreTrainedConfig):
     """A `ModelConfig` for Hugging Face's tools: `model` has its fields as plain data.
 
     Raises ValueError if they do not describe a model.
@@ -86,7 +80,7 @@ def left_padding(mask: Tensor, batch: int, columns: int) -> list[int]:
     return (columns - real.sum(1)).tolist()
 
 
-class NSAForCausalLM(PreTrainedModel, GenerationMixin):
+class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin):
     """`Transformer` as a causal language model of Hugging Face."""
 
     config_class = NSAModelConfig
@@ -185,5 +179,5 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return output if return_dict else output.to_tuple()
 
 
-AutoConfig.register(MODEL_TYPE, NSAModelConfig)
-AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM)
+transformers.AutoConfig.register(MODEL_TYPE, NSAModelConfig)
+transformers.AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM)

@@ -6,6 +6,7 @@ probabilities are exp(score - lse). On the CPU both directions use torch's flash
 devices, and shapes that these kernels do not support, use plain matrix products.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,30 +29,31 @@ FLASH_PARTS = _flash is not None and _flash_backward is not None
 def attend_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, flash: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns two values: the output `[N, G, M, Dv]` and the log-sum-exp `[N, G, M]`.
+    """Returns two values: the output `[N, G, M, Dv]` and the log-sum-exp `[N, G, M, 1]`.
 
     `q` is `[N, G, M, Dk]`, `k` is `[N, G, T, Dk]`, `v` is `[N, G, T, Dv]`, `bias` is `[M, T]`. Each
     query must see at least one key.
     """
     if flash and _flash_serves(q, v):
-        return _flash(q, k, v, attn_mask=bias)
+        out, lse = _flash(q, k, v, attn_mask=bias)
+        return out, lse.unsqueeze(-1)
     scores = _scores(q, k, bias)
-    lse = scores.logsumexp(-1)
-    return scores.sub_(lse.unsqueeze(-1)).exp_() @ v, lse
+    lse = scores.logsumexp(-1, keepdim=True)
+    return scores.sub_(lse).exp_() @ v, lse
 
 
 def attend_part_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    bias: Tensor | None, flash: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows: Sequence[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, flash: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what this part of the keys contributes to the gradients of q, k and v.
 
-    `grad` and `out` `[N, G, M, Dv]` and `lse` `[N, G, M]` are over all keys; a query whose lse is
-    +inf contributes nothing.
+    `rows` are the output's gradient, the queries, the output and the log-sum-exp; all but the
+    queries are over all keys. A query whose log-sum-exp is +inf contributes nothing.
     """
+    grad, q, out, lse = rows
     if flash and _flash_serves(q, v):
-        return _flash_backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias)
-    p = _scores(q, k, bias).sub_(lse.unsqueeze(-1)).exp_()
+        return _flash_backward(grad, q, k, v, out, lse.squeeze(-1), 0.0, False, attn_mask=bias)
+    p = _scores(q, k, bias).sub_(lse).exp_()
     grad_scores = (grad @ v.mT).sub_((grad * out).sum(-1, keepdim=True)).mul_(p)
     grad_scores.mul_(q.shape[-1] ** -0.5)
     return grad_scores @ k, grad_scores.mT @ q, p.mT @ grad
