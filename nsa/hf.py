@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from nsa.compress import draw_normal
 from nsa.directory import MODEL_TYPE, model_config
 from nsa.generate import next_logits
 from nsa.model import Transformer
@@ -105,7 +104,7 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
     def get_output_embeddings(self) -> nn.Module:
         return self.model.head
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **others: Any) -> nn.Embedding:
@@ -117,7 +116,7 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
 
     def _init_weights(self, module: nn.Module) -> None:
         if all(module is not own for own in self.modules()):  # a larger vocabulary's, not yet ours
-            draw_normal(module.weight.data, self.model.config.init_std)
+            nn.init.normal_(module.get_parameter("weight"), std=self.model.config.init_std)
             return
         for name, weight in module.named_parameters(recurse=False):
             if not getattr(weight, "_is_hf_initialized", False):
