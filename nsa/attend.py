@@ -80,8 +80,7 @@ class _Folded(torch.autograd.Function):
     def forward(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
         rows, found = _rows(q, k.shape[1]), []
         for fold, seen, bias in _folds(q, k, window):
-            keys, values = k[:, :, seen], v[:, :, seen]
-            found.append(attend_part(rows[:, :, fold], keys, values, bias, flash=True))
+            found.append(attend_part(rows[:, :, fold], k[:, :, seen], v[:, :, seen], bias, True))
         out, lse = zip(*found, strict=True)
         return _heads(out, q), torch.cat(lse, dim=2)
 

@@ -53,12 +53,9 @@ class NSAttention(nn.Module):
         self.fallbacks: Counter[str] = Counter()
         keys, values = config.n_kv_groups * config.d_k, config.n_kv_groups * config.d_v
         # Checkpoints have these names: "slc" is the branch that is named "sel" elsewhere.
-        self.qkv = Projection(
-            config.dim,
-            {"q": config.n_heads * config.d_k}
-            | dict.fromkeys(("k_cmp", "k_slc", "k_win"), keys)
-            | dict.fromkeys(("v_cmp", "v_slc", "v_win"), values),
-        )
+        widths = {"q": config.n_heads * config.d_k, "k_cmp": keys, "k_slc": keys, "k_win": keys}
+        widths |= {"v_cmp": values, "v_slc": values, "v_win": values}
+        self.qkv = Projection(config.dim, widths)
         accept_separate_weights(self, "qkv")
         self.phi_k, self.phi_v = (make_phi(config.nsa, d) for d in (config.d_k, config.d_v))
         fixed = self.switches.fixed_gate

@@ -54,10 +54,7 @@ def attend_chunked(
     past, all_seen = total - count, config.n_select * size
     start = min(max(all_seen, -(-past // size) * size) - past, count)
     q_head, q_rest = q.split([start, count - start], dim=2)
-    rest = head = None
-    if start < count:
-        with no_autocast(q.device):
-            rest, _ = _selected(q_rest, k, v, blocks[:, :, start:], size, flash)
+    found = []
     if start:
         end = past + start
         seen = k[:, :, :end], v[:, :, :end]
@@ -66,8 +63,10 @@ def attend_chunked(
         else:
             own = blocks[:, :, :start].clamp_max(selection_blocks(config, end))
             head = attend_selected(q_head, *seen, own, config)
-        head = head.transpose(1, 2)
-    found = [x for x in (head, rest) if x is not None]
+        found.append(head.transpose(1, 2))
+    if start < count:
+        with no_autocast(q.device):
+            found.append(_selected(q_rest, k, v, blocks[:, :, start:], size, flash)[0])
     return torch.cat(found, dim=1).transpose(1, 2)
 
 
@@ -234,8 +233,7 @@ class _Chunk:
     def write(self, rows: Tensor, whole: Tensor) -> None:
         """Writes `[B · G · C + 1, R, X]` to the tokens of the chunk in `whole` `[B, S, H, X]`."""
         part = whole[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
-        part = part.transpose(1, 2)
-        part.copy_(rows[:-1].view(part.shape))
+        part.transpose(1, 2).copy_(rows[:-1].view(part.transpose(1, 2).shape))
 
     def tiles(self, keys: "_Blocks", values: "_Blocks") -> "list[_Tiles]":
         """Returns the tiles of the chunk's far (query, block) pairs, in parts of bounded memory.

@@ -209,9 +209,7 @@ def _selected(
     return SELECTED[route.name](q, k, v, blocks, config)
 
 
-def _usual_routes(
-    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, switches: Switches
-) -> Routes:  # fmt: skip
+def _usual_routes(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, switches: Switches) -> Routes:
     shape = ModelConfig(
         dim=1, n_layers=1, n_heads=q.shape[1], n_kv_groups=k.shape[1], d_k=q.shape[3],
         d_v=v.shape[3], mlp_hidden=1, nsa=config,

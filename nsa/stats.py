@@ -86,9 +86,5 @@ def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     entropy = together.pop("gate_entropy")
     lowest = together.pop("gate_entropy_min")
     merged = {name: values.mean(0) for name, values in together.items()}
-    return {
-        "gate_entropy_mean": entropy.mean(),
-        "gate_entropy_min": lowest.min(),
-        "gate_entropy_layers": entropy,
-        **merged,
-    }
+    over_all = {"gate_entropy_mean": entropy.mean(), "gate_entropy_layers": entropy}
+    return over_all | {"gate_entropy_min": lowest.min()} | merged
