@@ -117,8 +117,8 @@ def attend_compressed(
     cut = q.split([q.shape[2] - sum(lengths), *lengths], dim=2)
     with no_autocast(q.device):
         for queries, (_, n, mask) in zip(cut[1:], seeing, strict=True):
-            parts = map(upcast_fp32, (queries, k[:, :, :n], v[:, :, :n]))
-            pieces.append(attend(*parts, mask).transpose(1, 2).to(q.dtype))
+            queries, keys, values = map(upcast_fp32, (queries, k[:, :, :n], v[:, :, :n]))
+            pieces.append(attend(queries, keys, values, mask).transpose(1, 2).to(q.dtype))
     if len(pieces) == 1:
         # The sum of nothing keeps the branch in the graph, so its gradients are 0 and not None.
         pieces[0] = pieces[0] + (q[..., :0].sum() + k.sum() + v.sum()).to(q.dtype)

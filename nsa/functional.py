@@ -113,8 +113,8 @@ def _extended(
     k_cmp, v_cmp, *kv = cache.append(new)
     if compressed_blocks(config, cache.length) > old or was_empty:  # once to store that none is
         needed = cache.length - old * config.block_stride  # rows from the first token of block old
-        rows = (x[:, :, x.shape[2] - needed :] for x in (k_cmp, v_cmp))
-        cache.append_blocks(*summaries(*rows, phi, config, rope_base, old))
+        keys, values = (x[:, :, x.shape[2] - needed :] for x in (k_cmp, v_cmp))
+        cache.append_blocks(*summaries(keys, values, phi, config, rope_base, old))
     return kv, cache.blocks
 
 

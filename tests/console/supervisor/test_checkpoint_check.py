@@ -163,7 +163,8 @@ def test_no_load_risks_the_training_where_one_oom_kill_ends_all(
                  if line.startswith("0::"))[3:]  # fmt: skip
     cgroup = tmp_path / "cgroups" / place.strip("/")
     cgroup.mkdir(parents=True)
-    values = {"memory.events": "oom_kill 0\n", "memory.max": f"{1 << 30}", "memory.oom.group": f"{group}",
+    values = {"memory.events": "oom_kill 0\n", "memory.max": f"{1 << 30}",
+              "memory.oom.group": f"{group}",
               "memory.current": f"{used_mib << 20}",
               "memory.stat": f"anon 1\nactive_file {cached_mib << 20}\n"}  # fmt: skip
     for name, value in values.items():
