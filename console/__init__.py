@@ -1,0 +1,1 @@
+"""The console: launches and supervises torchrun trainings, and shows their state."""

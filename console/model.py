@@ -1,7 +1,7 @@
-"""The data of the console: frozen dataclasses, replaced at every poll.
+"""The data that the console shows: frozen dataclasses. Every poll creates new objects.
 
-This module uses no Textual, files or processes. Times are unix seconds unless the name says
-otherwise; `None` means "not available", never zero.
+This module uses no Textual, files or processes. A time is in unix seconds unless its name says
+otherwise. `None` means "not available", never zero.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NO_GO = "no-go"
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
-"""Exit codes of `--wait` and `status` for a run that has ended; else a healthy run has code 0."""
+"""Exit codes of `--wait` and `status` for each state of a run that has ended."""
 UNHEALTHY_STATES: frozenset[State] = frozenset(("stalled", "unsupervised"))
 """Live states that need an operator."""
 
@@ -53,10 +53,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """The position of a rank. `since_s`: time in this phase. `age_s`: age of this reading.
+    """The step and the phase of a rank, at a time `age_s` seconds ago.
 
-    `since_s` is None for a run that has ended; `collectives` is None for a program that does not
-    count them.
+    The rank has been in this phase for `since_s` (None for a run that has ended). `collectives` is
+    None for a program that does not count its collectives.
     """
 
     step: int
@@ -70,14 +70,14 @@ class Pulse:
 
 
 RECENT_XID_S = 600.0
-"""For this time the screen shows the last Xid of a GPU."""
+"""The screen shows an Xid (a critical error that the GPU driver reports) for this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU at one sample. A field is None if NVML has no value; `why` has the reason.
+    """One sample of a GPU. A field is None if NVML has no value; `why` has the reason.
 
-    `state` is `ok`, `lost`, or `error` (NVML returns no value for any field).
+    `state` is `ok`, `lost` (NVML does not find the GPU), or `error` (NVML returns no values).
     """
 
     index: int
@@ -94,7 +94,7 @@ class Gpu:
     throttle: str = ""
     """Why the driver lowers the clocks to protect the GPU, or "" if it does not lower them."""
     xid: int | None = None
-    """The number of the newest critical error that the driver reported."""
+    """The number of the newest Xid."""
     ecc_uncorrected: int | None = None
     """Uncorrected memory errors since the driver was loaded."""
     uuid: str = ""
@@ -110,7 +110,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank: its process, its pulse and its GPU. `state` is the kernel's letter or "gone"."""
+    """One rank: its process, its pulse and its GPU.
+
+    `state` is the kernel's letter for the process, "gone", or "" if it is not available.
+    """
 
     rank: int
     host: str
@@ -127,7 +130,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A condition that needs an operator; `key` is the key that helps, or "" if no key helps."""
+    """A condition that needs an operator; `key` is the key to press, or "" if no key helps."""
 
     id: str
     ts: float
@@ -241,7 +244,10 @@ class LaunchState:
         return self.phases[self.phase].name if self.phases else ""
 
     def unconfirmed(self, folders: Collection[str]) -> LaunchState:
-        """Returns the launch; in `folders`, each phase that passed gets the result unknown."""
+        """Returns a copy in which passed phases have the result unknown.
+
+        Only the phases with a directory in `folders` are changed.
+        """
         phases = tuple(
             replace(phase, result="unknown")
             if phase.result == "pass" and phase.dir in folders else phase
@@ -265,7 +271,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """All data about one run that a screen shows at one moment."""
+    """All data about one run that a screen shows after one poll."""
 
     id: str
     path: str
@@ -287,14 +293,14 @@ class RunState:
     verdict: Verdict | None = None
     gates: tuple[Gate, ...] = ()
     bounds: Mapping[str, str] = field(default_factory=dict)
-    """The bounds of the gates of this phase, by the name of the gate."""
+    """The bound of each gate of this phase. The key is the name of the gate."""
     armed: str = ""
     """The policy: what the supervisor does by itself on a stall or crash."""
     armed_short: str = ""
     launch: LaunchState | None = None
     skipped_records: int = 0
     skipped_in: str = ""
-    """The part of the files in which records were skipped, or "" for whole files."""
+    """The part of the files that `skipped_records` covers, or "" for whole files."""
     behind_bytes: int = 0
     """Number of bytes of records that have not been read yet; these may have newer values."""
     directory_blocked_s: float = 0.0

@@ -1,9 +1,9 @@
 """Decides the state of a run and the reason for it, for its supervisor and for every reader.
 
-torchrun returns 1 for every failure, so the cause comes from the ranks: how and in which order they
-ended, and their last records. A rank that lost its peer is blamed only if no other rank failed. A
-reader accepts the last state that the supervisor recorded, unless processes that are alive
-contradict this state.
+torchrun returns 1 for every failure. The cause therefore comes from the ranks: how they ended, in
+which order, and their last records. A rank that failed in a collective, because it lost its
+connection to another rank, is blamed only if no rank failed by itself. A reader accepts
+the last state that the supervisor recorded, unless processes that are alive contradict this state.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from console.rank_end import NAMED_CODES, RankEnd
 LAST_STEP = "done"
 """The reason of a rank that completed all its steps."""
 TOGETHER_S = 0.5
-"""Ranks killed within this time were killed together; torchrun waits longer before it kills."""
+"""Ranks killed within this time were killed together. torchrun waits longer before it kills."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """A reader's evidence except records: processes that are alive, the supervisor's last state."""
+    """A reader's evidence other than records: living processes, and the supervisor's last state."""
 
     state: State | None = None
     """The last state that the supervisor wrote, or None if no document has a state."""
@@ -41,7 +41,7 @@ class ReaderView:
     behind: bool = False
     """True while records are still being read."""
     trouble: str = ""
-    """Why supervisor.json cannot be shown."""
+    """Why supervisor.json cannot be shown, or "" if it can be shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Facts:
     spawned: bool = False
     over: bool = False
     requested: str = ""
-    """The action of the request that ends the run, or "" without a request; `by` is the sender."""
+    """The action of the request that ends the run, or "" if there is none. `by` is the sender."""
     by: str = ""
     halt_file: bool = False
     halting_ranks: int = 0
@@ -77,7 +77,7 @@ class Facts:
     """A sentence on the failed ranks while other ranks are alive, or "" if no rank failed."""
     world: int = 1
     failure: str = ""
-    """Why the run could not start or its directory cannot be read, or "" without such a failure."""
+    """Why the run could not start, or why its directory cannot be read; "" if neither happened."""
     oom: OomEvidence | None = None
     """The kernel's out-of-memory kills while the ranks ran, or None if the kills are not known."""
     collecting: bool = False
@@ -122,7 +122,7 @@ class Facts:
 
     @property
     def halted(self) -> bool:
-        """True if all ranks exited with code 0 before their last step.
+        """True if all ranks exited with code 0 and at least one rank recorded its halt.
 
         If exit records are missing, for example after a full disk, a requested halt is assumed to
         be done.
@@ -170,10 +170,11 @@ class Facts:
         return min(early, key=self.position, default=None)
 
     def culprit(self) -> RankEnd | None:
-        """Returns the rank to blame: the first that failed by itself, or else the first to fail.
+        """Returns the rank to blame, or None if no rank failed.
 
-        A rank with an unknown end is blamed before a rank that torchrun ended or that lost its
-        peer.
+        It is the rank that exited early, or else the first rank that failed by itself, or else the
+        first rank that failed. A rank with an unknown end is blamed before a rank that was
+        terminated or lost its peer.
         """
         failed = [end for end in self.ends if end.failed or (self.over and end.unknown)]
         return self.exited_early() or min(
@@ -241,7 +242,7 @@ def _killed_together_words(facts: Facts) -> str:
 
 
 def _culprit_words(facts: Facts, end: RankEnd) -> str:
-    """Returns the sentence on the rank to blame, with the OOM kills of the kernel while it ran."""
+    """Returns the sentence on the rank to blame, and on out-of-memory kills while it ran."""
     oom, sentence = facts.oom, end.sentence()
     if oom is None:
         return sentence
@@ -270,7 +271,7 @@ def _between_words(facts: Facts) -> str:
 
 
 Rule = tuple[State | None, Callable[[Facts], bool], Callable[[Facts], str]]
-"""A state, its condition, and its sentence; None stands for the last state of the supervisor."""
+"""A state, its condition and its sentence. The state None means the supervisor's last state."""
 
 SAID_BY_SUPERVISOR: tuple[Rule, ...] = (
     (None, lambda f: f.view.has_supervisor and f.view.state is not None, lambda f: f.view.why),
@@ -285,7 +286,7 @@ SAID_BY_SUPERVISOR: tuple[Rule, ...] = (
      lambda f: f"{f.view.no_supervisor}, so attempt {f.view.next_attempt} does not start until you "
                f"adopt the run; previous end: {f.view.why.partition(': ')[2]}"),
 )  # fmt: skip
-"""For a reader: the supervisor's last state, unless processes that are alive contradict it."""
+"""A reader's first rules: the supervisor's last state, unless living processes contradict it."""
 
 NO_END_RECORDED: tuple[Rule, ...] = (
     ("queued", lambda f: f.view.state is None and not f.view.newest_record,
@@ -299,7 +300,7 @@ NO_END_RECORDED: tuple[Rule, ...] = (
     ("lost", lambda f: True,
      lambda f: f"{f.view.no_supervisor}, no rank is alive, and no exit record gives a reason"),
 )  # fmt: skip
-"""For a reader, if neither the supervisor nor the ranks recorded an end."""
+"""The rules of a reader if neither the supervisor nor the ranks recorded an end."""
 
 BETWEEN_ATTEMPTS: tuple[Rule, ...] = (
     ("killed", lambda f: f.requested == "kill", _between_words),
@@ -310,7 +311,7 @@ BETWEEN_ATTEMPTS: tuple[Rule, ...] = (
      lambda f: f"a .HALT file exists; previous end: {f.previous_end}"),
     ("restarting", lambda f: True, lambda f: f"{f.next_attempt}: {f.previous_end}"),
 )  # fmt: skip
-"""For the time between two attempts, in which no rank runs."""
+"""The rules for the time between two attempts, in which no rank runs."""
 
 ENDED: tuple[Rule, ...] = (
     ("crashed", lambda f: f.requested == "restart",
@@ -328,7 +329,7 @@ ENDED: tuple[Rule, ...] = (
     ("failed", _has_named_error, _failure_words),
     ("crashed", lambda f: True, _failure_words),
 )  # fmt: skip
-"""For a run whose processes have all ended."""
+"""The rules for a run whose processes have all ended."""
 
 LIVE: tuple[Rule, ...] = (
     ("stopping", lambda f: f.collecting,
@@ -345,7 +346,7 @@ LIVE: tuple[Rule, ...] = (
     ("starting", lambda f: True,
      lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip
-"""For a run whose processes may be alive."""
+"""The rules for a run whose processes may be alive."""
 
 
 TABLES: tuple[tuple[Callable[[Facts], bool], tuple[Rule, ...]], ...] = (

@@ -1,1 +1,1 @@
-"""The sources of records: files of a run directory, NVML, processes. Each returns plain data."""
+"""Reads run directories, processes and GPUs. Each module returns plain data."""

@@ -31,7 +31,7 @@ NO_PEER = "a socket, its peer is not available"
 
 @dataclass(frozen=True, slots=True)
 class BlockedOn:
-    """The object for which a system call waits. `text` is a noun phrase, or "" for "none"."""
+    """The object for which a system call waits. `text` is a noun phrase; the kind "none" has ""."""
 
     kind: Kind
     text: str
@@ -45,7 +45,7 @@ LOOP_EVENT = BlockedOn("lock", "an event of its event loop, which has no timer",
 
 
 def pipe_wait(link: str, is_full: bool) -> BlockedOn:
-    """Returns the wait for a pipe, or for the FIFO at a path."""
+    """Returns a pipe, or the FIFO at a path, as the object that a system call waits for."""
     subject = f"the FIFO {link}, which" if link.startswith("/") else "a pipe that"
     return BlockedOn("pipe", f"{subject} is {'full' if is_full else 'empty'}")
 
@@ -67,7 +67,7 @@ def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
         return replace(socket_wait(pid, link[8:-1], False), unsure=True)
     if link.startswith(("pipe:[", "/")) and not link.startswith(
         "/dev/"
-    ):  # a regular file never waits, so a path is a FIFO
+    ):  # select never blocks on a regular file, so a descriptor with a path must be a FIFO
         return replace(pipe_wait(link, not reads), unsure=True)
     return NOTHING
 
@@ -128,7 +128,7 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 
 
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
-    """Returns the wait for a socket.
+    """Returns a socket as the object that a system call waits for.
 
     The text contains the address of the peer. With `accepts`, it contains the address of the socket
     itself.

@@ -23,7 +23,7 @@ CLOCK_S = 2.0
 class Document:
     """One JSON file, which is read again when it is replaced.
 
-    `trouble` says why the file cannot be shown.
+    `trouble` says why the file cannot be shown; it is "" if the file can be shown.
     """
 
     def __init__(self, path: Path):
@@ -34,7 +34,7 @@ class Document:
         """The last valid object that was read."""
 
     def read(self) -> dict[str, Any]:
-        """Returns the object in the file; while the file cannot be read, the last valid object."""
+        """Returns the object in the file, or the last valid one while the file cannot be read."""
         stamp = rundir.stamp(self.path)
         if stamp is None or stamp == self._stamp:
             return self.record
@@ -91,13 +91,16 @@ READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
 
 @cache
 def _readers(kind: Any) -> dict[str, Any]:
-    """Returns the reader of each field of a kind of object; other types are always `known`."""
+    """Returns the reader of each field of a dataclass, or None for a type without a reader."""
     types = get_type_hints(kind)
     return {each.name: READERS.get(types[each.name]) for each in fields(kind)}
 
 
 def read(kind: Callable[..., T], record: Mapping[str, Any], **known: Any) -> T:
-    """Returns an object of the model; its fields come from a JSON object or from `known`."""
+    """Returns an object of the model; its fields come from a JSON object or from `known`.
+
+    A field whose type has no reader must be in `known`.
+    """
     readers = _readers(kind).items()
     return kind(**{name: get(record, name) for name, get in readers if name not in known}, **known)
 
@@ -117,7 +120,7 @@ def verdict(supervisor: Mapping[str, Any]) -> Verdict | None:
 
 
 def bounds(run: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the bounds of the gates in run.json as text, by the name of the gate."""
+    """Returns the bound of each gate in run.json as text. The key is the name of the gate."""
     gates = list(jsonl.mapping(run, "gates").items())[:64]
     plain = ((n, b.get("bound") if isinstance(b, Mapping) else b) for n, b in gates)
     return {clean(str(name))[:80]: clean(str(bound))[:80] for name, bound in plain}
@@ -128,7 +131,7 @@ def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def setting_int(record: Mapping[str, Any], key: str) -> int | None:
-    """Returns a resolved setting of run.json, or of a phase in a plan, as an integer."""
+    """Returns a setting of run.json, or of a phase in a plan, as an integer, or None."""
     for name in ("settings", "set"):
         settings = jsonl.mapping(record, name)
         setting = jsonl.mapping(settings, key) or {"value": settings.get(key)}
@@ -148,7 +151,7 @@ def flag_field(run: Mapping[str, Any], field: str) -> dict[str, str]:
 
 
 def flag_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the resolved value of each setting that has a flag, as text, by the flag's name."""
+    """Returns the value of each setting that has a flag, as text. The key is the flag's name."""
     found = {}
     for flag in flags.TABLE:
         value = jsonl.mapping(settings, flag.setting).get("value")

@@ -96,7 +96,8 @@ class ProcessEvidence:
     """One reading of a process at the monotonic time `mono`.
 
     `state` is the kernel's letter of the main thread, or "gone". `wchan` is "" if the kernel hides
-    it. `cpu_ticks` is the CPU time of all threads. `tracer` is a pid and a name.
+    it. `cpu_ticks` is the CPU time of all threads. `tracer` is the pid and the name of the process
+    that traces this process, or None.
     """
 
     pid: int
@@ -136,7 +137,7 @@ def collect(
         return None
     wchan, state = _wchan(f"/proc/{pid}"), last.state
     if state == "Z" and any(thread.state not in "ZX" for thread in threads):
-        state = "?"  # the main thread has ended, the process has not
+        state = "?"  # the main thread has ended, but the process has not
     sleeps = last.state in "SD"
     frozen = _is_frozen(pid) or (sleeps and wchan in _FREEZER_WCHANS)
     main = NOTHING
@@ -151,7 +152,7 @@ def collect(
 
 
 def cpu_share(before: ProcessEvidence, after: ProcessEvidence) -> float | None:
-    """Returns the cores that all threads used between two readings, None if not available."""
+    """Returns the mean number of cores used between two readings, or None if not available."""
     elapsed_s, ticks = after.mono - before.mono, after.cpu_ticks - before.cpu_ticks
     if before.pid != after.pid or GONE in (before.state, after.state):
         return None
@@ -159,7 +160,7 @@ def cpu_share(before: ProcessEvidence, after: ProcessEvidence) -> float | None:
 
 
 def _wchan(folder: str) -> str:
-    """Returns the kernel function a thread waits in; "" if none, or if the kernel hides it."""
+    """Returns the kernel function that a thread waits in; "" if there is none or it is hidden."""
     name = clean(read_text(f"{folder}/wchan"), procfs.MAX_NAME_CHARS).partition(".")[0]
     return "" if name == "0" else name
 
@@ -239,7 +240,7 @@ def _polled(
     """Returns the object of a poll; an event loop may wait for a child in another thread."""
     name, first = _CALLS[call], arguments[0] & 0xFFFFFFFF
     if name == "signal" or (name in ("poll", "select") and not arguments[name == "poll"]):
-        return BlockedOn("timer", "a signal or a timeout")  # a poll of no descriptor
+        return BlockedOn("timer", "a signal or a timeout")  # a poll without descriptors
     if name != "epoll":
         return (
             descriptors.poll_wait(pid)
@@ -305,7 +306,7 @@ def _holder(locks: str, waiting: int) -> int | None:
         if not arrow:
             holders[number] = int(pid)
         elif int(pid) == waiting:
-            return max(holders.get(number, 0), 0) or None  # -1: not held by one process
+            return max(holders.get(number, 0), 0) or None  # -1: no single process holds it
     return None
 
 

@@ -49,14 +49,14 @@ def is_run(path: Path) -> bool:
 
 
 def launch_of(path: Path) -> Path | None:
-    """Returns the launch that a run or launch directory belongs to, or None for a bare run."""
+    """Returns the launch that a run or launch directory belongs to, or None if there is none."""
     if is_launch(path):
         return path
     return path.parent if is_launch(path.parent) else None
 
 
 def launch_id(path: Path) -> str:
-    """Returns the id of a launch: `<plan>-<stamp>`, or the name of its directory."""
+    """Returns the id in plan.json, or else `<plan>-<stamp>`, or else the name of the directory."""
     return _known(path).id
 
 
@@ -188,10 +188,10 @@ def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:
-    """Raises RefusedError for a copied or moved directory, whose processes use another directory.
+    """Raises RefusedError if a directory was copied or moved: its processes use another directory.
 
-    Runs record their directory. With `by_name`, RefusedError is also raised if no run has this
-    record.
+    A run records its directory. With `by_name`, RefusedError is also raised if no run has this
+    record, or if a run has recorded another launch id.
     """
     launch = launch_of(path)
     runs = run_directories(launch) if launch else [path]

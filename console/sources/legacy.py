@@ -1,6 +1,6 @@
-"""Reads legacy run directories: those of the system that this project replaces.
+"""Reads legacy run directories, which are those of the system that this console replaces.
 
-Their heartbeats become records of the contract. Values that are missing or were measured wrongly
+Their heartbeats become records of the run contract. Values that the legacy system measured wrongly
 are left out.
 """
 
@@ -52,7 +52,7 @@ class _Heartbeats:
         self._rank, self._attempt, self._pid = rank, 0, -1
 
     def record(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns a record of the contract, or None for a record that is not a heartbeat."""
+        """Returns a record of the run contract, or None for a record that is not a heartbeat."""
         step, pid = jsonl.integer(record, "step"), jsonl.integer(record, "pid")
         msg, ts = jsonl.text(record, "msg"), jsonl.number(record, "ts")
         if step is None or step < 0 or pid is None or ts is None or msg in ("", OWN_DUMP):
@@ -67,11 +67,12 @@ class _Heartbeats:
 
 
 def end(run: Path, records: Collection[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns how a run ended, as a `state` event; {} if metrics.json is older than `records`.
+    """Returns the end of a run as a `state` event, or {} if there is none.
 
-    `records` are the newest records of the ranks. metrics.json is written when a run completes,
-    halts or meets a non-finite loss, but it does not say which of these happened. The run therefore
-    gets the state "completed" only if a record shows all planned steps.
+    `records` are the newest records of the ranks; a metrics.json that is older is ignored. This
+    file is written when a run completes, halts or meets a non-finite loss, but it does not say
+    which of these happened. The run therefore gets the state "completed" only if a record shows all
+    planned steps.
     """
     newest_ts = max((jsonl.number(record, "ts") or 0.0 for record in records), default=0.0)
     for name in METRICS:

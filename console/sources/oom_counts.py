@@ -24,10 +24,10 @@ def since(before: OomCounts) -> OomEvidence:
 
 
 def spare_bytes() -> int | None:
-    """Returns the memory that is left where running out of it ends each process of this cgroup.
+    """Returns the memory left in this cgroup if an out-of-memory kill ends all its processes.
 
-    This is so with memory.oom.group = 1, as Kubernetes sets it. Returns None without a limit, and
-    if only one process would be killed.
+    It ends them all with memory.oom.group = 1, as Kubernetes sets it. Returns None if the cgroup
+    has no memory limit, or if the kernel would kill only one process.
     """
     folder = _counting_folder("self")
     if not folder or _number_in(folder, "memory.oom.group") != 1:
@@ -46,7 +46,7 @@ def _number_in(folder: str, name: str) -> int | None:
 
 
 def _counting_folder(pid: int | str) -> str:
-    """Returns the nearest cgroup of a process that has the count, or ""."""
+    """Returns the nearest cgroup of a process that counts out-of-memory kills, or ""."""
     folders = reversed(cgroup_folders(pid))
     return next((each for each in folders if _count(f"{each}/{EVENTS}") is not None), "")
 

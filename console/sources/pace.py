@@ -1,6 +1,6 @@
 """The pace of one rank in one attempt: times between its records, durations of steps and phases.
 
-Only a reader that detects stalls has a pace. `LatestRecords` has the content of the records.
+Only a reader that detects stalls has a pace. The content of the records is in `LatestRecords`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from console.sources.rank_totals import OF_EARLIER_STEPS
 from trainers.contract import jsonl
 
 SAFETY = 5.0
-"""A step is stalled when it takes this many times as long as usual."""
+"""A step that takes this many times as long as usual is a stall."""
 RECORDS_LATE_S = 5.0
-"""A record may be read this much later than the pulse of the same moment."""
+"""A record may be read up to this time after the pulse has shown the same progress."""
 LONGEST_STEP_S = 1e6
 """A longer step time is not valid."""
 UNIFORM_NATS = math.log(3)
-"""Entropy of a gate with equal weights for the three branches."""
+"""Entropy of an attention gate with equal weights for the three branches."""
 WARM_UP_STEPS = 2
 KEPT_STEPS, KEPT_FRESH, KEPT_GAPS, LAST_GAPS = 256, 512, 256, 8
 KEPT_DEAD = 64
@@ -31,7 +31,7 @@ TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
 RHYTHM_OF_ONE = 8
 """After this many records at consecutive steps, each step is expected to have a record."""
 UNKNOWN_STEPS = 50
-"""Assumed number of steps between two records before a rhythm is known."""
+"""Assumed number of steps between two records until their regular distance is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ def _p99(ordered: list[float]) -> float:
 
 
 class Pace:
-    """The pace of one rank, for a reader that had read all older records at `live_since`.
+    """The pace of one rank. At `live_since` its reader had read all older records.
 
-    `live_since` is in monotonic seconds; it is infinite while older records are left.
+    `live_since` is in monotonic seconds; it is infinite while older records are still being read.
     """
 
     def __init__(self, live_since: float = math.inf):
@@ -110,7 +110,7 @@ class Pace:
         """Time at which the newest record was read (monotonic s), and its age at that time."""
         self._timed_steps = 0
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
-        """Durations of each phase, once by arrival and once sorted; the key "" is for steps."""
+        """Durations of each phase, in the order of arrival and sorted; the key "" is for steps."""
 
     def add(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
         """Adds one record, which was read at the times `mono` (monotonic s) and `ts` (unix s).
@@ -132,7 +132,7 @@ class Pace:
             self._take_durations(record, steps_s)
 
     def mark_old(self, mono: float) -> None:
-        """Marks all records so far as old; from now on the times of reading are used."""
+        """Marks all records so far as old; later durations come from the times of reading."""
         self._new_step_at, self._live_since = -math.inf, mono
 
     def take_fresh(self) -> list[Progress]:
@@ -160,7 +160,7 @@ class Pace:
         self._new_step_at = mono if self._live_since < math.inf else -math.inf
 
     def without_step_s(self, mono: float) -> float:
-        """Returns the seconds since the last new step; infinite if `mark_old` was called later."""
+        """Returns the seconds since the last new step, or infinity if `mark_old` came later."""
         return max(0.0, mono - self._new_step_at)
 
     def age_s(self, mono: float) -> float:
@@ -232,7 +232,7 @@ class Pace:
                 del ordered[bisect_left(ordered, kept.popleft())]
 
     def p99_s(self, phase: str = "") -> float | None:
-        """Returns the 99th percentile of the rank's recent times in a phase, or None without times.
+        """Returns the 99th percentile of recent times in a phase, or None if no time is known.
 
         A phase without times, and the phase "", use the percentile of the steps.
         """

@@ -88,7 +88,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def with_token(token: str, home: str = "") -> list[int]:
-    """Returns the processes of any parent that were started with this token.
+    """Returns the pids of all processes that were started with this token.
 
     With `home`, the environment must also contain this run directory, because a token may be
     copied.
@@ -132,8 +132,9 @@ class Handle:
     def exit_code(self) -> int | None:
         """Returns the exit code, negative for a signal, or None if it is not available.
 
-        Call this method when `is_over` returns True. The method never waits. It reads /proc until
-        the process is reaped, and the pidfd afterwards. The parent may be any process.
+        Call this method when `is_over` returns True. The method never waits. The code comes from
+        /proc while the process is a zombie, and from the pidfd after it is reaped. The parent may
+        be any process.
         """
         status = _zombie_status(self.pid, self.start_ticks)
         if status is None and self.fd >= 0:
@@ -212,8 +213,8 @@ def writes_into(pid: int, run: Path, logs: Path) -> bool:
 def _zombie_status(pid: int, start_ticks: int) -> int | None:
     """Returns the wait status of a zombie, which is the last field of its stat file.
 
-    The kernel shows 0 to a process without the required right; `open_process` has read the
-    environment, which needs the same right.
+    The kernel shows 0 to a process that lacks the right to read it. `open_process` has read the
+    environment, and that needs the same right.
     """
     found = procfs.stat(f"/proc/{pid}")
     is_zombie = found is not None and (found.state, found.start_ticks) == ("Z", start_ticks)

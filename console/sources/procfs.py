@@ -1,7 +1,7 @@
 """Reads files of the kernel about processes and cgroups; no function raises an error.
 
-No read can block, because descriptors are resolved with readlink. A stat of a descriptor would ask
-its file system, which may hang.
+No read can block, because the target of a descriptor is read with readlink. A stat would ask the
+file system of the target, which may hang.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from console.sources.sanitize import clean
 
 SMALL_BYTES, TABLE_BYTES = 1 << 12, 1 << 18
-"""Most bytes that are read of a file about one process, and of a table of the host."""
+"""The most bytes that are read of a file about one process, and of a longer table."""
 MAX_PATH_CHARS, MAX_NAME_CHARS, MAX_DEPTH = 300, 64, 32
 MOUNTS = "/proc/self/mounts"
 _FIELDS = (11, 12, 19, 21, 49)
@@ -33,7 +33,7 @@ class Stat(NamedTuple):
 
 
 def read_text(path: str, limit: int = SMALL_BYTES) -> str:
-    """Returns at most `limit` bytes of a file of the kernel as text, "" if not available."""
+    """Returns at most `limit` bytes of a file of the kernel as text, or ""."""
     try:
         with Path(path).open("rb") as file:
             return file.read(limit).decode("utf-8", "replace")
@@ -42,7 +42,7 @@ def read_text(path: str, limit: int = SMALL_BYTES) -> str:
 
 
 def numbers_in(folder: str) -> list[int]:
-    """Returns the names in a directory of /proc that are numbers, [] if not available."""
+    """Returns the names in a directory of /proc that are numbers, or []."""
     try:
         return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
     except OSError:
@@ -64,7 +64,7 @@ def link_of(pid: int, name: str, proc: str = "/proc") -> str:
 
 
 def stat(folder: str) -> Stat | None:
-    """Returns the fields of the stat file in a folder of /proc, None for a reaped process."""
+    """Returns the fields of the stat file in a folder of /proc, or None if it cannot be read."""
     return parse_stat(read_text(f"{folder}/stat"))
 
 
@@ -91,8 +91,8 @@ def children(pid: int, threads: Iterable[int] | None = None) -> list[int]:
 def cgroup_folders(pid: int | str, controller: str = "") -> list[str]:
     """Returns the directories of a process's cgroup and of its parents, the outermost first.
 
-    Without a controller it is the cgroup of version 2. In a container the mount may begin at a
-    parent of the cgroup, while the path of the cgroup does not.
+    Without a `controller` it is the cgroup of version 2. Some of the directories may not exist,
+    because in a container the path of the cgroup and the mount may begin at different parents.
     """
     lines = (line.split(":", 2) for line in read_text(f"/proc/{pid}/cgroup").splitlines())
     place = next((x[2] for x in lines if len(x) == 3 and controller in x[1].split(",")), "..")

@@ -18,10 +18,11 @@ _TABLE[ord("\t")] = "    "
 
 
 def clean(text: str, limit: int = MAX_CHARS) -> str:
-    """Returns `text` on one line, without escape sequences, control and direction characters.
+    """Returns `text` as one line that is safe to print.
 
-    The result has at most `limit` characters; an ellipsis marks a cut. A progress bar rewrites its
-    line with carriage returns; only its last text remains.
+    Escape sequences and invisible characters are removed; control characters are replaced by "�".
+    The result has at most `limit` characters; an ellipsis marks a cut. If carriage returns
+    overwrite the line, as a progress bar does, only the last text remains.
     """
     if len(text) <= limit and text.isascii() and text.isprintable():
         return text

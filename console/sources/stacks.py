@@ -1,6 +1,6 @@
 """Finds and parses the stack dumps of faulthandler and `trainers.contract.dumps`.
 
-Any text is accepted.
+Text that is not a dump causes no error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainers.contract import jsonl
 T = TypeVar("T")
 MAX_DUMP_BYTES = 1 << 20
 MAX_TRIES = 8
-"""Most files of one rank that are tried until one can be read."""
+"""The most files of one rank that are tried until a file can be read."""
 MAX_FRAMES = 200
 MAIN = "main"
 """The name of the first thread of a dump."""
@@ -71,7 +71,7 @@ class Stack:
 
 
 def parse(text: str) -> tuple[Thread, ...]:
-    """Returns the threads of a dump; if the text has several dumps, those of the last dump."""
+    """Returns the threads of the last dump in a text."""
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         frame = _FRAME.match(line)
@@ -113,7 +113,7 @@ def newest_of(
     name: re.Pattern[str], read: Callable[[Path, int, float], T | None], run: Path,
     ranks: Iterable[int], since_ts: float, until_ts: float,
 ) -> dict[int, T]:  # fmt: skip
-    """Returns the newest readable file of each rank, for files with a rank and ms in their name."""
+    """Returns the newest readable file of each rank; `name` finds the rank and the time (ms)."""
     left, found = dict.fromkeys(ranks, MAX_TRIES), dict[int, T]()
     try:
         names = filter(None, map(name.fullmatch, os.listdir(run)))

@@ -19,7 +19,7 @@ READ_CHUNK_BYTES = 1 << 20
 
 
 class Place(NamedTuple):
-    """A place in a file of records: the number of the part (0 without parts) and the byte."""
+    """A place in a record file: the number of the part (0 if the file has no parts), and the byte."""
 
     part: int
     at: int
@@ -50,8 +50,8 @@ class Tail:
     `accept` returns the record of a decoded object, or None if the line is to be skipped.
     `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
-    `begin_at`; with `recent_bytes`, it starts that many bytes before the end. Holes are skipped. A
-    replaced file is read from its start, unless `stays` is set.
+    `begin_at`; with `recent_bytes`, it starts that many bytes before the end. Holes are skipped. If
+    the file is replaced, the new file is read from its start, unless `stays` is set.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Tail:
         self.size_bytes = 0
         self.offset = 0
         self.taken_bytes = 0
-        """Number of bytes that were read; it is less than `offset` if a part was left out."""
+        """Number of bytes that were read; it is less than `offset` if bytes were left out."""
         self._accept = accept
         self._identity: tuple[int, int] | None = None
         self._carry = b""

@@ -64,7 +64,7 @@ def _documents(
 
 
 def newest(run: Path) -> Verdict | None:
-    """Returns the newest verdict of a run whose time is not in the future, or None."""
+    """Returns the newest verdict of a run, or None; a verdict from the future is ignored."""
     until_ts = time.time() + json_documents.CLOCK_S
     for record, _ in _documents(run, until_ts=until_ts):
         if record is None:
@@ -79,7 +79,7 @@ def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
     """Returns the newest verdict of another run in `root` with the same cause and line of code.
 
     The search covers the newest `MAX_LAUNCHES` launches, and at most `MAX_SEARCH_BYTES` in all. A
-    verdict without a line is never the same as another verdict.
+    verdict without a line of code is not searched for.
     """
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():

@@ -1,6 +1,6 @@
-"""Sums over the records of one rank: the largest value, a window of figures, and rows of numbers.
+"""Values accumulated over the records of one rank: a maximum, a window of figures, and rows.
 
-Each sum drops the steps that a later attempt repeats.
+`cut` removes the steps that a later attempt repeats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 @dataclass(slots=True)
 class Peak:
-    """The largest value so far; after a roll-back it may be too large, never too small."""
+    """The largest value so far. After `cut` it may be too large, but never too small."""
 
     found: list[tuple[int, float]] = field(default_factory=list)
     """The step and the value of each new maximum."""
@@ -44,7 +44,7 @@ class Peak:
     def growth(self, half: int) -> float | None:
         """Returns by how much the largest value grew after the step `half`.
 
-        Returns None without an earlier value, or if so many values were stored that some are lost.
+        Returns None if no earlier value is known, or if some values may have been dropped.
         """
         early = [value for step, value in self.found if step <= half]
         if not early or len(self.found) > KEPT_PEAKS // 2:
@@ -58,7 +58,7 @@ class Rows(Generic[Row]):
 
     rows: deque[Row]
     dropped: bool = False
-    """Rows older than the newest ones were dropped."""
+    """True if a row was dropped, because only the newest rows are stored."""
 
     def add(self, row: Row) -> None:
         self.dropped = self.dropped or len(self.rows) == self.rows.maxlen
@@ -72,7 +72,7 @@ class Rows(Generic[Row]):
 
 
 class Figures(NamedTuple):
-    """The figures that the gates use, from one progress record."""
+    """The figures of one progress record that the gates use."""
 
     step: int
     loss: float | None
@@ -82,7 +82,7 @@ class Figures(NamedTuple):
 
 @dataclass(slots=True)
 class Window:
-    """The newest records and the first losses of rank 0, for steps that no attempt repeated."""
+    """The figures of rank 0's newest records, and its first losses, over the surviving steps."""
 
     first: list[tuple[int, float]] = field(default_factory=list)
     newest: Rows[Figures] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_RECORDS)))
@@ -96,7 +96,7 @@ class Window:
                 self.first.append((found.step, found.loss))
 
     def cut(self, step: int) -> None:
-        """Drops the records of `step` and of later steps; counts are then lower bounds."""
+        """Drops the records of `step` and of later steps; `losses` may then be too low."""
         gone = self.newest.cut(step)
         self.first = [each for each in self.first if each[0] < step]
         self.losses -= sum(each.loss is not None for each in gone)
