@@ -29,7 +29,7 @@ Record = Mapping[str, Any]
 
 @dataclass
 class Assembly:
-    """Everything that was read of one run at one moment; `run_state` assembles it."""
+    """Everything that was read of one run in one poll; `run_state` assembles it."""
 
     run: Path
     is_away: bool

@@ -26,7 +26,7 @@ _USAGE = re.compile(r"[\w.\-]+: error: .*$")
 _USES = "usage: "
 """Start of the lines that argparse prints before its last line."""
 _NOT_FATAL = ("Exception ignored in", "Exception in thread")
-"""Marker of a traceback that is printed without ending the process."""
+"""Markers of a traceback that is printed without ending the process."""
 _OF_TORCHRUN = ("ChildFailedError", "SignalException")
 _CXX_TYPE = re.compile(r"terminate called after throwing an instance of '(.*)'")
 _CXX_TEXT = re.compile(r"\s+what\(\): +(.*)")
@@ -74,7 +74,7 @@ def _without_prefix(line: str, rank: int | None) -> str | None:
 
 
 def _last_exception(lines: list[str]) -> _Raised:
-    """Returns an uncaught C++ exception, or else the last fatal exception, or else the last one."""
+    """Returns an uncaught C++ exception, else the last fatal exception, else the last exception."""
     if thrown := _cxx_exception(lines):
         return thrown
     found = list(_exceptions(lines))

@@ -30,9 +30,9 @@ T = TypeVar("T")
 MAX_RECORD_BYTES = 16 << 20
 MAX_COLLECTIVES = 2048
 MAX_TOTAL_BYTES = 64 << 20
-"""Most bytes that one call of `latest` reads; records beyond this limit are not available."""
+"""The most bytes that one call of `latest` reads; records beyond this limit are not available."""
 MIN_PAST = MAX_SKIPPED = 8
-"""The number of earlier calls that show the usual order, and the most calls a rank can skip."""
+"""The least number of calls that show the usual order, and the most calls that a rank can skip."""
 RARE = 2
 """A call that is this many times rarer than another is unusual, but not certainly wrong."""
 DEFAULT_GROUP = "default_pg"
@@ -64,7 +64,7 @@ class Collective:
     sizes: str
     done: bool
     is_root: bool = False
-    """The rank gathers from the other ranks, or scatters to them."""
+    """True if the rank gathers from the other ranks, or scatters to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class FlightRecord:
     ts: float
     path: str
     last_enqueued: Mapping[str, int]
-    """The newest number of each group; empty if the rank has called no collective."""
+    """The number of each group's newest collective; empty if the rank has called no collective."""
     collectives: tuple[Collective, ...]
 
 
@@ -105,7 +105,7 @@ class Difference:
 
 @functools.lru_cache(4096)
 def _signature(op: str, sizes: str, group: str) -> str:
-    """Returns what must be equal on all ranks: the operation, and maybe the number of elements."""
+    """Returns a text that must be equal on all ranks: operation, and maybe number of elements."""
     same = _SAME_SIZE_GLOO if group.startswith("gloo ") else _SAME_SIZE
     return op + (_SHAPE.sub(_elements, sizes) if same.fullmatch(op) else "")
 
@@ -207,7 +207,7 @@ def _named(ranks: Iterable[int], one: str = "", many: str = "") -> str:
 
 
 def _call(group: str, number: int, members: _Members) -> str:
-    """Returns "all_reduce 918,331 ([131584] float32)", and the group if it lacks some ranks."""
+    """Returns "all_reduce 918,331 ([131584] float32)", and any group but that of all ranks."""
     each = next(m.calls[number][0] for m in members.values() if number in m.calls)
     sizes = f" ({each.sizes})" if each.sizes else ""
     return f"{each.op} {number:,}{sizes}{_of_group(group)}"

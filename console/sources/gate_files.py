@@ -1,7 +1,7 @@
 """Reads the files that gates need besides the records: the logs, and the newest checkpoint.
 
-All sizes are bounded, and no link is followed. A log that cannot be read completely leaves its gate
-unknown, unless the part that was read has an error.
+All sizes are bounded, and no link is followed. If a log cannot be read completely, the
+result of its gate is unknown, unless the part that was read has an error.
 """
 
 from __future__ import annotations

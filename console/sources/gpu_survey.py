@@ -22,7 +22,7 @@ from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 
 LIMIT_S = 10.0
-"""Time within which the driver must answer."""
+"""The driver must answer within this time."""
 KILLED_S = 0.2
 MAX_PIDS = 64
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from console.sources import gpu_survey as s"
@@ -50,7 +50,8 @@ class Survey:
 def survey(limit_s: float = LIMIT_S) -> Survey:
     """Returns the GPUs that NVML finds; a GPU that does not answer has the state "error".
 
-    Without a driver there are no GPUs. Raises TimeoutError, or ContractError with the reason.
+    Without a driver, the survey has no GPUs. Raises TimeoutError if the driver does not answer, and
+    ContractError with the reason if the GPUs cannot be read.
     """
     if not nvml.has_library():
         return Survey()

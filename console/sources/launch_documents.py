@@ -30,7 +30,8 @@ def launch_state(
 ) -> LaunchState:  # fmt: skip
     """Returns the launch: its phases from plan.json, their progress from plan_state.json.
 
-    `troubles` says why plan.json, and why plan_state.json, cannot be read. `existing` has the names
+    `troubles` has two texts: why plan.json, and why plan_state.json, cannot be read; an empty text
+    means that the document can be read. `existing` has the names
     of the existing run directories, in the order of their phases.
     """
     phases, wrong_directory = _phases(plan, state)
@@ -63,7 +64,7 @@ def launch_state(
 
 
 def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
-    """Returns two values: the phases in both documents, and a text if a directory name is wrong."""
+    """Returns two values: the phases in both documents, and which directory is misnamed, or ""."""
     planned, reached = entries(plan, "phases"), entries(state, "phases")
     phases: list[PhaseState] = []
     wrong = ""

@@ -1,7 +1,8 @@
-"""Finds the processes of a run that are alive, and the facts from which a reader decides its state.
+"""Finds the living processes of a run, and the facts from which a reader decides the run's state.
 
-The supervisor decides the state of a run. Without a supervisor, a reader uses the processes that
-are alive (`unsupervised`), or else the exit records of all ranks, or else nothing (`lost`).
+The supervisor decides the state of a run. If the supervisor is dead, a reader uses the
+processes that are alive (`unsupervised`), or else the recorded end, or else the exit records of all
+ranks. If none of these exists, the run is `lost`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def age(ts: float | None) -> float | None:
 
 
 def live_directory(supervisor: Record) -> Path | None:
-    """Returns the shared-memory directory of a run on this host, in its present boot."""
+    """Returns the live directory of a run that was started on this host since its boot, or None."""
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
         return None
@@ -77,7 +78,7 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
 
     If a disk is full or does not answer, the document is late; the last `state` event or the
     supervisor heartbeat is then newer. An end in the document is final. Times in the future are
-    ignored, and an end in `others` is used only if no worker is alive.
+    ignored, and an end in `others` is used only if no rank is alive.
     """
     if jsonl.text(supervisor, "state") in ENDED:
         return dict(supervisor)
@@ -94,7 +95,7 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
 
 
 def _may_have_ended(supervisor: Record) -> bool:
-    """Returns whether no worker is alive, as far as this host can observe."""
+    """Returns whether no rank is alive; for a run on another host, whether it has no supervisor."""
     if supervisor.get("host") not in (None, rundir.host_name()):
         return not is_supervised(supervisor)
     return not living_ranks(supervisor)
@@ -103,7 +104,7 @@ def _may_have_ended(supervisor: Record) -> bool:
 def since_ts(supervisor: Record, state: State, heads: Mapping[int, LatestRecords]) -> float | None:
     """Returns when a run entered its state, or None if that is not available.
 
-    A state that no document contains begins with the newest record of the supervisor or of a rank.
+    If no document has this state, the time is that of the newest record (supervisor or rank).
     """
     if jsonl.text(supervisor, "state") == state:
         return jsonl.number(supervisor, "since_ts")
@@ -237,7 +238,7 @@ def has_lost_rank(supervisor: Record) -> bool:
 
 
 def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
-    """Returns alerts on the stopped processes of a supervisor, or else on a silent supervisor.
+    """Returns alerts on stopped processes of a supervisor, or else on a supervisor that is silent.
 
     `status` is the supervisor heartbeat, or {} if there is none.
     """
@@ -269,7 +270,7 @@ def _stopped_processes(supervisor: Record) -> dict[str, str]:
 
 
 def exit_words(worker: Record, record: Record) -> str:
-    """Returns how a worker ended: as observed, or else by its exit record; "" while it is alive."""
+    """Returns how a worker ended: as observed, or else as in its exit record; "" if unknown."""
     observed = worker.get("exit")
     if not isinstance(observed, dict):
         code = jsonl.integer(record, "exit_code") or 0

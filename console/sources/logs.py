@@ -1,4 +1,4 @@
-"""The logs of a run, merged in the order in which lines are read, and safe for a terminal."""
+"""The logs of a run, merged in the order in which their lines are read, and safe for a terminal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Samples the values and the Xids of each GPU through pynvml in its own thread.
+"""Samples each GPU through pynvml, in one thread per GPU: its values and its Xids.
 
 A GPU that hangs does not delay the others. Until NVML is initialised, one thread retries, at first
-after 5 s, later once a minute. Each read of a GPU returns a row, even after an error. An Xid is a
-critical error of one GPU that the NVIDIA driver reports.
+after 5 s, later once a minute. Each read of a GPU returns a row (a `Gpu`), even after an error. An
+Xid is a critical error of one GPU that the NVIDIA driver reports.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Xid:
 
 
 def xid_words(numbers: tuple[int, ...], count: int) -> str:
-    """Returns "Xid 79", or "Xid 31, 79, 3 times"."""
+    """Returns the Xids as text, for example "Xid 79" or "Xid 31, 79, 3 times"."""
     text = f"Xid {', '.join(str(number) for number in dict.fromkeys(numbers))}"
     return text if count < 2 else f"{text}, {count} times"
 
@@ -150,7 +150,7 @@ class Device:
     _handle: Any = None
     _events: Any = None
     _known: Gpu = field(init=False)
-    """The row with the constant properties only."""
+    """A row that has only the constant properties."""
     _refused: dict[str, str] = field(default_factory=dict)
     """The sensors whose last read failed, with the reason."""
 
@@ -271,7 +271,7 @@ def has_library() -> bool:
 
 
 def kernel_count(root: Path = Path("/")) -> int | None:
-    """Returns the number of GPUs in the kernel driver's list, or None without such a list.
+    """Returns the number of GPUs in the kernel driver's list, or None if there is no list.
 
     In a container or a batch job NVML may count fewer GPUs, because it skips GPUs that it may not
     open.

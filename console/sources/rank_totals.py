@@ -1,7 +1,7 @@
 """The totals of one rank over all its attempts, added up in the order of the rank's file.
 
-Memory is bounded. Records are numbered, so that the numbers of missing records are known, and also
-the first step to which these records may belong.
+Memory is bounded. Records are numbered. A gap in the numbers shows which records are missing, and
+from which step on they may be missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 1000
 KEPT_MISSING = 16
 LAST_STEPS, KEPT_STEPS, KEPT_CHECKPOINTS = 50, 128, 64
 LIVE_STEPS = (100, 500, 1000, 5000)
-"""Steps at which the values of `FIGURES` are stored, for the gates at these steps."""
+"""The values of `FIGURES` are stored at these steps, for gates that are evaluated there."""
 FIGURES: Mapping[str, tuple[str, str, str]] = {
     "steps": ("steps", "newest steps whose durations are complete", ""),
     "toks_per_s": ("tok/s", "last {steps} steps, tokens divided by time", ""),
@@ -36,8 +36,8 @@ FIGURES: Mapping[str, tuple[str, str, str]] = {
     "collapse_max": ("share", "largest gate_collapse_frac, all attempts", "gated"),
     "fetch_max_s": ("s", "largest dt_fetch_s, all attempts", "fetches"),
 }
-"""Unit and window of each figure, and the field with the number of records that have a value, for
-a figure that each progress record must have."""
+"""Unit and window of each figure. The third text is "", or for a figure that each progress record
+must have, the field of `RankTotals` with the number of records that have a value."""
 NEEDED = ("loss", "grad_norm", "gpu_mem_reserved", "dt_fetch_s", "gate_entropy_mean")
 OF_EARLIER_STEPS = ("checkpoint", "checkpoint_failed", "checkpoint_skipped")
 """Kinds of records whose step may be earlier than the current step of the rank."""
@@ -51,7 +51,7 @@ class LastPulse:
     attempt: int
     rank: int
     records: int
-    """The number of the rank's last record, 0 without records."""
+    """The number of the rank's last record, or 0 if it wrote no record."""
     nonfinite_steps: int
     """-1 if the program does not count these steps."""
     step: int
@@ -76,7 +76,7 @@ class AttemptTotals:
     """Why the records cannot be counted, or "" if they can."""
     holes: list[Missing] = field(default_factory=list)
     start: int | None = None
-    """The first step: one after the loaded checkpoint, or else that of the first record."""
+    """The first step: one after the loaded checkpoint, or else that in the first record."""
     at: int = 0
     """The step of the newest record."""
     step: int = 0
@@ -86,16 +86,16 @@ class AttemptTotals:
     counted: int | None = None
     """The number of steps with a non-finite loss, as last recorded."""
     counts_at_last: bool = False
-    """The newest progress or exit record has the count `counted`."""
+    """True if the newest progress or exit record contains this count."""
     losses: int = 0
     bad_losses: int = 0
     first_bad: int | None = None
     hook: int | None = None
     """1 if gradients are compressed by a communication hook, 0 if not; None if not recorded."""
     broken: bool = False
-    """Some steps have no record with a loss."""
+    """True if some steps have no record with a loss."""
     bare: bool = False
-    """The newest progress record has no loss."""
+    """True if the newest progress record has no loss."""
     mono: float = -math.inf
 
     def has(self, number: int, mono: float | None) -> bool:
@@ -157,7 +157,7 @@ class AttemptTotals:
                 self.first_bad = step if self.first_bad is None else self.first_bad
 
     def has_stepped(self, end: LastPulse | None) -> bool:
-        """Returns whether the rank may have done a step."""
+        """Returns whether the rank may have begun a step."""
         begun = self.exit[0] if self.exit is not None else end.step if end is not None else 1
         return self.step > 0 or begun > 0
 
@@ -186,7 +186,7 @@ class Saved(NamedTuple):
 
 
 class Live(NamedTuple):
-    """The values of `FIGURES` after a record; `at` is the reached step of `LIVE_STEPS`."""
+    """The values of `FIGURES` after a record; `at` is the step of `LIVE_STEPS` that it reached."""
 
     step: int
     at: int
@@ -197,7 +197,7 @@ class Live(NamedTuple):
 class RankTotals:
     """The totals of one rank. Its records are added in the order of the rank's file.
 
-    The objects of `windows` are cut when an attempt resumes.
+    When an attempt resumes, the objects of the module `windows` drop the repeated steps.
     """
 
     rank: int
@@ -216,13 +216,13 @@ class RankTotals:
     entropy_min: float | None = None
     collapse_max: float | None = None
     gated: int = 0
-    """Number of progress records with gate statistics."""
+    """Number of progress records with statistics of the attention gate."""
     memories: int = 0
     """Number of progress records with memory."""
     fetches: int = 0
     """Number of progress records with `dt_fetch_s`."""
     empty: int = 0
-    """Number of progress records without figures, such as the last one of a foreign program."""
+    """Number of progress records without figures, such as the last record of a foreign program."""
     loads: int = 0
     """Number of attempts after the first that loaded a checkpoint."""
     steps: Rows[Step] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_STEPS)))
@@ -284,7 +284,7 @@ class RankTotals:
                     if part.start is not None and part.start <= step), default=0)  # fmt: skip
 
     def _begin(self, part: AttemptTotals, step: int) -> None:
-        """Starts an attempt at a step; this and later steps of former attempts are dropped."""
+        """Starts an attempt at a step; drops this step and later steps of earlier attempts."""
         if part.start is not None and part.start != step:
             part.trouble = part.trouble or f"it resumes at step {part.start} and at step {step}"
         part.start = step
@@ -334,7 +334,7 @@ class RankTotals:
         ))  # fmt: skip
 
     def _take_steps(self, record: Record, step: int, toks_per_s: float | None) -> None:
-        """Adds the durations of the steps since the previous record, unless the record was cut."""
+        """Adds the durations of the steps since the previous record, unless fields were cut."""
         durations = jsonl.numbers(record, "steps_dt_s")
         first = step - len(durations) + 1
         self.steps.cut(max(first, 0))
@@ -359,8 +359,8 @@ class RankTotals:
         """Returns four values: step count, tokens per second, deviation, and longest ÷ median step.
 
         The values are those of the last steps; the deviation is that of the tokens per second. All
-        are None if one of these steps is missing. Only the very last step may be missing, because a
-        foreign program cannot record its speed.
+        are None if one of these steps is missing. Only the newest step may be missing: a foreign
+        program reports the figures of a step when the next step begins.
         """
         rows = list(self.steps.rows)[-LAST_STEPS:]
         few = self.steps.dropped and len(rows) < LAST_STEPS

@@ -92,7 +92,7 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None, ended: bool) ->
     age_s = min((age for age in ages if age is not None), default=None)
     sampled_s, state = sources.sample_age_s, json_documents.line(entry, "state", "")
     is_present = not ended and sampled_s is not None and sampled_s <= FRESH_SAMPLE_S
-    if not is_present:  # an old sample shows no use
+    if not is_present:  # an old sample does not show the present use
         gpu = gpu and replace(gpu, util_pct=None, power_w=None)
     return Rank(
         rank=sources.rank,

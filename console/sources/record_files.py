@@ -18,7 +18,7 @@ MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 1 << 20
 MAX_PART_BYTES = 64 << 20
-"""No part has more text, so a compressed part is not unpacked beyond this limit."""
+"""The most text that a part contains. A compressed part is not unpacked beyond this limit."""
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
 
 
@@ -137,7 +137,7 @@ class RecordFile:
 
     @property
     def left_out_bytes(self) -> int:
-        """The number of bytes before the place where reading started, or 0 after a cursor."""
+        """The number of bytes before the place where reading started, or 0 if that was a cursor."""
         return self._left_out_bytes + self.tail.left_out_bytes
 
     @property
@@ -220,7 +220,7 @@ class RecordFiles:
         self._followed: dict[str, RecordFile] = {}
         self._turns: deque[str] = deque()
         self.has_more = False
-        """The last poll stopped at its limit."""
+        """True if the last poll stopped at its limit."""
         self.is_legacy = False
         """True for a legacy run directory."""
 
@@ -242,7 +242,7 @@ class RecordFiles:
 
     @property
     def left_out_bytes(self) -> int:
-        """The number of bytes left out before reading started, except those before a cursor."""
+        """Bytes at the start of the files that are not read; bytes before a cursor do not count."""
         return sum(each.left_out_bytes for each in self._followed.values())
 
     @property

@@ -51,7 +51,7 @@ class LatestRecords:
     """The step of the `halt` record, None once the rank records progress again."""
     records: int = 0
     pace: Pace = field(default=UNTIMED, compare=False)
-    """Not in a snapshot, because the pace depends on when the records were read."""
+    """A snapshot does not contain the pace, because it depends on when the records were read."""
 
     def add(self, line: Line) -> None:
         msg, step = line.record["msg"], line.record["step"]
@@ -72,7 +72,7 @@ class LatestRecords:
             self.ended = self.ended or line
 
     def has(self, record: Mapping[str, Any]) -> bool:
-        """Returns whether the number of a record is not above that of the newest record."""
+        """Returns whether a record was added before, according to the numbers of the records."""
         number, newest = (jsonl.integer(each, "n") or 0 for each in (record, self.last.record))
         return self.records > 0 and number <= newest
 
@@ -154,8 +154,8 @@ class Reducer:
     """The state of a run from its records: totals in `summary`, newest records in `all_heads`.
 
     The present attempt is that in supervisor.json, or else the newest attempt with two records.
-    `series` receives the charted values. With `timed` the heads have a pace, for the stall
-    detection.
+    `series` receives the charted values. A head is the `LatestRecords` of a
+    rank in an attempt. With `timed` the heads have a pace, for the stall detection.
     """
 
     def __init__(self, series: Series, summary: Summary | None = None, timed: bool = False):
@@ -192,7 +192,7 @@ class Reducer:
                 self._take_sample(batch.name, line)
 
     def warm_up(self, record: Mapping[str, Any]) -> None:
-        """Adds a heartbeat from before the snapshot to the pace only."""
+        """Adds a heartbeat only to the pace, for example a heartbeat from before the snapshot."""
         head = self.all_heads.get(record["rank"], {}).get(record["attempt"])
         if head is not None and self.timed:
             if head.pace is UNTIMED:
@@ -283,7 +283,7 @@ def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | 
 
 
 def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the gate entropy of each layer (nats) and the lowest; {} if a layer is missing."""
+    """Returns the attention gate's entropy in each layer (nats) and the lowest; {} if cut."""
     layers = jsonl.numbers(record, "gate_entropy_layers")[:MAX_LAYERS]
     if not layers or "cut" in record:
         return {}

@@ -1,4 +1,4 @@
-"""Reads one run, or the current run of a launch, as a `RunState`; each poll reads what is new.
+"""Reads one run, or the current run of a launch, as a `RunState`; a poll reads only new records.
 
 No content of a run directory raises an error here; unreadable content is counted, or is None.
 """
@@ -23,7 +23,7 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 WHOLE_BYTES = 1 << 30
-"""Most bytes that one poll reads if no user waits for the poll."""
+"""The most bytes that one poll reads if no user waits for the poll."""
 
 
 class RunSource:
@@ -45,9 +45,9 @@ class RunSource:
         self._documents: dict[Path, Document] = {}
         self._records: RunRecords | None = None
         self._charts: RunRecords | None = None
-        """Reads the series. When all are read, this reader replaces `_records`."""
+        """The reader for the charts. After it has read all records, it replaces `_records`."""
         self._is_away = False
-        """The run of the launch is missing, or it is a link; links are not followed."""
+        """True if the launch's run directory is missing, or is a link; links are not followed."""
         self._began_away = False
         """`_is_away` when `_records` began; if True, `_records` looked for no snapshot."""
 
@@ -68,7 +68,7 @@ class RunSource:
 
     @property
     def has_all_records(self) -> bool:
-        """True if all records were read or replaced by a snapshot; totals need this."""
+        """True if no record is missing from the totals: each was read or is part of a snapshot."""
         return self._records is None or self._records.files.has_all_records
 
     @property
@@ -121,7 +121,7 @@ class RunSource:
     # --- records -------------------------------------------------------------------------------
 
     def _read(self, run: Path, attempt: int | None, world: int | None) -> RunRecords:
-        """Reads the new records of a run; returns all records."""
+        """Reads the new records of a run; returns the reader of the run."""
         records = self._records
         is_back = self._began_away and not self._is_away
         if records is None or records.run != run or is_back:
@@ -184,7 +184,8 @@ class RunSource:
     def _current_run(self, launch: LaunchState | None) -> Path | None:
         """Returns the run of the last phase that has started.
 
-        If the documents are in doubt, the newest run with processes that are alive comes first.
+        If the launch is unsupervised or its documents are in doubt, the newest run with processes
+        that are alive is returned instead.
         """
         if launch is None or self.launch_path is None:
             return None

@@ -1,4 +1,4 @@
-"""Reads the records of one run into a reducer; returns its ranks, alerts and figures."""
+"""Reads the records of one run into a reducer; returns samples, alerts and figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Reads = Literal["all", "recent", "charts", "end"]
 - `recent`: the records after the snapshot; without a snapshot, the ends of the files.
 - `charts`: the records after the snapshot, and the series before it; without a snapshot, or for a
   short run, every record.
-- `end`: the ends of the files, to learn the usual times.
+- `end`: the ends of the files, from which the usual durations of steps are learnt.
 """
 UNITS: Mapping[str, tuple[str, str]] = {
     "toks_per_s": ("tok/s", "steps"), "toks_per_s_rank": ("tok/s", "steps"),
@@ -136,7 +136,7 @@ class RunRecords:
 
 
 def _is_short(run: Path) -> bool:
-    """Returns whether all records of a run are read in less than a second."""
+    """Returns whether a run has at most `SHORT_BYTES` of records, and no compressed part."""
     try:
         names = [name for name in os.listdir(run) if ".jsonl" in name]
     except OSError:

@@ -17,7 +17,7 @@ from statistics import median_low
 
 RAW_RECORDS = 600
 SPANS_S, KEPT_SPANS = (10, 60, 600, 7200), (1080, 1440, 4032, 4032)
-"""The resolutions, and the spans stored at each: for 3 hours, a day, 4 weeks, 11 months."""
+"""The widths of the spans, and how many are stored: for 3 hours, a day, 4 weeks, 11 months."""
 MAX_SERIES, MAX_ENDED = 16_384, 10_000
 STEP_WINDOW, PACE_WINDOW, PAUSE = 200, 64, 5
 AHEAD_S = 60.0
@@ -190,7 +190,7 @@ class Series:
             self.ends.append((at, step))
 
     def points(self, name: str) -> Points:
-        """Returns the points of a series, coarser for older times; empty without measurements.
+        """Returns the points of a series, coarser for older times, or () if there are none.
 
         Points more than `AHEAD_S` later than the last record are dropped, because their clock was
         ahead.
@@ -266,7 +266,7 @@ class Series:
     def add_history(self, level: int, newest_first: Iterable[Span]) -> None:
         """Adds the spans of a level that had ended when the snapshot was written.
 
-        The method takes as many spans as a series keeps.
+        It adds only as many spans as a series stores.
         """
         found: dict[str, dict[int, Span]] = {of: {} for of in self.thinners}
         for span in newest_first:

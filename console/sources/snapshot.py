@@ -4,7 +4,7 @@ A snapshot has totals and the places of the newest records. It is valid only for
 which it was made. A file is identified by its name, part and the hash of its first line. The newest
 records must still be at their places.
 
-An object is stored by the names of its fields, without the fields that have their default value.
+An object is stored as a mapping of its fields. Fields with their default value are left out.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from console.sources.summary import GpuTotals
 from trainers.contract import heartbeat, jsonl, rundir
 
 VERSION = 2
-"""The format of snapshot.json; a reader without a snapshot of its version reads the files."""
+"""The format of snapshot.json; a reader ignores another version and reads the files instead."""
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
-"""The largest size of a snapshot; for more than 16 ranks, the largest size for each rank."""
+"""The largest size of a snapshot, and the largest size per rank for more than 16 ranks."""
 HISTORY_BYTES = 4 << 20
 """Bytes that are read of each history file; a longer file is renamed to `.1`."""
 WARM_UP_BYTES = 256 << 10
 """Bytes before the snapshot from which a reader learns how long steps usually take."""
 INVALID = AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError
-"""The errors for a value that has another type than the writer's."""
+"""The errors that a snapshot with invalid content may cause."""
 
 
 def max_bytes(ranks: int) -> int:
@@ -173,9 +173,10 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _read(kind: Any, value: Any, file: Path | None = None, empty: Any = None) -> Any:
-    """Returns the object of a type that `plain` stored. Raises one of `INVALID` for other values.
+    """Returns an object of the type `kind` from the form in which `plain` returned it.
 
-    `file` is the file of the lines. A deque gets the length of `empty`.
+    Raises one of `INVALID` for any other value. `file` is the file that contains the lines. A deque
+    gets the maximum length of `empty`.
     """
     origin, args = get_origin(kind) or kind, get_args(kind)
     if type(None) in args:
@@ -217,7 +218,7 @@ def _object(kind: Any, saved: Mapping[str, Any], file: Path | None, empty: Any) 
 
 
 def _line(ref: Any, file: Path | None) -> Line:
-    """Returns the record at a place. Raises ValueError without a record."""
+    """Returns the line at a place. Raises ValueError if there is no record."""
     part, at, length = _read(tuple[int, int, int], ref)
     place = record_files.Place(part, at)
     record = record_files.read_line(file, place, length) if file and min(place) >= 0 else {}

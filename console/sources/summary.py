@@ -29,7 +29,7 @@ STEPPING = ("fetch", "forward", "backward", "optimizer", "log", "step")
 
 @dataclass(slots=True)
 class GpuTotals:
-    """The time in which all ranks step, and the busy time and sampled time of each GPU.
+    """The totals for the mean utilisation of each GPU while every rank is in a training step.
 
     Samples are not numbered. If the time between two samples is longer than `EVERY_S`, the excess
     is treated as idle, so that missing samples can only lower the use.
@@ -39,7 +39,7 @@ class GpuTotals:
     busy_s: dict[int, float] = field(default_factory=dict)
     seen_s: dict[int, float] = field(default_factory=dict)
     covered: dict[int, int] = field(default_factory=dict)
-    """The number of steps between the samples, by attempt."""
+    """The number of steps between the samples of each attempt. The key is the attempt."""
     trouble: str = ""
     """Why the use of the GPUs is not known, or "" if it is known."""
     newest: tuple[int, float, int] | None = None
@@ -92,19 +92,19 @@ class Summary:
         self.files: GateFiles | None = None
         """The logs and the newest checkpoint, read at the end of an attempt."""
         self.is_live = False
-        """The newest attempt still writes records, so later records are not missing."""
+        """True if the newest attempt still writes records, so its next records are not missing."""
         self.loaded: dict[int, int] = {}
-        """The attempts in which another process loaded a checkpoint after its save, by its step."""
+        """The attempt in which another process loaded a checkpoint. The key is its step."""
         self.overrides: dict[str, str] = {}
-        """The reason, operator and time of each override by request, by the name of the gate."""
+        """Reason, operator and time of each requested override. The key is the gate's name."""
         self.former: Summary | None = None
-        """The totals of the run that this run continues, for the gates of a run without a step."""
+        """The totals of the run that this run continues, for gates if this run has no step."""
         self.loaded_step = 0
         """The step of the checkpoint that all ranks of a continuing run have loaded, or 0."""
         self.name = ""
-        """What the window of a gate says of these totals, if they are those of a former run."""
+        """Text for the window of a gate if these totals are those of a former run, else ""."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
-        """The last pulse of each process that has ended, by attempt and rank."""
+        """The last pulse of each process that has ended. The key has the attempt and the rank."""
 
     def add(self, record: Record) -> bool:
         """Adds one heartbeat of any rank and attempt; returns whether it is new and was added."""
@@ -117,7 +117,7 @@ class Summary:
         return totals.add(record)
 
     def add_event(self, event: Record) -> None:
-        """Adds what gates need of an event of the run."""
+        """Adds the event of a loaded checkpoint or of an override; gates need no other event."""
         kind, step = jsonl.text(event, "kind"), jsonl.integer(event, "step")
         if kind == "checkpoint" and event.get("what") == "load" and step is not None:
             attempt = jsonl.integer(event, "attempt") or 0
@@ -149,7 +149,7 @@ class Summary:
         self.attempts, self.stalls, self.stalls_seen = attempts, stalls, stalls or 0
 
     def take_end(self, attempt: int, rank: int, found: Pulse | None) -> None:
-        """Adds the last pulse of a process that has ended; None for a process without a pulse."""
+        """Adds the last pulse of a process that has ended; `found` is None if it has no pulse."""
         counts = (found.records, found.nonfinite_steps, found.step) if found else (0, 0, 0)
         self.ends[attempt, rank] = LastPulse(attempt, rank, *counts)
 
@@ -196,8 +196,8 @@ class Summary:
     def gap(self, ranks: range, surviving: bool, tails: bool) -> str:
         """Returns why the records do not cover the run, or "" if they do.
 
-        With `surviving` only steps that no later attempt repeated are checked. With `tails` the
-        pulse replaces the last records of a rank that was killed.
+        With `surviving` only the surviving steps are checked. With `tails` a rank that was killed
+        needs no last records, because its pulse replaces them.
         """
         if not self.of_rank(0).progress:
             newest = self.of_attempt(0, self.of_rank(0).newest)
@@ -275,9 +275,9 @@ class Summary:
 
     @property
     def resumed_at_end(self) -> int:
-        """The step of the checkpoint with which all ranks began and ended, without a step; else 0.
+        """The step of the checkpoint that all ranks loaded, if all ended without a step; else 0.
 
-        It is 0 too if the run stalled or was restarted.
+        It is also 0 if the run stalled or was restarted.
         """
         parts = [self.of_attempt(rank, 1) for rank in range(self.world)]
         starts = {part.start if part and part.exit and part.exit[1] == 0 else 0 for part in parts}

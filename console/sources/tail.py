@@ -19,7 +19,7 @@ READ_CHUNK_BYTES = 1 << 20
 
 
 class Place(NamedTuple):
-    """A place in a record file: the number of the part (0 if the file has no parts), and the byte."""
+    """A place in a record file: the part's number (0 if the file has no parts), and the byte."""
 
     part: int
     at: int
