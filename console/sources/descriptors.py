@@ -26,7 +26,7 @@ _LINE = re.compile(
 )
 MAX_DESCRIPTORS = 64
 Kind = Literal["lock", "pipe", "network", "child", "timer", "disk", "futex", "none"]
-NO_PEER = "a socket, its peer is not available"
+NO_PEER = "a socket whose peer is not available"
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,10 @@ class Difference:
 
 @functools.lru_cache(4096)
 def _signature(op: str, sizes: str, group: str) -> str:
-    """Returns a text that must be equal on all ranks: operation, and maybe number of elements."""
+    """Returns a text that must be equal on all ranks.
+
+    It contains the operation, and the number of elements if that must be equal too (`_SAME_SIZE`).
+    """
     same = _SAME_SIZE_GLOO if group.startswith("gloo ") else _SAME_SIZE
     return op + (_SHAPE.sub(_elements, sizes) if same.fullmatch(op) else "")
 
@@ -207,7 +210,7 @@ def _named(ranks: Iterable[int], one: str = "", many: str = "") -> str:
 
 
 def _call(group: str, number: int, members: _Members) -> str:
-    """Returns "all_reduce 918,331 ([131584] float32)", and any group but that of all ranks."""
+    """Returns "all_reduce 918,331 ([131584] float32)", with the group unless it has all ranks."""
     each = next(m.calls[number][0] for m in members.values() if number in m.calls)
     sizes = f" ({each.sizes})" if each.sizes else ""
     return f"{each.op} {number:,}{sizes}{_of_group(group)}"
@@ -243,7 +246,7 @@ def _mismatch(group: str, members: _Members) -> Difference | None:
             called.append(f"{_named(side, *verbs)} {call.op} {call.sizes}".rstrip())
         text = f"collective {number:,}{_of_group(group)}: {', '.join(called)}"
         if odd:
-            text += f"; {_named(odd, 'does', 'do')} not call what usually comes here"
+            text += f"; {_named(odd, 'does', 'do')} not make the usual call here"
         return Difference("mismatch", tuple(few or odd), number, text, bool(odd) and confirmed)
     return None
 
@@ -291,8 +294,8 @@ def _difference(group: str, members: _Members) -> Difference:
     if waits:
         number = min(waits.values())
         if len(members) == 1:
-            text = f"{_named(members)} waits in {_call(group, number, members)}, of which no other "
-            return Difference("unknown", (), number, f"{text}rank has a record")
+            text = f"{_named(members)} waits in {_call(group, number, members)}; no other rank "
+            return Difference("unknown", (), number, f"{text}has a record of it")
         inside = [rank for rank, member in members.items() if member.waits_in(number)]
         passed = _named(members.keys() - inside, "has", "have")
         text = f"{_named(inside, 'waits', 'wait')} in {_call(group, number, members)}"

@@ -31,8 +31,8 @@ def launch_state(
     """Returns the launch: its phases from plan.json, their progress from plan_state.json.
 
     `troubles` has two texts: why plan.json, and why plan_state.json, cannot be read; an empty text
-    means that the document can be read. `existing` has the names
-    of the existing run directories, in the order of their phases.
+    means that the document can be read. `existing` has the names of the existing run
+    directories, in the order of their phases.
     """
     phases, wrong_directory = _phases(plan, state)
     doubt = wrong_directory or troubles[0] or _contradiction(plan, state, phases, existing)
@@ -64,7 +64,7 @@ def launch_state(
 
 
 def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
-    """Returns two values: the phases in both documents, and which directory is misnamed, or ""."""
+    """Returns two values: the phases in both documents, and a text if a directory is misnamed."""
     planned, reached = entries(plan, "phases"), entries(state, "phases")
     phases: list[PhaseState] = []
     wrong = ""

@@ -1,8 +1,8 @@
 """Finds the living processes of a run, and the facts from which a reader decides the run's state.
 
-The supervisor decides the state of a run. If the supervisor is dead, a reader uses the
-processes that are alive (`unsupervised`), or else the recorded end, or else the exit records of all
-ranks. If none of these exists, the run is `lost`.
+The supervisor decides the state of a run. If the supervisor is dead, a reader uses the processes
+that are alive (`unsupervised`), or else the recorded end, or else the exit records of all ranks. If
+none of these exists, the run is `lost`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def age(ts: float | None) -> float | None:
 
 
 def live_directory(supervisor: Record) -> Path | None:
-    """Returns the live directory of a run that was started on this host since its boot, or None."""
+    """Returns the live directory of a run that was started on this host since the last boot."""
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
         return None

@@ -1,4 +1,4 @@
-"""Samples each GPU through pynvml, in one thread per GPU: its values and its Xids.
+"""Samples the values and the Xids of each GPU through pynvml, in one thread per GPU.
 
 A GPU that hangs does not delay the others. Until NVML is initialised, one thread retries, at first
 after 5 s, later once a minute. Each read of a GPU returns a row (a `Gpu`), even after an error. An

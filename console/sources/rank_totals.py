@@ -36,8 +36,11 @@ FIGURES: Mapping[str, tuple[str, str, str]] = {
     "collapse_max": ("share", "largest gate_collapse_frac, all attempts", "gated"),
     "fetch_max_s": ("s", "largest dt_fetch_s, all attempts", "fetches"),
 }
-"""Unit and window of each figure. The third text is "", or for a figure that each progress record
-must have, the field of `RankTotals` with the number of records that have a value."""
+"""Unit, window and counter of each figure; the counter is the name of a field of `RankTotals`.
+
+The field has the number of records with a value. A figure that a progress record need not have has
+the counter "".
+"""
 NEEDED = ("loss", "grad_norm", "gpu_mem_reserved", "dt_fetch_s", "gate_entropy_mean")
 OF_EARLIER_STEPS = ("checkpoint", "checkpoint_failed", "checkpoint_skipped")
 """Kinds of records whose step may be earlier than the current step of the rank."""
@@ -334,7 +337,10 @@ class RankTotals:
         ))  # fmt: skip
 
     def _take_steps(self, record: Record, step: int, toks_per_s: float | None) -> None:
-        """Adds the durations of the steps since the previous record, unless fields were cut."""
+        """Adds the durations of the steps since the previous record.
+
+        A record that was shortened to fit its line (`cut`) adds no duration.
+        """
         durations = jsonl.numbers(record, "steps_dt_s")
         first = step - len(durations) + 1
         self.steps.cut(max(first, 0))

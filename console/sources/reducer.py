@@ -154,8 +154,8 @@ class Reducer:
     """The state of a run from its records: totals in `summary`, newest records in `all_heads`.
 
     The present attempt is that in supervisor.json, or else the newest attempt with two records.
-    `series` receives the charted values. A head is the `LatestRecords` of a
-    rank in an attempt. With `timed` the heads have a pace, for the stall detection.
+    `series` receives the charted values. A head is the `LatestRecords` of a rank in an attempt.
+    With `timed` the heads have a pace, for the stall detection.
     """
 
     def __init__(self, series: Series, summary: Summary | None = None, timed: bool = False):
@@ -283,7 +283,10 @@ def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | 
 
 
 def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the attention gate's entropy in each layer (nats) and the lowest; {} if cut."""
+    """Returns the attention gate's entropy in each layer (nats), and the lowest of these.
+
+    Returns {} for a record that lacks a layer.
+    """
     layers = jsonl.numbers(record, "gate_entropy_layers")[:MAX_LAYERS]
     if not layers or "cut" in record:
         return {}

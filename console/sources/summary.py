@@ -94,11 +94,14 @@ class Summary:
         self.is_live = False
         """True if the newest attempt still writes records, so its next records are not missing."""
         self.loaded: dict[int, int] = {}
-        """The attempt in which another process loaded a checkpoint. The key is its step."""
+        """Attempt in which another process loaded a checkpoint; the key is the saved step."""
         self.overrides: dict[str, str] = {}
         """Reason, operator and time of each requested override. The key is the gate's name."""
         self.former: Summary | None = None
-        """The totals of the run that this run continues, for gates if this run has no step."""
+        """The totals of the run that this run continues.
+
+        The gates use them if this run has no step.
+        """
         self.loaded_step = 0
         """The step of the checkpoint that all ranks of a continuing run have loaded, or 0."""
         self.name = ""

@@ -104,8 +104,8 @@ def test_a_rank_that_waits_in_another_group_is_not_the_one_behind():
     found = flight.compare(stuck, range(4))
     assert (found.kind, found.ranks) == ("unknown", ())
     assert found.text == (
-        'rank 2 waits in all_reduce 2 ([8] float32) of group "nccl 7 pipe", of which no other rank '
-        "has a record; no record of rank 3"
+        'rank 2 waits in all_reduce 2 ([8] float32) of group "nccl 7 pipe"; no other rank '
+        "has a record of it; no record of rank 3"
     )
 
 
@@ -167,7 +167,7 @@ def test_the_rank_that_leaves_the_usual_sequence_calls_another_collective(
     two = {0: stepping(0, others), 1: stepping(1, odd)}
     found = flight.compare(two, (0, 1))
     assert (found.kind, found.ranks, found.confirmed) == ("mismatch", ranks, confirmed)
-    assert found.text.endswith("rank 1 does not call what usually comes here") == (ranks == (1,))
+    assert found.text.endswith("rank 1 does not make the usual call here") == (ranks == (1,))
     young = {0: stepping(0, others, steps=1), 1: stepping(1, odd, steps=1)}
     assert flight.compare(young, (0, 1)).ranks == ()
 
