@@ -72,7 +72,7 @@ class Facts:
     has_exit_records: bool = True
     """True if no exit record was lost: each was read, or the program writes no exit records."""
     torchrun_signal: str = ""
-    """The signal in the last lines of torchrun's log; it may be wrong, see `ended_by_signal`."""
+    """The signal in the last lines of torchrun's log; it may be wrong (see `ended_by_signal`)."""
     rank_failure: str = ""
     """A sentence on the failed ranks while other ranks are alive, or "" if no rank failed."""
     world: int = 1
@@ -153,7 +153,7 @@ class Facts:
 
     @property
     def killed_together(self) -> bool:
-        """True if all ranks got SIGKILL at the same moment, and not from the supervisor."""
+        """True if all ranks got SIGKILL at the same time, and the supervisor did not send it."""
         killed = [e for e in self.ends if e.signal == "SIGKILL" and not e.killed_after_failure]
         times = [end.ts for end in killed if end.ts is not None]
         return len(times) == self.world > 1 and max(times) - min(times) <= TOGETHER_S

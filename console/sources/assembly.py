@@ -33,7 +33,7 @@ class Assembly:
 
     run: Path
     is_away: bool
-    """The run's directory is missing, or it is a link; links are not followed."""
+    """True if the run's directory is missing, or is a link; links are not followed."""
     launch: LaunchState | None
     supervisor: Record
     """supervisor.json, or {} if it cannot be read."""
@@ -45,7 +45,7 @@ class Assembly:
     env: Record
     records: RunRecords
     behind_bytes: int
-    """Bytes of records that are left to read, including those for the charts."""
+    """Bytes of records that are left to read, including the records for the charts."""
     trouble: str
     """Why supervisor.json cannot be shown, or "" if it can be shown."""
     troubles: Sequence[Alert]

@@ -125,7 +125,7 @@ def _place(frames: list[Frame]) -> str:
 
 
 def _native_crash(lines: list[str]) -> str:
-    """Returns where the crashed thread was according to faulthandler, or "" without such a dump."""
+    """Returns where the crashed thread was according to faulthandler, or "" if there is no dump."""
     at = max((i for i, line in enumerate(lines) if line.startswith(_FATAL)), default=len(lines))
     threads = stacks.parse("\n".join(lines[at:]))
     top = stacks.innermost_own(threads[0].frames) if threads and threads[0].name == MAIN else None

@@ -75,8 +75,8 @@ def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
 def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
     """Returns the object for which an epoll waits, according to its descriptors in fdinfo.
 
-    The wake-up sockets of an event loop are left out. A loop that has only such sockets waits for a
-    timer or an event.
+    The wake-up sockets of an event loop are left out. A loop that has only wake-up sockets waits
+    for a timer or an event.
     """
     info = read_text(f"/proc/{pid}/fdinfo/{fd}")
     fds = [int(fd) for fd in re.findall(r"^tfd:\s*([0-9]{1,9})\s", info, re.MULTILINE)]

@@ -98,7 +98,7 @@ class Difference:
     number: int | None
     text: str
     confirmed: bool = False
-    """True for a mismatch in which a second sign in the records names `ranks` too (`_unusual`)."""
+    """True for a mismatch in which `_unusual` finds a second sign that names `ranks` too."""
     inside: bool = False
     """True if each rank that is behind still waits in its last call, which all others have made."""
 
@@ -174,7 +174,7 @@ def latest(
 
 
 class _Member:
-    """The collectives of one rank in one group, by number.
+    """The collectives of one rank in one group.
 
     With NCCL, coalesced collectives have the same number.
     """
@@ -210,7 +210,10 @@ def _named(ranks: Iterable[int], one: str = "", many: str = "") -> str:
 
 
 def _call(group: str, number: int, members: _Members) -> str:
-    """Returns "all_reduce 918,331 ([131584] float32)", with the group unless it has all ranks."""
+    """Returns a call as text, for example "all_reduce 918,331 ([131584] float32)".
+
+    The text names the group, unless it is the group of all ranks.
+    """
     each = next(m.calls[number][0] for m in members.values() if number in m.calls)
     sizes = f" ({each.sizes})" if each.sizes else ""
     return f"{each.op} {number:,}{sizes}{_of_group(group)}"
@@ -270,9 +273,9 @@ def _unusual(
     odd = {side: ranks for side, ranks in callers.items() if side not in usual}
     if len(past) < MIN_PAST or len(odd) == len(callers):
         return [], False
-    if not odd:  # every call is usual, but some are far rarer
+    if not odd:  # every call is usual, but some calls are far rarer
         if 2 * max(map(len, callers.values())) > sum(map(len, callers.values())):
-            return [], False  # there is a minority
+            return [], False  # the minority is to blame
         most = max(usual[side] for side in callers)
         rare = {side for side in callers if RARE * usual[side] <= most}
         return sorted(rank for side in rare for rank in callers[side]), False

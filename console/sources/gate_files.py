@@ -56,7 +56,7 @@ def read(run: Path, attempts: int, world: int) -> GateFiles:
 
 
 def _single(run: Path) -> tuple[str, float | None]:
-    """Returns two values: the newest earlier phase with one rank, and the speed of its last steps.
+    """Returns two values: the newest earlier phase that has one rank, and its speed at the end.
 
     The speed is None unless the gate on the speed passed with the same value.
     """

@@ -1,6 +1,6 @@
 """Reads all GPUs of this host once, in a child process, because a call may hang in the driver.
 
-KILL ends neither a call that hangs in the driver nor a process with a thread in such a call.
+A call that hangs in the driver does not end by KILL, and neither does its process.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Document:
         """The last valid object that was read."""
 
     def read(self) -> dict[str, Any]:
-        """Returns the object in the file, or the last valid one while the file cannot be read."""
+        """Returns the object in the file, or the last valid object while it cannot be read."""
         stamp = rundir.stamp(self.path)
         if stamp is None or stamp == self._stamp:
             return self.record

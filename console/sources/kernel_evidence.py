@@ -276,7 +276,7 @@ def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
 
 
 def _locks_of_others(pid: int) -> dict[int, int]:
-    """Returns the holders of POSIX file locks, by inode; libraries do not poll for a flock."""
+    """Returns the holders of POSIX file locks by inode; libraries do not poll for a flock."""
     lines = map(_LOCK.match, read_text("/proc/locks", TABLE_BYTES).splitlines())
     return {
         int(found[5]): int(found[4]) for found in lines

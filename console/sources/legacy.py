@@ -28,7 +28,7 @@ CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
 
 
 def is_legacy(run: Path) -> bool:
-    """Returns whether a directory is a legacy run, which has heartbeats without a version."""
+    """Returns whether a directory is a legacy run: its heartbeats have no version."""
     if (run / rundir.RUN).exists():
         return False
     head = jsonl.read_bytes(rundir.heartbeat(run, 0), HEAD_BYTES, 0)

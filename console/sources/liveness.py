@@ -196,7 +196,7 @@ def _workers_without_exit(supervisor: Record) -> list[tuple[dict[str, Any], bool
 
 
 def still_run(thing: str, names: Sequence[object]) -> str:
-    """Returns "ranks 0, 1 still run", or "" without names; at most eight names are listed."""
+    """Returns a text such as "ranks 0, 1 still run", with at most eight names, or ""."""
     first = ", ".join(map(str, names[:8])) + (", …" if len(names) > 8 else "")
     plural = "es" if thing.endswith("s") else "s"
     one = f"{thing} {first} still runs" if names else ""

@@ -80,7 +80,7 @@ def visible_devices(pid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """The Xids of one GPU: the newest numbers, the total count, and the time of the last one."""
+    """The Xids of one GPU: the newest numbers, the total count, and the time of the last Xid."""
 
     numbers: tuple[int, ...]
     count: int

@@ -26,8 +26,8 @@ def since(before: OomCounts) -> OomEvidence:
 def spare_bytes() -> int | None:
     """Returns the memory left in this cgroup if an out-of-memory kill ends all its processes.
 
-    It ends them all with memory.oom.group = 1, as Kubernetes sets it. Returns None if the cgroup
-    has no memory limit, or if the kernel would kill only one process.
+    With memory.oom.group = 1, as Kubernetes sets it, the kill ends all processes. Returns
+    None if the cgroup has no memory limit, or if the kernel would kill only one process.
     """
     folder = _counting_folder("self")
     if not folder or _number_in(folder, "memory.oom.group") != 1:

@@ -96,7 +96,7 @@ class Pace:
         self._dead: tuple[str, ...] = ()
         self._live_since = live_since
         self._recorded_s: float | None = None
-        """Sum of the step times in the records since `live_since`, without the first record."""
+        """Sum of the step times in the records since `live_since`, except the first record."""
         self._step = 0
         self._new_step_at = -math.inf
         """Time at which the newest step was read (monotonic s), -inf if before `live_since`."""
@@ -168,7 +168,7 @@ class Pace:
         return self._age_s + max(0.0, mono - self._read_at)
 
     def gap_s(self) -> float:
-        """Returns the longest recent gap between records with a new step, or 0 without gaps."""
+        """Returns the longest recent gap between records with a new step, or 0 if there is none."""
         return max((took_s for _, took_s in list(self._gaps)[-LAST_GAPS:]), default=0.0)
 
     def usual_gap_s(self, least_s: float) -> float:
@@ -234,7 +234,7 @@ class Pace:
     def p99_s(self, phase: str = "") -> float | None:
         """Returns the 99th percentile of recent times in a phase, or None if no time is known.
 
-        A phase without times, and the phase "", use the percentile of the steps.
+        For a phase without times, and for the phase "", it is the percentile of the step times.
         """
         found = self._durations.get(phase) or self._durations.get("")
         return None if found is None else _p99(found[1])

@@ -46,7 +46,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Stat, float]] = {}
-        """The last sample and its time, by pid."""
+        """The last sample of each process and its time. The key is the pid."""
 
     def sample(self, pid: int) -> ProcessUse:
         """Returns a sample of a process, with the CPU use since the last sample (None at first)."""
@@ -130,7 +130,7 @@ class Handle:
         return bool(poller.poll(0))
 
     def exit_code(self) -> int | None:
-        """Returns the exit code, negative for a signal, or None if it is not available.
+        """Returns the exit code, the negative number of a signal, or None if not available.
 
         Call this method when `is_over` returns True. The method never waits. The code comes from
         /proc while the process is a zombie, and from the pidfd after it is reaped. The parent may

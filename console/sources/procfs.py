@@ -82,7 +82,7 @@ def parse_stat(text: str) -> Stat | None:
 
 
 def children(pid: int, threads: Iterable[int] | None = None) -> list[int]:
-    """Returns the direct children of a process, or only those of some of its `threads`."""
+    """Returns the direct children of a process, or only the children of the given `threads`."""
     threads = numbers_in(f"/proc/{pid}/task") if threads is None else threads
     texts = (read_text(f"/proc/{pid}/task/{each}/children", TABLE_BYTES) for each in threads)
     return [int(child) for text in texts for child in text.split() if child.isdecimal()]
@@ -91,7 +91,7 @@ def children(pid: int, threads: Iterable[int] | None = None) -> list[int]:
 def cgroup_folders(pid: int | str, controller: str = "") -> list[str]:
     """Returns the directories of a process's cgroup and of its parents, the outermost first.
 
-    Without a `controller` it is the cgroup of version 2. Some of the directories may not exist,
+    Without a `controller`, the cgroup of version 2 is used. Some of the directories may not exist,
     because in a container the path of the cgroup and the mount may begin at different parents.
     """
     lines = (line.split(":", 2) for line in read_text(f"/proc/{pid}/cgroup").splitlines())

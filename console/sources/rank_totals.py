@@ -79,7 +79,7 @@ class AttemptTotals:
     """Why the records cannot be counted, or "" if they can."""
     holes: list[Missing] = field(default_factory=list)
     start: int | None = None
-    """The first step: one after the loaded checkpoint, or else that in the first record."""
+    """The first step: one after the loaded checkpoint, or else the first recorded step."""
     at: int = 0
     """The step of the newest record."""
     step: int = 0
@@ -312,7 +312,7 @@ class RankTotals:
         fetch = jsonl.number(record, "dt_fetch_s")
         self.fetches += fetch is not None
         self.fetch_max_s = _worst(self.fetch_max_s, fetch, max)
-        self.live.cut(step)  # drops a record with an absurd step
+        self.live.cut(step)  # drops rows of later steps, for example of an absurd step
         if not self.rank:
             self._take_figures(record, step, loss)
         for at in LIVE_STEPS:
@@ -364,7 +364,7 @@ class RankTotals:
     def _speed(self) -> tuple[float | None, ...]:
         """Returns four values: step count, tokens per second, deviation, and longest ÷ median step.
 
-        The values are those of the last steps; the deviation is that of the tokens per second. All
+        The values are those of the last steps; the deviation is that of tokens per second. All
         are None if one of these steps is missing. Only the newest step may be missing: a foreign
         program reports the figures of a step when the next step begins.
         """

@@ -22,7 +22,7 @@ EMPTY: Record = {}
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """The entries of one rank in all sources; {} for a source without an entry."""
+    """The entries of one rank in all sources; {} if a source has no entry of the rank."""
 
     rank: int
     worker: Record
@@ -77,7 +77,7 @@ def _by_rank(supervisor: Record, records: RunRecords) -> list[_Sources]:
 
 
 def _entries(record: Record, key: str) -> dict[int, Record]:
-    """Returns the entries of a list, by rank."""
+    """Returns the entries of a list. The key is the rank."""
     return {
         rank: entry for entry in jsonl.entries(record, key)
         if (rank := jsonl.integer(entry, "rank")) is not None and 0 <= rank < MAX_RANKS

@@ -182,7 +182,7 @@ class RecordFile:
                 self._replaced += 1
                 self._replace(open_part(self.path, part))
             return replaced
-        if own is not None and own != self.tail.path:  # it was renamed or compressed
+        if own is not None and own != self.tail.path:  # the part was renamed or compressed
             self._replace(open_part(own, part, self.tail.line_at))
             return True
         newest = max(there, default=part) + 1
@@ -278,7 +278,7 @@ class RecordFiles:
     def _discover(self, world: int) -> None:
         try:
             names = os.listdir(self.run)
-        except OSError:  # the files that every run has are still tried
+        except OSError:  # without a list, the files that every run has are tried
             names = [rundir.EVENTS] if world < MAX_RANKS else []
             names += [rundir.heartbeat(self.run, rank).name for rank in range(world) if names]
         for name in map(whole_name, names):

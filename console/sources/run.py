@@ -49,7 +49,7 @@ class RunSource:
         self._is_away = False
         """True if the launch's run directory is missing, or is a link; links are not followed."""
         self._began_away = False
-        """`_is_away` when `_records` began; if True, `_records` looked for no snapshot."""
+        """The value of `_is_away` when `_records` began. If True, `_records` used no snapshot."""
 
     @property
     def reducer(self) -> Reducer:

@@ -27,9 +27,9 @@ Reads = Literal["all", "recent", "charts", "end"]
 """The records to read.
 
 - `all`: every record.
-- `recent`: the records after the snapshot; without a snapshot, the ends of the files.
-- `charts`: the records after the snapshot, and the series before it; without a snapshot, or for a
-  short run, every record.
+- `recent`: the records after the snapshot; if there is no snapshot, the ends of the files.
+- `charts`: the records after the snapshot, and the series before it. If there is no snapshot, or
+  for a short run: every record.
 - `end`: the ends of the files, from which the usual durations of steps are learnt.
 """
 UNITS: Mapping[str, tuple[str, str]] = {

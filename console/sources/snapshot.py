@@ -4,7 +4,7 @@ A snapshot has totals and the places of the newest records. It is valid only for
 which it was made. A file is identified by its name, part and the hash of its first line. The newest
 records must still be at their places.
 
-An object is stored as a mapping from field names to values, without default values.
+An object is stored as a mapping from field names to values; default values are left out.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _check_files(run: Path, cursors: Mapping[str, Cursor], most_bytes: int | Non
 
 
 def _check_heads(rank: int, heads: Mapping[int, LatestRecords], totals: RankTotals) -> None:
-    """Raises ValueError if the newest records of a rank are not those of its totals."""
+    """Raises ValueError if the newest records of a rank do not belong to its totals."""
     for attempt, head in heads.items():
         for line in (head.last, head.progress, head.error, head.ended):
             record = heartbeat.accept(line.record) if line is not None else {}
@@ -243,7 +243,7 @@ def _warm_up(run: Path, reducer: Reducer) -> None:
 def load_series(run: Path, reducer: Reducer) -> None:
     """Adds the spans from before the snapshot to the series.
 
-    Call it before other records are added to the reducer.
+    Call this function before other records are added to the reducer.
     """
     for level in range(len(SPANS_S)):
         data = record_files.read_end(history(run, level), HISTORY_BYTES, run)

@@ -105,7 +105,7 @@ class Summary:
         self.loaded_step = 0
         """The step of the checkpoint that all ranks of a continuing run have loaded, or 0."""
         self.name = ""
-        """Text for the window of a gate if these totals are those of a former run, else ""."""
+        """Text for the window of a gate if these totals belong to an earlier run, else ""."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
         """The last pulse of each process that has ended. The key has the attempt and the rank."""
 
@@ -181,7 +181,7 @@ class Summary:
     def different(self, ranks: range) -> list[int]:
         """Returns the ranks with a record or a last pulse, and the first of all other ranks.
 
-        The other ranks have equal totals, so the results for the first of them are those of all.
+        The other ranks have equal totals, so a result for the first of them holds for all.
         """
         known = self.ranks.keys() | {rank for _, rank in self.ends}
         other = islice((rank for rank in ranks if rank not in known), 1)
@@ -278,7 +278,7 @@ class Summary:
 
     @property
     def resumed_at_end(self) -> int:
-        """The step of the checkpoint that all ranks loaded, if all ended without a step; else 0.
+        """The step of the checkpoint that all ranks loaded, if no rank did a step after it; else 0.
 
         It is also 0 if the run stalled or was restarted.
         """

@@ -79,7 +79,7 @@ def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
     """Returns the newest verdict of another run in `root` with the same cause and line of code.
 
     The search covers the newest `MAX_LAUNCHES` launches, and at most `MAX_SEARCH_BYTES` in all. A
-    verdict without a line of code is not searched for.
+    verdict without a line of code has no match.
     """
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():
