@@ -107,7 +107,7 @@ def refuse_other_settings(settings: Settings, parallel: Single) -> None:
     """
     values = ((key, json.dumps(value)) for key, value in flatten(asdict(settings)))
     mine = {key: value for key, value in values if key not in PLACES}
-    first, *others = map(json.loads, parallel.gather_text(json.dumps(mine)))
+    first, *others = map(json.loads, parallel.gather(json.dumps(mine)))
     for rank, theirs in enumerate(others, 1):
         wrong = [key for key in theirs if theirs[key] != first.get(key)]
         text = "; ".join(f"{key} is {theirs[key]} instead of {first.get(key)}" for key in wrong)

@@ -88,7 +88,7 @@ def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -
         named = parallel.world > 1 and not isinstance(error, CheckpointException)
         rank = f"rank {parallel.rank}: " if named else ""
         failure, reason = error, f"{rank}{reason_of(error)}"
-    for each in parallel.gather_text(reason):
+    for each in parallel.gather(reason):
         if each:
             raise CheckpointError(f"{what}: {each}" if what else each) from failure
     return results[0]
@@ -119,7 +119,7 @@ def restore(
         return found
 
     decision, skipped = on_all_ranks(parallel, decide)
-    digest, _, name = parallel.gather_text(decision)[0].partition(" ")
+    digest, _, name = parallel.gather(decision)[0].partition(" ")
     if not name:
         return None
     path = Path(name)
@@ -286,11 +286,11 @@ def reason_of(error: BaseException) -> str:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Returns the states of this rank's generators as one uint8 vector on `device`."""
+    """Returns the states of this rank's generators as one uint8 vector on the CPU."""
     parts = [torch.get_rng_state()]
     if device.type == "cuda":
         parts.append(torch.cuda.get_rng_state(device))
-    return torch.cat(parts).to(device)
+    return torch.cat(parts)
 
 
 def _restore_random(state: Tensor) -> None:

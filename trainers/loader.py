@@ -231,7 +231,7 @@ def open_on_all_ranks(
                 source = open_source(settings, run, held_out)
             except Exception as error:  # any error: the other ranks wait for this rank
                 failed = error
-        prints = parallel.gather_text(FAILED if failed else source.fingerprint if source else "")
+        prints = parallel.gather(FAILED if failed else source.fingerprint if source else "")
         if failed or FAILED in prints:
             raise failed or DataError(f"rank {prints.index(FAILED)} cannot open the data")
     for rank, fingerprint in enumerate(prints):

@@ -205,8 +205,6 @@ def save(t: Training, step: int) -> None:
     """Saves a checkpoint. If the save fails, this is reported, and the training continues."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
-    t.saver.wait()
-    report_save(t, step, *t.saver.collect())
     try:
         if t.saver.in_background:
             t.saver.save_async(position(t))
@@ -234,7 +232,7 @@ def finish_save(t: Training) -> None:
     """Waits for a background save after an error, for a limited time."""
     if t.saver.busy:
         t.member.pulse.set(t.report.steps_done, "save")
-    report_save(t, t.report.steps_done, *t.saver.finish(lambda: bool(t.member.halt_reason)))
+    report_save(t, t.report.steps_done, *t.saver.finish())
 
 
 def position(t: Training) -> Manifest:

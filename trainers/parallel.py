@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from trainers.failures import CollectiveError
 from trainers.precision import AUTOCAST
 from trainers.schema import DdpSettings, Settings
 
+Value = TypeVar("Value")
 SAFE_BUCKET_MB = 2
 NORM_DTYPES = "Mismatch dtype between input and weight"
 """Start of torch's warning that a norm of fp32 activations with a bf16 weight is not fused."""
@@ -65,13 +66,9 @@ class Single:
         del vector
         return lambda: None
 
-    def gather(self, vector: Tensor) -> list[Tensor]:
-        """Returns the vectors of all ranks, which must have the same length."""
-        return [vector]
-
-    def gather_text(self, text: str) -> list[str]:
-        """Returns the texts of all ranks, in their order."""
-        return [text]
+    def gather(self, value: Value) -> list[Value]:
+        """Returns the values of all ranks, in their order."""
+        return [value]
 
 
 class Group(Single):
@@ -99,17 +96,11 @@ class Group(Single):
         self._member.pulse.collectives += 1
         return cast(dist.Work, dist.all_reduce(vector, async_op=True)).wait
 
-    def gather(self, vector: Tensor) -> list[Tensor]:
+    def gather(self, value: Value) -> list[Value]:
         self._member.pulse.collectives += 1
-        vectors = [torch.empty_like(vector) for _ in range(self.world)]
-        dist.all_gather(vectors, vector)
-        return vectors
-
-    def gather_text(self, text: str) -> list[str]:
-        self._member.pulse.collectives += 1
-        texts = [""] * self.world
-        dist.all_gather_object(texts, text)
-        return texts
+        values = [value] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
 
 class Ddp(Group):
