@@ -109,10 +109,6 @@ class Ddp(Group):
     name = "ddp"
 
     def __init__(self, device: torch.device, member: Member, settings: DdpSettings):
-        if settings.compress == "bf16" and device.type != "cuda":
-            raise UsageError(
-                "ddp.compress=bf16 needs NCCL, but this run uses gloo; use fp16 or none"
-            )
         super().__init__(device, member, settings.timeout_min)
         self._settings = settings
         self.comm_hook = settings.compress

@@ -49,7 +49,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "nsa.phi": {"avg": "mean"},
 }
 """The translations of values of other systems, by the name of the key in those systems."""
-INCLUDE, MOST_INCLUDES = "include", 4
+INCLUDE = "include"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,16 @@ def resolve(
     return Resolved(settings, found, str(config or ""))
 
 
-def _from_yaml(
-    path: Path, known: Mapping[str, Key], includers: tuple[Path, ...] = ()
-) -> Iterator[tuple[str, Any, str]]:
+def _from_yaml(path: Path, known: Mapping[str, Key]) -> Iterator[tuple[str, Any, str]]:
     """Yields three values per setting in a file: key, value, origin. Included files come first."""
-    document, names = yamlfile.load(path), known.keys() | ALIASES.keys()
-    if INCLUDE in document:
-        included = _included(path, document.pop(INCLUDE), includers)
-        yield from _from_yaml(included, known, (*includers, path))
-    unknown = []
+    for file, document in yamlfile.load_chain(path, INCLUDE, lambda at, name: (at.parent / name,)):
+        yield from _from_document(file, document, known)
+
+
+def _from_document(
+    path: Path, document: Mapping[str, Any], known: Mapping[str, Key]
+) -> Iterator[tuple[str, Any, str]]:
+    names, unknown = known.keys() | ALIASES.keys(), []
     for written, value in flatten(document):
         if written in names:
             if isinstance(value, str | bool):
@@ -132,20 +133,6 @@ def _from_yaml(
             raise UsageError(f"{path}: {written!r} is a section of key: value lines, not {value!r}")
     if unknown:
         raise UsageError(f"{path}: {'; '.join(unknown)}")
-
-
-def _included(path: Path, name: Any, includers: tuple[Path, ...]) -> Path:
-    """Returns the file that `path` includes; `name` is relative to `path`. Raises UsageError."""
-    if not isinstance(name, str) or not name:
-        raise UsageError(f"{path}: {INCLUDE!r} must be the path of one YAML file, not {name!r}")
-    included, chain = path.parent / name, (*includers, path)
-    if any(included.resolve() == each.resolve() for each in chain):
-        raise UsageError(f"{path}: {INCLUDE} {name}: the files include each other; remove one")
-    if len(chain) > MOST_INCLUDES:
-        raise UsageError(f"{path}: {INCLUDE} {name}: more than {MOST_INCLUDES} files deep")
-    if not included.is_file():
-        raise UsageError(f"{path}: {INCLUDE}: there is no file {included}; correct the path")
-    return included
 
 
 def _convert(name: str, value: Any, key: Key, origin: str) -> Any:

@@ -195,39 +195,26 @@ def highest_p(variants: int) -> float:
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
 """Keys that a plan may set for all phases. A phase overrides a key, or entries of `MERGED_KEYS`."""
-EXTENDS, MOST_EXTENDED = "extends", 4
 PLANS = Path(__file__).resolve().parents[2] / "configs" / "plans"
 
 
 def load(path: Path) -> Plan:
     """Returns the plan in a YAML file; a plan without a name has the name of the file.
 
-    Raises UsageError with file, key and correction.
+    A plan that extends another is merged into it: phases of the same name are merged, new phases
+    follow, and a null removes an entry. Raises UsageError with file, key and correction.
     """
-    return parse({"name": path.stem} | _extended(path, ()), str(path))
+    document: dict[str, Any] = {}
+    for _, each in yamlfile.load_chain(path, "extends", _files):
+        base = {key: document[key] for key in document if key not in ("name", "about")}
+        document = _merged(base, each)
+    return parse({"name": path.stem} | document, str(path))
 
 
-def _extended(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
-    """Returns the content of a plan file, merged into the plan that it extends, if any.
-
-    Phases of the same name are merged, and new phases follow. A null removes an entry.
-    """
-    document, chain = yamlfile.load(path), (*extending, path)
-    name = document.pop(EXTENDS, None)
-    if name is None:
-        return document
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise UsageError(f"{path}: {EXTENDS!r} must be the name of a plan, not {name!r}")
-    files = (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
-    seen = {each.resolve() for each in chain}
-    other = next((each for each in files if each.resolve() not in seen and each.is_file()), None)
-    if other is None or len(chain) > MOST_EXTENDED:
-        raise UsageError(
-            f"{path}: {EXTENDS} {name}: there is no such plan beside it or in {PLANS}, or the "
-            f"plans extend each other, or are more than {MOST_EXTENDED} deep"
-        )
-    base = _extended(other, chain)
-    return _merged({key: base[key] for key in base if key not in ("name", "about")}, document)
+def _files(path: Path, name: str) -> Iterator[Path]:
+    """Yields where a plan may be that another plan extends."""
+    if NAME.fullmatch(name):
+        yield from (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
