@@ -75,7 +75,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     chance_nats = math.log(settings.model.vocab_size) if random_bytes else 0.0
     guard = Guard(train.max_nonfinite_steps, chance_nats)
     spikes = Spikes(settings.optim.skip_spikes_sigma, parallel.device)
-    parts = Parts(parallel, model, optimizer, loss_scale, spikes)
+    parts = Parts(parallel, plain, optimizer, loss_scale, spikes)
     resumed = resume(settings, member, report, parts, source.fingerprint)
     drills.arm(settings, member, report, plain, source)
     name = facts.device_name(parallel.device)
@@ -161,17 +161,8 @@ def resume(
     `stream` is the fingerprint of the data. If the data changed and this is allowed, they start
     from the beginning. Raises CheckpointError, and UsageError for a change that is not allowed.
     """
-    unknown, changed = [], set()
-
-    def accept(path: Path, found: Manifest) -> None:
-        before_stream = jsonl.text(found.data, "fingerprint")
-        before = changes.compared(found.settings, found.world, before_stream)
-        now = changes.compared(report.values(), parts.parallel.world, stream)
-        names, groups = changes.refuse(path, before, now, settings.checkpoint.allow_change)
-        unknown.extend(names)
-        changed.update(groups)
-
-    restored = checkpoint.restore(parts, lambda: choose(settings, member), accept)
+    parallel = parts.parallel
+    restored = checkpoint.choose_on_all_ranks(parallel, lambda: choose(settings, member))
     if restored is None:
         if settings.checkpoint.resume:
             report.record_event(
@@ -179,6 +170,12 @@ def resume(
             )
         return None
     path, found, skipped = restored
+    before = changes.compared(
+        found.settings, found.world, jsonl.text(found.data, "fingerprint")
+    )  # fmt: skip
+    now = changes.compared(report.values(), parallel.world, stream)
+    unknown, changed = changes.refuse(path, before, now, settings.checkpoint.allow_change)
+    checkpoint.on_all_ranks(parallel, lambda: checkpoint.load(path, parts))
     for error in skipped:
         report.record_event(
             "checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error)

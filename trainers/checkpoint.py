@@ -52,21 +52,21 @@ class Parts:
 
     parallel: Single
     model: nn.Module
+    """The model without the wrapper of DDP."""
     optimizer: torch.optim.AdamW
     loss_scale: LossScale
     spikes: Spikes
 
     def state(self) -> State:
         """Returns views of all tensors except the generators, by section and parameter name."""
-        plain = self.parallel.plain(self.model)
-        for p in plain.parameters():
+        for p in self.model.parameters():
             if not self.optimizer.state[p]:
                 self.optimizer.state[p] = optim.empty_state(p)
-        averages = {name: self.optimizer.state[p] for name, p in plain.named_parameters()}
+        averages = {name: self.optimizer.state[p] for name, p in self.model.named_parameters()}
         scale = {"scale": self.loss_scale.scale, "finite_steps": self.loss_scale.finite_steps}
         window = {"norms": self.spikes.norms, "seen": self.spikes.seen}
         return {
-            "model": plain.state_dict(), "optimizer": averages, "loss_scale": scale,
+            "model": self.model.state_dict(), "optimizer": averages, "loss_scale": scale,
             SPIKES: window,
         }  # fmt: skip
 
@@ -94,19 +94,15 @@ def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -
     return results[0]
 
 
-def restore(
-    parts: Parts,
-    choose: Callable[[], tuple[Path, list[CheckpointError]] | None],
-    accept: Callable[[Path, Manifest], None],
+def choose_on_all_ranks(
+    parallel: Single, choose: Callable[[], tuple[Path, list[CheckpointError]] | None]
 ) -> tuple[Path, Manifest, list[CheckpointError]] | None:
-    """Restores, on all ranks, the checkpoint that `choose` returns on rank 0.
+    """Returns, on all ranks, the checkpoint that `choose` returns on rank 0.
 
     Returns three values: the path and the manifest of the checkpoint, and the errors of the
-    checkpoints that rank 0 skipped. Returns None if there is no checkpoint. `accept` may raise an
-    error, which must then occur on all ranks. Raises CheckpointError on all ranks if a rank cannot
-    read the checkpoint, or finds another checkpoint at this path.
+    checkpoints that rank 0 skipped. Returns None if there is no checkpoint. Raises CheckpointError
+    on all ranks if a rank finds no checkpoint, or another one, at this path.
     """
-    parallel = parts.parallel
 
     def decide() -> tuple[str, list[CheckpointError]]:
         chosen = choose() if parallel.rank == 0 else None
@@ -123,10 +119,7 @@ def restore(
     if not name:
         return None
     path = Path(name)
-    found = on_all_ranks(parallel, read)
-    accept(path, found)
-    on_all_ranks(parallel, lambda: load(path, parts))
-    return path, found, skipped
+    return path, on_all_ranks(parallel, read), skipped
 
 
 def load(path: Path, parts: Parts) -> None:
@@ -137,7 +130,7 @@ def load(path: Path, parts: Parts) -> None:
     """
     state = parts.state()
     with _readable(path) as (reader, index):
-        wholes = _use_saved_names(state, parts.parallel.plain(parts.model), index)
+        wholes = _use_saved_names(state, parts.model, index)
         _compare(path, state, index)
         if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
             del state[SPIKES]

@@ -1,7 +1,7 @@
 """Strategies for one or several ranks: single process, DDP, FSDP2.
 
-A strategy wraps the model, selects when gradients are reduced, sums small vectors over ranks and
-returns the plain module. `scale` is the factor for a rank's loss sum; with it, the reduced gradient
+A strategy wraps the model, selects when gradients are reduced and sums small vectors over ranks.
+`scale` is the factor for a rank's loss sum; with it, the reduced gradient
 is the gradient of the token-weighted mean loss over all ranks.
 """
 
@@ -45,10 +45,6 @@ class Single:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Returns the module to call."""
-        return model
-
-    def plain(self, model: nn.Module) -> nn.Module:
-        """Returns the unwrapped module, whose state has the plain names."""
         return model
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
@@ -134,13 +130,10 @@ class Ddp(Group):
             wrapped.register_comm_hook(None, hook)
         return wrapped
 
-    def plain(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        if last or not isinstance(model, DistributedDataParallel):
-            return contextlib.nullcontext()
-        return model.no_sync()
+        return (
+            contextlib.nullcontext() if last else cast("DistributedDataParallel", model).no_sync()
+        )
 
 
 class Fsdp(Group):
