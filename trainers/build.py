@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 from nsa.model import Transformer
-from trainers import changes, checkpoint, drills, facts, initial_weights, manifest, optim, precision
+from trainers import (
+    changes,
+    checkpoint,
+    drills,
+    initial_weights,
+    inventory,
+    manifest,
+    optim,
+    precision,
+)
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
 from trainers.contract import jsonl, rundir
@@ -78,9 +87,9 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     parts = Parts(parallel, plain, optimizer, loss_scale, spikes)
     resumed = resume(settings, member, report, parts, source.fingerprint)
     drills.arm(settings, member, report, plain, source)
-    name = facts.device_name(parallel.device)
+    name = inventory.device_name(parallel.device)
     report.write_environment(
-        facts.collect(parallel, plain, source, settings),
+        inventory.collect(parallel, plain, source, settings),
         precision.peak_flops(name, train.precision),
     )
     on_cuda = parallel.device.type == "cuda"

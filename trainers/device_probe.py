@@ -26,7 +26,7 @@ from nsa.backends import BRANCHES
 from nsa.config import ModelConfig
 from nsa.functional import routes_of
 from nsa.model import Block
-from trainers import facts, failures, fwe_smoke, settings
+from trainers import failures, fwe_smoke, inventory, settings
 from trainers.entry import exit_now
 from trainers.precision import AUTOCAST, allow_tf32, autocast, weights_dtype
 from trainers.schema import Settings
@@ -100,7 +100,7 @@ def matmul(phase: Phase, world: int, store: Path, rank: int) -> Found:
     speeds = [round(2e-12 * size**3 / best_s(device, lambda: a @ a), 3)] * world
     if world > 1:
         dist.all_gather_object(speeds, speeds[0])
-    kind = f"{facts.device_name(device)}, {precision}, {size} × {size}"
+    kind = f"{inventory.device_name(device)}, {precision}, {size} × {size}"
     return compared(speeds, kind, device.type == "cuda")
 
 

@@ -28,8 +28,7 @@ from trainers.manifest import Manifest
 from trainers.parallel import Single
 from trainers.refusals import step_range
 from trainers.schema import DataSettings, Settings
-from trainers.sequences import Source, State
-from trainers.synthetic import Recall, Synthetic
+from trainers.sequences import Recall, Source, State, Synthetic
 from trainers.timeout import within
 
 CLOSE_TIMEOUT_S = 5.0

@@ -16,7 +16,7 @@ from trainers.failures import DataError
 from trainers.loader import Loader, open_on_all_ranks
 from trainers.manifest import Manifest
 from trainers.schema import DataSettings, Settings
-from trainers.synthetic import Recall, Synthetic
+from trainers.sequences import Recall, Synthetic
 from trainers.timeout import within
 
 CPU = torch.device("cpu")

@@ -10,9 +10,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from trainers.contract import flags, yamlfile
+from trainers.contract import flags, values, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
-from trainers.contract.values import accepted_values, convert
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -346,24 +345,21 @@ def _read(value: Any, kind: Any, key: str, where: str) -> Any:
         return tuple(str(word) for word in value)
     if NoneType in parts:
         return _read(value, parts[0], key, where)
-    kind, limits = parts or kind, LIMITS.get(key, ANY_SPAN)
-    try:
-        return convert(" ".join(value.split()) if isinstance(value, str) else value, kind, *limits)
-    except ValueError:
-        unit = " seconds" if key.endswith("_s") else ""
-        raise UsageError(
-            f"{where}: {key!r} cannot be {value!r}; it takes {accepted_values(kind, *limits)}{unit}"
-        ) from None
+    plain = " ".join(value.split()) if isinstance(value, str) else value
+    unit = " seconds" if key.endswith("_s") else ""
+    return values.read(
+        plain, parts or kind, *LIMITS.get(key, ANY_SPAN), f"{where}: {key!r}", unit
+    )  # fmt: skip
 
 
 def _flag_values(raw: Any, where: str) -> dict[str, str]:
-    values = {}
+    found = {}
     for name, value in _mapping(raw, where).items():
         try:
-            values[name] = flags.format_value(flags.parse(name, flags.format_value(value)))
+            found[name] = flags.format_value(flags.parse(name, flags.format_value(value)))
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
-    return values
+    return found
 
 
 def _check_printable(value: Any, where: str) -> None:
