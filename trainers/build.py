@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +22,6 @@ from trainers import (
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
 from trainers.contract import jsonl, rundir
-from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
@@ -39,11 +36,8 @@ from trainers.refusals import recomputed
 from trainers.report import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
-from trainers.settings import AUTO, flatten
+from trainers.settings import AUTO
 from trainers.step_reduction import StepReduction
-
-PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
-"""Settings that are paths, which may differ between hosts."""
 
 
 @dataclass(slots=True)
@@ -72,7 +66,6 @@ class Training:
 def build(settings: Settings, member: Member, report: Report) -> Training:
     """Returns the parts of a training; restores a checkpoint if the settings name one."""
     train, parallel = settings.train, make_strategy(settings, member)
-    refuse_other_settings(settings, parallel)
     source = open_on_all_ranks(settings, member.run, parallel)
     precision.allow_tf32(train.tf32)
     if parallel.device.type == "cpu":
@@ -80,9 +73,6 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     plain, model = make_model(settings, parallel)
     optimizer = optim.build(plain, settings.optim)
     loss_scale = LossScale(settings.scaler, train.precision == "fp16", parallel.device)
-    random_bytes = settings.data.source == "synthetic"
-    chance_nats = math.log(settings.model.vocab_size) if random_bytes else 0.0
-    guard = Guard(train.max_nonfinite_steps, chance_nats)
     spikes = Spikes(settings.optim.skip_spikes_sigma, parallel.device)
     parts = Parts(parallel, plain, optimizer, loss_scale, spikes)
     resumed = resume(settings, member, report, parts, source.fingerprint)
@@ -95,10 +85,11 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     on_cuda = parallel.device.type == "cuda"
     return Training(
         settings, member, report, parallel, plain, model, optimizer, loss_scale,
-        Loader(source, settings, parallel.rank, parallel.world, parallel.device, resumed),
+        Loader(source, settings, parallel.rank, parallel.world, parallel.device,
+               resumed and resumed.data),
         draw_held_out(settings, member.run, parallel),
         Phases(member.pulse, torch.cuda if on_cuda else None, settings.report.nvtx),
-        StepReduction(parallel.reduce, parallel.device), guard,
+        StepReduction(parallel.reduce, parallel.device), Guard(train.max_nonfinite_steps),
         spikes,
         Saver(member.run, parts, settings.checkpoint, member.home.is_there),
         Profiler(
@@ -107,21 +98,6 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
         ),
         report.steps_done + 1,
     )  # fmt: skip
-
-
-def refuse_other_settings(settings: Settings, parallel: Single) -> None:
-    """Raises UsageError on all ranks if a rank has other settings than rank 0.
-
-    Each rank reads its own environment and files, which may differ between hosts.
-    """
-    values = ((key, json.dumps(value)) for key, value in flatten(asdict(settings)))
-    mine = {key: value for key, value in values if key not in PLACES}
-    first, *others = map(json.loads, parallel.gather(json.dumps(mine)))
-    for rank, theirs in enumerate(others, 1):
-        wrong = [key for key in theirs if theirs[key] != first.get(key)]
-        text = "; ".join(f"{key} is {theirs[key]} instead of {first.get(key)}" for key in wrong)
-        if wrong:
-            raise UsageError(f"rank {rank} has other settings than rank 0: {text}")
 
 
 def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Module]:
