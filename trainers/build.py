@@ -32,7 +32,6 @@ from trainers.parallel import Single, make_strategy
 from trainers.phases import Phases
 from trainers.precision import LossScale
 from trainers.profiling import Profiler
-from trainers.refusals import recomputed
 from trainers.report import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
@@ -109,8 +108,8 @@ def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Mo
     with torch.device("meta"):
         plain = Transformer(settings.model, settings.attention)
     plain.to(precision.weights_dtype(train.precision))
-    if not (parallel.name == "ddp" and settings.ddp.disable_gc):
-        plain.recompute = recomputed(train.recompute, settings.model.n_layers) or range(0)
+    if train.recompute == "all" and not (parallel.name == "ddp" and settings.ddp.disable_gc):
+        plain.recompute = range(settings.model.n_layers)
     for layer in plain.attention_layers():
         layer.nvtx = settings.report.nvtx and parallel.device.type == "cuda"
     if train.compile:

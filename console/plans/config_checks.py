@@ -153,9 +153,7 @@ def _least_bytes(case: Case, index: int) -> int:
     )  # fmt: skip
     ranks = case.plan.phases[index].nproc if strategy == "fsdp" else 1
     state = STATE_BYTES * _figures(case, index).parameters // ranks
-    blocks = {"none": "0:0", "all": f"0:{layers}"}.get(recompute, str(recompute))
-    first, _, end = blocks.partition(":")
-    again = int(end) - int(first)
+    again = layers if recompute == "all" else 0
     kept = again * dim + (layers - again) * (8 * dim + 3 * hidden)
     value = 2 if precision in ("bf16", "fp16") else 4
     return state + batch * sequence * (kept * value + vocabulary * 8)
