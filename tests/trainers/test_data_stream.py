@@ -20,7 +20,7 @@ from tests.trainers.files import spoil, write
 from tests.trainers.runs import ROOT, Run, environment, small
 from trainers import settings, text_files
 from trainers.failures import DATA, DataError
-from trainers.loader import Loader, open_source, read_batch
+from trainers.loader import Loader, read_batch
 from trainers.schema import DataSettings
 from trainers.stream import END_OF_DOCUMENT, Lane, Stream
 from trainers.text_files import CHUNK_BYTES
@@ -377,13 +377,6 @@ def test_a_run_says_when_its_data_begin_again_and_ends_with_12_when_they_break(t
     assert run.wait() == DATA
     assert "a.jsonl cannot be read" in run.text()
     assert "Traceback" not in run.text()
-
-
-def test_the_held_out_part_opens_by_the_same_call(folder):
-    chosen = settings.resolve(
-        None, {}, {"data.source": "text", "data.path": str(folder), "data.held_out": 0.3}
-    ).settings
-    assert "held-out" in open_source(chosen, folder, held_out=True).about
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
