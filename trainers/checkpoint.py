@@ -188,7 +188,7 @@ def load_model(path: Path) -> Transformer:
         switches = settings.section(Switches, "attention.", saved, MANIFEST)
         model = Transformer(shape, switches).to(weights_dtype(str(saved.get("train.precision"))))
         model.load_state_dict(load_weights(path))
-    except (AttributeError, RuntimeError, TypeError, ValueError, UsageError) as error:
+    except (RuntimeError, TypeError, ValueError, UsageError) as error:
         raise CheckpointError(f"{path} does not describe its model: {reason_of(error)}") from error
     return model
 
