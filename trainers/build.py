@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from nsa.model import Transformer
-from trainers import (
-    changes,
-    checkpoint,
-    drills,
-    initial_weights,
-    inventory,
-    manifest,
-    optim,
-    precision,
-)
+from trainers import changes, checkpoint, drills, initial_weights, inventory, manifest, optim
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
 from trainers.contract import jsonl, rundir
@@ -30,7 +21,7 @@ from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.manifest import Manifest
 from trainers.parallel import Single, make_strategy
 from trainers.phases import Phases
-from trainers.precision import LossScale
+from trainers.precision import LossScale, allow_tf32, peak_flops, weights_dtype
 from trainers.profiling import Profiler
 from trainers.report import Report
 from trainers.saver import Saver
@@ -39,64 +30,41 @@ from trainers.settings import AUTO
 from trainers.step_reduction import StepReduction
 
 
-@dataclass(slots=True)
 class Training:
-    """The parts of a training that a step uses."""
+    """The parts of a training that a step uses; restores a checkpoint if the settings name one."""
 
-    settings: Settings
-    member: Member
-    report: Report
-    parallel: Single
-    plain: Transformer
-    model: nn.Module
-    optimizer: torch.optim.AdamW
-    loss_scale: LossScale
-    loader: Loader
-    held_out: list[Batch]
-    phases: Phases
-    reduction: StepReduction
-    guard: Guard
-    spikes: Spikes
-    saver: Saver
-    profiler: Profiler
-    first_step: int
-
-
-def build(settings: Settings, member: Member, report: Report) -> Training:
-    """Returns the parts of a training; restores a checkpoint if the settings name one."""
-    train, parallel = settings.train, make_strategy(settings, member)
-    source = open_on_all_ranks(settings, member.run, parallel)
-    precision.allow_tf32(train.tf32)
-    if parallel.device.type == "cpu":
-        keep_freed_memory()
-    plain, model = make_model(settings, parallel)
-    optimizer = optim.build(plain, settings.optim)
-    loss_scale = LossScale(settings.scaler, train.precision == "fp16", parallel.device)
-    spikes = Spikes(settings.optim.skip_spikes_sigma, parallel.device)
-    parts = Parts(parallel, plain, optimizer, loss_scale, spikes)
-    resumed = resume(settings, member, report, parts, source.fingerprint)
-    drills.arm(settings, member, report, plain, source)
-    name = inventory.device_name(parallel.device)
-    report.write_environment(
-        inventory.collect(parallel, plain, source, settings),
-        precision.peak_flops(name, train.precision),
-    )
-    on_cuda = parallel.device.type == "cuda"
-    return Training(
-        settings, member, report, parallel, plain, model, optimizer, loss_scale,
-        Loader(source, settings, parallel.rank, parallel.world, parallel.device,
-               resumed and resumed.data),
-        draw_held_out(settings, member.run, parallel),
-        Phases(member.pulse, torch.cuda if on_cuda else None, settings.report.nvtx),
-        StepReduction(parallel.reduce, parallel.device), Guard(train.max_nonfinite_steps),
-        spikes,
-        Saver(member.run, parts, settings.checkpoint, member.home.is_there),
-        Profiler(
-            member, report, settings.report, on_cuda,
-            Inventory(member, parallel, plain, optimizer, settings.report.memory_every),
-        ),
-        report.steps_done + 1,
-    )  # fmt: skip
+    def __init__(self, settings: Settings, member: Member, report: Report):
+        self.settings, self.member, self.report = settings, member, report
+        self.parallel = parallel = make_strategy(settings, member)
+        train, device, run = settings.train, parallel.device, member.run
+        on_cuda = device.type == "cuda"
+        source = open_on_all_ranks(settings, run, parallel)
+        allow_tf32(train.tf32)
+        if not on_cuda:
+            keep_freed_memory()
+        self.plain, self.model = make_model(settings, parallel)
+        self.optimizer = optim.build(self.plain, settings.optim)
+        self.loss_scale = LossScale(settings.scaler, train.precision == "fp16", device)
+        self.spikes = Spikes(settings.optim.skip_spikes_sigma, device)
+        self.guard = Guard(train.max_nonfinite_steps)
+        parts = Parts(parallel, self.plain, self.optimizer, self.loss_scale, self.spikes)
+        resumed = resume(settings, member, report, parts, source.fingerprint)
+        self.first_step = report.steps_done + 1
+        state = resumed.data if resumed else {}
+        drills.arm(settings, member, report, self.plain, source)
+        report.write_environment(
+            inventory.collect(parallel, self.plain, source, settings),
+            peak_flops(inventory.device_name(device), train.precision),
+        )
+        self.loader = Loader(source, settings, parallel.rank, parallel.world, device, state)
+        self.held_out = draw_held_out(settings, run, parallel)
+        cuda = torch.cuda if on_cuda else None
+        self.phases = Phases(member.pulse, cuda, settings.report.nvtx)
+        self.reduction = StepReduction(parallel.reduce, device)
+        self.saver = Saver(run, parts, settings.checkpoint, member.home.is_there)
+        every = settings.report.memory_every
+        files = Inventory(member, parallel, self.plain, self.optimizer, every)
+        self.profiler = Profiler(member, report, settings.report, on_cuda, files)
 
 
 def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Module]:
@@ -107,7 +75,7 @@ def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Mo
     train = settings.train
     with torch.device("meta"):
         plain = Transformer(settings.model, settings.attention)
-    plain.to(precision.weights_dtype(train.precision))
+    plain.to(weights_dtype(train.precision))
     if train.recompute == "all" and not (parallel.name == "ddp" and settings.ddp.disable_gc):
         plain.recompute = range(settings.model.n_layers)
     for layer in plain.attention_layers():

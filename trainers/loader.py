@@ -72,15 +72,15 @@ class Loader:
     """Reads batches ahead in a thread; `fetch` raises DataError if no batch comes in time.
 
     `state` is the position of the training in the source, without the batches that were read ahead.
-    Another loader can continue from it.
+    Another loader can continue from it; a loader with the `state` {} starts at the beginning.
     """
 
     def __init__(
         self, source: Source, settings: Settings, rank: int, world: int, device: torch.device,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any],
     ):  # fmt: skip
         self.source = source
-        self.state: State = dict(state or {}) or source.state()
+        self.state: State = dict(state) or source.state()
         self._data, self._rank, self._world, self._device = settings.data, rank, world, device
         self._count = settings.train.batch_size * world
         self._ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(
@@ -89,7 +89,7 @@ class Loader:
         self._first: tuple[Batch, State] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._read_ahead, args=(state or {},), name="nsa-loader", daemon=True
+            target=self._read_ahead, args=(state,), name="nsa-loader", daemon=True
         )
         self._thread.start()
 

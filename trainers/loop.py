@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainers import guard, inventory, manifest, optim, precision
-from trainers.build import Training, build
+from trainers.build import Training
 from trainers.contract.member import Member
 from trainers.contract.rundir import CHECKPOINT_NOW, CHECKPOINTS, PROFILE_NOW
 from trainers.export import export
@@ -33,7 +33,7 @@ def train(settings: Settings, member: Member, report: Report) -> str:
     """
     member.pulse.nonfinite_steps = 0
     member.pulse.set(0, "load")
-    training = build(settings, member, report)
+    training = Training(settings, member, report)
     try:
         began = time.perf_counter()
         training.loader.wait_for_first()

@@ -208,7 +208,7 @@ class Report:
             fields["bytes_right"] = round(right / max(tokens, 1), 4)
         text = f"eval at step {step}: loss {loss:.4f} on {tokens:,} held-out tokens"
         self.record_event("eval", step, text, **fields)
-        for sink in (each for each in self._sinks if isinstance(each, Csv)):
+        for sink in self._sinks:
             sink.add(step, {"val_loss": loss, "ppl": math.exp(min(loss, LARGEST_EXPONENT))})
 
     def paused(self, took_s: float) -> None:

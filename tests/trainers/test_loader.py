@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def small(**changes) -> Settings:
     return settings.resolve(None, {}, overrides).settings
 
 
-def loader_of(kind, state=None, rank: int = 0, world: int = 1) -> Loader:
+def loader_of(kind, state=MappingProxyType({}), rank: int = 0, world: int = 1) -> Loader:
     chosen = small()
     return Loader(kind(chosen.data, 0), chosen, rank, world, CPU, state)
 
