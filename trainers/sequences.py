@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers import changes
 from trainers.failures import DataError
 from trainers.schema import DataSettings
 
@@ -47,14 +46,8 @@ class Source:
         return {"fingerprint": self.fingerprint, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a position. Raises DataError if the position belongs to another stream."""
+        """Continues from a position of this stream. Raises DataError if the position is invalid."""
         try:
-            different = changes.stream_differences(state["fingerprint"], self.fingerprint)
-            if different:
-                raise DataError(
-                    f"the checkpoint belongs to other data than {self.about}: "
-                    f"{', '.join(different)}; restore these, or start a new run"
-                )
             self.seek(state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
