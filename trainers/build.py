@@ -63,8 +63,8 @@ class Training:
         self.reduction = StepReduction(parallel.reduce, device)
         self.saver = Saver(run, parts, settings.checkpoint, member.home.is_there)
         every = settings.report.memory_every
-        files = Inventory(member, parallel, self.plain, self.optimizer, every)
-        self.profiler = Profiler(member, report, settings.report, on_cuda, files)
+        self.inventory = Inventory(member, parallel, self.plain, self.optimizer, every)
+        self.profiler = Profiler(member, report, settings.report)
 
 
 def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Module]:

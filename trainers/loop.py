@@ -61,6 +61,7 @@ def run_steps(t: Training) -> str:
     """Trains step by step. Returns the reason of the end; all ranks end at the same step."""
     for step in range(t.first_step, t.settings.train.steps + 1):
         t.report.begin(step)
+        t.inventory.begin(step)
         t.profiler.begin(step)
         rate = optim.learning_rate(step, t.settings.train)
         batches = fetch(t, step)
@@ -80,6 +81,7 @@ def run_steps(t: Training) -> str:
         t.report.end(step)
         right = log(t, step, rows, rate, norm, stats) if t.report.due(step) else None
         t.guard.check(rows)
+        t.inventory.end(step)
         t.profiler.end(step)
         run_requests(t, step, rows)
         reason = halt_reason(t, rows, right)
