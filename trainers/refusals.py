@@ -89,11 +89,6 @@ TABLE: tuple[Refusal, ...] = (
         "(configs/m7c_125m_2xa100_production_tuned.yaml)",
     ),
     Refusal(
-        ("ddp.static_graph", "ddp.find_unused"),
-        lambda s: s.ddp.static_graph and s.ddp.find_unused,
-        "a static graph finds unused parameters by itself; turn one of the two off",
-    ),
-    Refusal(
         ("ddp.compress", "train.device"),
         lambda s: s.ddp.compress == "bf16" and _without_nccl(s),
         "bf16 gradients need NCCL, and gloo raises TypeError; use fp16 or none",
