@@ -12,7 +12,7 @@ from nsa.model import Transformer
 from trainers import changes, checkpoint, drills, initial_weights, inventory, manifest, optim
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
-from trainers.contract import jsonl, rundir
+from trainers.contract import jsonl
 from trainers.contract.member import Member
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
@@ -152,8 +152,6 @@ def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointErr
     if not named:
         return None
     run = member.run if named == AUTO else Path(named)
-    if manifest.step_of(run) is not None and run.parent.name == rundir.CHECKPOINTS:
-        step, run = manifest.step_of(run) or 0, run.parent.parent
     if named == AUTO and not step and not manifest.newest_first(run):
         return None
     return manifest.choose(run, step)
