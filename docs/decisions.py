@@ -1,22 +1,37 @@
-"""The table of decisions: the sources that each action, GO, high verdict and target needs.
+"""The table of decisions: the sources that each action, go, verdict and target needs.
 
-Two sources are independent when no single faulty writer, file or clock produces both. An exit that
-was seen through a pidfd is a fact and needs no second source. Text from a log is never a source.
-Where a source is missing, or two disagree, there is no action and an alert names the source.
-
-`python -m docs.decisions` prints the table in decisions.md. Three tests prove each row, marked
-`decision(name, case)`: one source is wrong, one is missing, both are right.
+`python -m docs.decisions > docs/decisions.md` writes the page. Three tests prove each row, marked
+`decision(name, case)`: one source is wrong, one is missing, all are right.
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["act", "go", "verdict", "target"]
 CASES = ("lie", "absent", "true")
-FACT = "a fact, enough by itself"
+FACT = "This is a fact, enough by itself."
+HEADINGS: dict[Kind, str] = {
+    "act": "Actions", "go": "The result go", "verdict": "Verdicts with high confidence",
+    "target": "Targets",
+}  # fmt: skip
+TEXT = """\
+# Decisions
+
+Generated from the table in `docs/decisions.py`. A decision is made only if all of its sources, (a),
+(b) and so on, agree. Below each decision, the page says what happens if a source is missing, and
+what happens if two sources disagree.
+
+Two sources are independent if no single faulty writer, file or clock produces both of them. An exit
+that was seen through a pidfd is a fact and needs no second source. The text of a log is never a
+source. [words.md](words.md) explains the words.
+"""
+Source = str | tuple[str, ...]
+"""One source, or a tuple: a sentence that ends with a colon, then the alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,123 +41,184 @@ class Decision:
     name: str
     kind: Kind
     what: str
-    sources: tuple[str, ...]
+    sources: tuple[Source, ...]
     absent: str
     disagree: str
 
 
 TABLE: tuple[Decision, ...] = (
-    Decision("end-others", "act", "end the other ranks after one has failed",
-             ("exit of the failed rank with a code or signal, seen through its pidfd: " + FACT,),
-             "no action; the stall rule still watches the other ranks",
-             "a log line that no exit confirms is ignored"),
-    Decision("stop", "act", "TERM, then KILL after the grace time, on an operator's request",
-             ("identity of each process: pidfd, start time and the run's token, nothing else",),
-             "a process that cannot be identified gets no signal; a stop that only a document of a "
-             "former supervisor requests is not continued",
-             "a process with another start time or token gets no signal"),
-    Decision("end-leftovers", "act", "end a trainer that a dead supervisor left behind, on request",
-             ("the command line of a trainer, and no ancestor that is a supervisor",
-              "the token in its environment and in run.json, in a directory that is ours",
-              "the dead supervisor in supervisor.json and plan_state.json, and a free lock"),
-             "no signal; the row of the process says what is missing",
-             "no signal, also if a supervisor adopts the run after the confirmation"),
-    Decision("own-directory", "act", "act on the contents of the launch directory",
-             ("device and inode of the lock's descriptor, compared with the path",
-              "the token in the lock file at the path"),
-             "requests and .HALT in it are ignored, nothing is written to it; alert",
-             "as when it is missing: the directory was moved, replaced or copied"),
+    Decision("end-others", "act", "end the other ranks after one rank has failed",
+             ("The exit of the failed rank, with a code or signal, is seen through its pidfd. "
+              + FACT,),
+             "The other ranks are not ended. The rule `stall` still watches them.",
+             "A line in a log is ignored if no exit confirms it."),
+    Decision("stop", "act", "send TERM, and KILL after the grace time, on an operator's request",
+             ("The pidfd, the start time and the token of the run identify each process. No other "
+              "source is needed.",),
+             "A process that cannot be identified gets no signal. A new supervisor does not "
+             "continue a stop that only a document of the dead supervisor contains.",
+             "A process with another start time or token gets no signal."),
+    Decision("end-leftovers", "act", "end a leftover on an operator's request",
+             ("The process has the command line of a trainer, and none of its ancestors is a "
+              "supervisor.",
+              "The token in the environment of the process is also in run.json, and only this user "
+              "can write to the directories of the run and of the launch.",
+              "supervisor.json and plan_state.json name a supervisor of this host that is dead, "
+              "and the lock is free."),
+             "The process gets no signal. A line of the output names the process and the missing "
+             "source.",
+             "The process gets no signal, even if a supervisor adopts the run only after the "
+             "confirmation."),
+    Decision("own-directory", "act", "use the contents of the launch directory",
+             ("The file at the path of the lock has the device and inode of the open lock.",
+              "That file contains the token of the supervisor."),
+             "Requests and `.HALT` in the directory are ignored, and nothing is written to it. An "
+             "alert is raised.",
+             "The same happens as for a missing source, because the directory was moved, replaced "
+             "or copied."),
     Decision("restart", "act", "start the next attempt",
-             ("exits of torchrun and of all ranks, seen through pidfds: " + FACT,
-              "the run directory is ours and its run.json has this run's token"),
-             "the attempt waits until the directory is readable; alert",
-             "no restart: the run ends and reports why"),
-    Decision("refuse-restart", "act", "end the run although attempts are left",
-             ("exit codes of the attempts, seen through pidfds",
-              "the error in the rank's own records, or the same error in two attempts"),
-             "a first restart is not rejected",
-             "a first restart is not rejected"),
-    Decision("act-on-stall", "act", "halt, stop or restart a stalled run by rule",
-             ("pulses that do not change, in memory that the supervisor opened; after an adoption "
-              "it has seen each of them change",
-              "heartbeat records without a new step"),
-             "alert only",
-             "alert only: records with new steps are progress"),
-    Decision("act-on-figure", "act", "halt, stop or restart a run by a rule on its figures",
-             ("the figure in rank 0's records",
-              "another rank's records; in a run of one rank its training.csv or its pulse; for the "
-              "throughput the pace of the pulses by this host's clock"),
-             "alert only",
-             "alert only"),
+             ("The exits of torchrun and of all ranks are seen through pidfds.",
+              "The launch directory passes `own-directory`, and run.json contains the token of the "
+              "run."),
+             "The attempt waits until the directory can be read. An alert is raised.",
+             "No attempt starts. The run ends, and its reason names the contradiction."),
+    Decision("refuse-restart", "act", "end the run although restarts are left",
+             ("The exit codes of the attempts are seen through pidfds.",
+              ("One of these shows that a restart does not help:",
+               "the error in the records of the rank;",
+               "the same error in two attempts.")),
+             "The first restart is not rejected.", "The first restart is not rejected."),
+    Decision("act-on-stall", "act", "halt, stop or restart a stalled run by a watch rule",
+             ("The pulses do not change, in memory that the supervisor opened. After an adoption, "
+              "the supervisor must first have seen each pulse change.",
+              "The heartbeats contain no new step."),
+             "Only an alert is raised.",
+             "Only an alert is raised, because records with new steps show progress."),
+    Decision("act-on-figure", "act", "halt, stop or restart a run by a watch rule on its figures",
+             ("The figure reaches the threshold of the rule. For loss, gradient norm, attention "
+              "gate and throughput, this is the figure in the records of rank 0.",
+              ("A second source shows the same:",
+               "for loss, gradient norm and attention gate: the record of another rank;",
+               "for these figures, if no other rank records them: training.csv;",
+               "for the loss of a run with one rank, if training.csv has no loss: the pulse;",
+               "for throughput: the pace of the pulses by the clock of this host;",
+               "for memory and disk of the host: no other source, because the kernel of this "
+               "host measures these figures.")),
+             "Only an alert is raised.", "Only an alert is raised."),
     Decision("next-phase", "act", "start the next phase",
-             ("exit code 0 of torchrun and of all ranks, seen through pidfds; for an exit that no "
-              "supervisor observed the exit record and, at its step, the pulse or a former "
-              "supervisor's document",
-              "gates that pass over numbered records without a gap"),
-             "the plan ends: a gate without its records, or an exit that only a record shows, is "
-             "unknown, never passed",
-             "the plan ends and names the rank or the missing records"),
-    Decision("go-run", "go", "GO for a run: `check`, `status` and `--wait` return 0",
-             ("the supervisor's gates.json", "the records of the run, summed by this reader "
-              "(snapshot.json has the sums up to a position in each file; `check --full` reads "
-              "all)",
-              "phases and gates in plan.json", "phases and results in plan_state.json"),
-             "no go, with the document or the missing records",
-             "no go, with the gate or the document that differs"),
-    Decision("go-plan", "go", "GO for a plan that needs GPUs: its preflight passes",
-             ("GPUs that NVML counts", "GPUs that the kernel's driver lists"),
-             "without NVML the check fails; without the kernel's list it is unknown, a warning",
-             "the check fails; a lower count by NVML is a container or a batch job and no "
-             "disagreement"),
-    Decision("verdict-stopped", "verdict", "high: a rank is stopped",
-             ("process state T or t from the kernel",
-              "its pulse does not change, and no rank is slower"),
-             "no verdict `stopped`", "no verdict `stopped`"),
-    Decision("verdict-exited", "verdict", "high: the process of a rank exited",
-             ("its exit, seen through its pidfd or as a zombie: " + FACT,),
-             "no verdict `exited`", "no verdict `exited`: the process is alive"),
-    Decision("verdict-exited-early", "verdict", "high: a rank exited before the others",
-             ("its exit, seen through its pidfd",
-              "the pulses of the others do not change, at a later step"),
-             "medium at most", "medium at most"),
-    Decision("verdict-cause", "verdict", "high: the cause of a stall, by collected evidence",
-             ("two of: flight records, stacks, processes in /proc and pulses name the same rank; "
-              "stacks or records of all others that wait name a rank that the kernel keeps from "
-              "answering; a rank that leaves the usual order of calls, or a minority that does, is "
-              "named by records and stacks; a lost connection by the kernel, stacks and records",
-              "a rule of the table of causes applies to that rank, by its stack and its process, "
-              "or by one of them where that is certain"),
-             "medium at most: one source alone, or no cause",
-             "medium at most, and the sign that names another rank is shown"),
-    Decision("target-id", "target", "the run that a name means",
-             ("the id in plan.json, of one launch only", "the directory in the run's own records"),
-             "the directory has to be given", "rejected, with both directories"),
-    Decision("target-latest", "target", "the run that `latest` means, for an action",
-             ("creation time in plan.json",
-              "time of the plan file on disk, and the host's uptime at the launch"),
-             "the newest by the times that exist; an action is rejected without the first two",
-             "an action is rejected, with both candidates"),
-    Decision("target-supervisor", "target", "the supervisor that accepts a request",
-             ("a living process of that pid, start time and boot",
-              "a held lock with the same token (another host: the token and an answer)"),
-             "rejected: no supervisor; adopt is offered (another host: no answer is reported)",
-             "rejected: the directory is a copy, or its launch was moved away"),
-    Decision("target-process", "target", "the process that gets a signal",
-             ("a pidfd that was opened first", "start time and the run's token, read afterwards"),
-             "no signal", "no signal"),
+             (("The phase completed, by one of these:",
+               "exit code 0 of torchrun and of all ranks, seen through pidfds;",
+               "for an exit that no supervisor observed: the exit record, and also the pulse at "
+               "the same step or a document of the dead supervisor."),
+              "All gates pass over numbered records without a gap."),
+             "The plan ends. A gate without its records is unknown, never passed. An exit that "
+             "only one record shows is unknown too.",
+             "The plan ends, and its reason names the rank or the missing records."),
+    Decision("go-run", "go", "print go for a run: `check`, `status` and `--wait` return 0",
+             ("In gates.json, which the supervisor writes, every gate passes or has an override.",
+              "Every gate has the same result over the records, which this reader sums. The "
+              "reader may begin with the sums in snapshot.json; `check --full` reads all records.",
+              "plan.json has the same phases and gates.",
+              "plan_state.json has the same phases, and no phase that failed."),
+             "The result is no go. The output names the document or the missing records.",
+             "The result is no go. The output names the gate or the document that differs."),
+    Decision("go-plan", "go", "print go for a plan that needs GPUs: its preflight passes",
+             ("NVML counts the GPUs, and enough of them are healthy and idle.",
+              "The driver of the kernel lists the GPUs, and lists at least as many as NVML."),
+             "Without NVML, the check fails. Without the list of the driver, the check is unknown, "
+             "which is a warning.",
+             "The check fails if NVML counts more GPUs than the driver lists. Fewer GPUs are no "
+             "contradiction, because a container or a batch job can hide GPUs."),
+    Decision("verdict-stopped", "verdict", "say that a rank is stopped",
+             ("The kernel shows the process state T or t.",
+              "The pulse of the rank does not change, and no other rank is slower."),
+             "The verdict is not `stopped`.",
+             "If the pulse changes, the verdict is not `stopped`. If another rank is slower, the "
+             "confidence is at most medium."),
+    Decision("verdict-exited", "verdict", "say that the process of a rank exited",
+             ("The exit is seen through the pidfd of the process, or the process is a zombie. "
+              + FACT,),
+             "The verdict is not `exited`.",
+             "The verdict is not `exited`, because the process is alive."),
+    Decision("verdict-exited-early", "verdict", "say that a rank exited before the others",
+             ("The exit is seen through the pidfd of the process.",
+              "The pulses of the other ranks are at a later step and do not change."),
+             "The confidence is at most medium.", "The confidence is at most medium."),
+    Decision("verdict-cause", "verdict", "name the cause of a stall from the collected evidence",
+             (("The evidence names one rank, by one of these:",
+               "two of the flight records, the stacks, the processes in /proc and the pulses name "
+               "the same rank;",
+               "the stacks or flight records of all ranks that wait name a rank, and the kernel "
+               "shows that this rank cannot run;",
+               "the flight records and the stacks name the rank, or the minority of ranks, that "
+               "leaves the usual order of calls;",
+               "the kernel, the stacks and the flight records show a lost connection."),
+              ("A rule of the table of causes applies to that rank, by one of these:",
+               "its stack and its process;",
+               "its stack or its process, for a cause that one source proves.")),
+             "The confidence is at most medium if only one source names the rank, or if no cause "
+             "is found.",
+             "The confidence is at most medium, and the sign that names another rank is shown."),
+    Decision("target-id", "target", "find the run that an id names",
+             ("Exactly one launch has the id in its plan.json.",
+              "The run has recorded the directory in which it was found."),
+             "The action is rejected; the operator must name the directory.",
+             "The action is rejected, and the message names both directories."),
+    Decision("target-latest", "target", "find the run that `latest` names, for an action",
+             ("The creation time in plan.json is later than that of all other launches.",
+              "The modification time of the plan file is later too, and so is the uptime of the "
+              "host at the launch, compared with launches of the same boot."),
+             "A missing creation time is replaced by the time in the name of the directory, or "
+             "else by the modification time. A missing uptime is not compared.",
+             "The action is rejected, and the message names both launches."),
+    Decision("target-supervisor", "target", "find the supervisor that accepts a request",
+             ("The process with the recorded pid, start time and boot is alive.",
+              ("The lock belongs to this supervisor:",
+               "on this host: the lock is held and contains the recorded token;",
+               "on another host: the lock contains the recorded token, and an answer comes.")),
+             "The request is rejected, because there is no supervisor; the message offers adopt. "
+             "If no answer comes from another host, the command reports this.",
+             "The request is rejected: the directory is a copy, or its launch was moved."),
+    Decision("target-process", "target", "find the process that gets a signal",
+             ("A pidfd of the process is opened first.",
+              "The start time of the process and the token of the run are read afterwards, and "
+              "they are the recorded ones."),
+             "The process gets no signal.", "The process gets no signal."),
 )  # fmt: skip
 
 DECISIONS: dict[str, Decision] = {row.name: row for row in TABLE}
 
 
 def as_markdown() -> str:
-    """Returns the table for the documents."""
-    lines = ["| decision | what | needs | a source is missing | sources disagree |",
-             "| --- | --- | --- | --- | --- |"]  # fmt: skip
-    for row in TABLE:
-        needs = "; and ".join(row.sources)
-        lines.append(f"| `{row.name}` | {row.what} | {needs} | {row.absent} | {row.disagree} |")
-    return "\n".join(lines) + "\n"
+    """Returns the page of decisions."""
+    lines = [TEXT]
+    for kind, heading in HEADINGS.items():
+        lines += [f"## {heading}", ""]
+        for row in TABLE:
+            if row.kind == kind:
+                lines += _section(row)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _section(row: Decision) -> Iterator[str]:
+    """Yields the lines of one decision: its sources with letters, and the two other cases."""
+    yield f"**`{row.name}`**: {row.what}."
+    yield ""
+    for letter, source in zip("abcd", row.sources, strict=False):
+        first, *alternatives = (source,) if isinstance(source, str) else source
+        yield _item(f"({letter}) {first}" if len(row.sources) > 1 else first)
+        yield from (_item(each, "  ") for each in alternatives)
+    yield _item(f"**A source is missing:** {row.absent}")
+    yield _item(f"**Sources disagree:** {row.disagree}")
+    yield ""
+
+
+def _item(text: str, indent: str = "") -> str:
+    """Returns an item of a Markdown list, in lines of at most 100 columns."""
+    return textwrap.fill(
+        text, 100, initial_indent=f"{indent}- ", subsequent_indent=f"{indent}  ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ from console.action_table import ACTIONS, Action
 ANSWER_S = 15.0
 LONGEST_S = 86_400.0
 LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
+HALTS = (
+    "With --halt, a rule with * halts the run if its condition has lasted three times\n"
+    "the listed time, and a second source confirms it. A stall must have lasted three\n"
+    "stall limits, and watch.stall_act_s of the plan (default: 1800 s).\n"
+)
 
 # --- types of options --------------------------------------------------------------------------
 
@@ -37,7 +42,7 @@ def seconds(text: str) -> float:
     """Returns a time span in seconds."""
     value = float(text)
     if not 0 < value <= LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0, at most {LONGEST_S:g} seconds")
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most {LONGEST_S:g} s")
     return value
 
 
@@ -94,13 +99,13 @@ INTERVAL = option(
     help="time between two polls, in seconds (default: %(default)s)",
 )  # fmt: skip
 
-WAIT = option("--wait", action="store_true", help="wait for the end")
+WAIT = option("--wait", action="store_true", help="wait until the launch has ended")
 DRY_RUN = option(
     "--dry-run", action="store_true", help="print checks, commands and environment; start nothing"
 )
 ASSUME = option(
     "--assume-gpus", type=word, metavar="NxNAME",
-    help="check for these GPUs instead of those of this machine, e.g. 2xA100; starts nothing",
+    help="check for these GPUs, e.g. 2xA100, not for the GPUs of this machine; start nothing",
 )  # fmt: skip
 
 
@@ -137,8 +142,8 @@ def _rules() -> str:
         text += f" for {rule.for_s:g} s" if rule.for_s else ""
         text += "" if rule.severe is None else f"; halts at {rule.bound(rule.severe)}"
         rows.append((f" {'*' if rule.name in HALTING else ' '}{rule.name:<19} ", text))
-    heading = "rules, each with the value and time that raise its alert (*: see --halt):"
-    return _listed(heading, rows) + LEGACY
+    heading = "rules, each with the value and time that raise its alert:"
+    return _listed(heading, rows) + HALTS + LEGACY
 
 
 QUERIES: tuple[Command, ...] = (
@@ -153,25 +158,28 @@ QUERIES: tuple[Command, ...] = (
         _run(),
         option("--plain", action="store_true", help="print one sentence per change, no screen"),
         option("--until-waiting", action="store_true",
-               help="like --plain, but also return when the plan waits for `do RUN proceed`"),
+               help="like --plain; also return when the plan waits for `do RUN proceed`"),
         INTERVAL,
-    ), "Without --plain and --json: the screen. --json prints the status at the end.\n",
+    ), "Without --plain or --json, the screen opens. --json prints the status once, at\n"
+       "the end.\n",
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose latest --dump", "diagnose runs/by_hand --json"), (
         _run(),
         option("--dump", action="store_true",
                help="dump the stacks first; needs a supervisor"),
-    ), "The verdict is that of the supervisor. Without a supervisor, the evidence is\n"
-       "collected now, which takes about 4 s. + marks evidence for the verdict, -\n"
-       "evidence for another rank, ? evidence that is not available. Exit code 0: no\n"
-       "stall; 1: stalled, or not known; for a run that has ended: that of `status`.\n"
+    ), "The verdict comes from the supervisor. Without a supervisor, the command\n"
+       "collects the evidence itself, in about 4 s. + marks evidence for the verdict,\n"
+       "- evidence for another rank, ? evidence that is not available. Exit code 0: no\n"
+       "stall; 1: stalled, or not known. For a run that has ended, the exit code is\n"
+       "that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
     Command("bundle", "Write one archive of a run for a bug report, without secrets.",
             ("bundle latest", "bundle latest --output run.tar.gz"), (
         _run(),
         option("--output", type=path, metavar="FILE",
-               help="new file that ends with .tar.gz (default: bundle-ID-TIME.tar.gz here)"),
+               help="new file with the ending .tar.gz (default: bundle-ID-TIME.tar.gz in the "
+               "working directory)"),
     ), "MANIFEST.json in the archive lists the size and SHA-256 of each file, and what\n"
        "was cut off or left out. The archive has at most 64 MiB, and nothing is read\n"
        "through links.\n" + LEGACY,
@@ -181,19 +189,18 @@ QUERIES: tuple[Command, ...] = (
     ), (
         _run("DIR"),
         option("--halt", action="store_true",
-               help="write .HALT and .anomaly_type once, when the condition of a rule with * has "
-               "lasted three times the time after which the rule raises its alert"),
+               help="halt the run for a rule with *, see below: write .HALT and .anomaly_type"),
         INTERVAL,
     ), _rules, "watchdog.watchdog"),
-    Command("check", "Print go or no go: for a plan, or for a run so far.",
+    Command("check", "Print go or no go for a plan, or for the records of a run.",
             ("check cpu_smoke", "check m7c_2xa100 --assume-gpus 2xA100", "check latest"),
-            (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),
+            (_run("PLAN|RUN", "name or YAML file of a plan; or a run: "),
              ASSUME,
              option("--measure", action="store_true",
-                    help="also measure the devices, the first batch and the attention of a plan, "
-                         "up to 5 minutes"),
+                    help="also measure the devices, the first batch and the attention of a plan; "
+                         "this takes at most 5 minutes"),
              option("--end-leftovers", action="store_true",
-                    help="first end the trainers of launches without a supervisor, after a "
+                    help="before the check, end the trainers whose supervisor is dead; asks for "
                          "confirmation"),
              option("--yes", action="store_true", help="confirm --end-leftovers"),
              option("--full", action="store_true",
@@ -203,8 +210,9 @@ QUERIES: tuple[Command, ...] = (
     Command("compare", "Compare the variants of the sweeps in a launch.",
             ("compare latest", "compare latest --json"), (_run("LAUNCH"),),
             "A sweep is a phase of the plan with variants and rounds, see the guide. Variants\n"
-            "differ only if the difference is significant; runs that differ in more than the\n"
-            "variables of the sweep are not compared. Exit code 0: compared; 1: not compared.\n",
+            "are called different only if their difference is significant. If runs differ in\n"
+            "more than the flags and settings of their variants, their sweep is not compared.\n"
+            "Exit code 0: all sweeps were compared; 1: at least one sweep was not.\n",
             "query.compare"),
     Command("report", "Print the report of a launch or run as Markdown.",
             ("report latest", "report latest --output report.md"), (
@@ -213,13 +221,15 @@ QUERIES: tuple[Command, ...] = (
                help="write FILE (NAME.md), and its charts NAME-loss.svg and NAME-speed.svg"),
     ), "The report shows gates, speed, figures with file and window, environment, files,\n"
        "and what was not measured. Each launch writes report.md at its end. Exit code 0:\n"
-       "the report was written, whatever the result of the run.\n" + LEGACY, "report.report"),
+       "the report was written; the result of the run does not change this code.\n"
+       + LEGACY, "report.report"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
         _run(),
         option("--rank", type=log_name, metavar="R",
-               help="only the log of this rank, of sup (the supervisor) or of torchrun"),
-        option("--grep", type=word, metavar="RE", help="only lines that match this regex"),
+               help="print one log only: that of rank R, sup (the supervisor) or torchrun"),
+        option("--grep", type=word, metavar="RE",
+               help="print only the lines that match this regular expression"),
         option("-f", "--follow", action="store_true", help="print new lines until the run ends"),
     ), target="query.logs"),
     Command("flags", "List all environment flags.", ("flags",), target="query.flags"),
@@ -237,22 +247,24 @@ LAUNCH = Command(
         option("plan", nargs="?", type=word, metavar="PLAN",
                help="name of a plan from `plans`, or its YAML file"),
         option("--config", type=path, metavar="FILE",
-               help="YAML file of settings; launches one phase with them, instead of PLAN"),
+               help="YAML file of settings, instead of PLAN; the launch has one phase"),
         option("--trainer", choices=("ddp", "fsdp"),
                help="trainer of --config (default: ddp)"),
-        option("--phase", type=word, help="only this phase (default: all)"),
+        option("--phase", type=word, help="launch only this phase (default: all phases)"),
         option("--flag", action="append", default=[], metavar="NAME=VALUE",
                help="environment flag of every phase, see `flags`; may be repeated"),
         option("--set", action="append", default=[], metavar="KEY=VALUE",
                help="setting of every phase, e.g. train.steps=20; may be repeated"),
         option("--nproc", type=int, metavar="N",
-               help="processes of every phase, 1-1024 (default: as planned; 1 with --config)"),
-        option("--devices", type=word, metavar="LIST", help="GPUs: sets CUDA_VISIBLE_DEVICES"),
+               help="processes of every phase, 1-1024 (default: those of the plan; 1 with "
+               "--config)"),
+        option("--devices", type=word, metavar="LIST",
+               help="GPUs of the launch, e.g. 0,1; sets CUDA_VISIBLE_DEVICES"),
         option("--run-dir", type=path, metavar="DIR",
                help="directory of the launch (default: a new one below --root)"),
         option("--between", choices=("go", "ask"), default="",
-               help="after a passed phase: go continues, ask waits for `do RUN proceed` "
-               "(default: as planned)"),
+               help="when a phase has passed: go starts the next phase, ask waits for `do RUN "
+               "proceed` (default: the key between of the plan)"),
         WAIT, ASSUME, DRY_RUN,
     ), "Exactly one of PLAN and --config is needed.\n"
        "With --wait, the exit code is the result of the launch, and --json prints its\n"
@@ -260,34 +272,40 @@ LAUNCH = Command(
     "control.launch",
 )  # fmt: skip
 DRILL = Command(
-    "drill", "Practise a fault: launch a small run with it, and score the reaction.",
+    "drill", "Practise a fault: launch a small run with this fault, and score your reaction.",
     ("drill", "drill stop", "drill sleep --rank 0 --plain --wait 60"), (
         option("fault", nargs="?", type=word, metavar="FAULT",
-               help="name of a fault (default: list all)"),
+               help="name of a fault (default: list all faults)"),
         option("--list", action="store_true", help="list the faults and start nothing"),
         option("--rank", type=at_least(0, "a rank; ranks count from 0"), metavar="R",
-               help="the rank that has the fault (default: the last)"),
+               help="rank that has the fault (default: the last rank)"),
         option("--nproc", type=at_least(1, "a number of processes"), default=2, metavar="N",
                help="processes of the run, 1-16 (default: %(default)s)"),
         option("--plain", "--no-screen", action="store_true",
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
-               help="longest wait for the verdict, and then for an action (default: %(default)g)"),
+               help="with --plain: longest wait for the verdict, and the same time again for "
+               "your reaction, in seconds (default: %(default)g)"),
     ), "React on the screen, or from another shell with stop RUN (RUN is the printed\n"
        "path) or kill -CONT PID. Then leave the screen with q; the drill stops the run\n"
-       "and prints the score. Exit code 0: verdict and reaction were right; else 1.\n",
+       "and prints the score. Exit code 0: verdict and reaction were correct; 1: not\n"
+       "both were correct.\n",
     "drill.drill",
 )  # fmt: skip
 RESUME = Command(
     "resume", "Launch the rest of an ended launch, with its options.",
     ("resume latest", "resume latest --dry-run"), (_run("LAUNCH"), WAIT, DRY_RUN),
     "The new launch has the phases that did not pass. The first phase begins at its\n"
-    "newest checkpoint, if there is one. The flags that an operator set still apply.\n",
+    "newest checkpoint, if it has a checkpoint. The flags that an operator set for\n"
+    "these phases apply.\n",
     "control.resume",
 )  # fmt: skip
 ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
-        _run(), option("--yes", action="store_true", help="confirm after a reboot of the host"),
+        _run(),
+        option("--yes", action="store_true",
+               help="confirm that the command of the run may start again; needed after a reboot "
+               "of the host"),
     ), "Live ranks continue under the new supervisor. If the ranks have already exited,\n"
        "their exit records and pulses decide the result of the run. The plan continues.\n",
     "control.adopt",
@@ -304,7 +322,7 @@ DO = Command(
 
 
 def _lower(sentence: str) -> str:
-    """Returns a help sentence with a small first letter and without a full stop."""
+    """Returns a help sentence with a lower-case first letter and without a full stop."""
     return sentence[0].lower() + sentence[1:].rstrip(".")
 
 

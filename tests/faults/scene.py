@@ -115,6 +115,16 @@ def verdict_of(cause: str, rank: int = 1) -> Seen:
     return seen
 
 
+def stalled(rank: int = 1) -> Seen:
+    """Looks for a stalled run whose verdict names a rank."""
+
+    def seen(state: RunState) -> str:
+        named = state.verdict is not None and state.verdict.rank == rank
+        return state.verdict.sentence if named and state.state == "stalled" else ""
+
+    return seen
+
+
 def state_of(state: str, words: str = "") -> Seen:
     """Looks for a state, and words in its reason."""
     return lambda seen: (
@@ -131,15 +141,27 @@ class Scene:
         self._words, self._left = "nothing to see", "0 files"
 
     def inject(
-        self, started: Started, act: Callable[[], object], seen: Seen, guard_s: float = 30.0
+        self,
+        started: Started,
+        act: Callable[[], object],
+        seen: Seen,
+        guard_s: float = 30.0,
+        cause: Seen | None = None,
     ) -> str:
-        """Injects and waits until a console that was there before shows it; returns its words."""
+        """Injects and waits until a console that was there before shows it; returns its words.
+
+        With `cause`, it then waits for the words with the cause, which evidence has to confirm;
+        the record has the time of both.
+        """
         source = RunSource(started.path)
         source.poll()
         act()
         begun = time.monotonic()
         words = started.wait(lambda: seen(source.poll()), guard_s, LOOK_EVERY_S)
         self.note(words, time.monotonic() - begun)
+        if cause is not None:
+            words = started.wait(lambda: cause(source.poll()), guard_s, LOOK_EVERY_S)
+            self.note(f"cause after {time.monotonic() - begun:.1f} s: {words}")
         return words
 
     def note(self, words: str, seconds: float | None = None) -> None:

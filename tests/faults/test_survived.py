@@ -29,6 +29,7 @@ from tests.faults.scene import (
     console,
     order,
     sentence_of,
+    stalled,
     verdict_of,
     watching,
 )
@@ -174,14 +175,24 @@ def test_a_killed_console_is_opened_again_on_the_same_run(scene, run, pids):
 
 @pytest.mark.fault("4")
 def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, pids, orders):
-    words = scene.inject(run, lambda: order(orders, 1, f"sleep {2 * STILL_S}"), verdict_of("sleep"))
+    words = scene.inject(
+        run,
+        lambda: order(orders, 1, f"sleep {2 * STILL_S}"),
+        stalled(),
+        cause=verdict_of("sleep"),
+    )
     assert "rank 1 has been stalled in forward of step" in words
     assert "rank 0 waits in backward" in words
 
 
 @pytest.mark.fault("5")
 def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, pids, orders):
-    words = scene.inject(run, lambda: order(orders, 1, f"gil {3 * STILL_S}"), verdict_of("native"))
+    words = scene.inject(
+        run,
+        lambda: order(orders, 1, f"gil {3 * STILL_S}"),
+        stalled(),
+        cause=verdict_of("native"),
+    )
     assert "rank 1 has been stalled in forward of step" in words
     answer = run.ask("dump")
     assert answer["ok"], answer
