@@ -1,16 +1,18 @@
 """The table of actions, from which requests, keys, buttons, commands and help are made.
 
-Confirmations and documents are made from the table too. A new action needs one row here, and a
+Confirmations and documents are made from the table too; `check` reads the arguments of a request.
+A new action needs one row here, and a
 method of `console.supervisor.launch.Launch` that executes the action.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from trainers.contract import flags
+from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.values import TRUE
 
 Mailbox = Literal["run", "launch"]
@@ -182,3 +184,30 @@ ACTIONS: dict[str, Action] = {action.name: action for action in TABLE}
 NEUTRAL = frozenset(action.name for action in TABLE if action.neutral)
 KEYS = tuple(dict.fromkeys(action.key for action in TABLE if action.key))
 """The keys of actions, in the order of the table."""
+
+
+def check(action: str, args: Mapping[str, Any], mailbox: Mailbox | None = None) -> dict[str, Any]:
+    """Returns the converted arguments of a request. Raises UsageError with the accepted values."""
+    requests = [row.name for row in TABLE if row.mailboxes]
+    if action not in requests:
+        raise UsageError(f"there is no action {action[:80]!r}{did_you_mean(action[:80], requests)}")
+    row = ACTIONS[action]
+    if mailbox is not None and mailbox not in row.mailboxes:
+        raise UsageError(f"send {action} to a {row.mailboxes[0]}, not to a {mailbox}")
+    known = {argument.name: argument for argument in row.args}
+    for name in args:
+        if name not in known:
+            takes = did_you_mean(str(name)[:80], known) if known else "; it takes none"
+            raise UsageError(f"{action} has no argument {str(name)[:80]!r}{takes}")
+    found = {}
+    for name, argument in known.items():
+        if name in args:
+            try:
+                found[name] = argument.convert(args[name])
+            except ValueError as error:
+                raise UsageError(f"{action}: {name} takes {error}") from None
+        elif argument.required:
+            switch = f"add --{name} (with `do`: {name}=true) to confirm"
+            text = argument.help if argument.metavar else switch
+            raise UsageError(f"{action} needs {name}: {text}")
+    return found

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from console import rest_of_launch, targets, user_config
+from console.action_table import ACTIONS, check
 from console.plans import catalog, launch_facts, preflight
 from console.plans.case import Case, Check
-from console.request_schema import ACTIONS, check
 from console.sources import launches, process
 from console.sources.tail import Tail
 from console.status_text import shell_line

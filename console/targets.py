@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from console.action_table import Action, Mailbox
 from console.model import State
-from console.request_schema import Action, Mailbox
 from console.sources import launch_documents, launches, liveness, process
 from console.sources.run import RunSource
 from console.sources.sanitize import clean

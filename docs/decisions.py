@@ -110,7 +110,9 @@ TABLE: tuple[Decision, ...] = (
                "exit code 0 of torchrun and of all ranks, seen through pidfds;",
                "for an exit that no supervisor observed: the exit record, and also the pulse at "
                "the same step or a document of the dead supervisor."),
-              "All gates pass over numbered records without a gap."),
+              "All gates pass over numbered records without a gap. If no step was left after a "
+              "resume, these are the records of the earlier run, whose last checkpoint all ranks "
+              "loaded."),
              "The plan ends. A gate without its records is unknown, never passed. An exit that "
              "only one record shows is unknown too.",
              "The plan ends, and its reason names the rank or the missing records."),

@@ -16,7 +16,7 @@ PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / r
 STDLIB = sys.stdlib_module_names
 FLOORS = (
     "model", "error_patterns", "rank_end", "run_state", "user_config", "status_text",
-    "action_table", "request_schema", "sources", "diagnose", "plans", "supervisor", "targets",
+    "action_table", "sources", "diagnose", "plans", "supervisor", "targets",
     "actions", "bundle", "tui", "commands", "cli",
 )  # fmt: skip
 

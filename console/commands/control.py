@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from console import actions, targets
+from console.action_table import ACTIONS
 from console.actions import LaunchOptions
 from console.commands.output import print_error, print_line, program, show
 from console.commands.query import follow
 from console.commands.timeout import within
-from console.request_schema import ACTIONS
 from console.sources import launches
 from console.sources.run import RunSource
 from console.sources.sanitize import clean

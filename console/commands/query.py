@@ -131,7 +131,7 @@ def _check_plan(options: argparse.Namespace) -> int:
         measure=options.measure or None,
     )  # fmt: skip
     prepared = actions.prepare(chosen, print_error)
-    lines = prepared.lines()[: len(prepared.checks)]
+    lines = prepared.lines()[: len(prepared.checks) + len(prepared.training)]
     go = f"go if this machine had {prepared.assumed}" if prepared.assumed else "go"
     show(options.json, prepared.as_dict(), [*lines, go if prepared.ok else "no go"])
     return 0 if prepared.ok else 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from console import status_text
 from console.model import NO_GO, Alert, Gate, LaunchState, RunState
-from console.plans import gates
+from console.plans import gates, measures
 from console.sources import gate_files, liveness
 from console.sources.record_files import MAX_RANKS
 from console.sources.run import RunSource
@@ -23,6 +23,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError
 
 WORDS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
+RESUME = "checkpoint.resume"
 FULL = "run nsa-console check --full"
 
 
@@ -55,17 +56,22 @@ def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str,
     names = [jsonl.text(entry, "name") for entry in jsonl.entries(plan, "phases")]
     passed = (jsonl.integer(plan_state, "phase") or 0) + (plan_state.get("state") == "waiting")
     for index, name in enumerate(names[: max(0, passed)]):
-        run = launch / f"{index}-{name}"
-        source = RunSource(run)
-        state = source.poll()
-        if not source.has_all_records:
-            source = RunSource(run, reads="all")
-            state = source.read_all()
+        source, state = _read_whole(launch / f"{index}-{name}")
         if found := list(_doubts(source, state)):
             raise RefusedError(
                 f"{rundir.PLAN_STATE} reports {name} as passed, and its records do "
                 f"not confirm it: {'; '.join(found)}"
             )
+
+
+def _read_whole(run: Path) -> tuple[RunSource, RunState]:
+    """Returns the source and the state of a run, with the totals of all its records."""
+    source = RunSource(run)
+    state = source.poll()
+    if not source.has_all_records:
+        source = RunSource(run, reads="all")
+        state = source.read_all()
+    return source, state
 
 
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str, str]]:
@@ -117,7 +123,9 @@ def _unconfirmed_gates(
         except UsageError as error:
             yield str(error)
             return
-        _complete(summary, source.run_path or Path(), world, document, bounds)
+        run = source.run_path or Path()
+        _complete(summary, run, world, document, bounds)
+        summary.former = summary.former or continued(run, summary.resumed_at_end)
         written = {gate.name: gate for gate in state.gates}
         own = {gate.name: gate for gate in gates.evaluate(summary, bounds)}
         for name in sorted(written.keys() | own.keys()):
@@ -133,6 +141,46 @@ def _complete(
     summary.take_document(document)
     if not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds):
         summary.files = gate_files.read(run, summary.attempts or 1, world)
+
+
+def continued(run: Path, step: int) -> Summary | None:
+    """Returns the totals of the run that `run` continues, or None if they cannot replace its own.
+
+    `step` is `Summary.resumed_at_end` of `run`. The ranks of the former run must have reached that
+    step by their records, or by their last pulses, which the loaded checkpoint confirms. Both runs
+    must have the same phase, ranks, settings and gates.
+    """
+    own = (rundir.read_json(run / rundir.RUN, below=run) or {}) if step else {}
+    path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))
+    if not path.is_absolute():
+        return None
+    before = rundir.read_json(path / rundir.RUN, below=path) or {}
+    if _training(before) != _training(own):
+        return None
+    source, state = _read_whole(path)
+    found, world = source.summary, jsonl.integer(own, "world") or 0
+    if found is None or state.behind_bytes or not 1 <= world <= MAX_RANKS:
+        return None
+    document = rundir.read_json(path / rundir.SUPERVISOR, below=path) or {}
+    _complete(found, path, world, document, jsonl.mapping(own, "gates"))
+    if all(_last_step(found, rank) == step for rank in range(world)):
+        found.loaded_step = step
+    found.name = f"in the records of {state.id}, which this run continues without a further step"
+    return found if measures.steps_reached(found).value == step else None
+
+
+def _last_step(summary: Summary, rank: int) -> int:
+    """Returns the step of a rank's last pulse, or else of its exit record, or 0 without both."""
+    newest = summary.of_rank(rank).newest
+    end, part = summary.ends.get((newest, rank)), summary.of_attempt(rank, newest)
+    return end.step if end else part.exit[0] if part and part.exit else 0
+
+
+def _training(run_json: Mapping[str, Any]) -> list[object]:
+    """Returns what two runs have in common if one continues the other."""
+    settings = jsonl.mapping(run_json, "settings")
+    values = {key: jsonl.mapping(settings, key).get("value") for key in settings if key != RESUME}
+    return [run_json.get("phase"), run_json.get("world"), run_json.get("gates"), values]
 
 
 def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:

@@ -67,7 +67,8 @@ class Rule:
     def gap(self, summary: Summary) -> str:
         """Returns why the records do not cover the span of the gate, or "" if they do."""
         ranks = range(1 if self.source == RANK0 else summary.world)
-        return summary.gap(ranks, self.span == "surviving steps", self.tails)
+        is_loaded = self.measure is measures.steps_reached and summary.loaded_step > 0
+        return summary.gap(ranks, self.span == "surviving steps", self.tails or is_loaded)
 
 
 TABLE: tuple[Rule, ...] = (
@@ -252,12 +253,13 @@ def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
 
 
 def _gate(rule: Rule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
-    found = rule.value(summary, at)
+    totals = summary.former or summary
+    found = rule.value(totals, at)
     sign, holds = BOUNDS[rule.bound]
     bound = wanted.bound
     limit = 0.0 if rule.bound == "yes" else LEAST_FALL_NATS if bound is True else float(bound)
     result: Result = "unknown"
-    why = rule.gap(summary) or found.doubt
+    why = rule.gap(totals) or found.doubt
     if found.value is None:
         why = why or found.why or rule.missing
     elif holds(found.value, limit):
@@ -265,7 +267,7 @@ def _gate(rule: Rule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
     elif rule.certain or not why:
         result = "fail"
     why = found.why if result != "unknown" else why
-    window = ", ".join(filter(None, (rule.span, found.window)))
+    window = ", ".join(filter(None, (rule.span, found.window, totals.name)))
     return Gate(
         named(rule, at), found.value, rule.unit, window, rule.source, f"{sign} {limit:g}", result,
         why, summary.overrides.get(named(rule, at), wanted.override),

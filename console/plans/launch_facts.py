@@ -71,13 +71,13 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
     """Returns the expected time of a launch as text: the sum of the times of earlier runs.
 
     For each phase, the newest completed run with the same settings, host and number of ranks is
-    used. If a phase has no such run, the text says that the time is not available.
+    used. If a phase has no such run, there is no estimate.
     """
     total_s = 0.0
     for phase in phases:
         took_s = _took_s(root, phase)
         if took_s is None:
-            return "not available (no earlier run)"
+            return f"no estimate: no run of {phase['phase']} with these settings on this host"
         total_s += took_s
     return f"about {age(total_s)}, as in the newest runs"
 

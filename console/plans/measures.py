@@ -40,7 +40,8 @@ def steps_reached(s: Summary) -> Measured:
             return Measured(None, doubt=f"rank {rank}: {doubt}")
         if step or rank == 0:
             done.append(step)
-    return Measured(float(min(done)) if s.of_rank(0).progress else None)
+    reached = max(min(done), s.loaded_step) if done else 0
+    return Measured(float(reached) if s.of_rank(0).progress else None)
 
 
 def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:

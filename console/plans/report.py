@@ -254,11 +254,13 @@ def _expectations(phase: Phase) -> Iterator[Sequence[object]]:
 
 
 def _durations(phase: Phase, tokens: int | None) -> Iterator[Sequence[object]]:
-    """Yields the hours of all planned steps at the speed of each gate and at the measured speed."""
+    """Yields the hours of all planned steps: expected, at each gate's speed, and as measured."""
     steps, speed = phase.state.steps_planned, phase.figures["toks_per_s"]
     if not steps or not tokens:
         return
     measured = _hours(steps * tokens, speed)
+    if hours := jsonl.number(jsonl.mapping(phase.planned, "expects"), "hours"):
+        yield phase.name, "time of all steps", f"{number(hours)} h", measured, "hours of the plan"
     for name, value in jsonl.mapping(phase.run, "gates").items():
         bound = gates.demand(value).bound
         is_number = isinstance(bound, int | float) and not isinstance(bound, bool)

@@ -18,6 +18,8 @@ UNITS: Mapping[str, tuple[str, str]] = {
     "dt_optimizer_s": ("s", "step"), "fetch_p95_ms": ("ms", "steps"),
     "gate_entropy_mean": ("nats", "step"), "gate_entropy_min": ("nats", "step"),
     "gate_max_gate": ("", "step"), "gate_collapse_frac": ("share", "step"),
+    "sel_entropy": ("nats", "step"), "sel_forced_share": ("share", "step"),
+    "sel_distance_mean": ("tokens", "step"), "sel_overlap": ("share", "step"),
     "gpu_mem_alloc": ("MiB", "step"), "gpu_mem_reserved": ("MiB", "step"),
     "skipped_steps": ("steps", "run"), "dropped_records": ("records", "run"),
 }  # fmt: skip

@@ -47,6 +47,12 @@ class Summary:
         """The attempts in which another process loaded a checkpoint after its save, by its step."""
         self.overrides: dict[str, str] = {}
         """The reason, operator and time of each override by request, by the name of the gate."""
+        self.former: Summary | None = None
+        """The totals of the run that this run continues, for the gates of a run without a step."""
+        self.loaded_step = 0
+        """The step of the checkpoint that all ranks of a continuing run have loaded, or 0."""
+        self.name = ""
+        """What the window of a gate says of these totals, if they are those of a former run."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
         """The last pulse of each process that has ended, by attempt and rank."""
 
@@ -216,6 +222,18 @@ class Summary:
                 shown = ", ".join(f"rank {rank} at {step}" for step, rank in sorted(starts.items()))
                 return f"the ranks started attempt {attempt} at different steps: {shown}"
         return ""
+
+    @property
+    def resumed_at_end(self) -> int:
+        """The step of the checkpoint with which all ranks began and ended, without a step; else 0.
+
+        It is 0 too if the run stalled or was restarted.
+        """
+        parts = [self.of_attempt(rank, 1) for rank in range(self.world)]
+        starts = {part.start if part and part.exit and part.exit[1] == 0 else 0 for part in parts}
+        if (self.attempts, self.stalls) != (1, 0) or any(t.progress for t in self.ranks.values()):
+            return 0
+        return (starts.pop() or 1) - 1 if len(starts) == 1 else 0
 
     def all_parts(self) -> Iterator[tuple[int, int, AttemptTotals, LastPulse | None]]:
         """Yields attempt, rank, totals and last pulse for each rank with records in an attempt."""

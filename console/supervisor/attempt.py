@@ -310,12 +310,14 @@ class Attempt:
         if behind:
             text = "the attempt has too many records to read all: gates may be unknown"
             self._run.event("note", text, "warn")
-        self._directory.job(self.files.read_final, self._conclude, self.path)
+        read_final = partial(self.files.read_final, self._reducer.summary.resumed_at_end)
+        self._directory.job(read_final, self._conclude, self.path)
 
     def _conclude(self, rest: FinalRead | None, _: object) -> None:
         rest = rest or FinalRead()
         self.tree.take_log(rest.log)
-        self._checkpoint_step, self._reducer.summary.files = rest.checkpoint, rest.files
+        self._checkpoint_step, summary = rest.checkpoint, self._reducer.summary
+        summary.files, summary.former = rest.files, rest.former
         self._ends.conclude(rest.last)
         self._learn(oom=oom_counts.since(self._oom_before), torchrun_signal=rest.torchrun_signal)
         if self.tree.agent_status and not self.tree.workers:

@@ -1,7 +1,7 @@
 """Polls the mailboxes and other files of a launch, and executes each request once.
 
 A request file may contain anything. Therefore its size is bounded, the file must be a regular file
-of this user, and `console.request_schema` checks its arguments before anything is executed.
+of this user, and `console.action_table` checks its arguments before anything is executed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from console.request_schema import Mailbox, check
+from console.action_table import Mailbox, check
 from console.supervisor.attempt import Attempt
 from console.supervisor.child_state import FILES
 from console.supervisor.link import Link

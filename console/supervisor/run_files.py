@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from console.plans import gate_check
 from console.sources import crash_log, gate_files, json_documents, legacy, process
 from console.sources.crash_log import Crash
 from console.sources.gate_files import GateFiles
 from console.sources.pace import Progress, progress_of
 from console.sources.record_files import Batch, RecordFiles, read_end
+from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 LOOK_BYTES = 512 << 10
@@ -52,6 +54,8 @@ class FinalRead:
     torchrun_signal: str = ""
     """The signal in torchrun's log; the exits of the ranks must confirm this signal."""
     files: GateFiles | None = None
+    former: Summary | None = None
+    """The totals of the run that this run continues, if no step was left for this run."""
 
 
 def newest_checkpoint(run: Path) -> int | None:
@@ -159,10 +163,11 @@ class Files:
             news.unread = self._reading.unread
         return news
 
-    def read_final(self) -> FinalRead:
+    def read_final(self, resumed_at_end: int) -> FinalRead:
         """Returns the data that are read once, after all processes have ended.
 
-        The files that only gates need are read last. If that fails, these gates are unknown.
+        `resumed_at_end` is that of the run's summary. What only gates need is read last; if that
+        fails, these gates are unknown.
         """
         log = read_end(self._log, LOG_TAIL_BYTES, self._run)
         last = {}
@@ -172,7 +177,8 @@ class Files:
             last[rank] = own if own != Crash() else crash_log.read(log, rank)
         death = DEATH.search(log)
         signal = process.signal_name(int(death[1])) if death else ""
-        checkpoint, files = newest_checkpoint(self._run), None
+        checkpoint, files, former = newest_checkpoint(self._run), None, None
         with contextlib.suppress(OSError, ValueError):
             files = gate_files.read(self._run, self._attempt, self._world)
-        return FinalRead(log, last, checkpoint, signal, files)
+            former = gate_check.continued(self._run, resumed_at_end)
+        return FinalRead(log, last, checkpoint, signal, files, former)

@@ -5,58 +5,32 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from console import actions
 from console.actions import LaunchOptions
-from console.sources import process
 from tests.console.sources import directory
+from tests.launches import PROGRAMS, Started, phase, write_plan
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
 ROOT = Path(__file__).parents[2]
-MEMBER = ROOT / "tests" / "programs" / "member.py"
+MEMBER = PROGRAMS / "member.py"
 RACERS = 50
-STATIC_GRAPH = {"NSA_DDP_STATIC_GRAPH": "1", "NSA_ACCUM": "2"}
+PHASES = [phase("one", "member.py", 100_000), phase("two", "member.py", 5)]
 
 
 def plan(folder: Path, **more) -> str:
-    path = folder / "tested.yaml"
-    document = {
-        "name": "tested",
-        "nproc": 2,
-        "watch": {"stall_floor_s": 10, "startup_s": 60, "grace_s": 2},
-        "phases": [
-            {"name": "one", "script": str(MEMBER), "args": ["100000"]},
-            {"name": "two", "script": str(MEMBER), "args": ["5"]},
-        ],
-    }
-    path.write_text(yaml.safe_dump(document | more))
-    return str(path)
+    return str(write_plan(folder, **{"phases": PHASES} | more))
 
 
 def options(folder: Path, **more) -> LaunchOptions:
     return LaunchOptions(**{"plan": plan(folder), "root": folder / "artifacts"} | more)
-
-
-def end(path: Path) -> None:
-    """Ends a launch and everything that it started."""
-    owner = (rundir.read_json(path / rundir.PLAN_STATE) or {}).get("supervisor", {})
-    if rundir.is_alive(owner):
-        os.kill(owner["pid"], signal.SIGKILL)
-    for run in path.glob("[0-9]*-*"):
-        born = rundir.read_json(run / rundir.RUN) or {}
-        token = born.get("environment", {}).get("NSA_CONSOLE_TOKEN", "-")
-        for pid in process.with_token(token):
-            os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(f"/dev/shm/nsa-console-{os.geteuid()}-{token}", ignore_errors=True)
 
 
 def listing(folder: Path) -> list[str]:
@@ -230,7 +204,7 @@ def raced(tmp_path_factory):
     for racer in racers:
         racer.join()
     yield folder / "one", found
-    end(folder / "one")
+    Started(folder / "one").clean()
 
 
 def test_exactly_one_of_fifty_launches_wins_and_the_others_say_who_did(raced):
@@ -276,9 +250,6 @@ def test_requests_find_the_right_mailbox(raced):
     deadline = time.monotonic() + 10
     while not (run / rundir.SUPERVISOR).exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    for where in (path, run):
-        sent = actions.send(where, "note", {"text": f"to {where.name}"}, "tester")
-        assert actions.answer(where, sent, 10)["ok"]
     sent = actions.send(run, "set-flag", {"name": "NCCL_DEBUG", "value": "INFO"}, "tester")
     assert actions.answer(run, sent, 10)["ok"]
     assert actions.answer(path, "never-sent", 0.1) is None

@@ -70,13 +70,6 @@ def test_the_exit_code_says_how_the_run_is(tmp_path, state, code):
     assert status_text.exit_code(RunSource(run).poll()) == code
 
 
-def test_a_failed_gate_is_exit_code_1(tmp_path):
-    run = directory.run(tmp_path / "0-x", state="completed")
-    gate = {"name": "bytes_right", "value": 0.2, "bound": "≥ 0.9", "result": "fail"}
-    directory.document(run / rundir.GATES, {"gates": [gate]})
-    assert status_text.exit_code(RunSource(run).poll()) == 1
-
-
 def test_a_share_is_never_rounded_up_to_what_was_not_reached():
     state = dataclasses.replace(recorded.running(), step=95, steps_planned=600, eta_s=None)
     assert status_text.progress(state) == "step 95 of 600 (15 %)"

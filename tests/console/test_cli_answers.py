@@ -119,16 +119,6 @@ def test_the_end_of_a_launch_is_the_same_wherever_it_is_asked_for(
     assert said(capsys, "status", launch / "0-first")[0] == (1 if gate == "fail" else 0)
 
 
-@pytest.mark.parametrize("words", ["dump {}", "stop {}", "do {} note text=x"])
-def test_who_finds_no_supervisor_is_told_how_to_get_one(launch, capsys, words):
-    directory.run(launch / "0-first", **directory.DEAD)
-    state = rundir.read_json(launch / rundir.PLAN_STATE)
-    directory.document(launch / rundir.PLAN_STATE, state | {"supervisor": directory.DEAD})
-    for path in (launch, launch / "0-first"):
-        code, _, err = said(capsys, *words.format(path).split())
-        assert (code, f"nsa-console adopt {launch} starts a new one" in err) == (4, True), err
-
-
 def test_a_broken_plan_hides_no_other(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "configs" / "plans"
     folder.mkdir(parents=True)

@@ -15,9 +15,10 @@ import yaml
 from console import actions, cli, status_text
 from console.sources.run import RunSource
 from tests.console.sources import directory
-from tests.console.test_actions import MEMBER, end
+from tests.console.test_actions import MEMBER
 from tests.console.test_cli import ROOT
 from tests.console.test_cli import cli as run_cli
+from tests.launches import Started
 from trainers.contract import rundir
 
 CONSOLE = f"{shlex.quote(sys.executable)} -m console"
@@ -93,7 +94,7 @@ def test_a_launch_says_once_what_its_preflight_warns_of_and_its_data_stay_data(t
             "training: NCCL_DEBUG; to set one, add --flag NCCL_DEBUG=VALUE"
         )
     finally:
-        end(path)
+        Started(path).clean()
 
 
 def test_a_launch_whose_output_is_lost_still_says_where_it_is(tmp_path, tested):
@@ -104,7 +105,7 @@ def test_a_launch_whose_output_is_lost_still_says_where_it_is(tmp_path, tested):
         assert f"launched here in {path}" in done.stderr
         assert (path / rundir.PLAN_STATE).exists()
     finally:
-        end(path)
+        Started(path).clean()
 
 
 # --- data --------------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ import shutil
 
 import pytest
 
-from console.cli import main
 from tests.console.plans.test_sweep import FACTS, PLAN
 from tests.console.sources import directory
-from tests.console.test_go import PASSED
+from tests.console.test_go import PASSED, said
 from trainers.contract import plan, rundir
 
 STEPS = 40
@@ -53,12 +52,6 @@ def launch(tmp_path):
     ended = {"state": "ended", "phase": len(phases) - 1, "why": "all phases are done"}
     directory.document(path / rundir.PLAN_STATE, state | ended | {"phases": done})
     return path
-
-
-def said(capsys, *words):
-    code = main([str(word) for word in words])
-    told = capsys.readouterr()
-    return code, told.out + told.err
 
 
 def test_the_faster_variant_is_named_with_its_figures_and_routes(launch, capsys):

@@ -11,22 +11,15 @@ from typing import get_args
 
 import pytest
 
-from console import actions, cli, status_text
+from console import actions, status_text
 from console.sources.run import RunSource
 from console.sources.run_records import Reads
 from tests.console.sources import directory
 from tests.console.sources.conftest import shared_memory as shared_memory
-from tests.console.test_go import BOUNDS, PASSED, completed, plan_gates
+from tests.console.test_go import BOUNDS, PASSED, completed, plan_gates, said
 from trainers.contract import environ, rundir
 
 TOKEN = "0123456789abcdef"
-
-
-def said(capsys, *words):
-    """Returns exit code and all output of a command."""
-    code = cli.main([str(word) for word in words])
-    told = capsys.readouterr()
-    return code, told.out + told.err
 
 
 def change(path, **fields):

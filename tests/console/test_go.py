@@ -59,8 +59,10 @@ def launch(tmp_path):
 
 
 def said(capsys, *words):
+    """Returns exit code and all output of a command."""
     code = main([str(word) for word in words])
-    return code, capsys.readouterr().out
+    told = capsys.readouterr()
+    return code, told.out + told.err
 
 
 @pytest.mark.decision("go-run", "lie")

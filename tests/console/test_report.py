@@ -9,12 +9,12 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from console.cli import main
 from console.plans import report, report_chart
 from console.sources.rank_totals import FIGURES
 from tests.console.sources import directory
 from tests.console.sources.test_snapshot import HOSTILE as DOCUMENTS
 from tests.console.sources.test_snapshot import places, put
+from tests.console.test_cli_answers import said
 from tests.console.test_go import BOUNDS, PASSED, plan_gates
 from trainers.contract import rundir
 
@@ -42,7 +42,7 @@ def recorded(launch, **more):
     directory.beat(run, 0, 0, "boot")
     for step in range(1, 21):
         directory.beat(run, 0, step, loss=3.0 - step / 10, toks_per_s=400.0, steps_dt_s=[2.0],
-                       dt_fetch_s=0.25)  # fmt: skip
+                       dt_fetch_s=0.25, sel_overlap=0.75)  # fmt: skip
     directory.beat(run, 0, 20, "exit", exit_code=0)
     plan_gates(launch, gates, 0)
     state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
@@ -52,7 +52,7 @@ def recorded(launch, **more):
     planned = rundir.read_json(launch / rundir.PLAN) or {}
     planned["phases"] = planned["phases"][:1]
     planned["phases"][0] |= {
-        "expects": {"parameters": 450_712, "tokens_per_step": 8192},
+        "expects": {"parameters": 450_712, "tokens_per_step": 8192, "hours": 20},
         "flags": {"NSA_DDP_BUCKET_MB": "25"},
     }
     directory.document(launch / rundir.PLAN, planned)
@@ -62,11 +62,6 @@ def recorded(launch, **more):
 @pytest.fixture
 def launch(tmp_path):
     return directory.launch(tmp_path / "artifacts")
-
-
-def said(capsys, *words):
-    code = main([str(word) for word in words])
-    return code, *capsys.readouterr()
 
 
 def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_path):
@@ -83,6 +78,8 @@ def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_
         "| 0-first | NSA_DDP_BUCKET_MB=25 | 400 | 0 | last 20 steps | "
         "0-first/heartbeat_rank0.jsonl |",
         "| 0-first | fetch_max_s | 0.25 | s | largest dt_fetch_s, all attempts | ",
+        "| 0-first | sel_overlap | 0.75 | share | step 20 | ",
+        "| 0-first | time of all steps | 20 h | 27.8 h | hours of the plan |",
         "| 0-first | parameters | 450,712 | 450,712 |  |",
         "| 0-first | tokens_per_step | 8,192 | 800 | DIFFERS |",
         "| 0-first | time of all steps | 12.3 h | 27.8 h | the bound of toks_per_s_50_above "

@@ -14,8 +14,8 @@ from console import actions
 from console.actions import LaunchOptions
 from console.supervisor.launcher import Claim
 from tests.console.sources import directory
-from tests.console.test_actions import MEMBER, ROOT, end, listing, options, plan
-from tests.launches import STUB
+from tests.console.test_actions import MEMBER, ROOT, listing, options, plan
+from tests.launches import STUB, Started
 from trainers.contract import environ, rundir
 from trainers.contract.errors import RefusedError, UsageError
 
@@ -33,17 +33,6 @@ def claim(path: Path) -> None:
 
 
 # --- directories ------------------------------------------------------------------------------
-
-
-def test_every_directory_that_a_launch_makes_is_closed_to_others(tmp_path):
-    before = os.umask(0)
-    try:
-        claim(tmp_path / "artifacts" / "plan" / "one")
-    finally:
-        os.umask(before)
-    for name in ("artifacts", "artifacts/plan", "artifacts/plan/one"):
-        assert mode(tmp_path / name) == 0o700
-    assert mode(tmp_path / "artifacts/plan/one" / rundir.LOCK) == 0o600
 
 
 @pytest.mark.parametrize("before", [0o777, 0o770, 0o755])
@@ -167,7 +156,9 @@ def test_a_program_that_looks_like_an_option_of_torchrun_is_refused(tmp_path, ke
 def test_shell_metacharacters_in_args_are_one_argument_each(tmp_path):
     words = ["; touch pwned", "$(touch pwned)", "`id`", "a\nb", "&& x", "--max-restarts=9", "*"]
     phases = [{"name": "one", "script": str(MEMBER), "args": words}]
-    prepared = actions.prepare(LaunchOptions(plan=plan(tmp_path, phases=phases), root=tmp_path))
+    prepared = actions.prepare(
+        LaunchOptions(plan=plan(tmp_path, phases=phases, env={}), root=tmp_path)
+    )
     (phase,) = prepared.phases
     assert phase["argv"][-len(words) - 1 :] == [str(MEMBER), *words]
     assert shlex.split(prepared.shell(0)) == phase["argv"]
@@ -208,7 +199,7 @@ def test_modules_in_the_working_directory_are_not_taken_for_ours(tmp_path, monke
     try:
         log = (path / rundir.SUPERVISOR_LOG).read_text()
     finally:
-        end(path)
+        Started(path).clean()
     assert "supervisor pid" in log
     assert str(ROOT) in phase["environment"]["PYTHONPATH"]
 

@@ -258,10 +258,12 @@ def test_a_request_to_an_unsupervised_run_is_refused_with_advice(tmp_path, capsy
     mine = rundir.identity()
     directory.run(path / "0-first", workers=[{"rank": 0, **mine, "exit": None}], **directory.DEAD)
     directory.told(path, "", **directory.DEAD)
-    (path / "0-first" / rundir.SUPERVISOR).rename(tmp_path / "aside")
-    code, err = said(capsys, *words.format(path).split())
-    assert (code, "has ended" in err, "is over" in err) == (4, False, False)
-    assert f"nsa-console adopt {path} starts a new one" in err
+    document = path / "0-first" / rundir.SUPERVISOR
+    for target in (path, document.parent, path):
+        code, err = said(capsys, *words.format(target).split())
+        assert (code, "has ended" in err, "is over" in err) == (4, False, False)
+        assert f"nsa-console adopt {path} starts a new one" in err
+        document.unlink(missing_ok=True)  # a run that starts has none yet
 
 
 def elsewhere(*words: object) -> tuple[int, str]:
@@ -364,5 +366,5 @@ def test_a_launch_works_and_is_closed_to_others_under_any_umask(begin, tmp_path,
     )  # fmt: skip
     begin.adopt(path)
     assert done.returncode == 0, done.stdout + done.stderr
-    modes = {(each.is_dir(), each.stat().st_mode & 0o777) for each in path.parent.rglob("*")}
+    modes = {(each.is_dir(), each.stat().st_mode & 0o777) for each in tmp_path.rglob("*")}
     assert modes == {(True, 0o700), (False, 0o600)}

@@ -22,7 +22,6 @@ from console.actions import LaunchOptions
 from console.plans.gate_check import poll_confirmed
 from console.sources import process
 from console.sources.run import RunSource
-from console.sources.summary import NO_STEP
 from tests.launches import STUB, Begin, Started
 from trainers.contract import rundir
 
@@ -158,10 +157,6 @@ class Journey:
                 self.told.append(actions.adopt(path))
                 return False
             self.told.append(f"resume: {state['why']}")
-            if NO_STEP in state["why"]:  # the former run has done all steps, and its end is lost
-                given = {"phase": state["phases"][0]["name"], "reason": "It had all steps."}
-                for gate in PLAN["gates"]:
-                    actions.send(path, "override", given | {"gate": gate}, "tester")
             again = actions.launch(LaunchOptions(resume=path, root=self.root), "tester")
         self.launches.append(self._begin.adopt(again))
         return False
@@ -255,6 +250,39 @@ def test_ranks_that_ended_before_any_supervisor_saw_them_have_completed(begin, t
     rundir.write_json(started.run() / rundir.SUPERVISOR, started.state() | {"workers": []})
     actions.adopt(started.path)
     assert started.wait_end()["why"] == ALL_DONE
+
+
+def test_a_phase_whose_end_was_lost_passes_by_the_records_of_its_steps(begin, tmp_path):
+    journals, given = tmp_path / "journals", {"data.source": "synthetic", "train.steps": STEPS}
+    journals.mkdir()
+    (journals / "hold").touch()
+    settings = given | {"checkpoint.every": EVERY, "report.out_dir": str(journals)}
+    started = begin({"name": "one"}, **PLAN, shell=STUB, nproc=RANKS, set=settings)
+    started.wait_steps(1)
+    heartbeat = rundir.heartbeat(started.run(), 0)
+    started.wait(lambda: f"step_{STEPS:08d}" in heartbeat.read_text())
+    former = started.owner
+    for pid in [*process.with_token(started.token()), former["pid"]]:
+        os.kill(pid, signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(former))
+    (journals / "hold").unlink()
+    actions.adopt(started.path)
+    assert started.wait_end()["phases"][0]["result"] != "pass"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
+        options = LaunchOptions(resume=started.path, root=started.path.parents[1])
+        again = begin.adopt(actions.launch(options, "tester"))
+    assert again.wait_end()["why"] == ALL_DONE
+    confirmed = poll_confirmed(RunSource(again.path, reads="all"))
+    assert status_text.exit_code(confirmed, True) == 0, confirmed.alerts
+    assert all("in the records of" in gate.window for gate in confirmed.gates)
+    steps = [line.split()[:2] for line in (journals / "one.0").read_text().splitlines()]
+    assert [step for what, step in steps if what == "step"] == [str(n + 1) for n in range(STEPS)]
+    record = rundir.read_json(started.run() / rundir.RUN) or {}
+    record["settings"]["train.seed"]["value"] = 99  # the records of another training prove nothing
+    rundir.write_json(started.run() / rundir.RUN, record)
+    confirmed = poll_confirmed(RunSource(again.path, reads="all"))
+    assert "no step remained after the resume" in confirmed.alerts[0].text
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 The small torchrun starts it in place of `trainers.ddp`. `report.out_dir` is the folder in which
 each rank appends a line per step that all ranks have done, and rank 0 a line per sealed checkpoint.
+As long as the file `hold` is in it, no rank ends.
 """
 
 import mmap
@@ -86,3 +87,5 @@ for step in range(first, last + 1):
     if run.rank == 0 and ((every and step % every == 0) or step == last):
         with run.phase("save"):
             save(step)
+while (folder / "hold").exists():
+    time.sleep(STEP_S)

@@ -446,6 +446,19 @@ def test_last_records_that_the_pulse_counts_are_missing():
     assert result(found, steps_done=30).result == "pass", "those steps were repeated"
 
 
+def test_a_checkpoint_that_all_ranks_loaded_proves_the_steps_of_missing_last_records_only():
+    first = attempt(1, range(1, 26), exit_code=None, grad_norm=1.0)
+    pulse = first.pulse(26, 0)
+    del first.records[-2:]
+    found = summed(first)
+    found.take_end(1, 0, pulse)
+    gates_now = {"steps_done": 26, "loss_finite": True, "grad_norm_above": 0}
+    assert [gate.result for gate in evaluate(found, gates_now)] == ["unknown", "pass", "unknown"]
+    found.loaded_step = 26
+    assert [gate.result for gate in evaluate(found, gates_now)] == ["pass", "pass", "unknown"]
+    assert result(found, steps_done=27).result == "fail"
+
+
 def test_a_gap_in_repeated_steps_matters_to_all_attempts_only():
     for numbers, survives in (((24, 25), False), ((10, 11), True)):
         first, second = killed_then_resumed()

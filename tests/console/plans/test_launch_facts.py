@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from console import actions
+from console import actions, cli
 from console.plans import launch_facts
 from console.tui.widgets.chooser import entries
 from trainers.contract import rundir
 
+NONE = "no estimate: no run of plumbing with these settings on this host"
 
-def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
+
+def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path, capsys):
     options = actions.LaunchOptions("cpu_smoke", phase="plumbing", root=tmp_path)
     prepared = actions.prepare(options)
     facts = dict(prepared.training)
     assert facts["parameters"] == "450,712"
     assert (facts["sequence"], facts["tokens per step"]) == ("128 tokens", "2,048")
     assert (facts["device"], facts["checkpoint"]) == ("cpu ×2", "5.2 MiB")
-    assert facts["time"] == "not available (no earlier run)"
+    assert facts["time"] == NONE
     phase = {"name": "plumbing", "state": "completed", "dir": "0-plumbing",
              "started_ts": 100.0, "ended_ts": 142.0}  # fmt: skip
     (prepared.directory / "0-plumbing").mkdir(parents=True)
@@ -29,7 +31,9 @@ def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
     other = actions.LaunchOptions(
         "cpu_smoke", phase="plumbing", sets={"train.steps": "7"}, root=tmp_path
     )
-    assert dict(actions.prepare(other).training)["time"] == "not available (no earlier run)"
+    assert dict(actions.prepare(other).training)["time"] == NONE
+    assert cli.main(["--root", str(tmp_path), "check", "cpu_smoke"]) == 0
+    assert "training time: no estimate: no run of sanity with" in capsys.readouterr().out
 
 
 def test_a_foreign_program_has_no_facts():

@@ -115,6 +115,15 @@ def test_every_shipped_plan_passes_its_preflight(plan, assumed, tmp_path):
     assert all(phase.expects.parameters for phase in prepared.plan.phases) or plan == "cpu_smoke"
 
 
+@pytest.mark.parametrize(
+    ("plan", "hours"), [("m7c_2xa100", 20), ("m7c_1xa100", None), ("m7c_1xh200", None)]
+)
+def test_the_production_phase_has_the_runbooks_criteria_and_duration(plan, hours):
+    production = catalog.load(plan).phases[-1]
+    wanted = {"entropy_above", "collapse_below", "gpu_mem_growth_below_mib", "fetch_below_s"}
+    assert (production.expects.hours, wanted - production.gates.keys()) == (hours, set())
+
+
 def test_every_plan_file_is_among_those():
     named = {"m7c_2xa100", "m7c_1xa100", "m7c_1xh200", "ddp_validation", "fsdp_validation",
              "cpu_validation", "cpu_smoke"}  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from console import actions, request_schema
+from console import action_table, actions
 from console.plans import gates
 from console.sources import process
 from tests.launches import PROGRAMS, phase
@@ -116,7 +116,7 @@ def check_that_the_guide_names_every_key(started):
     ]  # fmt: skip
     for record in written:
         assert {key for key in keys_of(record) if key.islower()} <= words
-    for action in request_schema.TABLE:
+    for action in filter(lambda row: row.mailboxes, action_table.TABLE):
         wanted = [argument.name for argument in action.args] + [*action.mailboxes]
         rows = [line for line in text.splitlines() if line.startswith(f"| `{action.name}` |")]
         assert any(all(word in row for word in wanted) for row in rows), action.name
