@@ -126,11 +126,12 @@ def load(path: Path, parts: Parts) -> None:
     """Restores all tensors bitwise from a verified checkpoint.
 
     The window of `Spikes` stays empty if the checkpoint is of an earlier version without a window.
-    Raises CheckpointError; if a tensor is missing or has another shape, the message names it.
+    Raises CheckpointError; if the model differs, the message names the parameter.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
         wholes = _use_saved_names(state, parts.model, index)
+        _compare(path, state, index)
         if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
             del state[SPIKES]
         state[RANDOM] = _empty(index, RANDOM)
@@ -249,6 +250,22 @@ class _Reader(FileSystemReader):
                 raise pickle.UnpicklingError("its index names a file elsewhere")
         index.storage_meta = StorageMeta(load_id=self.load_id)
         return index
+
+
+def _compare(path: Path, state: State, index: Metadata) -> None:
+    """Raises CheckpointError if a parameter is missing, is unknown, or has another shape."""
+    saved = {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in index.state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    here = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
+    for name in sorted(saved.keys() | here.keys()):
+        if saved.get(name) != here.get(name):
+            raise CheckpointError(
+                f"{path} is from another model: {name} is {saved.get(name, 'missing')} there and "
+                f"{here.get(name, 'missing')} here"
+            )
 
 
 def reason_of(error: BaseException) -> str:

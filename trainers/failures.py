@@ -30,6 +30,12 @@ class DataError(TrainingError):
     exit_code = DATA
 
 
+class CollectiveError(TrainingError):
+    """The ranks cannot join their process group."""
+
+    exit_code = COLLECTIVE
+
+
 class CheckpointError(TrainingError):
     """A checkpoint could not be written or read."""
 
