@@ -48,8 +48,8 @@ def compared(settings: Mapping[str, Any], world: int, stream: str) -> dict[str, 
     if None not in sizes:
         found[SEQUENCES] = (sizes[0] or 0) * (sizes[1] or 0) * world
     if "train.min_lr_ratio" in settings and "train.steps" in settings:
-        constant = settings["train.min_lr_ratio"] == 1
-        found["end of the schedule"] = "none" if constant else settings["train.steps"]
+        end = settings.get("train.schedule_steps") or settings["train.steps"]
+        found["end of the schedule"] = end if settings["train.min_lr_ratio"] != 1 else "none"
     return found | ({STREAM: stream} if stream else {})
 
 

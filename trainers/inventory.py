@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nsa.backends import Route, in_words
+from nsa.backends import in_words
 from nsa.functional import routes_of
 from trainers.contract import rundir
 from trainers.contract.member import Member
 from trainers.parallel import Single
-from trainers.precision import MFU_FORMULA, compute_dtype
+from trainers.precision import AUTOCAST, MFU_FORMULA, weights_dtype
 from trainers.schema import Settings
 from trainers.sequences import Source
 
@@ -156,7 +156,7 @@ def collect(
         "device_count": torch.cuda.device_count() if on_cuda else 0,
         "threads_per_rank": torch.get_num_threads(),
         "strategy": parallel.name,
-        "backend": in_words(routes(parallel.device, settings)),
+        "backend": attention(parallel.device, settings),
         "comm_backend": parallel.backend,
         "comm_hook": parallel.comm_hook,
         "data": {"about": source.about, "fingerprint": source.fingerprint},
@@ -165,11 +165,15 @@ def collect(
     }
 
 
-def routes(device: torch.device, settings: Settings) -> dict[str, Route]:
-    """Returns the route of each attention branch in this training."""
-    dtype = compute_dtype(settings.train.precision)
-    length, batch = settings.data.seq_len, settings.train.batch_size
-    return routes_of(settings.model, length, device, dtype, settings.attention, batch=batch)
+def attention(device: torch.device, settings: Settings) -> dict[str, str]:
+    """Returns the route of each attention branch in words."""
+    precision = settings.train.precision
+    dtype = AUTOCAST.get(precision, weights_dtype(precision))
+    routes = routes_of(
+        settings.model, settings.data.seq_len, device, dtype, settings.attention,
+        batch=settings.train.batch_size,
+    )  # fmt: skip
+    return in_words(routes)
 
 
 def memory(device: torch.device) -> dict[str, int]:

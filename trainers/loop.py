@@ -14,6 +14,7 @@ from trainers import guard, inventory, manifest, optim, precision
 from trainers.build import Training
 from trainers.contract.member import Member
 from trainers.contract.rundir import CHECKPOINT_NOW, CHECKPOINTS, PROFILE_NOW
+from trainers.export import export
 from trainers.failures import CheckpointError
 from trainers.loader import Batch
 from trainers.manifest import Manifest
@@ -261,7 +262,10 @@ def save_final(t: Training) -> None:
     t.saver.wait()
     report_save(t, step, *t.saver.collect())
     if t.settings.checkpoint.at_end:
-        report_save(t, step, t.saver.save(position(t)))
+        saved = t.saver.save(position(t))
+        report_save(t, step, saved)
+        if t.settings.checkpoint.export and t.parallel.rank == 0:
+            export(saved, Path(t.settings.checkpoint.export))
 
 
 def finish_save(t: Training) -> None:

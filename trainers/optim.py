@@ -31,7 +31,7 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
     """Returns the learning rate of `step` (from 1): linear warm-up, then cosine."""
     if step <= settings.warmup_steps:
         return settings.lr * step / settings.warmup_steps
-    span = max(settings.steps - settings.warmup_steps, 1)
+    span = max((settings.schedule_steps or settings.steps) - settings.warmup_steps, 1)
     done = min((step - settings.warmup_steps) / span, 1.0)
     low = settings.min_lr_ratio
     return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))

@@ -80,6 +80,7 @@ class TrainSettings:
     min_lr_ratio: float = key(
         1.0, "Final learning rate as a fraction of `lr`; 1: constant after the warm-up.", 0, 1
     )
+    schedule_steps: int = key(0, "Length of the cosine schedule in steps; 0: `steps`.")
     seed: int = key(1337, "Seed of weights and data.", 0, (1 << 63) - 1)
     strategy: Literal["ddp", "fsdp"] = key(
         "ddp", "Strategy for several ranks; `-m trainers.fsdp` sets fsdp. One rank uses neither."
@@ -198,6 +199,7 @@ class CheckpointSettings:
     allow_change: str = key(
         "", "Changes that a resumed run may make: all, or some of precision,batch,schedule,data."
     )
+    export: str = key("", "Write the final weights to this .safetensors file or directory.")
 
 
 TINY_MODEL = ModelConfig(

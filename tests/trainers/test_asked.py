@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from safetensors import safe_open
 
 from tests.trainers.runs import Run, small
 from trainers import manifest
@@ -16,7 +17,7 @@ def asked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("asked")
     changes = small(
         train__steps=100_000, report__log_every=1, checkpoint__background="on",
-        report__profile="2:4",
+        checkpoint__export=folder / "weights.safetensors", report__profile="2:4",
     )  # fmt: skip
     run = Run(folder, changes, flags={"NSA_SDPA_AUDIT": "1", "NSA_SEL_RANGES_V2": "1"})
     run.until_step(5)
@@ -62,3 +63,8 @@ def test_scalars_are_there_for_tensorboard(asked):
     for record in asked.records(0, "progress")[:10]:
         assert told[record["step"]] == pytest.approx(record["loss"], rel=1e-6)
         assert record["bits_per_byte"] == pytest.approx(record["loss"] / 0.693147, rel=1e-5)
+
+
+def test_the_final_weights_are_exported(asked):
+    with safe_open(asked.path.parent / "weights.safetensors", "pt") as file:
+        assert file.metadata()["step"] == str(asked.metrics()["steps_done"])
