@@ -23,6 +23,7 @@ from trainers.parallel import Single, make_strategy
 from trainers.phases import Phases
 from trainers.precision import LossScale, allow_tf32, peak_flops, weights_dtype
 from trainers.profiling import Profiler
+from trainers.refusals import recomputed
 from trainers.report import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
@@ -76,8 +77,8 @@ def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Mo
     with torch.device("meta"):
         plain = Transformer(settings.model, settings.attention)
     plain.to(weights_dtype(train.precision))
-    if train.recompute == "all" and not (parallel.name == "ddp" and settings.ddp.disable_gc):
-        plain.recompute = range(settings.model.n_layers)
+    if not (parallel.name == "ddp" and settings.ddp.disable_gc):
+        plain.recompute = recomputed(train.recompute, settings.model.n_layers) or range(0)
     for layer in plain.attention_layers():
         layer.nvtx = settings.report.nvtx and parallel.device.type == "cuda"
     if train.compile:

@@ -53,9 +53,10 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None, program: str, variables: Mapping[str, str]) -> Arguments:
     """Returns the arguments in `argv`; `$CONFIG` may set the configuration. Raises UsageError."""
     found = _parser(program).parse_args(argv)
-    overrides = {key: getattr(found, key) for key in OPTIONS.values()}
-    overrides = {key: value for key, value in overrides.items() if value is not None}
-    origins = {key: option for option, key in OPTIONS.items() if key in overrides}
+    named = {option: getattr(found, key) for option, key in OPTIONS.items()}
+    named = {option: value for option, value in named.items() if value is not None}
+    overrides = {OPTIONS[option]: value for option, value in named.items()}
+    origins = {OPTIONS[option]: option for option in named}
     overrides |= dict(_override(text) for text in found.set)
     _check_ranks(found.ddp, variables)
     config = found.config or (Path(name) if (name := variables.get(environ.CONFIG)) else None)

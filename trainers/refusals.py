@@ -48,6 +48,14 @@ def _missing_folder(settings: Settings) -> bool:
     return data.source not in DRAWN and data.path != "" and not Path(data.path).is_dir()
 
 
+def recomputed(blocks: str, n_layers: int) -> range | None:
+    """Returns the blocks that `train.recompute` selects, or None if the value is invalid."""
+    if blocks in ("none", "all"):
+        return range(n_layers if blocks == "all" else 0)
+    found = step_range(blocks)
+    return found if found is not None and found.stop <= n_layers else None
+
+
 def step_range(text: str) -> range | None:
     """Returns the numbers of `A:B` without B, or None if the range is invalid or empty."""
     first, separator, end = text.partition(":")
@@ -92,6 +100,11 @@ TABLE: tuple[Refusal, ...] = (
         ("ddp.compress", "train.device"),
         lambda s: s.ddp.compress == "bf16" and _without_nccl(s),
         "bf16 gradients need NCCL, and gloo raises TypeError; use fp16 or none",
+    ),
+    Refusal(
+        ("train.recompute",),
+        lambda s: recomputed(s.train.recompute, s.model.n_layers) is None,
+        "it takes none, all, or a range of blocks A:B within the model, B excluded",
     ),
     Refusal(
         ("report.profile",),

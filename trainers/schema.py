@@ -90,8 +90,8 @@ class TrainSettings:
     )
     tf32: bool = key(False, "Compute fp32 products in TF32 on GPUs that support it.")
     compile: bool = key(False, "Compile each block with torch.compile.")
-    recompute: Literal["none", "all"] = key(
-        "none", "Blocks whose activations are recomputed in the backward."
+    recompute: str = key(
+        "none", "Blocks whose activations are recomputed in the backward: none, all, or A:B."
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Device; auto: CUDA where available.")
     max_nonfinite_steps: int = key(5, "Stop after N consecutive skipped steps.", 1)

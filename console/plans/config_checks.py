@@ -153,7 +153,9 @@ def _least_bytes(case: Case, index: int) -> int:
     )  # fmt: skip
     ranks = case.plan.phases[index].nproc if strategy == "fsdp" else 1
     state = STATE_BYTES * _figures(case, index).parameters // ranks
-    again = layers if recompute == "all" else 0
+    blocks = {"none": "0:0", "all": f"0:{layers}"}.get(recompute, str(recompute))
+    first, _, end = blocks.partition(":")
+    again = int(end) - int(first)
     kept = again * dim + (layers - again) * (8 * dim + 3 * hidden)
     value = 2 if precision in ("bf16", "fp16") else 4
     return state + batch * sequence * (kept * value + vocabulary * 8)

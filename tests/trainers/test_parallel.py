@@ -33,7 +33,7 @@ WAYS = {
     "accumulate": (1, {"train.batch_size": 2, "train.accumulate": 4}),
     "ddp": (2, {"train.batch_size": 4}),
     "ddp, recompute, accumulate": (
-        2, {"train.batch_size": 2, "train.accumulate": 2, "train.recompute": "all"},
+        2, {"train.batch_size": 2, "train.accumulate": 2, "train.recompute": "1:2"},
     ),
     "fsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp"}),
     "fsdp, recompute, accumulate": (

@@ -27,6 +27,7 @@ OWN: Mapping[str, str] = {
     "NSA_SCALER_GROWTH_INTERVAL": "scaler.growth_interval",
     "NSA_SCALER_GROWTH_FACTOR": "scaler.growth_factor",
     "NSA_SCALER_BACKOFF_FACTOR": "scaler.backoff_factor",
+    "NSA_GC_RANGE": "train.recompute",
     "NSA_DRILL": DRILL,
     "NSA_PREFILL_BATCHED": "attention.prefill_batched",
     "NSA_SEL_RANGES_V2": "attention.sel_ranges",

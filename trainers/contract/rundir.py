@@ -278,16 +278,10 @@ def make_directory(path: Path) -> None:
         raise RefusedError(
             f"cannot create the directory {path}: {error.strerror}; pass another with --run-dir"
         ) from error
-    mode = check_owner(path).st_mode
+    check_owner(path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise RefusedError(f"{path} is not writable; pass another with --run-dir")
-    if mode & 0o077:
-        try:
-            path.chmod(0o700)
-        except OSError as error:
-            raise RefusedError(
-                f"cannot set the mode of {path} to 0700: {error.strerror}"
-            ) from error
+    _close_to_others(path)
 
 
 def remove_tree(path: Path) -> None:
@@ -332,6 +326,19 @@ def check_parents(path: Path) -> None:
                 )
     except (OSError, RuntimeError) as error:
         raise RefusedError(f"cannot read the parents of {path}: {error}") from error
+
+
+def _close_to_others(path: Path) -> None:
+    """Removes the permissions of group and others from a directory. Raises RefusedError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_mode & 0o077:
+                os.fchmod(fd, 0o700)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
 
 
 def write_request(run: Path, name: str, by: str) -> None:
