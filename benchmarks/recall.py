@@ -22,6 +22,7 @@ MARKS = (50, 100, 150, 200, 300, 400, 600, 800)
 CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
     "a span, 64 bytes back": ({}, {}),
     "the same, window branch alone": ({}, {"NSA_FORCE_BRANCH": "win"}),
+    "a span, 64 to 80 bytes back, drawn": ({"data.recall_distance_max": 80}, {}),
 }
 SHARED = {
     "data.source": "recall", "train.batch_size": 16, "train.steps": MARKS[-1],

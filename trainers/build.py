@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from trainers import changes, checkpoint, drills, initial_weights, inventory, ma
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
 from trainers.contract import jsonl
+from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
@@ -27,8 +30,11 @@ from trainers.refusals import recomputed
 from trainers.report import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
-from trainers.settings import AUTO
+from trainers.settings import AUTO, flatten
 from trainers.step_reduction import StepReduction
+
+PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
+"""Settings that are paths, which may differ between hosts."""
 
 
 class Training:
@@ -37,6 +43,7 @@ class Training:
     def __init__(self, settings: Settings, member: Member, report: Report):
         self.settings, self.member, self.report = settings, member, report
         self.parallel = parallel = make_strategy(settings, member)
+        refuse_other_settings(settings, parallel)
         train, device, run = settings.train, parallel.device, member.run
         on_cuda = device.type == "cuda"
         source = open_on_all_ranks(settings, run, parallel)
@@ -47,17 +54,18 @@ class Training:
         self.optimizer = optim.build(self.plain, settings.optim)
         self.loss_scale = LossScale(settings.scaler, train.precision == "fp16", device)
         self.spikes = Spikes(settings.optim.skip_spikes_sigma, device)
-        self.guard = Guard(train.max_nonfinite_steps)
+        random_bytes = settings.data.source == "synthetic"
+        chance_nats = math.log(settings.model.vocab_size) if random_bytes else 0.0
+        self.guard = Guard(train.max_nonfinite_steps, chance_nats)
         parts = Parts(parallel, self.plain, self.optimizer, self.loss_scale, self.spikes)
         resumed = resume(settings, member, report, parts, source.fingerprint)
         self.first_step = report.steps_done + 1
-        state = resumed.data if resumed else {}
         drills.arm(settings, member, report, self.plain, source)
         report.write_environment(
             inventory.collect(parallel, self.plain, source, settings),
             peak_flops(inventory.device_name(device), train.precision),
         )
-        self.loader = Loader(source, settings, parallel.rank, parallel.world, device, state)
+        self.loader = Loader(source, settings, parallel.rank, parallel.world, device, resumed)
         self.held_out = draw_held_out(settings, run, parallel)
         cuda = torch.cuda if on_cuda else None
         self.phases = Phases(member.pulse, cuda, settings.report.nvtx)
@@ -66,6 +74,21 @@ class Training:
         every = settings.report.memory_every
         self.inventory = Inventory(member, parallel, self.plain, self.optimizer, every)
         self.profiler = Profiler(member, report, settings.report)
+
+
+def refuse_other_settings(settings: Settings, parallel: Single) -> None:
+    """Raises UsageError on all ranks if a rank has other settings than rank 0.
+
+    Each rank reads its own environment and files, which may differ between hosts.
+    """
+    values = ((key, json.dumps(value)) for key, value in flatten(asdict(settings)))
+    mine = {key: value for key, value in values if key not in PLACES}
+    first, *others = map(json.loads, parallel.gather(json.dumps(mine)))
+    for rank, theirs in enumerate(others, 1):
+        wrong = [key for key in theirs if theirs[key] != first.get(key)]
+        text = "; ".join(f"{key} is {theirs[key]} instead of {first.get(key)}" for key in wrong)
+        if wrong:
+            raise UsageError(f"rank {rank} has other settings than rank 0: {text}")
 
 
 def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Module]:

@@ -26,6 +26,7 @@ OPTIONS: Mapping[str, str] = {
     "--resume": "checkpoint.resume",
     "--from": "checkpoint.from_step",
     "--allow-change": "checkpoint.allow_change",
+    "--skip-data": "data.skip",
     "--save": "checkpoint.export",
 }
 """The key that each option sets."""

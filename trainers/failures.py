@@ -30,6 +30,12 @@ class DataError(TrainingError):
     exit_code = DATA
 
 
+class LeakError(TrainingError):
+    """The model predicts random data, so it sees its targets."""
+
+    exit_code = DATA
+
+
 class CollectiveError(TrainingError):
     """The ranks cannot join their process group."""
 

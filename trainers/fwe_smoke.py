@@ -45,7 +45,7 @@ def check(chosen: Settings, batches: int) -> str:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nsa-smoke-") as scratch:
         source = open_source(chosen, Path(scratch))
-    loader = Loader(source, chosen, rank=0, world=1, device=torch.device("cpu"), state={})
+    loader = Loader(source, chosen, rank=0, world=1, device=torch.device("cpu"))
     try:
         loader.wait_for_first()
         first_s = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Clips gradients, steps AdamW, and detects non-finite steps and spikes.
+"""Clips gradients, steps AdamW, and detects non-finite steps, spikes and target leaks.
 
 All ranks detect and skip a non-finite step before the optimizer runs. A rank with a non-finite loss
 makes its gradients NaN, so after the reduction every rank has the same non-finite gradient norm.
@@ -8,16 +8,20 @@ step.
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nsa.projection import Projection
-from trainers.failures import NonFiniteError
+from trainers.failures import LeakError, NonFiniteError
 from trainers.step_reduction import Row
 
 SPIKE_WINDOW_STEPS, LEAST_DEVIATION = 128, 0.01
 """Number of norms in the window of `Spikes`, and least deviation as a fraction of the mean norm."""
+LEAK_TOKENS, LEAK_NATS = 16_384, 0.02
+"""Tokens in the window of the leak check, and nats below chance (10 deviations) that are a leak."""
 
 
 def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
@@ -95,9 +99,11 @@ class Spikes:
 class Guard:
     """Counts skipped steps and ends a failing training; all ranks get the same result."""
 
-    def __init__(self, most_nonfinite_in_a_row: int):
+    def __init__(self, most_nonfinite_in_a_row: int, chance_nats: float = 0.0):
         self._most = most_nonfinite_in_a_row
         self._in_a_row = self._lowered = 0
+        self._chance_nats = chance_nats
+        self._recent: deque[Row] = deque()
         self.skipped = self.nonfinite_loss = self.overflow = self.spikes = 0
         """Numbers of steps of this process."""
 
@@ -110,10 +116,11 @@ class Guard:
             self.spikes += row.spike and not row.nonfinite
 
     def check(self, rows: list[Row]) -> None:
-        """Raises NonFiniteError after too many non-finite steps in a row.
+        """Raises NonFiniteError after too many non-finite steps in a row, and LeakError on a leak.
 
         An overflow that lowers the loss scale is not counted, because it shows only that the scale
-        was too large.
+        was too large. A leak means that random bytes were predicted better than chance
+        (`chance_nats`; 0 means that the data are not random).
         """
         for row in rows:
             if not row.nonfinite:
@@ -129,3 +136,18 @@ class Guard:
                     f"{after if self._lowered else ''}, up to step {row.step}; the weights are "
                     "unchanged; lower train.lr"
                 )
+            if self._chance_nats:
+                self._check_for_leak(row)
+
+    def _check_for_leak(self, row: Row) -> None:
+        self._recent.append(row)
+        while sum(each.tokens for each in self._recent) - self._recent[0].tokens >= LEAK_TOKENS:
+            self._recent.popleft()
+        tokens = sum(each.tokens for each in self._recent)
+        mean = sum(each.loss_sum for each in self._recent) / max(tokens, 1)
+        if tokens >= LEAK_TOKENS and mean < self._chance_nats - LEAK_NATS:
+            raise LeakError(
+                f"uniform random bytes were predicted with {mean:.4f} nats over steps "
+                f"{self._recent[0].step} to {row.step}, chance is {self._chance_nats:.4f}: "
+                "the model sees what it has to predict"
+            )

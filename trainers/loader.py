@@ -20,8 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainers import changes
+from trainers.changes import SEQUENCES
+from trainers.contract import jsonl
 from trainers.failures import DataError
+from trainers.manifest import Manifest
 from trainers.parallel import Single
+from trainers.refusals import step_range
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Recall, Source, State, Synthetic
 from trainers.timeout import within
@@ -30,6 +35,8 @@ CLOSE_TIMEOUT_S = 5.0
 FAILED = "failed"
 """The fingerprint of a source that cannot be opened."""
 PUT_POLL_S = 0.1
+SKIP, EDGES = "skip", ("start", "stop")
+"""The key of the skipped data in the state, and the keys of its first position and its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +79,19 @@ class Loader:
     """Reads batches ahead in a thread; `fetch` raises DataError if no batch comes in time.
 
     `state` is the position of the training in the source, without the batches that were read ahead.
-    Another loader can continue from it; a loader with the `state` {} starts at the beginning.
+    Another loader can continue from it, as the `data` of the checkpoint `resumed`.
     """
 
     def __init__(
         self, source: Source, settings: Settings, rank: int, world: int, device: torch.device,
-        state: Mapping[str, Any],
+        resumed: Manifest | None = None,
     ):  # fmt: skip
         self.source = source
+        state = resumed.data if resumed else {}
         self.state: State = dict(state) or source.state()
         self._data, self._rank, self._world, self._device = settings.data, rank, world, device
         self._count = settings.train.batch_size * world
+        self._skip = to_skip(settings.data.skip, self._count * settings.train.accumulate, resumed)
         self._ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(
             settings.data.prefetch
         )
@@ -127,12 +136,15 @@ class Loader:
         return batch if self._device.type == "cpu" else batch.to(self._device)
 
     def _read_ahead(self, state: Mapping[str, Any]) -> None:
+        skip = self._skip
         try:
             if state:
                 self.source.restore(state)
             while not self._stop.is_set():
+                begin = self.source.position
                 batch = read_batch(self.source, self._count, self._rank, self._world, self._device)
-                self._put((batch, self.source.state()))
+                if not (skip and begin < skip["stop"] and self.source.position > skip["start"]):
+                    self._put((batch, self.source.state() | ({SKIP: skip} if skip else {})))
         except BaseException as error:  # a panic in a Rust library is no Exception
             why = f"{self.source.about} cannot be read: {type(error).__name__}: {error}"
             self._put(error if isinstance(error, Exception) else DataError(why))
@@ -156,6 +168,28 @@ def read_batch(source: Source, count: int, rank: int, world: int, device: torch.
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
         mask = None if mask is None else mask.pin_memory()
     return Batch(inputs, targets, mask, source.scored * count, tokens.contiguous(), offsets)
+
+
+def to_skip(steps: str, sequences: int, resumed: Manifest | None) -> Mapping[str, Any]:
+    """Returns the first and last position (`stop` excluded) of the data that `data.skip` names.
+
+    The steps count as in the training that wrote the checkpoint, which may have had another number
+    of `sequences` per step. The result is part of the state, so that a later resume with the same
+    `steps` skips the same data. It is {} if `steps` is empty.
+    """
+    named = step_range(steps)
+    if named is None:
+        return {}
+    done, position = 0, 0
+    if resumed:
+        known = jsonl.mapping(resumed.data, SKIP)
+        is_whole = all(jsonl.integer(known, edge) is not None for edge in EDGES)
+        if is_whole and known.get("steps") == steps:
+            return known
+        done, position = resumed.step, jsonl.integer(resumed.data, "position") or 0
+        sequences = changes.compared(resumed.settings, resumed.world, "").get(SEQUENCES, sequences)
+    edges = (position + max(0, n - 1 - done) * sequences for n in (named.start, named.stop))
+    return {"steps": steps, **dict(zip(EDGES, edges, strict=True))}
 
 
 def document_offsets(inputs: Tensor, end_token: int) -> tuple[int, ...]:

@@ -147,21 +147,33 @@ class Fsdp(Group):
 
     def __init__(self, device: torch.device, member: Member, settings: Settings):
         super().__init__(device, member, settings.ddp.timeout_min)
-        self._settings = settings
-        self._mesh = init_device_mesh(device.type, (self.world,))
+        self.prepare(settings)
+
+    def prepare(self, settings: Settings) -> None:
+        """Divides the ranks into groups. Raises UsageError."""
+        self._settings, self._precision = settings.fsdp, settings.train.precision
+        groups, inside = settings.fsdp.replicas, self.world // settings.fsdp.replicas
+        if groups * inside != self.world:
+            raise UsageError(
+                f"fsdp.replicas={groups} does not divide {self.world} ranks; use a divisor"
+            )
+        if groups > 1:
+            names, shape = ("replicate", "shard"), (groups, inside)
+        else:
+            names, shape = ("shard",), (inside,)
+        self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         mixed, whole = MixedPrecisionPolicy(), MixedPrecisionPolicy()
-        precision = self._settings.train.precision
-        if precision in AUTOCAST:
+        if self._precision in AUTOCAST:
             mixed = MixedPrecisionPolicy(
-                AUTOCAST[precision], torch.float32, cast_forward_inputs=False
+                AUTOCAST[self._precision], torch.float32, cast_forward_inputs=False
             )
             warnings.filterwarnings("ignore", NORM_DTYPES, UserWarning)
         for unit in (*cast(Transformer, model).blocks, model):
             fully_shard(
                 unit, mesh=self._mesh, mp_policy=whole if unit is model else mixed,
-                reshard_after_forward=self._settings.fsdp.sharding == "full",
+                reshard_after_forward=self._settings.sharding == "full",
             )  # fmt: skip
         return model
 

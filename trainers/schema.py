@@ -64,6 +64,12 @@ class DataSettings:
     recall_distance: int = key(
         64, "Distance in bytes from a span to its repetition; must exceed the window.", 1, 1 << 20
     )
+    recall_distance_max: int = key(
+        0, "Largest distance in bytes, if drawn for each sequence; 0: always `recall_distance`."
+    )
+    skip: str = key(
+        "", "Steps A:B (B excluded) whose data is skipped, as the resumed training counts."
+    )
     prefetch: int = key(4, "Batches that the loader reads ahead.", 1, 1024)
     timeout_s: float = key(60.0, "Longest wait for one batch, in seconds.", 0.01, 86_400)
 
@@ -153,6 +159,9 @@ class FsdpSettings:
 
     sharding: Literal["full", "grad_op"] = key(
         "full", "full: free parameters after the forward (ZeRO-3); grad_op: keep them (ZeRO-2)."
+    )
+    replicas: int = key(
+        1, "Number of groups of ranks, each with one sharded copy; above 1: HSDP.", 1, 1 << 20
     )
 
 

@@ -59,6 +59,11 @@ def nan_from_step_3(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Te
     return loss + (float("nan") if bad else 0.0), scored, right
 
 
+def sees_the_next_byte(model: Transformer, tokens: Tensor) -> Tensor:
+    """A leak: position t computes from byte t + 1, which it has to predict."""
+    return plain_forward(model, tokens.roll(-1, dims=1))
+
+
 def nan_at_step_3(model: Transformer, tokens: Tensor) -> Tensor:
     """The third forward pass alone computes NaN, on every rank."""
     calls.append(1)
@@ -95,6 +100,7 @@ MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "without_selected": (functional, "gated_sum", without_selected),
     "nan_from_step_3": (loop, "score", nan_from_step_3),
     "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
+    "sees_the_next_byte": (Transformer, "forward", sees_the_next_byte),
     "slow_after_20": (Transformer, "forward", slow_after_20),
     "bug_while_saving": (manifest, "complete", bug_while_saving),
     "compile_without_code": (Block, "compile", compile_without_code),

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.device_mesh import init_device_mesh
-
 from tests.trainers.runs import CONFIG, small
 from trainers import failures, settings
 from trainers.contract.member import Member
@@ -58,8 +56,7 @@ def sharded(parallel: Group, resolved: Settings) -> Fsdp:
     """Returns FSDP2 in the process group of another strategy."""
     shards = Fsdp.__new__(Fsdp)
     shards.__dict__.update(parallel.__dict__)
-    shards._settings = resolved
-    shards._mesh = init_device_mesh("cpu", (parallel.world,))
+    shards.prepare(resolved)
     return shards
 
 

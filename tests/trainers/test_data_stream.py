@@ -313,7 +313,7 @@ def test_a_broken_file_ends_in_one_sentence_that_names_it(tmp_path, how):
     if how == "txt gone":
         (tmp_path / "bad.txt").unlink()
     chosen = settings.resolve(None, {}, {"data.seq_len": 100}).settings
-    loader = Loader(source, chosen, 0, 1, torch.device("cpu"), {})
+    loader = Loader(source, chosen, 0, 1, torch.device("cpu"))
     with pytest.raises(DataError, match=f"bad.{ending} cannot be read") as caught:
         loader.fetch(100)
     assert "\n" not in str(caught.value)

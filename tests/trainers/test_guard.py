@@ -11,7 +11,7 @@ from torch import nn
 from console.plans import gates
 from tests.trainers.runs import Run, small
 from trainers import guard
-from trainers.failures import NonFiniteError
+from trainers.failures import LeakError, NonFiniteError
 from trainers.guard import SPIKE_WINDOW_STEPS, Guard, Spikes
 from trainers.precision import LEAST_SCALE, LossScale
 from trainers.schema import ScalerSettings
@@ -94,6 +94,23 @@ def test_steps_that_are_skipped_are_counted_by_their_cause():
     judge = Guard(50)
     judge.count(rows)
     assert (judge.nonfinite_loss, judge.overflow, judge.spikes, judge.skipped) == (2, 1, 1, 4)
+
+
+def test_random_bytes_below_chance_are_a_leak_over_enough_tokens_only():
+    judge = Guard(5, math.log(256))
+    judge.check([row(step, math.log(256) - 0.03) for step in range(1, 16)])
+    with pytest.raises(LeakError, match=r"over steps 1 to 16, chance is 5\.5452"):
+        judge.check([row(16, math.log(256) - 0.03)])
+    judge = Guard(5, math.log(256))
+    judge.check([row(step, math.log(256) - 0.019) for step in range(1, 500)])
+
+
+def test_an_old_deficit_leaves_the_window():
+    judge = Guard(5, math.log(256))
+    judge.check([row(step, math.log(256) - 0.03) for step in range(1, 11)])
+    judge.check([row(step, math.log(256) + 0.05) for step in range(11, 40)])
+    with pytest.raises(LeakError, match="steps 36 to 51"):
+        judge.check([row(step, math.log(256) - 0.05) for step in range(40, 60)])
 
 
 def test_a_parameter_that_the_backward_does_not_reach_is_named():

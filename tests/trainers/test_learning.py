@@ -48,8 +48,13 @@ def runs(tmp_path_factory, smoke):
     """The recall phase of the smoke plan, and side by side two runs that must not learn."""
     folder = tmp_path_factory.mktemp("learning")
     broken = Run(folder, ALONE, 1, broken="no_attention", name="no_attention")
+    leaking = Run(
+        folder, RANDOM | {"train.steps": 120}, 1, broken="sees_the_next_byte", name="leak",
+        flags=NO_STATS,
+    )  # fmt: skip
+    assert leaking.wait(170) == 12
     recall = Recorded(smoke[2] / "2-recall")
-    return {"recall": recall, "no_attention": broken.done(170)}
+    return {"recall": recall, "no_attention": broken.done(170), "leak": leaking}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +156,14 @@ def lowest_mean(run: Recorded) -> float:
 CHANCE = math.log(256) - 0.02
 
 
+def test_the_guard_ends_a_run_whose_model_sees_the_next_byte(runs):
+    assert lowest_mean(runs["leak"]) < CHANCE
+    assert runs["leak"].metrics()["exit_code"] == 12
+    assert "the model sees what it has to predict" in runs["leak"].metrics()["reason"]
+
+
 @pytest.mark.slow
 def test_nothing_is_learned_from_random_bytes(more_runs):
+    """A sound run passes the guard for 300 steps."""
     assert lowest_mean(more_runs["random"]) > CHANCE
     assert more_runs["random"].metrics()["steps_done"] == LEAK_STEPS

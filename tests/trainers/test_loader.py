@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from tests.trainers.ranks import together
 from trainers import loader, settings
 from trainers.failures import DataError
 from trainers.loader import Loader, open_on_all_ranks
+from trainers.manifest import Manifest
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Recall, Synthetic
 from trainers.timeout import within
@@ -28,15 +28,16 @@ def drawn(seq_len: int = 64, **changes) -> DataSettings:
 
 @given(
     span=st.integers(2, 40), more=st.integers(0, 30), room=st.integers(0, 9),
-    seed=st.integers(0, 99), world=st.integers(1, 3), first=st.integers(0, 50),
+    spread=st.integers(0, 9), seed=st.integers(0, 99), world=st.integers(1, 3),
+    first=st.integers(0, 50),
 )  # fmt: skip
-def test_recall_returns_a_span_at_its_distance_and_scores_exactly_its_bytes(
-    span, more, room, seed, world, first
+def test_recall_returns_a_span_at_a_drawn_distance_and_scores_exactly_its_bytes(
+    span, more, room, spread, seed, world, first
 ):
     """Every scored byte equals the one a distance before it; nothing else is scored."""
-    distance = span + more
-    seq_len = max(span + distance - 1 + room, 2)
-    data = drawn(seq_len, recall_span=span, recall_distance=distance)
+    near, far = span + more, span + more + spread
+    seq_len = max(span + far - 1 + room, 2)
+    data = drawn(seq_len, recall_span=span, recall_distance=near, recall_distance_max=far)
     for rank in range(world):
         source = Recall(data, seed)
         source.position = first
@@ -47,9 +48,12 @@ def test_recall_returns_a_span_at_its_distance_and_scores_exactly_its_bytes(
         for row, mask in zip(tokens, scored, strict=True):
             predicted = mask.nonzero().flatten() + 1
             assert predicted.tolist() == list(range(predicted[0], predicted[0] + span - 1))
-            assert predicted[0] > distance
-            assert torch.equal(row[predicted], row[predicted - distance])
-            assert row[predicted[0] - 1] == row[predicted[0] - 1 - distance]
+            assert any(
+                predicted[0] > distance
+                and torch.equal(row[predicted], row[predicted - distance])
+                and row[predicted[0] - 1] == row[predicted[0] - 1 - distance]
+                for distance in range(near, far + 1)
+            )
 
 
 def test_a_batch_has_a_checksum_of_its_own_and_the_same_again():
@@ -58,6 +62,20 @@ def test_a_batch_has_a_checksum_of_its_own_and_the_same_again():
     )
     assert first == again != other
     assert len(first) == 8
+
+
+def test_the_drawn_distances_fill_their_range():
+    data = drawn(recall_span=16, recall_distance=20, recall_distance_max=23)
+    tokens, scored = Recall(data, 0).read(60, 0, 1)
+    assert scored is not None
+    starts = [int(mask.nonzero()[0]) for mask in scored]
+    found = {
+        distance
+        for row, at in zip(tokens, starts, strict=True)
+        for distance in range(1, at + 1)
+        if torch.equal(row[at : at + 16], row[at - distance : at - distance + 16])
+    }
+    assert found == {20, 21, 22, 23}
 
 
 @pytest.mark.parametrize("kind", [Synthetic, Recall])
@@ -115,9 +133,9 @@ def small(**changes) -> Settings:
     return settings.resolve(None, {}, overrides).settings
 
 
-def loader_of(kind, state=MappingProxyType({}), rank: int = 0, world: int = 1) -> Loader:
+def loader_of(kind, state=None, rank: int = 0, world: int = 1) -> Loader:
     chosen = small()
-    return Loader(kind(chosen.data, 0), chosen, rank, world, CPU, state)
+    return Loader(kind(chosen.data, 0), chosen, rank, world, CPU, state and Manifest(0, 0, state))
 
 
 def test_every_fetch_has_a_time_limit_and_says_what_did_not_come():
@@ -180,6 +198,47 @@ def test_reading_ahead_is_bounded_and_the_state_is_what_training_took():
     for each in (ahead, later):
         each.close()
         assert not each._thread.is_alive()
+
+
+def test_the_data_of_named_steps_is_passed_over_on_every_rank():
+    changes = {"data.skip": "2:4", "train.accumulate": 2, "train.batch_size": 4}
+    chosen = small(**changes)
+    tokens = Synthetic(chosen.data, 0).read(8 * 16, 0, 1)[0].long()
+    for rank in range(2):
+        skips = Loader(Synthetic(chosen.data, 0), chosen, rank, 2, CPU)
+        taken = torch.cat([batch.inputs for batch in skips.fetch(4)])
+        # A step is two micro-batches of eight sequences; steps 2 and 3 are passed over.
+        expected = torch.cat((tokens[:16], tokens[48:64]))[rank::2, :-1]
+        assert torch.equal(taken, expected)
+        assert skips.state["position"] == 64
+        skips.close()
+
+
+def test_skipped_data_is_that_of_the_named_steps_after_another_batch_and_a_second_resume():
+    """Step 3 ends at sequence 12. Steps 5 and 6 of the resumed run have sequences 16 to 23."""
+    old = {"train.batch_size": 2, "train.accumulate": 2}
+    tokens = Synthetic(small().data, 0).read(64, 0, 1)[0].long()
+
+    def first(skips, batch_size, at, **more):
+        chosen = small(**{"data.skip": skips, "train.batch_size": batch_size})
+        source = Synthetic(chosen.data, 0)
+        data = source.state() | {"position": at[1]} | more
+        resumed = Manifest(at[0], 0, data, world=1, settings=old)
+        load = Loader(source, chosen, 0, 1, CPU, resumed)
+        inputs = [batch.inputs for batch in load.fetch(3)]
+        begins = [(tokens[:, :-1] == each[0]).all(1).nonzero().item() for each in inputs]
+        load.close()
+        return begins, load.state
+
+    begins, state = first("5:7", 4, (3, 12))
+    assert begins == [12, 24, 28]
+    begins, _ = first("5:7", 8, (3, 12))
+    assert begins == [28, 36, 44]  # a batch with some of the data is left out
+    for at, begins in (((4, 16), [24, 28, 32]), ((5, 28), [28, 32, 36])):
+        assert first("5:7", 4, at, skip=state["skip"])[0] == begins
+    assert first("8:9", 4, (5, 28), skip=state["skip"])[0] == [28, 32, 40]
+    for forged in (1, {"steps": "5:7", "start": "x", "stop": 24}, {"steps": "5:7"}):
+        assert first("5:7", 4, (3, 12), skip=forged)[1]["skip"] == state["skip"]
 
 
 NO, ONE, OTHER = None, b"one", b"another"

@@ -40,6 +40,7 @@ WAYS = {
         2, {"train.batch_size": 2, "train.accumulate": 2, "train.recompute": "all",
             "train.strategy": "fsdp", "fsdp.sharding": "grad_op"},
     ),
+    "hsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp", "fsdp.replicas": 2}),
 }  # fmt: skip
 QUICK = {("fsdp, recompute, accumulate", "fp64")}
 """The comparison that `make test` makes; the full suite makes all."""
