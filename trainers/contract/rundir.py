@@ -346,13 +346,19 @@ def write_request(run: Path, name: str, by: str) -> None:
 
     Raises OSError if the ranks would see no change.
     """
-    fd = open_append(run / name)
+    path = run / name
+    before = stamp(path)
     try:
-        with contextlib.suppress(OSError):
-            os.write(fd, f"requested by {by}\n".encode("utf-8", "replace"))
-        os.utime(fd)
-    finally:
-        os.close(fd)
+        fd = open_append(path)
+        try:
+            with contextlib.suppress(OSError):
+                os.write(fd, f"requested by {by}\n".encode("utf-8", "replace"))
+            os.utime(fd)
+        finally:
+            os.close(fd)
+    except OSError:
+        if stamp(path) in (before, None):
+            raise
 
 
 def set_aside_stale_halt(run: Path) -> Path | None:
