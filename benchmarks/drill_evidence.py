@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from console.diagnose.causes import explain
+from console.diagnose.causes import diagnose
 from console.diagnose.evidence import Evidence
 from console.diagnose.stall import RankEvidence
-from console.diagnose.verdict import case_of, diagnose
+from console.diagnose.verdict import case_of
 from console.model import Verdict
 from console.supervisor.diagnosis import Diagnoser, collect
 from trainers.contract import rundir
@@ -60,18 +60,14 @@ def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
 
 def explained(inputs: Inputs) -> Verdict | None:
     """Returns the verdict that a supervisor gives on these inputs."""
-    case = case_of(inputs.ranks, inputs.watch, inputs.ts)
-    found = diagnose(inputs.ranks, inputs.watch, inputs.ts)
-    if case is None or found is None or any(each.doubt for each in inputs.ranks):
-        return found
-    return explain(found, case, inputs.evidence)
+    doubtful = any(each.doubt for each in inputs.ranks)
+    evidence = Evidence() if doubtful else inputs.evidence
+    return diagnose(inputs.ranks, inputs.watch, inputs.ts, evidence)
 
 
 def write(path: Path, inputs: Inputs, **more: Any) -> None:
     """Writes the inputs, and `more` of the same case, into a file."""
-    document = asdict(inputs)
-    del document["evidence"]["_known"]
-    rundir.write_atomic(path, json.dumps(more | {"inputs": document}))
+    rundir.write_atomic(path, json.dumps(more | {"inputs": asdict(inputs)}))
 
 
 def read(path: Path) -> tuple[dict[str, Any], Inputs]:

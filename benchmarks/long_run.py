@@ -144,7 +144,7 @@ def observe(run: Path) -> None:
         reducer.series.ended.clear()
     for level in range(len(SPANS_S)):
         told = sorted((span for span in ended if span.level == level), key=lambda span: span.at)
-        lines = (jsonl.encode(span.as_dict()) for span in told)
+        lines = (jsonl.encode(snapshot.plain(span)) for span in told)
         snapshot.history(run, level).write_bytes(b"".join(lines))
     rundir.write_json(run / rundir.SNAPSHOT, snapshot.document(reducer, "long", time.time()))
 

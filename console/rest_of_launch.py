@@ -75,10 +75,7 @@ def _with_operator_flags(
         if flag.origin.startswith(OPERATOR)
         and evidence.confirms_flag(name, flag.value, names[: index + 1])
     }
-    lasting = {
-        name: then for name, flag in pending.items()
-        if (then := flag if flag["phases"] == "all" else flag.get("then"))
-    }  # fmt: skip
+    lasting = {name: flag for name, flag in pending.items() if flag["phases"] == "all"}
     added = [*([begun] if has_begun else []), pending, *[lasting] * len(phases)]
     origins = {name: f"{OPERATOR}{flag['by']}" for each in added for name, flag in each.items()}
     phases = [

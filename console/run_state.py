@@ -131,26 +131,25 @@ class Facts:
         return self.succeeded and (bool(self.halt_steps) or lost)
 
     @property
-    def completion_unknown(self) -> bool:
-        """True if all ranks exited with code 0, and the records of their completion are lost.
+    def doubt(self) -> str:
+        """Why the end of the run is unknown, or "" if it is known.
 
-        A foreign program may exit without an exit record; its success is then accepted unless other
+        A foreign program may exit without an exit record; its success is accepted unless other
         evidence contradicts it.
         """
         contradicted = bool(self.failure) or self.torchrun_code not in (0, None)
-        return self.succeeded and not self.has_exit_records and contradicted
-
-    @property
-    def unobserved(self) -> bool:
-        """True if all processes have ended, and neither a rank's nor torchrun's exit is known."""
-        return self.spawned and not self.ends and self.torchrun_code is None and not self.failure
-
-    @property
-    def doubtful_end(self) -> RankEnd | None:
-        """A rank whose success is in doubt. None if there is no such rank, or if a rank failed."""
-        if any(end.failed for end in self.ends):
-            return None
-        return next((end for end in self.ends if end.doubt), None)
+        if self.succeeded and not self.has_exit_records and contradicted:
+            lost = self.failure or "their exit records are missing"
+            return (
+                f"all ranks exited with code 0 after step {self.step}; it is unknown whether they "
+                f"completed or halted: {lost}; see their checkpoints and logs"
+            )
+        if self.spawned and not self.ends and self.torchrun_code is None and not self.failure:
+            return "the end of torchrun and its ranks was not observed; see torchrun.log"
+        doubtful = next((end for end in self.ends if end.doubt), None)
+        if doubtful is None or any(end.failed for end in self.ends):
+            return ""
+        return f"the end of rank {doubtful.rank} is unknown: {doubtful.doubt}"
 
     @property
     def killed_together(self) -> bool:
@@ -205,17 +204,6 @@ def _completed_words(facts: Facts) -> str:
     """
     early = f"; {facts.ranks_reason}" if facts.reason not in ("", LAST_STEP) else ""
     return f"all ranks done after step {facts.step}{early}"
-
-
-def _completion_unknown_words(facts: Facts) -> str:
-    lost = facts.failure or "their exit records are missing"
-    return (f"all ranks exited with code 0 after step {facts.step}; it is unknown whether they "
-            f"completed or halted: {lost}; see their checkpoints and logs")  # fmt: skip
-
-
-def _doubtful_words(facts: Facts) -> str:
-    end = facts.doubtful_end
-    return f"the end of rank {end.rank} is unknown: {end.doubt}" if end else ""
 
 
 def _failure_words(facts: Facts) -> str:
@@ -335,10 +323,7 @@ ENDED: tuple[Rule, ...] = (
     ("halted", lambda f: f.halted or (f.requested == "halt" and not f.spawned), _halt_words),
     ("stopped", lambda f: f.ended_by_signal and not (f.succeeded and f.has_exit_records),
      lambda f: f"stopped by {f.torchrun_signal} to torchrun"),
-    ("lost", lambda f: f.completion_unknown, _completion_unknown_words),
-    ("lost", lambda f: f.unobserved,
-     lambda f: "the end of torchrun and its ranks was not observed; see torchrun.log"),
-    ("lost", lambda f: f.doubtful_end is not None, _doubtful_words),
+    ("lost", lambda f: bool(f.doubt), lambda f: f.doubt),
     ("completed", lambda f: f.succeeded, _completed_words),
     ("failed", _has_named_error, _failure_words),
     ("crashed", lambda f: True, _failure_words),

@@ -168,10 +168,9 @@ TABLE: tuple[Decision, ...] = (
              "The action is rejected, and the message names both directories."),
     Decision("target-latest", "target", "find the run that `latest` names, for an action",
              ("The creation time in plan.json is later than that of all other launches.",
-              "The modification time of the plan file is later too, and so is the uptime of the "
-              "host at the launch, compared with launches of the same boot."),
+              "The modification time of the plan file is later too."),
              "A missing creation time is replaced by the time in the name of the directory, or "
-             "else by the modification time. A missing uptime is not compared.",
+             "else by the modification time.",
              "The action is rejected, and the message names both launches."),
     Decision("target-supervisor", "target", "find the supervisor that accepts a request",
              ("The process with the recorded pid, start time and boot is alive.",

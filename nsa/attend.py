@@ -4,6 +4,7 @@ The attention is computed in the dtype of its inputs. Autocast is suspended, bec
 round wider inputs.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,17 +13,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.backends import Switches
+from nsa.partial import attend_part, attend_part_backward
 from nsa.precision import no_autocast
 from nsa.tables import cached_table
 
 FOLDED_TOKENS = 64
-"""Tokens per fold of `attend_causal`."""
+"""Tokens per fold of `attend_folded`."""
 
-_ALL_BUT_FLASH = [
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-]
+_ALL_BUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 
 
 def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
@@ -45,49 +43,92 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=native)
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
-    """Attention of each token to itself and all earlier tokens; shapes as in `attend`, with T = S.
+def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
+    """Causal attention of the last S of T tokens to all T tokens; shapes as in `attend`.
 
     With `folded`, the heads of a group are rows of one product, which is faster for few tokens (see
     `Route.folded`).
     """
-    if k.shape[2] != q.shape[2]:
-        # is_causal aligns queries and keys at their first token, which is right for equal lengths.
-        raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[2]} keys.")
+    count, total = q.shape[2], k.shape[2]
+    if count < total:
+        # A single query sees all keys. SDPA's is_causal aligns the first query with the first key.
+        bias = causal_mask(total - count, count, total, q) if count > 1 else None
+        return attend(q, k, v, bias)
     if folded:
-        return _attend_folded(q, k, v)
+        return attend_folded(q, k, v)
     k, v, native = expand_kv(q, k, v)
     with no_autocast(q.device):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=native)
 
 
-def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
-    """Causal attention of the last S of T tokens to all T tokens."""
-    count, total = q.shape[2], k.shape[2]
-    if count == total:
-        return attend_causal(q, k, v, folded)
-    # A single query sees all keys.
-    bias = causal_mask(total - count, count, total, q) if count > 1 else None
-    return attend(q, k, v, bias)
+def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+    """`attend_last` with T = S on the CPU, for equal Dk and Dv; a `window` hides older tokens.
 
-
-def _attend_folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`attend_causal` for few tokens on the CPU; the heads of a group are rows of one product.
-
-    If a head has few rows, the kernel works on blocks of 32 or 64 rows, which are a third slower
-    than blocks of 256.
+    The tokens are cut into folds. The heads of a group are rows of one product, and a fold reads
+    only the keys that one of its tokens sees.
     """
-    groups, pieces = k.shape[1], []
-    heads = q.shape[1] // groups
+    return _Folded.apply(q, k, v, window)[0]
+
+
+class _Folded(torch.autograd.Function):
+    """`attend_folded` and its log-sum-exp.
+
+    Autograd over single folds would fill and sum a gradient of all tokens for each of them.
+    """
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
+        rows, found = _rows(q, k.shape[1]), []
+        for fold, seen, bias in _folds(q, k, window):
+            found.append(attend_part(rows[:, :, fold], k[:, :, seen], v[:, :, seen], bias, True))
+        out, lse = zip(*found, strict=True)
+        return _heads(out, q), torch.cat(lse, dim=2)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        *qkv, ctx.window = inputs
+        ctx.save_for_backward(*qkv, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        q, k, v, out, lse = ctx.saved_tensors
+        rows = [*(_rows(x, k.shape[1]) for x in (grads[0], q, out)), lse]
+        grad_q, grad_k, grad_v = [], torch.zeros_like(k), torch.zeros_like(v)
+        for fold, seen, bias in _folds(q, k, ctx.window):
+            keys, values, own = k[:, :, seen], v[:, :, seen], [x[:, :, fold] for x in rows]
+            of_q, of_k, of_v = attend_part_backward(own, keys, values, bias, flash=True)
+            grad_q.append(of_q)
+            grad_k[:, :, seen] += of_k
+            grad_v[:, :, seen] += of_v
+        return _heads(grad_q, q), grad_k, grad_v, None
+
+
+def _folds(q: Tensor, k: Tensor, window: int) -> list[tuple[slice, slice, Tensor]]:
+    """Returns three values for each fold: its rows, the keys that they see, and the mask."""
+    heads, found = q.shape[1] // k.shape[1], []
     for begin in range(0, q.shape[2], FOLDED_TOKENS):
-        rows = q[:, :, begin : begin + FOLDED_TOKENS].unflatten(1, (groups, heads)).transpose(2, 3)
-        count = rows.shape[2]
-        end = begin + count
-        bias = causal_mask(begin, count, end, q, heads=heads)
-        out = attend(rows.flatten(2, 3), k[:, :, :end], v[:, :, :end], bias)
-        pieces.append(out.unflatten(2, (count, heads)).transpose(1, 2).flatten(2, 3))
-    # Joined as [N, S, H, D], the layout in which heads are merged.
-    return torch.cat(pieces, dim=1).transpose(1, 2)
+        end = min(begin + FOLDED_TOKENS, q.shape[2])
+        reach = window if window < end else 0  # 0: all tokens of the fold see all former tokens
+        start = max(begin - reach, 0) if reach else 0
+        bias = causal_mask(begin - start, end - begin, end - start, q, heads, reach)
+        found.append((slice(begin * heads, end * heads), slice(start, end), bias))
+    return found
+
+
+def _rows(x: Tensor, groups: int) -> Tensor:
+    """`[B, H, S, D]` → `[B, G, S · H/G, D]`: the heads of a token are neighbouring rows."""
+    return x.unflatten(1, (groups, -1)).transpose(2, 3).flatten(2, 3)
+
+
+def _heads(rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Joins the `_rows` of some tokens each, as `[B, H, S, D]` with the heads of `like`.
+
+    The layout in memory is [B, S, H, D], in which heads are merged.
+    """
+    heads = like.shape[1] // rows[0].shape[1]
+    pieces = [x.unflatten(2, (-1, heads)).transpose(1, 2) for x in rows]
+    return torch.cat(pieces, dim=1).flatten(2, 3).transpose(1, 2)
 
 
 def causal_mask(
@@ -97,8 +138,9 @@ def causal_mask(
     """Returns an additive mask `[count · heads, n_keys]` with the dtype and device of `like`.
 
     The queries have the positions first, first + 1, …, each for `heads` rows; the keys have the
-    positions 0, `stride`, 2 · `stride`, …. A query sees the keys up to its own position; with a
-    `window`, only those that are less than `window` positions before the query.
+    positions 0, `stride`, 2 · `stride`, …. Positions count from any token that the caller chooses.
+    A query sees the keys up to its own position; with a `window`, only those that are less than
+    `window` positions before the query.
     """
     return _causal_mask(first, count, n_keys, heads, window, stride, like.device, like.dtype)
 

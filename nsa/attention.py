@@ -52,12 +52,10 @@ class NSAttention(nn.Module):
         self.stats: dict[str, Tensor] = {}
         self.fallbacks: Counter[str] = Counter()
         keys, values = config.n_kv_groups * config.d_k, config.n_kv_groups * config.d_v
-        self.qkv = Projection(
-            config.dim,
-            {"q": config.n_heads * config.d_k}
-            | dict.fromkeys(("k_cmp", "k_slc", "k_win"), keys)
-            | dict.fromkeys(("v_cmp", "v_slc", "v_win"), values),
-        )
+        # Checkpoints have these names: "slc" is the branch that is named "sel" elsewhere.
+        widths = {"q": config.n_heads * config.d_k, "k_cmp": keys, "k_slc": keys, "k_win": keys}
+        widths |= {"v_cmp": values, "v_slc": values, "v_win": values}
+        self.qkv = Projection(config.dim, widths)
         accept_separate_weights(self, "qkv")
         self.phi_k, self.phi_v = (make_phi(config.nsa, d) for d in (config.d_k, config.d_v))
         fixed = self.switches.fixed_gate
@@ -123,8 +121,8 @@ class NSAttention(nn.Module):
     def collect(self, logits: Tensor, q: Tensor, k_blocks: Tensor) -> None:
         """Stores the statistics of a forward in `stats`, from gate logits, queries and blocks."""
         nsa = self.config.nsa
-        p_slc = block_scores(q, k_blocks, nsa)
-        found = selection_stats(p_slc, top_blocks(p_slc, nsa), nsa)
+        p_sel = block_scores(q, k_blocks, nsa)
+        found = selection_stats(p_sel, top_blocks(p_sel, nsa), nsa)
         self.stats = gate_stats(logits, nsa.gate) | found
 
 

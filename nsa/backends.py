@@ -85,6 +85,8 @@ class Case:
     batch: int = 1
     threads: int = 0
     """Threads of the CPU; 0 if unknown, for example while torch.compile traces."""
+    flash_parts: bool = True
+    """False where torch lacks the private CPU kernels of `nsa.partial`."""
 
     @property
     def total(self) -> int:
@@ -109,10 +111,11 @@ class Route:
     name: str
     why: str
     fallback: str = ""
-    """Why a switch is not obeyed, or "" if all switches are obeyed."""
+    """Why a switch is not obeyed or a kernel is missing, or "" if neither is so."""
     folded: bool = False
-    """The heads of a group are rows of one product in the route's causal part. On the CPU only; it
-    needs a group for each thread, because the kernel's backward gives each thread whole groups."""
+    """The heads of a group are rows of one product in the window and the causal part. On the CPU
+    only; it needs a group for each thread, because the kernel's backward gives each thread whole
+    groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,7 @@ def _folds(case: Case, route: str) -> bool:
     }.get(route, FOLDED_UP_TO + 1)
     enough_groups = 0 < case.threads <= case.batch * config.n_kv_groups
     one_kernel = config.d_k == config.d_v and config.n_heads > config.n_kv_groups
+    one_kernel = one_kernel and case.flash_parts and not case.switches.no_flash
     few = case.first == 0 and longest <= FOLDED_UP_TO
     return case.device == "cpu" and few and one_kernel and enough_groups
 
@@ -201,7 +205,9 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Returns why flash_only cannot be followed, or "" if it can."""
+    """Returns why flash_only cannot be followed or torch lacks a kernel, otherwise ""."""
+    if route == "chunked" and case.device == "cpu" and not case.flash_parts:
+        return "this torch has no flash kernel for parts of the keys; matrix products replace it"
     if not case.switches.flash_only or route in ("none", "flash-attn"):
         return ""
     if case.config.d_k != case.config.d_v:

@@ -14,8 +14,8 @@ SMALLEST_BUFFER = 64
 class Rows:
     """Rows `[B, G, n, D]` in one buffer. An append writes the new rows and copies no other row.
 
-    A full buffer is replaced by a buffer of twice the rows. With `keep`, only the last `keep` rows
-    stay after an `append`.
+    A full buffer is replaced by a buffer for a quarter more rows. With `keep`, only the last `keep`
+    rows stay after an `append`, in a buffer of twice `keep` rows.
     """
 
     def __init__(self, keep: int | None = None, capacity: int = 0) -> None:
@@ -27,6 +27,11 @@ class Rows:
         """Returns the kept rows followed by the `new` ones. Raises RuntimeError for gradients."""
         if new.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a decoding cache stores no gradients; call it in torch.no_grad().")
+        if self._keep is not None and new.shape[2] > self._keep:
+            both = torch.cat((self.rows, new), dim=2) if self._end else new
+            self.clear()
+            self.append(both[:, :, -self._keep :])
+            return both
         if self._buffer is None or self._end + new.shape[2] > self._buffer.shape[2]:
             self._buffer = self._larger(new)
         self._buffer[:, :, self._end : self._end + new.shape[2]] = new
@@ -52,9 +57,11 @@ class Rows:
         self._begin = self._end = 0
 
     def _larger(self, new: Tensor) -> Tensor:
-        """Returns a buffer that begins with the stored rows and has room for as many new rows."""
+        """Returns a buffer that begins with the stored rows and has room for the new rows."""
         count = self._end - self._begin
-        room = max(2 * (count + new.shape[2]), SMALLEST_BUFFER, self._capacity)
+        room = max((count + new.shape[2]) * 5 // 4, SMALLEST_BUFFER, self._capacity)
+        if self._keep is not None:
+            room = 2 * self._keep
         with torch.inference_mode(False), torch.no_grad():
             buffer = new.new_empty(*new.shape[:2], room, new.shape[3])
             if self._buffer is not None:
@@ -70,7 +77,7 @@ class Cache:
     and values of the selected and window branch. `blocks` are keys and values of the complete
     compressed blocks. Rows that no later token can use are dropped. Without a `config`, `kv` are
     those of dense attention: rotated keys, and values. `capacity` is the number of tokens for which
-    memory is reserved at once; a longer sequence doubles it.
+    memory is reserved at once; a longer sequence replaces it by more.
     """
 
     def __init__(self, config: NSAConfig | None, capacity: int = 0) -> None:

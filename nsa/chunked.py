@@ -1,10 +1,10 @@
 """The selected branch at a cost of the selected blocks, and in memory for one chunk of tokens.
 
-The queries of a chunk are sorted by the blocks that they selected, and cut into tiles. A tile has
-the rows (queries times heads of a group) that share one block, so it is one product of dense
-matrices. The current block and the one before it are contiguous and need no sorting. The parts of a
-query are combined by their log-sum-exps; the backward computes the parts again from the saved
-indices.
+Every query selects block 0, its current block and the block before it. These are its near keys. The
+other pairs of a query and a selected block are sorted by their blocks, and cut into tiles. A tile
+has the rows (queries times heads of a group) that share one block, so it is one product of dense
+matrices. The parts of a query are combined by their log-sum-exps; the backward computes the parts
+again from the saved indices.
 
 A tile may have more slots than queries. The spare slots contain the spare row: the last row of all
 rows of a chunk, which has no query.
@@ -23,16 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.attend import attend_last, causal_mask
-from nsa.config import LOCAL_BLOCKS, NSAConfig, selection_blocks
+from nsa.config import INITIAL_BLOCKS, LOCAL_BLOCKS, NSAConfig, selection_blocks
 from nsa.partial import attend_part, attend_part_backward
 from nsa.precision import no_autocast, upcast_fp32
 from nsa.select import attend_selected
 
 CHUNK = 8192
 """Tokens in a chunk."""
-TILE_ROWS = 768
-"""Most rows in a tile: large enough for an efficient product, small enough to fill. The last tile
-of a block may have half as many."""
+TILE_ROWS = 384
+"""Most rows in a tile: large enough for an efficient product, small enough to fill. A tile has no
+more slots than a block has pairs in the mean, and at least 8."""
 PART_BYTES = 32 << 20
 """Memory of the queries and outputs of a part, and of their gradients. It changes no bit of the
 result, unless scores differ by more than `FARTHEST_AHEAD`. Sizes from 32 to 256 MiB are equally
@@ -54,10 +54,7 @@ def attend_chunked(
     past, all_seen = total - count, config.n_select * size
     start = min(max(all_seen, -(-past // size) * size) - past, count)
     q_head, q_rest = q.split([start, count - start], dim=2)
-    rest = head = None
-    if start < count:
-        with no_autocast(q.device):
-            rest, _ = _selected(q_rest, k, v, blocks[:, :, start:], size, flash)
+    found = []
     if start:
         end = past + start
         seen = k[:, :, :end], v[:, :, :end]
@@ -66,8 +63,10 @@ def attend_chunked(
         else:
             own = blocks[:, :, :start].clamp_max(selection_blocks(config, end))
             head = attend_selected(q_head, *seen, own, config)
-        head = head.transpose(1, 2)
-    found = [x for x in (head, rest) if x is not None]
+        found.append(head.transpose(1, 2))
+    if start < count:
+        with no_autocast(q.device):
+            found.append(_selected(q_rest, k, v, blocks[:, :, start:], size, flash)[0])
     return torch.cat(found, dim=1).transpose(1, 2)
 
 
@@ -89,8 +88,8 @@ def _selected(
         near, near_lse = attend_part(
             chunk.fold(queries), keys.near(chunk), values.near(chunk), chunk.bias, flash
         )
-        joined = _Joined(chunk.unfold(near), chunk.unfold(near_lse.unsqueeze(-1)))
-        for tiles in chunk.plan(keys, values):
+        joined = _Joined(chunk.unfold(near), chunk.unfold(near_lse))
+        for tiles in chunk.tiles(keys, values):
             far, far_lse = attend_part(
                 tiles.queries(queries), keys.far(tiles), values.far(tiles), None, flash
             )
@@ -112,15 +111,15 @@ def _selected_backward(
     for chunk in _chunks(q, k, blocks, size):
         rows = [chunk.rows(x) for x in (grad.transpose(1, 2), q, out.transpose(1, 2))]
         rows.append(chunk.rows(lse.mT.unsqueeze(-1), spare=torch.inf))
-        near, near_k, near_v = _part_backward(
+        near, near_k, near_v = attend_part_backward(
             [chunk.fold(x) for x in rows], keys.near(chunk), values.near(chunk), chunk.bias, flash
         )
         grad_keys.add_near(chunk, near_k)
         grad_values.add_near(chunk, near_v)
         total = chunk.unfold(near)
-        for tiles in chunk.plan(keys, values):
+        for tiles in chunk.tiles(keys, values):
             far_rows = [tiles.queries(x) for x in rows]
-            far_q, far_k, far_v = _part_backward(
+            far_q, far_k, far_v = attend_part_backward(
                 far_rows, keys.far(tiles), values.far(tiles), None, flash
             )
             tiles.add(total, far_q)
@@ -157,14 +156,6 @@ def _backward(ctx, grad: Tensor, _grad_lse):
 _selected.register_autograd(_backward, setup_context=_keep)
 
 
-def _part_backward(
-    rows: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, flash: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_part_backward`; `rows` are output gradients, queries, outputs and lse."""
-    grad, q, out, lse = rows
-    return attend_part_backward(grad, q, k, v, out, lse.squeeze(-1), bias, flash)
-
-
 class _Joined:
     """Sums the weighted outputs of the parts.
 
@@ -182,8 +173,7 @@ class _Joined:
         self._mass = torch.ones_like(near_lse)
 
     def add(self, tiles: "_Tiles", out: Tensor, lse: Tensor) -> None:
-        """Adds a part's output `[tiles, slots · R, Dv]` and log-sum-exp `[tiles, slots · R]`."""
-        lse = lse.unsqueeze(-1)
+        """Adds a part: `out` `[tiles, 1, slots · R, Dv]` and `lse` `[tiles, 1, slots · R, 1]`."""
         ahead = lse - tiles.queries(self._reference)
         if not _host_may_wait(lse) or bool((ahead > FARTHEST_AHEAD).any()):
             self._raise(tiles, lse)
@@ -214,73 +204,64 @@ class _Chunk:
     first: int
     size: int
     blocks: Tensor
-    """`[B, G, C, n - 2]`: the selected blocks without the two local ones."""
+    """`[B, G, C, n - 3]`: the selected blocks without the forced ones."""
     bias: Tensor
-    """Additive mask `[l' · R, 2 · l']` of a query in the second of two neighbouring blocks."""
+    """Additive mask `[l' · R, 3 · l']` of a query's own block, after block 0 and the one before."""
 
     def rows(self, x: Tensor, spare: float = 0.0) -> Tensor:
         """`[B, H, S, X]` → `[B · G · C + 1, R, X]`, in float32 or wider; the last is `spare`."""
         x = x[:, :, self.begin : self.end].unflatten(1, (self.blocks.shape[1], -1)).transpose(2, 3)
         wide = upcast_fp32(x[:0])
-        rows = wide.new_empty(self.blocks[..., 0].numel() + 1, *x.shape[3:])
+        rows = wide.new_empty(self.blocks.shape[:3].numel() + 1, *x.shape[3:])
         rows[:-1].view(x.shape).copy_(x)
         rows[-1] = spare
         return rows
 
     def fold(self, rows: Tensor) -> Tensor:
-        """`[B · G · C + 1, R, X]` → `[B · G · blocks, l' · R, X]`, padded to whole blocks."""
+        """`[B · G · C + 1, R, X]` → `[B · G · blocks, 1, l' · R, X]`, padded to whole blocks."""
         x, spare = rows[:-1], -self.blocks.shape[2] % self.size
         if spare:
             x = F.pad(x.unflatten(0, (-1, self.blocks.shape[2])), (0, 0, 0, 0, 0, spare))
-        return x.view(-1, self.size * rows.shape[1], rows.shape[2])
+        return x.view(-1, 1, self.size * rows.shape[1], rows.shape[2])
 
     def unfold(self, x: Tensor) -> Tensor:
         """The reverse of `fold`; the last row is 0."""
         batch, groups, tokens, _ = self.blocks.shape
-        x = x.reshape(batch * groups, -1, x.shape[1] // self.size, x.shape[2])[:, :tokens]
+        x = x.reshape(batch * groups, -1, x.shape[2] // self.size, x.shape[3])[:, :tokens]
         return F.pad(x.flatten(0, 1), (0, 0, 0, 0, 0, 1))
 
     def write(self, rows: Tensor, whole: Tensor) -> None:
         """Writes `[B · G · C + 1, R, X]` to the tokens of the chunk in `whole` `[B, S, H, X]`."""
         part = whole[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
-        part = part.transpose(1, 2)
-        part.copy_(rows[:-1].view(part.shape))
+        part.transpose(1, 2).copy_(rows[:-1].view(part.transpose(1, 2).shape))
 
-    def plan(self, keys: "_Blocks", values: "_Blocks") -> "list[_Tiles]":
-        """Returns the tiles of the chunk, cut into parts.
+    def tiles(self, keys: "_Blocks", values: "_Blocks") -> "list[_Tiles]":
+        """Returns the tiles of the chunk's far (query, block) pairs, in parts of bounded memory.
 
-        The number of parts does not depend on the data, unless no block needs a half tile.
+        Each block has as many tiles as its pairs need. For example, the queries a … e selected
+        block 3, and f, g, h block 5; with 4 slots in a tile, `row` has
+
+            a b c d (block 3)   e spare spare spare (block 3)   f g h spare (block 5)
         """
-        batch, groups, _, picks = self.blocks.shape
-        n_blocks, width = keys.data.shape[2], keys.data.shape[-1] + values.data.shape[-1]
-        slots, half = self._tile_sizes(n_blocks)
-        device, all_blocks, per_whole = self.blocks.device, batch * groups * n_blocks, slots // half
+        batch, groups, tokens, picks = self.blocks.shape
+        if not picks:
+            return []
+        n_blocks, device = keys.data.shape[2], self.blocks.device
         owner = torch.arange(batch * groups, device=device).view(batch, groups, 1, 1)
         block, order = (owner * n_blocks + self.blocks).flatten().sort(stable=True)
+        all_blocks, mean = batch * groups * n_blocks, tokens * picks // n_blocks
+        slots = max(8, min(TILE_ROWS * self.size // len(self.bias), mean))
         begin = torch.searchsorted(block, torch.arange(all_blocks + 1, device=device))
-        halves = (begin.diff() + half - 1) // half
-        n_whole, n_half = halves // per_whole, halves % per_whole
-        most = (len(order) + all_blocks * (half - 1)) // (half * per_whole)
-        whole, last = _block_of(n_whole, most), _block_of(n_half, all_blocks * (per_whole - 1))
-        in_whole, in_last = len(whole) * slots, len(last) * half
-        row = order.new_full((in_whole + in_last,), len(order) // picks)
-        slot = _slots(block, begin, n_whole, n_half, (slots, half, in_whole))
+        n_tiles = (begin.diff() + slots - 1) // slots
+        most = (len(order) + all_blocks * (slots - 1)) // slots
+        tile_block = _block_of(n_tiles, most)
+        first_tile = n_tiles.cumsum(0) - n_tiles
+        slot = (first_tile * slots - begin[:-1])[block] + torch.arange(len(block), device=device)
+        row = order.new_full((len(tile_block) * slots,), batch * groups * tokens)  # spare
         row.scatter_(0, slot, order // picks)
-        row_whole, row_last = row.split([in_whole, in_last])
-        pair_bytes = 2 * width * len(self.bias) // self.size * keys.data.element_size()
-        parts = -(-len(order) * pair_bytes // PART_BYTES)
-        return [
-            *_Tiles.cut(row_whole.view(-1, slots), whole, parts),
-            *_Tiles.cut(row_last.view(-1, half), last, -(-parts // 8)),
-        ]
-
-    def _tile_sizes(self, n_blocks: int) -> tuple[int, int]:
-        """Returns the number of slots of a whole tile, and that of a last tile."""
-        _, _, tokens, picks = self.blocks.shape
-        largest, filled = TILE_ROWS * self.size // len(self.bias), tokens * picks // n_blocks
-        slots = max(8, min(largest, filled))
-        # Where tiles are small, half tiles cost more than the spare slots that they save.
-        return slots, slots // 2 if filled > slots else slots
+        width = len(self.bias) // self.size * (keys.data.shape[-1] + values.data.shape[-1])
+        parts = -(-len(order) * 2 * width * keys.data.element_size() // PART_BYTES)
+        return _Tiles.cut(row.view(-1, slots), tile_block, parts)
 
 
 def _host_may_wait(x: Tensor) -> bool:
@@ -297,21 +278,6 @@ def _block_of(tiles: Tensor, most: int) -> Tensor:
     count = int(end[-1]) if _host_may_wait(end) else most
     tile = torch.arange(count, device=tiles.device)
     return torch.searchsorted(end, tile, right=True).clamp_max(len(tiles) - 1)
-
-
-def _slots(
-    block: Tensor, begin: Tensor, n_whole: Tensor, n_half: Tensor, sizes: tuple[int, int, int]
-) -> Tensor:
-    """Returns the slot of each (query, block) pair; `block` is sorted.
-
-    The pairs of a block start at `begin`. All last tiles (`n_half`) follow the whole tiles.
-    """
-    slots, half, in_whole = sizes
-    whole_before, half_before = (x.cumsum(0) - x for x in (n_whole, n_half))
-    place = torch.arange(len(block), device=block.device) - begin[block]
-    rest = place - n_whole[block] * slots
-    slot = whole_before[block] * slots + place
-    return torch.where(rest < 0, slot, in_whole + half_before[block] * half + rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,12 +297,12 @@ class _Tiles:
         return [cls(row[i:j], block[i:j]) for i, j in pairwise(ends)]
 
     def queries(self, x: Tensor) -> Tensor:
-        """`[rows, R, X]` → `[tiles, slots · R, X]`."""
+        """`[rows, R, X]` → `[tiles, 1, slots · R, X]`."""
         rows = x.flatten(1).index_select(0, self.row.flatten())
-        return rows.view(len(self.row), -1, x.shape[-1])
+        return rows.view(len(self.row), 1, -1, x.shape[-1])
 
     def add(self, sums: Tensor, x: Tensor) -> None:
-        """Adds `x` `[tiles, slots · R, X]` to the rows of the tiles in `sums` `[rows, R, X]`."""
+        """Adds `x` `[tiles, 1, slots · R, X]` to the rows of the tiles in `sums` `[rows, R, X]`."""
         row = self.row.flatten()
         sums.flatten(1).index_add_(0, row, x.reshape(len(row), -1))
 
@@ -355,21 +321,22 @@ class _Blocks:
         return cls(wide.unflatten(2, (-1, size)).contiguous())
 
     def near(self, chunk: _Chunk) -> Tensor:
-        """`[B · G · blocks, 2 · l', D]`: each block of the chunk after the one before it."""
+        """`[B · G · blocks, 1, 3 · l', D]`: block 0, the block before each block, and the block."""
         n = -(-(chunk.end - chunk.begin) // chunk.size)
         before, own = (self.data[:, :, i : i + n] for i in (chunk.first - 1, chunk.first))
-        return torch.cat((before, own), dim=3).flatten(0, 2)
+        initial = self.data[:, :, :1].expand_as(own)
+        return torch.cat((initial, before, own), dim=3).flatten(0, 2).unsqueeze(1)
 
     def far(self, tiles: _Tiles) -> Tensor:
-        """`[tiles, l', D]`."""
+        """`[tiles, 1, l', D]`."""
         rows = self.data.flatten(3, 4).flatten(0, 2).index_select(0, tiles.block)
-        return rows.view(-1, *self.data.shape[3:])
+        return rows.view(-1, 1, *self.data.shape[3:])
 
     def add_near(self, chunk: _Chunk, grad: Tensor) -> None:
         batch, groups, _, size, width = self.data.shape
-        grad = grad.view(batch, groups, -1, 2, size, width)
-        for i, part in enumerate(grad.unbind(3)):
-            begin = chunk.first - 1 + i
+        initial, *local = grad.reshape(batch, groups, -1, 3, size, width).unbind(3)
+        self.data[:, :, 0].add_(initial.sum(2))
+        for begin, part in enumerate(local, chunk.first - 1):
             self.data[:, :, begin : begin + part.shape[2]].add_(part)
 
     def add_far(self, tiles: _Tiles, grad: Tensor) -> None:
@@ -386,13 +353,11 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
     """Returns the chunks of the queries `[B, H, S, D]`; the first query begins a block."""
     seq_len, heads = q.shape[2], q.shape[1] // k.shape[1]
     first = (k.shape[2] - seq_len) // size
-    # A query of the second of two neighbouring blocks.
-    bias = causal_mask(size, size, 2 * size, upcast_fp32(q[:, :, :0]), heads=heads)
+    # A query of the third of three blocks; all its keys in the first two lie before it.
+    bias = causal_mask(2 * size, size, 3 * size, upcast_fp32(q[:, :, :0]), heads=heads)
     step = max(CHUNK // size, 1) * size
+    far = blocks[..., INITIAL_BLOCKS:-LOCAL_BLOCKS].split(step, dim=2)
     return [
-        _Chunk(
-            begin, min(begin + step, seq_len), first + begin // size, size,
-            blocks[:, :, begin : begin + step, :-LOCAL_BLOCKS], bias,
-        )
-        for begin in range(0, seq_len, step)
-    ]  # fmt: skip
+        _Chunk(begin, begin + x.shape[2], first + begin // size, size, x, bias)
+        for begin, x in zip(range(0, seq_len, step), far, strict=True)
+    ]

@@ -23,8 +23,6 @@ Draw = Callable[[Tensor, float], None]
 
 CHUNK = 768
 """Tokens in a chunk of the attention; blocks that no token of the chunk sees are left out."""
-FEW_BLOCKS = 64
-"""Number of blocks below which plain matrix products are faster than a fused kernel."""
 SCORE_CHUNK = 512
 """Tokens in a chunk of the scores."""
 
@@ -120,13 +118,7 @@ def attend_compressed(
     with no_autocast(q.device):
         for queries, (_, n, mask) in zip(cut[1:], seeing, strict=True):
             queries, keys, values = map(upcast_fp32, (queries, k[:, :, :n], v[:, :, :n]))
-            if n < FEW_BLOCKS:
-                weights = _weights(queries, keys, mask)
-                out = (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
-                out = out.flatten(1, 2)
-            else:
-                out = attend(queries, keys, values, mask)
-            pieces.append(out.transpose(1, 2).to(q.dtype))
+            pieces.append(attend(queries, keys, values, mask).transpose(1, 2).to(q.dtype))
     if len(pieces) == 1:
         # The sum of nothing keeps the branch in the graph, so its gradients are 0 and not None.
         pieces[0] = pieces[0] + (q[..., :0].sum() + k.sum() + v.sum()).to(q.dtype)
@@ -146,15 +138,11 @@ def weights_in_chunks(
     """
     for rows, n, mask in _seeing(q, k, size, stride, first, SCORE_CHUNK):
         with no_autocast(q.device):
-            weights = _weights(upcast_fp32(q[:, :, rows]), upcast_fp32(k[:, :, :n]), mask).sum(2)
-        yield rows, weights
-
-
-def _weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """`[B, G, H/G, S, N]`: the softmax of the scores."""
-    queries = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))
-    scores = (queries.flatten(2, 3) @ k.mT).unflatten(2, queries.shape[2:4])
-    return (scores if mask is None else scores.add_(mask)).softmax(-1)
+            queries, keys = upcast_fp32(q[:, :, rows]), upcast_fp32(k[:, :, :n])
+            queries = (queries * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))
+            scores = (queries.flatten(2, 3) @ keys.mT).unflatten(2, queries.shape[2:4])
+            weights = (scores if mask is None else scores.add_(mask)).softmax(-1)
+        yield rows, weights.sum(2)
 
 
 def _seeing(
@@ -163,8 +151,9 @@ def _seeing(
     """Yields chunks of the queries that see a block.
 
     Each item has three values: the rows, the number of blocks that the last row sees, and the mask.
-    Row r, counted from the token that completes block 0, sees block i if i · d ≤ r. For a single
-    query, the mask is None.
+    Block i ends with token i · d + l - 1, so token t sees it if i · d ≤ t - (l - 1). This is a
+    causal mask of queries at t - (l - 1), here `row`, and keys at 0, d, 2 · d, …; with l = 32 and
+    d = 16, token 47 is at 16 and sees the blocks 0 and 1. For a single query, the mask is None.
     """
     begin, like = max(size - 1 - first, 0), upcast_fp32(k[:, :, :0])
     for start in range(begin, q.shape[2] if k.shape[2] else 0, chunk):

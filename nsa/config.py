@@ -120,7 +120,9 @@ def parameter_count(config: ModelConfig) -> int:
     per_layer = _layer_matmul_weights(config) + 2 * config.dim
     if config.attention == "nsa":
         per_layer += N_BRANCHES * config.n_heads  # biases of the gate
-        per_layer += _phi_weights(config) + _phi_positions(config)
+        if config.nsa.compress == "mlp":  # its positions
+            per_layer += config.nsa.block_size * (config.d_k + config.d_v)
+        per_layer += _phi_weights(config)
     embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
     return embeddings + config.n_layers * per_layer + config.dim
 
@@ -162,19 +164,19 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
 def attended_pairs(config: NSAConfig, seq_len: int) -> dict[str, int]:
     """Returns the exact number of (query, key) pairs per head and sequence, for each branch.
 
-    The keys of the result are `cmp`, `slc` and `win`.
+    The keys of the result are `cmp`, `sel` and `win`.
     """
     n_cmp = compressed_blocks(config, seq_len)
     first_end = config.block_size - 1
     cmp_pairs = n_cmp * (seq_len - first_end) - config.block_stride * n_cmp * (n_cmp - 1) // 2
-    slc_pairs = 0
+    sel_pairs = 0
     for block in range(selection_blocks(config, seq_len)):
         rows = min(config.select_block_size, seq_len - block * config.select_block_size)
         whole = min(config.n_select, block + 1) - 1
-        slc_pairs += rows * whole * config.select_block_size + rows * (rows + 1) // 2
+        sel_pairs += rows * whole * config.select_block_size + rows * (rows + 1) // 2
     short = min(config.window, seq_len)
     win_pairs = short * (short + 1) // 2 + (seq_len - short) * config.window
-    return {"cmp": cmp_pairs, "slc": slc_pairs, "win": win_pairs}
+    return {"cmp": cmp_pairs, "sel": sel_pairs, "win": win_pairs}
 
 
 def _layer_matmul_weights(config: ModelConfig) -> int:
@@ -194,9 +196,3 @@ def _phi_weights(config: ModelConfig) -> int:
     if config.nsa.compress == "mean":
         return 0
     return (config.nsa.block_size + 1) * (config.d_k**2 + config.d_v**2)
-
-
-def _phi_positions(config: ModelConfig) -> int:
-    if config.nsa.compress == "mean":
-        return 0
-    return config.nsa.block_size * (config.d_k + config.d_v)

@@ -36,15 +36,16 @@ def each_document(
     first document continues that in the cache, and the last one stays in it; an empty first
     document ends the one in the cache.
     """
-    batch, found = parts[0].shape[0], dict[int, Tensor]()
     pieces = [part.split(list(lengths), dim=2) for part in parts]
-    # With a cache, each document is computed by itself and in order.
-    kinds = lengths if cache is None else range(len(lengths))
-    for kind in dict.fromkeys(kinds):
-        members = [i for i, each in enumerate(kinds) if each == kind]
-        if cache is not None and members[0]:
+    batch, found = parts[0].shape[0], dict[int, Tensor]()
+    together: dict[int, list[int]] = {}
+    for i, length in enumerate(lengths):
+        # With a cache, each document is computed by itself and in order.
+        together.setdefault(length if cache is None else i, []).append(i)
+    for documents in together.values():
+        if cache is not None and documents[0]:
             cache.reset()
-        if lengths[members[0]]:
-            together = [torch.cat([piece[i] for i in members]) for piece in pieces]
-            found |= zip(members, attend(*together).split(batch), strict=True)
+        if lengths[documents[0]]:
+            joined = [torch.cat([piece[i] for i in documents]) for piece in pieces]
+            found |= zip(documents, attend(*joined).split(batch), strict=True)
     return torch.cat([found[i] for i in sorted(found)], dim=2)

@@ -1,7 +1,6 @@
 """Native Sparse Attention (arXiv 2502.11089) as one function: training, prefill and decoding."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,16 +12,15 @@ from nsa.backends import BRANCHES, FLASH_ATTN_INSTALLED, Case, Route, Switches, 
 from nsa.cache import Cache
 from nsa.chunked import attend_chunked
 from nsa.compress import BlockMean, Phi, attend_compressed, summaries
-from nsa.config import ModelConfig, NSAConfig, compressed_blocks
+from nsa.config import N_BRANCHES, ModelConfig, NSAConfig, compressed_blocks
 from nsa.documents import each_document, lengths_of
+from nsa.partial import FLASH_PARTS
 from nsa.precision import upcast_fp32
 from nsa.profiler_ranges import mark
 from nsa.rope import rotate
 from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
 from nsa.window import attend_flash_attn, attend_window
 
-GATED_TOKENS = 512
-"""Tokens in a chunk of the gates' backward on the CPU."""
 SELECTED = {"masked": attend_selected, "ranges": attend_ranges}
 """The functions of the selected branch by route, except `attend_chunked`. A new kernel needs a row
 here and a rule in `nsa.backends`."""
@@ -45,19 +43,11 @@ class Execution:
 
 
 def nsa_attention(
-    q: Tensor,
-    k: Sequence[Tensor],
-    v: Sequence[Tensor],
-    gates: Tensor,
-    config: NSAConfig,
-    *,
-    phi: tuple[Phi, Phi] = (BlockMean(), BlockMean()),
-    rope_base: float = 10000.0,
-    first: int = 0,
-    cu_seqlens: Sequence[int] | None = None,
-    cache: Cache | None = None,
+    q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor, config: NSAConfig, *,
+    phi: tuple[Phi, Phi] = (BlockMean(), BlockMean()), rope_base: float = 10000.0, first: int = 0,
+    cu_seqlens: Sequence[int] | None = None, cache: Cache | None = None,
     how: Execution = Execution(),
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns the gated sum of the three branches (eq. 5) for S queries, `[B, H, S, Dv]`.
 
     `q` is `[B, H, S, Dk]`. `k` and `v` have three tensors each: keys `[B, G, T, Dk]` and values
@@ -83,6 +73,7 @@ def nsa_attention(
     (offsets 0, 0, … end the cached document), and the last document stays in the cache. Raises
     ValueError for lengths that do not fit.
     """
+    _check_shapes(q, k, v, gates)
     known = 0 if cache is None else cache.length
     if k[0].shape[2] + known != first + q.shape[2]:
         raise ValueError(
@@ -95,10 +86,10 @@ def nsa_attention(
         more = {"phi": phi, "rope_base": rope_base, "cache": cache}
         return _documents(q, k, v, gates, config, lengths_of(cu_seqlens, q.shape[2]), how, more)
     k_cmp, v_cmp = k[0], v[0]
-    q, k_slc, k_win = (
+    q, k_sel, k_win = (
         rotate(x, rope_base, first + q.shape[2] - x.shape[2]) for x in (q, k[1], k[2])
     )
-    kv = [k_slc, v[1], k_win, v[2]]
+    kv = [k_sel, v[1], k_win, v[2]]
     if cache is None:
         blocks = summaries(k_cmp, v_cmp, phi, config, rope_base)
     else:
@@ -115,16 +106,30 @@ def _extended(
     """Appends the next tokens to the cache.
 
     Returns two values: keys and values of the selected and the window branch, and the compressed
-    blocks.
+    blocks. Before and after, the cache has the blocks that are complete, and at least the unrotated
+    rows from the first token of the next block on.
     """
-    first = cache.length
+    old, was_empty = compressed_blocks(config, cache.length), cache.length == 0
     k_cmp, v_cmp, *kv = cache.append(new)
-    begun, done = (compressed_blocks(config, n) for n in (first, cache.length))
-    if done > begun or first == 0:
-        rest = k_cmp.shape[2] - (cache.length - begun * config.block_stride)
-        k_rest, v_rest = k_cmp[:, :, rest:], v_cmp[:, :, rest:]
-        cache.append_blocks(*summaries(k_rest, v_rest, phi, config, rope_base, begun))
+    if compressed_blocks(config, cache.length) > old or was_empty:  # once to store that none is
+        needed = cache.length - old * config.block_stride  # rows from the first token of block old
+        keys, values = (x[:, :, x.shape[2] - needed :] for x in (k_cmp, v_cmp))
+        cache.append_blocks(*summaries(keys, values, phi, config, rope_base, old))
     return kv, cache.blocks
+
+
+def _check_shapes(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor) -> None:
+    """Raises ValueError unless the shapes are those that `nsa_attention` names."""
+    found, wanted, groups = [list(x.shape) for x in (q, *k, *v, gates)], None, 0
+    if len(k) == len(v) == N_BRANCHES and {len(shape) for shape in found} == {4}:
+        (batch, heads, count, width), groups, total = found[0], *found[1][1:3]
+        keys, values = ([batch, groups, total, d] for d in (width, found[-2][-1]))
+        wanted = [found[0], *[keys] * N_BRANCHES, *[values] * N_BRANCHES, [batch, count, heads, 3]]
+    if found != wanted or not groups or q.shape[1] % groups:
+        raise ValueError(
+            "q must be [B, H, S, Dk], k and v three tensors [B, G, T, D] each, gates [B, S, H, 3], "
+            f"and H a multiple of G; got the shapes {found}."
+        )
 
 
 def _documents(
@@ -152,23 +157,23 @@ def _branches(
     The S queries have the positions first, first + 1, …; `kv` are rotated keys and values of the
     selected branch from position 0 on, and of the window branch, up to the last query.
     """
-    k_slc, v_slc, k_win, v_win = kv
+    k_sel, v_sel, k_win, v_win = kv
     assert how.routes is not None
     routes = how.routes(q, first)
     cmp, sel, win = (routes[branch] for branch in BRANCHES)
     if win.name == "sequential":
         return _sequential(q, blocks, kv, config, first, how)
-    size, stride = config.block_size, config.block_stride
-    with mark("cmp", cmp.name, how.nvtx), _kernels(cmp, how):
+    size, stride, switches = config.block_size, config.block_stride, how.switches
+    with mark("cmp", cmp.name, how.nvtx), allowed_kernels(switches, bool(cmp.fallback)):
         out_cmp = attend_compressed(q, blocks[0], blocks[1], size, stride, first)
-    with mark("sel", sel.name, how.nvtx), _kernels(sel, how):
-        out_slc = _selected(q, k_slc, v_slc, blocks[0], config, first, sel, how.switches)
-    with mark("win", win.name, how.nvtx), _kernels(win, how):
+    with mark("sel", sel.name, how.nvtx), allowed_kernels(switches, bool(sel.fallback)):
+        out_sel = _selected(q, k_sel, v_sel, blocks[0], config, first, sel, switches)
+    with mark("win", win.name, how.nvtx), allowed_kernels(switches, bool(win.fallback)):
         if win.name == "flash-attn":
             out_win = attend_flash_attn(q, k_win, v_win, config.window)
         else:
             out_win = attend_window(q, k_win, v_win, config.window, win.folded)
-    return out_cmp, out_slc, out_win
+    return out_cmp, out_sel, out_win
 
 
 def _sequential(
@@ -187,8 +192,8 @@ def _sequential(
         seen = [x[:, :, : x.shape[2] - later] for x in kv]
         one = [x[:, :, :done] for x in blocks]
         steps.append(_branches(q[:, :, t : t + 1], one, seen, config, first + t, how))
-    cmp, slc, win = (torch.cat(branch, dim=2) for branch in zip(*steps, strict=True))
-    return cmp, slc, win
+    cmp, sel, win = (torch.cat(branch, dim=2) for branch in zip(*steps, strict=True))
+    return cmp, sel, win
 
 
 def _selected(
@@ -204,14 +209,7 @@ def _selected(
     return SELECTED[route.name](q, k, v, blocks, config)
 
 
-def _kernels(route: Route, how: Execution) -> AbstractContextManager[object]:
-    """Returns the context in which a branch calls SDPA."""
-    return allowed_kernels(how.switches, refused=bool(route.fallback))
-
-
-def _usual_routes(
-    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, switches: Switches
-) -> Routes:  # fmt: skip
+def _usual_routes(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, switches: Switches) -> Routes:
     shape = ModelConfig(
         dim=1, n_layers=1, n_heads=q.shape[1], n_kv_groups=k.shape[1], d_k=q.shape[3],
         d_v=v.shape[3], mlp_hidden=1, nsa=config,
@@ -231,26 +229,26 @@ def routes_of(
     threads = 0 if torch.compiler.is_compiling() else torch.get_num_threads()
     return effective(
         Case(config, seq_len, device.type, name, switches, FLASH_ATTN_INSTALLED, first, batch,
-             threads)
+             threads, FLASH_PARTS)
     )  # fmt: skip
 
 
-def gated_sum(gates: Tensor, cmp: Tensor, slc: Tensor, win: Tensor) -> Tensor:
+def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
     """Eq. 5: gates `[B, S, H, 3]` and three branches `[B, H, S, Dv]` → `[B, H, S, Dv]`."""
-    return _GatedSum.apply(gates, cmp, slc, win)
+    return _GatedSum.apply(gates, cmp, sel, win)
 
 
 class _GatedSum(torch.autograd.Function):
-    """The gated sum; its backward works in chunks of tokens that fit the processor's cache.
+    """The gated sum in three passes, without a saved product of each branch.
 
     `forward` has one parameter per branch, because without gradients torch.compile cannot trace
     `*branches`.
     """
 
     @staticmethod
-    def forward(gates: Tensor, cmp: Tensor, slc: Tensor, win: Tensor) -> Tensor:
+    def forward(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
         first, second, third = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
-        return (first * cmp).addcmul_(second, slc).addcmul_(third, win)
+        return (first * cmp).addcmul_(second, sel).addcmul_(third, win)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -261,11 +259,7 @@ class _GatedSum(torch.autograd.Function):
         (grad,) = grads
         gates, *branches = ctx.saved_tensors
         weights = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
-        tokens = GATED_TOKENS if grad.device.type == "cpu" else grad.shape[2]
-        chunks = grad.split(tokens, dim=2)
-        grad_weights = [
-            torch.cat([(g * b).sum(-1) for g, b in zip(chunks, cut, strict=True)], dim=2)
-            for cut in (branch.split(tokens, dim=2) for branch in branches)
-        ]
-        grad_gates = torch.stack(grad_weights, dim=-1).transpose(1, 2).to(gates.dtype)
-        return grad_gates, *((grad * w).to(b.dtype) for w, b in zip(weights, branches, strict=True))
+        grad_gates = torch.stack([(grad * b).sum(-1) for b in branches], -1).transpose(1, 2)
+        return grad_gates.to(gates.dtype), *(
+            (grad * w).to(b.dtype) for w, b in zip(weights, branches, strict=True)
+        )

@@ -9,7 +9,7 @@ from nsa.precision import upcast_fp32
 
 
 class Gate(nn.Module):
-    """Branch weights per token and head from the layer's input, in the order cmp, slc, win.
+    """Branch weights per token and head from the layer's input, in the order cmp, sel, win.
 
     With "sigmoid" (the paper) the branches are independent. With "softmax" the weights add up to 1.
     The logits are linear in the input. With `hidden` above 0, they are an MLP of the input with one

@@ -14,12 +14,9 @@ PREFILL_TOKENS = 1024
 
 @torch.inference_mode()
 def generate(
-    model: Transformer,
-    tokens: Tensor,
-    count: int,
-    temperature: float = 0.0,
+    model: Transformer, tokens: Tensor, count: int, temperature: float = 0.0,
     generator: torch.Generator | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns `count` tokens `[B, count]` that follow `tokens` `[B, S]`, S ≥ 1.
 
     Temperature 0 selects the most probable token; otherwise tokens are drawn from the softmax of

@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nsa.directory import MODEL_TYPE, model_config
@@ -23,7 +17,7 @@ from nsa.generate import next_logits
 from nsa.model import Transformer
 
 
-class NSAModelConfig(PreTrainedConfig):
+class NSAModelConfig(transformers.PreTrainedConfig):
     """A `ModelConfig` for Hugging Face's tools: `model` has its fields as plain data.
 
     Raises ValueError if they do not describe a model.
@@ -85,7 +79,7 @@ def left_padding(mask: Tensor, batch: int, columns: int) -> list[int]:
     return (columns - real.sum(1)).tolist()
 
 
-class NSAForCausalLM(PreTrainedModel, GenerationMixin):
+class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin):
     """`Transformer` as a causal language model of Hugging Face."""
 
     config_class = NSAModelConfig
@@ -107,7 +101,23 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """Ties the weights; `Transformer` has initialised them."""
         self.tie_weights(recompute_mapping=False)
 
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.model.head = new_embeddings
+
+    def resize_token_embeddings(self, *args: Any, **others: Any) -> nn.Embedding:
+        """Changes the size of the vocabulary: of embedding, head and configuration."""
+        table = super().resize_token_embeddings(*args, **others)
+        self.config.model = {**self.config.model, "vocab_size": len(table.weight)}
+        self.model.config = model_config(self.config.model)
+        return table
+
     def _init_weights(self, module: nn.Module) -> None:
+        if all(module is not own for own in self.modules()):  # a larger vocabulary's, not yet ours
+            nn.init.normal_(module.get_parameter("weight"), std=self.model.config.init_std)
+            return
         for name, weight in module.named_parameters(recurse=False):
             if not getattr(weight, "_is_hf_initialized", False):
                 raise ValueError(f"a {name} of {type(module).__name__} is missing in the directory")
@@ -122,7 +132,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         `attention_mask` `[B, T]` is 0 for padding on the left; its columns are the tokens in the
         cache and these. The logits of padding are 0. The tokens follow those in `past_key_values`;
         without it, `use_cache` makes a new cache. `labels` `[B, S]` add the mean loss of the next
-        tokens, without padding and -100. Raises ValueError for another kind of mask or cache.
+        tokens, without padding and -100. On a GPU, the values of the mask count only without
+        `past_key_values`, because reading them waits for the device. Raises ValueError for another
+        kind of mask or cache, and for labels of tokens whose logits are not kept.
         """
         batch, count = input_ids.shape
         cache = past_key_values
@@ -130,15 +142,19 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"past_key_values must be an NSACache, not a {type(cache).__name__}.")
         columns = count + (cache.columns if cache else 0)
         padding = cache.padding if cache else [0] * batch
-        if attention_mask is not None:
+        if attention_mask is not None and (cache is None or attention_mask.device.type == "cpu"):
+            # Otherwise the host would wait for the device at each decoded token.
             padding = left_padding(attention_mask, batch, columns)
         cache = cache or NSACache(self.model, padding)
         if padding != cache.padding or len(padding) != batch:
             raise ValueError("past_key_values is of a batch with other rows or other padding.")
         kept, parts, order = min(logits_to_keep or count, count), [], []
+        if labels is not None and kept < count:
+            raise ValueError("labels need the logits of all tokens; leave logits_to_keep at 0.")
         for pad, caches in cache.caches.items():
             rows = cache.rows(pad)
-            tokens = input_ids[rows, max(pad - cache.columns, 0) :]
+            tokens = input_ids if len(cache.caches) == 1 else input_ids[rows]
+            tokens = tokens[:, max(pad - cache.columns, 0) :]
             if not (use_cache or past_key_values):
                 part = self.model(tokens)[:, -kept:]
             elif kept == 1:
@@ -162,5 +178,5 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return output if return_dict else output.to_tuple()
 
 
-AutoConfig.register(MODEL_TYPE, NSAModelConfig)
-AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM)
+transformers.AutoConfig.register(MODEL_TYPE, NSAModelConfig)
+transformers.AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM)

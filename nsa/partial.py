@@ -6,52 +6,61 @@ probabilities are exp(score - lse). On the CPU both directions use torch's flash
 devices, and shapes that these kernels do not support, use plain matrix products.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+def _operator(name: str) -> Any:
+    """Returns one of torch's private operators, or None where this torch has no such operator."""
+    found = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
+    if found is None or "attn_mask" not in {x.name for x in found.default._schema.arguments}:
+        return None
+    return found
+
+
+_flash, _flash_backward = _operator(""), _operator("_backward")
+FLASH_PARTS = _flash is not None and _flash_backward is not None
+"""False where torch lacks the flash kernels for parts; `nsa.backends` then reports a fallback."""
 
 
 def attend_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, flash: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns two values: the output `[N, M, Dv]` and the log-sum-exp `[N, M]`.
+    """Returns two values: the output `[N, G, M, Dv]` and the log-sum-exp `[N, G, M, 1]`.
 
-    Each query must see at least one key.
-
-    `q` is `[N, M, Dk]`, `k` is `[N, T, Dk]`, `v` is `[N, T, Dv]` (float32 or float64), `bias` is
-    `[M, T]`.
+    `q` is `[N, G, M, Dk]`, `k` is `[N, G, T, Dk]`, `v` is `[N, G, T, Dv]`, `bias` is `[M, T]`. Each
+    query must see at least one key.
     """
     if flash and _flash_serves(q, v):
-        out, lse = _flash(*(x.unsqueeze(1) for x in (q, k, v)), attn_mask=bias)
-        return out.squeeze(1), lse.squeeze(1)
+        out, lse = _flash(q, k, v, attn_mask=bias)
+        return out, lse.unsqueeze(-1)
     scores = _scores(q, k, bias)
-    lse = scores.logsumexp(-1)
-    return scores.sub_(lse.unsqueeze(-1)).exp_() @ v, lse
+    lse = scores.logsumexp(-1, keepdim=True)
+    return scores.sub_(lse).exp_() @ v, lse
 
 
 def attend_part_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    bias: Tensor | None, flash: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows: Sequence[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, flash: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what this part of the keys contributes to the gradients of q, k and v.
 
-    `grad` and `out` `[N, M, Dv]` and `lse` `[N, M]` are over all keys; a query whose lse is +inf
-    contributes nothing.
+    `rows` are the output's gradient, the queries, the output and the log-sum-exp; all but the
+    queries are over all keys. A query whose log-sum-exp is +inf contributes nothing.
     """
+    grad, q, out, lse = rows
     if flash and _flash_serves(q, v):
-        tensors = (x.unsqueeze(1) for x in (grad, q, k, v, out, lse))
-        found = _flash_backward(*tensors, 0.0, False, attn_mask=bias)
-        return tuple(x.squeeze(1) for x in found)  # pyright: ignore[reportReturnType]
-    p = _scores(q, k, bias).sub_(lse.unsqueeze(-1)).exp_()
+        return _flash_backward(grad, q, k, v, out, lse.squeeze(-1), 0.0, False, attn_mask=bias)
+    p = _scores(q, k, bias).sub_(lse).exp_()
     grad_scores = (grad @ v.mT).sub_((grad * out).sum(-1, keepdim=True)).mul_(p)
     grad_scores.mul_(q.shape[-1] ** -0.5)
     return grad_scores @ k, grad_scores.mT @ q, p.mT @ grad
 
 
 def _flash_serves(q: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+    return FLASH_PARTS and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,7 @@
-"""The selected branch: scores and choice of blocks (eq. 9, 11, 12), and attention to them."""
+"""The selected branch: scores and choice of blocks (eq. 9, 11, 12), and attention to them.
+
+The branch is named `sel` here and `slc` in the paper; `p_sel` is the paper's p^slc.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -13,18 +16,18 @@ from nsa.tables import cached_table
 
 @cached_table
 def overlap_weights(
-    n_cmp: int, n_slc: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
+    n_cmp: int, n_blocks: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns two values: compressed blocks that overlap each selection block, and the overlaps.
 
-    Both are `[terms, n_slc]`, with blocks in ascending order. An overlap is the fraction of the
+    Both are `[terms, n_blocks]`, with blocks in ascending order. An overlap is the fraction of the
     compressed block that lies inside the selection block, or 0 for unused terms. The weights of
     eq. 9 are overlaps here; with l=32, d=16, l'=64 the weights are 1/2, 1,
     1, 1, 1/2 for blocks 4j-1 … 4j+3. The literal indices of eq. 9 point to earlier tokens. This
     function works for any l, d and l'.
     """
     size, stride, wide = config.block_size, config.block_stride, config.select_block_size
-    begin = torch.arange(n_slc, device=device) * wide
+    begin = torch.arange(n_blocks, device=device) * wide
     terms = (size + wide - 2) // stride + 1 if n_cmp else 0
     term = torch.arange(terms, device=device)[:, None]
     block = term - (size - 1 - begin).div(stride, rounding_mode="floor")
@@ -52,50 +55,50 @@ def block_status(
 
 
 @torch.no_grad()
-def importance(p_cmp: Tensor, config: NSAConfig, n_slc: int) -> Tensor:
-    """Returns p_slc (eq. 9): `p_cmp` `[..., n]` of the first n compressed blocks → `[..., n_slc]`.
+def importance(p_cmp: Tensor, config: NSAConfig, n_blocks: int) -> Tensor:
+    """Returns p_sel (eq. 9) `[..., n_blocks]` from `p_cmp` `[..., n]` of the first n blocks.
 
     The sum is computed term by term, so selection blocks with the same terms have the same score to
     the last bit, and ties are resolved in the same way on every route. In a matrix product, the
     rounding would depend on the position.
     """
-    blocks, weights = overlap_weights(p_cmp.shape[-1], n_slc, config, p_cmp.device, p_cmp.dtype)
-    p_slc = p_cmp.new_zeros(*p_cmp.shape[:-1], n_slc)
+    blocks, weights = overlap_weights(p_cmp.shape[-1], n_blocks, config, p_cmp.device, p_cmp.dtype)
+    p_sel = p_cmp.new_zeros(*p_cmp.shape[:-1], n_blocks)
     for block, weight in zip(blocks, weights, strict=True):
-        p_slc += p_cmp.index_select(-1, block) * weight
-    return p_slc
+        p_sel += p_cmp.index_select(-1, block) * weight
+    return p_sel
 
 
 @torch.no_grad()
 def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
-    """Returns p_slc (eq. 9, 10) of the queries of tokens first, first + 1, ….
+    """Returns p_sel (eq. 9, 10) of the queries of tokens first, first + 1, ….
 
     `q` is `[B, H, S, Dk]`, the compressed keys are `[B, G, N, Dk]`, and the result is `[B, G, S,
     blocks]`. The result is 0 for blocks that a query does not see.
     """
-    n_slc = selection_blocks(config, first + q.shape[2])
-    p_slc = upcast_fp32(q).new_zeros(q.shape[0], k_cmp.shape[1], q.shape[2], n_slc)
+    n_blocks = selection_blocks(config, first + q.shape[2])
+    p_sel = upcast_fp32(q).new_zeros(q.shape[0], k_cmp.shape[1], q.shape[2], n_blocks)
     size, stride = config.block_size, config.block_stride
     for rows, p_cmp in weights_in_chunks(q, k_cmp, size, stride, first):
         begun = selection_blocks(config, first + rows.stop)
-        p_slc[:, :, rows, :begun] = importance(p_cmp, config, begun)
-    return p_slc
+        p_sel[:, :, rows, :begun] = importance(p_cmp, config, begun)
+    return p_sel
 
 
 @torch.no_grad()
-def top_blocks(p_slc: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
+def top_blocks(p_sel: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
     """Returns the blocks that tokens first, first + 1, … attend to (eq. 11).
 
-    `p_slc` is `[B, G, S, blocks]`; the result is int64 `[B, G, S, n]`. Block 0, the current block
+    `p_sel` is `[B, G, S, blocks]`; the result is int64 `[B, G, S, n]`. Block 0, the current block
     and the block before the current block are always selected; the n blocks include these. Of equal
     scores the lower index is selected. Indices ascend; if fewer than n blocks have begun, the other
     indices have the value `blocks`, one past the last index. n is at most the number of blocks.
     """
-    n_slc = p_slc.shape[-1]
-    status = block_status(first, first + p_slc.shape[2], config, p_slc.device, p_slc.dtype)
-    values, order = (p_slc + status).sort(dim=-1, descending=True, stable=True)
-    n = min(config.n_select, n_slc)
-    chosen = order[..., :n].masked_fill(values[..., :n] == -torch.inf, n_slc)
+    n_blocks = p_sel.shape[-1]
+    status = block_status(first, first + p_sel.shape[2], config, p_sel.device, p_sel.dtype)
+    values, order = (p_sel + status).sort(dim=-1, descending=True, stable=True)
+    n = min(config.n_select, n_blocks)
+    chosen = order[..., :n].masked_fill(values[..., :n] == -torch.inf, n_blocks)
     return chosen.sort(dim=-1).values
 
 
@@ -114,9 +117,9 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSA
         token = token.clamp_max(total - 1).unsqueeze(-1)
         k, v = (x.gather(2, token.expand(-1, -1, -1, x.shape[-1])) for x in (k, v))
         return attend_by_group(q, k, v, bias)
-    n_slc = selection_blocks(config, total)
-    causal = causal_mask(total - count, count, n_slc * size, q).unflatten(1, (n_slc, size))
-    bias = additive(~block_mask(blocks, n_slc), q.dtype).unsqueeze(-1) + causal
+    n_blocks = selection_blocks(config, total)
+    causal = causal_mask(total - count, count, n_blocks * size, q).unflatten(1, (n_blocks, size))
+    bias = additive(~block_mask(blocks, n_blocks), q.dtype).unsqueeze(-1) + causal
     return attend_by_group(q, k, v, bias.flatten(-2)[..., :total])
 
 
@@ -136,10 +139,10 @@ def attend_by_group(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return out.unflatten(0, (-1, groups)).flatten(1, 2)
 
 
-def block_mask(blocks: Tensor, n_slc: int) -> Tensor:
-    """Indices `[..., n]` (sentinel `n_slc`) → bool `[..., n_slc]`."""
-    mask = torch.zeros((*blocks.shape[:-1], n_slc + 1), dtype=torch.bool, device=blocks.device)
-    return mask.scatter_(-1, blocks, True)[..., :n_slc]
+def block_mask(blocks: Tensor, n_blocks: int) -> Tensor:
+    """Indices `[..., n]` (sentinel `n_blocks`) → bool `[..., n_blocks]`."""
+    mask = torch.zeros((*blocks.shape[:-1], n_blocks + 1), dtype=torch.bool, device=blocks.device)
+    return mask.scatter_(-1, blocks, True)[..., :n_blocks]
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
 
     `gate_entropy` and `gate_entropy_min` are in nats. `gate_max_gate` is the mean of the largest
     share. `gate_collapse_frac` is the fraction of tokens and heads with an entropy below 0.1 nats
-    and one share above 0.95. `gate_branch_shares` `[3]` has the mean shares of cmp, slc and win.
+    and one share above 0.95. `gate_branch_shares` `[3]` has the mean shares of cmp, sel and win.
     """
     shares = branch_shares(logits, kind)
     entropy, largest = gate_entropy(shares), shares.amax(-1)
@@ -34,13 +34,13 @@ def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def selection_stats(p_slc: Tensor, blocks: Tensor, config: NSAConfig) -> dict[str, Tensor]:
-    """Returns statistics of one layer's selection from p_slc `[B, G, S, blocks]` and the indices.
+def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[str, Tensor]:
+    """Returns statistics of one layer's selection from p_sel `[B, G, S, blocks]` and the indices.
 
     Over queries that see a compressed block (absent if the sequence is shorter than such a block):
 
-    - `sel_entropy`: entropy of p_slc over blocks, nats;
-    - `sel_forced_share`: the fraction of p_slc on the forced blocks.
+    - `sel_entropy`: entropy of p_sel over blocks, nats;
+    - `sel_forced_share`: the fraction of p_sel on the forced blocks.
 
     Over free picks (selected blocks that are not forced) of queries with more than n blocks to
     select from (absent if the sequence has fewer than two such queries, or if n allows no free
@@ -51,27 +51,27 @@ def selection_stats(p_slc: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
     - `sel_overlap`: the fraction of picks that are also blocks of the previous query.
     """
     found = {}
-    seq_len, n_slc = p_slc.shape[-2:]
-    status = block_status(0, seq_len, config, p_slc.device, p_slc.dtype)
+    seq_len, n_blocks = p_sel.shape[-2:]
+    status = block_status(0, seq_len, config, p_sel.device, p_sel.dtype)
     forced = status == torch.inf
     if seq_len >= config.block_size:
         first = config.block_size - 1
-        mass = p_slc[..., first:, :]
+        mass = p_sel[..., first:, :]
         p = mass / mass.sum(-1, keepdim=True)
         found["sel_entropy"] = -(p * p.clamp_min(1e-30).log()).sum(-1).mean()
         found["sel_forced_share"] = (p * forced[first:]).sum(-1).mean()
     first = config.n_select * config.select_block_size
     if seq_len < first + 2 or config.n_select == FORCED_BLOCKS:
         return found
-    chosen = block_mask(blocks[..., first:, :], n_slc)
+    chosen = block_mask(blocks[..., first:, :], n_blocks)
     free = chosen & ~forced[first:]
     picks = free.sum(dtype=torch.float32)
     token = torch.arange(first, seq_len, device=blocks.device)[:, None]
-    block = torch.arange(n_slc, device=blocks.device)[None, :]
+    block = torch.arange(n_blocks, device=blocks.device)[None, :]
     distance = token - (block + 1) * config.select_block_size + 1
     age = token // config.select_block_size - block
     found["sel_distance_mean"] = (free * distance).sum() / picks
-    octaves = range(1, (n_slc - 1).bit_length())
+    octaves = range(1, (n_blocks - 1).bit_length())
     per_octave = [(free & (age >= 2**i) & (age < 2 ** (i + 1))).sum() for i in octaves]
     found["sel_distance_hist"] = torch.stack(per_octave) / picks
     kept = free[..., 1:, :] & chosen[..., :-1, :]
@@ -86,9 +86,5 @@ def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     entropy = together.pop("gate_entropy")
     lowest = together.pop("gate_entropy_min")
     merged = {name: values.mean(0) for name, values in together.items()}
-    return {
-        "gate_entropy_mean": entropy.mean(),
-        "gate_entropy_min": lowest.min(),
-        "gate_entropy_layers": entropy,
-        **merged,
-    }
+    over_all = {"gate_entropy_mean": entropy.mean(), "gate_entropy_layers": entropy}
+    return over_all | {"gate_entropy_min": lowest.min()} | merged

@@ -12,7 +12,10 @@ P = ParamSpec("P")
 T = TypeVar("T", bound="Tensor | tuple[Tensor, ...]")
 
 LARGEST_MIB, MOST_TABLES = 256, 1024
-"""Limits of the cached tables, in MiB and in number; the least recently used tables are dropped."""
+"""Limits of the cached tables, in MiB (all devices together) and in number.
+
+The least recently used tables are dropped. A table that alone exceeds the limit is not cached.
+"""
 
 
 class Tables:
@@ -27,11 +30,12 @@ class Tables:
         if key in self._tables:
             self._tables.move_to_end(key)
             return self._tables[key]
-        table = self._tables[key] = build()
+        table = build()
+        if _bytes(table) > LARGEST_MIB << 20:
+            return table
+        self._tables[key] = table
         self.bytes += _bytes(table)
-        while len(self._tables) > 1 and (
-            self.bytes > LARGEST_MIB << 20 or len(self._tables) > MOST_TABLES
-        ):
+        while self.bytes > LARGEST_MIB << 20 or len(self._tables) > MOST_TABLES:
             self.bytes -= _bytes(self._tables.popitem(last=False)[1])
         return table
 

@@ -6,12 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.attend import attend, attend_last, causal_mask
+from nsa.attend import attend, attend_folded, attend_last, causal_mask
 
 CHUNK_ROWS = 384
 """Preferred number of rows (tokens times heads of a group) in a chunk."""
-SMALLEST_CHUNK, LARGEST_CHUNK = 16, 128
-"""Limits of the number of tokens in a chunk. With each token, every query reads one more key."""
 
 
 def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = False) -> Tensor:
@@ -21,8 +19,11 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = F
     `[B, H, S, Dv]`; T - S is at least w - 1, or the position of the first query. Queries with fewer
     than w earlier tokens see all earlier tokens. The other queries are cut into chunks of c tokens
     (16 to 128), and each chunk sees w + c keys, so a query costs w + c keys instead of S.
+    With `folded` and T = S, `attend_folded` computes all of it.
     """
     count, past = q.shape[2], k.shape[2] - q.shape[2]
+    if folded and not past:
+        return attend_folded(q, k, v, window)
     if count == 1:
         return attend_last(q, k[:, :, -window:], v[:, :, -window:])
     start = min(max(window - past, 0), count)
@@ -46,7 +47,8 @@ def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """
     batch, heads, rest, _ = q.shape
     groups = k.shape[1]
-    chunk = chunk_tokens(window, heads // groups)
+    # Enough rows for the kernel; but with each token of a chunk, every query reads one more key.
+    chunk = min(max(window, 16), max(CHUNK_ROWS * groups // heads, 16), 128)
     spare = -rest % chunk
     if spare:
         q, k, v = (F.pad(x, (0, 0, 0, spare)) for x in (q, k, v))
@@ -56,12 +58,6 @@ def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     out = attend(q.flatten(3, 4).flatten(0, 1), k, v, bias)
     out = out.unflatten(0, (batch, -1)).unflatten(3, (chunk, -1)).transpose(2, 3)
     return out.flatten(3, 4).flatten(1, 2)[:, :rest].transpose(1, 2)
-
-
-def chunk_tokens(window: int, heads: int) -> int:
-    """Returns the number of tokens in a chunk if `heads` heads share the keys."""
-    wanted = min(max(CHUNK_ROWS // heads, SMALLEST_CHUNK), LARGEST_CHUNK)
-    return min(max(window, SMALLEST_CHUNK), wanted)
 
 
 def attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

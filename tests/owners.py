@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from console.supervisor.child_state import ChildState
-from console.supervisor.link import Channel, Link
+from console.supervisor.link import Channel, ChildState, Link
 
 _others: list[socket.socket] = []
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from multiprocessing import Pipe
+from typing import Any, NoReturn, TypeVar
 
 from console import actions, targets
 from console.action_table import ACTIONS
 from console.actions import LaunchOptions
 from console.commands.output import print_error, print_line, program, show
 from console.commands.query import follow
-from console.commands.timeout import within
 from console.sources import launches
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, UsageError
 
 SPARE_S = 1.0
+T = TypeVar("T")
 
 
 def pairs(words: Sequence[str], option: str) -> dict[str, str]:
@@ -128,3 +131,47 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     name = launches.launch_id(launches.launch_of(path) or path)
     show(options.json, event, (f"{name}: {clean(str(event.get('text', '')))}", *detail))
     return 0 if event.get("ok") else 4
+
+
+def within(limit_s: float, work: Callable[[], T]) -> T:
+    """Runs `work` in a child process, because a disk may hang; returns its result or its error.
+
+    A process that waits for a hung file system cannot be ended, not even by KILL. So the command
+    can exit without waiting for the child. After `limit_s` seconds it sends KILL and raises
+    TimeoutError; a child in state D ends later.
+    """
+    reading, writing = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        _work_in_child(work, writing.send)
+    writing.close()
+    try:
+        if not reading.poll(limit_s):
+            raise TimeoutError
+        result, error = reading.recv()
+    except EOFError:
+        raise ContractError(
+            "the process that sends the request died: delivery unknown; send the request again"
+        ) from None
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    os.waitpid(child, 0)
+    if error is not None:
+        raise error
+    return result
+
+
+def _work_in_child(work: Callable[[], T], answer: Callable[[object], None]) -> NoReturn:
+    """Sends the result of `work`. Redirects descriptors 0-2, so no reader waits for the child."""
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        try:
+            outcome = (work(), None)
+        except Exception as error:
+            outcome = (None, error)
+        answer(outcome)
+    finally:
+        os._exit(0)

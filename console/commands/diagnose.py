@@ -1,69 +1,44 @@
-"""`nsa-console diagnose`: prints the present verdict on a run, its evidence and the next step."""
+"""The present verdict on a run with its evidence, and an archive of the run for a bug report."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from console import actions, status_text
+from console import bundle as archive
+from console import status_text
 from console.commands.output import show
 from console.diagnose.stall import limit_s
-from console.model import RunState
 from console.sources import launches, verdicts
+from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from console.sources.verdicts import Seen
 from console.supervisor.diagnosis import Diagnoser, Diagnosis
-from console.supervisor.inbox import Outcome
+from console.supervisor.monitor import stop_cost
+from trainers.contract import jsonl
+from trainers.contract.errors import ContractError
 
-DUMPED_S = 15.0
-ENDS_RUN = frozenset(("exited", "exited-early", "mismatch"))
-"""Causes that only the end of the attempt removes."""
 MAX_RANK_LINES = 64
 
 
 def diagnose(options: argparse.Namespace) -> int:
     """Prints the verdict on a run; returns 1 if the run is stalled, or if that is unknown."""
-    path = launches.find(options.run, options.root, act=options.dump)
-    dumped = _dump(path) if options.dump else None
-    found = Diagnoser(path).diagnose()
-    record = as_json(found, options.root, dumped)
+    found = Diagnoser(launches.find(options.run, options.root)).diagnose()
+    record = as_json(found, options.root)
     show(options.json, record, map(clean, lines(found, record)))
     return found.exit_code
 
 
-def _dump(path: Path) -> Outcome:
-    """Requests a dump and returns the answer. Raises RefusedError if there is no supervisor."""
-    event = actions.answer(path, actions.send(path, "dump", {}, actions.who()), DUMPED_S)
-    if event is None:
-        return False, f"no answer from the supervisor within {DUMPED_S:g} s", []
-    detail = [str(line) for line in event.get("detail") or ()]
-    return event.get("ok") is True, str(event.get("text", "")), detail
-
-
-def cost(state: RunState, cause: str) -> tuple[int | None, str]:
-    """Returns two values: the number of steps that a stop loses, and a sentence on this loss."""
-    saved = state.checkpoint.removeprefix("step_")
-    if state.step is None:
-        lost, words = None, "an unknown number of steps"
-    else:
-        lost = max(0, state.step - (int(saved) if saved.isdecimal() else 0))
-        words = status_text.counted(lost, "step")
-    since = f"since the checkpoint of step {int(saved)}" if saved.isdecimal() else "no checkpoint"
-    stop = f"stopping the run loses {words} ({since})"
-    if cause in ENDS_RUN:
-        return lost, stop
-    return lost, f"no step is lost if the run then continues; {stop}"
-
-
-def as_json(found: Diagnosis, root: Path, dumped: Outcome | None) -> dict[str, Any]:
+def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
     """Returns a diagnosis as JSON data; its keys are documented and stable."""
     state, verdict = found.state, found.verdict
     seen = verdicts.seen_before(root, found.run, verdict) if verdict and found.run else None
-    lost, text = cost(state, verdict.cause) if verdict and found.outlook != "ended" else (None, "")
+    saved = state.checkpoint.removeprefix("step_")
+    cost = stop_cost(state.step or 0, int(saved) if saved.isdecimal() else 0, True)
     ranks = [
         {"rank": each.rank, "pid": each.pid or None, "state": each.state, "step": each.step,
          "phase": each.phase, "unchanged_s": round(each.unchanged_s, 1) if each.phase else None,
@@ -75,24 +50,18 @@ def as_json(found: Diagnosis, root: Path, dumped: Outcome | None) -> dict[str, A
         "step": state.step, "attempt": state.attempt, "source": found.source if verdict else "",
         "age_s": verdict and max(0.0, time.time() - verdict.ts),
         "verdict": verdict and asdict(verdict), "missing": list(found.missing),
-        "lost_steps": lost, "cost": text, "seen_before": seen and _seen(seen), "ranks": ranks,
-        "dump": dumped and {"ok": dumped[0], "text": dumped[1], "detail": list(dumped[2])},
+        "cost": cost if verdict and found.outlook != "ended" else "",
+        "seen_before": seen and {"run": seen.run, "ts": seen.verdict.ts,
+                                 "cause": seen.verdict.cause, "place": seen.verdict.place},
+        "ranks": ranks,
         "exit_code": found.exit_code,
     }  # fmt: skip
-
-
-def _seen(seen: Seen) -> dict[str, Any]:
-    return {"run": seen.run, "ts": seen.verdict.ts, "cause": seen.verdict.cause,
-            "place": seen.verdict.place}  # fmt: skip
 
 
 def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
     """Yields a diagnosis as text."""
     state, verdict = found.state, found.verdict
     yield f"{state.id}  {found.outlook.upper()}  {status_text.progress(state)}"
-    if record["dump"]:
-        yield f"  dump: {record['dump']['text']}"
-        yield from (f"    {line}" for line in record["dump"]["detail"])
     if found.why:
         yield f"  {found.why}"
     if verdict:
@@ -103,7 +72,7 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
     yield from (f"    ? {line}" for line in found.missing)
     if verdict and verdict.action:
         yield f"  next: {verdict.action}"
-    if record["cost"]:
+    if record["cost"] and record["cost"] not in record["verdict"]["action"]:
         yield f"  cost: {record['cost']}"
     if seen := record["seen_before"]:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen["ts"]))
@@ -117,3 +86,40 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
                 f"  rank {each['rank']} pid {each['pid'] or '?'} {each['state']}  {where}, "
                 f"stall limit {each['limit_s']:.0f} s"
             )
+
+
+def bundle(options: argparse.Namespace) -> int:
+    """Writes the archive; prints its path, its size and the files that were left out."""
+    path = launches.find(options.run, options.root)
+    source = RunSource(path)
+    state = source.poll()
+    name = re.sub(r"[^\w.-]+", "-", state.id or path.name, flags=re.ASCII).strip("-.")[:100]
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    output = options.output or Path(f"bundle-{name}-{stamp}{archive.ENDING}")
+    archive.check(output)
+    made = {"status.json": jsonl.encode(status_text.as_json(state, source.is_launch))}
+    made |= _diagnosis(path, options.root)
+    manifest = archive.write(path, source.run_path, output, made)
+    files, size = manifest["files"], output.stat().st_size
+    removed, cut = (sum(each[key] for each in files) for key in ("removed", "truncated"))
+    left = len(manifest["left_out"])
+    record = {"path": str(output), "size_bytes": size, "files": len(files), "truncated": cut,
+              "removed": removed, "left_out": left}  # fmt: skip
+    show(options.json, record, [
+        f"{output}: {status_text.size(size)}, {status_text.counted(len(files), 'file')} "
+        f"({cut} truncated, {left} left out)",
+        f"{status_text.counted(removed, 'value')} removed as secret; kept: {archive.KEPT}",
+        "read the bundle before you publish it",
+    ])  # fmt: skip
+    return 0
+
+
+def _diagnosis(path: Path, root: Path) -> dict[str, bytes]:
+    """Returns the output of `diagnose` as text and as JSON, or the reason why it is missing."""
+    try:
+        found = Diagnoser(path).diagnose()
+    except (ContractError, OSError) as error:
+        return {"diagnosis.txt": f"not available: {error}\n".encode()}
+    record = as_json(found, root)
+    text = "\n".join(map(clean, lines(found, record)))
+    return {"diagnosis.txt": f"{text}\n".encode(), "diagnosis.json": jsonl.encode(record)}

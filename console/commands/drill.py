@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +218,12 @@ def read_score(path: Path, fault: Drill) -> Score:
     if truth.cause:
         for found in verdicts.stored(run, MAX_VERDICTS):  # the newest first
             if found.ts >= fault_ts and (not score.reaction or _is_before(found.ts, score)):
-                marks = (found.rank == rank, found.phase == truth.phase, found.cause == truth.cause)
-                said, right = (said, right) if said else (found.sentence, marks)
-                shown_ts = found.ts if all(marks) else shown_ts
+                named = (found.rank == rank, found.phase == truth.phase, found.cause == truth.cause)
+                said, right = (said, right) if said else (found.sentence, named)
+                shown_ts = found.ts if all(named) else shown_ts
     elif truth.ends and over:
-        said, named = f"{state.state}: {state.why}", _names(state.why, rank)
-        right = (named, named, state.state == truth.ends)
+        said, is_named = f"{state.state}: {state.why}", _names(state.why, rank)
+        right = (is_named, is_named, state.state == truth.ends)
         shown_ts = state.since_ts if all(right) else None
     elif truth.alert:
         alerts = [each for each in events if each.get("kind") == "alert"
@@ -232,16 +232,8 @@ def read_score(path: Path, fault: Drill) -> Score:
             said = jsonl.text(each, "text")
             right = (not truth.ranked or _names(said, rank), True, True)
             shown_ts = jsonl.number(each, "ts") if all(right) else None
-    return Score(
-        fault,
-        truth,
-        fault_ts,
-        said,
-        shown_ts and max(0.0, shown_ts - fault_ts),
-        *right,
-        given,
-        over,
-    )
+    marks = dict(zip(("right_rank", "right_phase", "right_cause"), right, strict=True))
+    return replace(score, said=said, shown_s=shown_ts and max(0.0, shown_ts - fault_ts), **marks)
 
 
 def _names(text: str, rank: int) -> bool:

@@ -1,9 +1,8 @@
-"""The commands that only read: runs, status, watch, check, compare, logs, flags and plans."""
+"""The commands that only read: runs, status, watch, check, compare, report, logs, flags, plans."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 import time
@@ -20,13 +19,14 @@ from console.commands.output import (
     show,
     show_progress,
 )
+from console.commands.table import regex
 from console.model import LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState, State
 from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches, liveness
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract import rundir
-from trainers.contract.errors import NotFoundError, UsageError
+from trainers.contract.errors import NotFoundError, RefusedError, UsageError
 
 LOGS_POLL_S = 0.5
 FULL_BYTES = 8 << 20
@@ -250,6 +250,29 @@ def compare(options: argparse.Namespace) -> int:
     return 1 if any(each.refusal for each in found) else 0
 
 
+def report(options: argparse.Namespace) -> int:
+    """Prints the Markdown, or writes it and its charts to a file."""
+    from console.plans import report as reports
+
+    path = launches.find(options.run, options.root)
+    output = options.output
+    if output is None:
+        *_, files = reports.versions(path)
+        text = files[path]
+        show(options.json, {"path": str(path), "report": text}, [text.rstrip("\n")])
+        return 0
+    if output.suffix != ".md" or not output.parent.is_dir():
+        raise UsageError(f"--output {output}: it must be NAME.md, in an existing directory")
+    try:
+        *_, files = reports.versions(path, output)
+        reports.save(files)
+    except OSError as error:
+        raise RefusedError(f"cannot write {output}: {error.strerror}") from error
+    names = [str(each) for each in files]
+    show(options.json, {"path": str(path), "files": names}, [f"wrote {', '.join(names)}"])
+    return 0
+
+
 def logs(options: argparse.Namespace) -> int:
     """Prints the logs of a run: all logs merged, or the log of one rank."""
     from console.sources.logs import LogSource
@@ -260,7 +283,7 @@ def logs(options: argparse.Namespace) -> int:
         raise NotFoundError(f"{options.run} has no run yet, so it has no logs")
     if isinstance(options.rank, int) and not options.follow:
         _must_have_rank(run, state, options.rank)
-    pattern = _pattern(options.grep or "")
+    pattern = options.grep or regex("")
     reader = LogSource(run.run_path, state.attempt)
     wanted = f"r{options.rank}" if isinstance(options.rank, int) else options.rank
     over = not options.follow or status_text.is_over(state)
@@ -279,13 +302,6 @@ def logs(options: argparse.Namespace) -> int:
             time.sleep(LOGS_POLL_S)
             state = run.poll()
             over = status_text.is_over(state)
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"--grep {text!r} is not a regular expression: {error}") from None
 
 
 def _must_have_rank(run: RunSource, state: RunState, rank: int) -> None:

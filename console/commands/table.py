@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -56,6 +57,13 @@ def at_least(least: int, what: str) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"{text} is not {what}")
 
     return convert
+
+
+def regex(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
 
 
 def log_name(text: str) -> int | str:
@@ -164,11 +172,8 @@ QUERIES: tuple[Command, ...] = (
        "the end.\n",
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
-            ("diagnose latest", "diagnose latest --dump", "diagnose runs/by_hand --json"), (
-        _run(),
-        option("--dump", action="store_true",
-               help="dump the stacks first; needs a supervisor"),
-    ), "The verdict comes from the supervisor. Without a supervisor, the command\n"
+            ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),
+       "The verdict comes from the supervisor. Without a supervisor, the command\n"
        "collects the evidence itself, in about 4 s. + marks evidence for the verdict,\n"
        "- evidence for another rank, ? evidence that is not available. Exit code 0: no\n"
        "stall; 1: stalled, or not known. For a run that has ended, the exit code is\n"
@@ -183,7 +188,7 @@ QUERIES: tuple[Command, ...] = (
     ), "MANIFEST.json in the archive lists the size and SHA-256 of each file, and what\n"
        "was cut off or left out. The archive has at most 64 MiB, and nothing is read\n"
        "through links.\n" + LEGACY,
-       "bundle.bundle"),
+       "diagnose.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
     ), (
@@ -222,13 +227,13 @@ QUERIES: tuple[Command, ...] = (
     ), "The report shows gates, speed, figures with file and window, environment, files,\n"
        "and what was not measured. Each launch writes report.md at its end. Exit code 0:\n"
        "the report was written; the result of the run does not change this code.\n"
-       + LEGACY, "report.report"),
+       + LEGACY, "query.report"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
         _run(),
         option("--rank", type=log_name, metavar="R",
                help="print one log only: that of rank R, sup (the supervisor) or torchrun"),
-        option("--grep", type=word, metavar="RE",
+        option("--grep", type=regex, metavar="RE",
                help="print only the lines that match this regular expression"),
         option("-f", "--follow", action="store_true", help="print new lines until the run ends"),
     ), target="query.logs"),
@@ -281,7 +286,7 @@ DRILL = Command(
                help="rank that has the fault (default: the last rank)"),
         option("--nproc", type=at_least(1, "a number of processes"), default=2, metavar="N",
                help="processes of the run, 1-16 (default: %(default)s)"),
-        option("--plain", "--no-screen", action="store_true",
+        option("--plain", action="store_true",
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
                help="with --plain: longest wait for the verdict, and the same time again for "

@@ -11,58 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.evidence import NO_WHERE, RAN_SHARE, Evidence, Sign, signs
-from console.diagnose.stack_classes import Where, loader_thread
-from console.diagnose.stall import UNREPORTED, RankEvidence
-from console.diagnose.verdict import ENDED_STATES, Case, exits, others, resume, stalled
-from console.model import Gpu, Sure, Verdict
-from console.sources.descriptors import BlockedOn
-from console.sources.flight import Difference
-from console.sources.kernel_evidence import ProcessEvidence
+from console.diagnose.evidence import LASTING_STATES, Evidence, Stall, Suspect
+from console.diagnose.stall import (
+    SAVING_PHASES,
+    UNREPORTED,
+    RankEvidence,
+    unusable_pulses,
+    why_unconfirmed,
+)
+from console.diagnose.verdict import ENDED_STATES, Case, case_of, exits, others, resume, stalled
+from console.model import Sure, Verdict
 from console.sources.stacks import Frame
+from trainers.contract.plan import Watch
 
+NO_EVIDENCE = Evidence()
 WORKER = "pt_data_worker"
 """Start of the name that torch gives to the worker processes of its loader."""
-NO_PROCESS_WAIT = BlockedOn("none", "")
-
-
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """The evidence about one rank that is named as the cause."""
-
-    rank: RankEvidence
-    process: ProcessEvidence | None
-    where: Where
-    share: float | None
-    runs: bool
-    """True if the rank uses a core and waits neither for its peers nor for its GPU."""
-    difference: Difference
-    loader: tuple[str, bool]
-    """The result of `loader_thread` for this rank."""
-    gpus: Sequence[Gpu] = ()
-    uses_a_core: bool = False
-    """True if the rank uses a core, also while it waits for its peers or its GPU."""
-    python: bool | None = None
-    """True if the rank's running main thread is in Python code, None if that is not known."""
-    ran: bool | None = None
-    """True if the rank's main thread ran between the samples, None if that is not known."""
-
-    @property
-    def in_futex(self) -> bool:
-        """True if the rank's own code waits in a futex, for a lock or sometimes for the GIL."""
-        return self.main.kind == "futex" and self.where.kind == "own"
-
-    @property
-    def state(self) -> str:
-        """The kernel's letter for the state of the process, or "gone" if the process has ended."""
-        if self.process is None or self.rank.state in ENDED_STATES:
-            return self.rank.state
-        return self.process.state
-
-    @property
-    def main(self) -> BlockedOn:
-        """The object on which the main thread's system call waits."""
-        return self.process.main if self.process else NO_PROCESS_WAIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +42,7 @@ class Cause:
 def _traced(of: Suspect) -> str:
     if of.state != "t":
         return ""
-    tracer = of.process.tracer if of.process else None
+    tracer = of.after.tracer if of.after else None
     return f"is traced by pid {tracer[0]} ({tracer[1]})" if tracer else "is traced by a debugger"
 
 
@@ -106,18 +70,12 @@ def _loader(of: Suspect) -> str:
         return ""
     # An ended child with another program's name is no worker, because many programs leave such
     # children.
-    names = {thread.name for thread in of.process.threads[:1]} if of.process else set()
+    names = {thread.name for thread in of.after.threads[:1]} if of.after else set()
     ill = [f"worker {child.pid} ({child.name}) is in state {child.state}"
-           for child in (of.process.children if of.process else ())
+           for child in (of.after.children if of.after else ())
            if child.state in "TtD" or (child.state in "ZX" and (
                child.name in names or child.name.startswith(WORKER)))]  # fmt: skip
     return ", ".join(["waits for its data loader", *ill[:4], *([fed] if fed and not ill else [])])
-
-
-def _mismatch(of: Suspect) -> str:
-    found = of.difference
-    is_other = found.kind == "mismatch" and of.rank.rank in found.ranks
-    return "calls another collective" if is_other else ""
 
 
 def _startup(of: Suspect) -> str:
@@ -138,7 +96,7 @@ def _lock(of: Suspect) -> str:
 
 def _native(of: Suspect) -> str:
     if of.where.kind != "native":
-        alone = of.runs and of.python is False
+        alone = of.runs and of.runs_python is False
         return f"runs native code{_used(of)} and makes no progress" if alone else ""
     if of.main.kind == "futex":
         return "waits for the GIL, which native code holds, perhaps in another thread"
@@ -148,16 +106,12 @@ def _native(of: Suspect) -> str:
 def _device(of: Suspect) -> str:
     if of.where.kind != "device":
         return ""
-    kernel = gpu_signs.kernel_words(of.gpus)
-    return _device_words(of.where, kernel)
-
-
-def _device_words(where: Where, kernel: str) -> str:
-    return where.text.partition(" in ")[0].rstrip(",") + (f", which {kernel}" if kernel else "")
+    kernel = gpu_signs.kernel_words(of.gpus or ())
+    return of.where.text.partition(" in ")[0].rstrip(",") + (f", which {kernel}" if kernel else "")
 
 
 def _busy(of: Suspect) -> str:
-    code = " Python code" if of.python else ""
+    code = " Python code" if of.runs_python else ""
     runs = of.runs or (of.in_futex and of.ran)
     return f"runs{code}{_used(of)} and makes no progress" if runs else ""
 
@@ -178,13 +132,14 @@ def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
 CAUSES: tuple[Cause, ...] = (
     Cause("stopped", lambda of: "is stopped (SIGSTOP)" if of.state == "T" else "", "{resume}"),
     Cause("traced", _traced, "detach the debugger: kill -CONT does not resume the rank"),
-    Cause("frozen", lambda of: "is frozen by its cgroup" if of.process and of.process.frozen
-          else "", "thaw its container or cgroup (write 0 to cgroup.freeze)"),
+    Cause("frozen", lambda of: "is frozen by its cgroup" if of.after and of.after.frozen else "",
+          "thaw its container or cgroup (write 0 to cgroup.freeze)"),
     Cause("exited", _exited, "stop the run, then resume it from the newest checkpoint"),
     Cause("disk", _disk, "check the disk, the network file system and the driver"),
     Cause("startup", _startup, "check the log of the rank, and the rendezvous address and port"),
     Cause("loader", _loader, "check the loader's workers and the storage that they read"),
-    Cause("mismatch", _mismatch, "compare the calls in the stacks; a restart repeats the stall"),
+    Cause("mismatch", lambda of: "calls another collective" if of.calls_other else "",
+          "compare the calls in the stacks; a restart repeats the stall"),
     Cause("native", _native, "py-spy dump --native --pid {pid} shows the native frames"),
     Cause("device", _device, "see the GPU's Xids; py-spy dump --native --pid {pid} shows the call"),
     Cause("child", _waiting("child", "process"), "resume or kill that process"),
@@ -201,163 +156,180 @@ SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "start
 OF_LIBRARY = ("loader", "socket")
 """Classes of stacks that show which object a `poll` waits for; the system call does not."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
+KERNEL_CAUSES = ("stopped", "traced", "exited")
+"""Causes that the kernel confirms."""
+LOOK_AT_STACKS = "dump the stacks to see the cause"
 
 
-def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
-    """Returns the verdict with its cause, the evidence for and against it, and the next step."""
-    found = signs(case.running, evidence)
-    culprits = _culprits(found, case, evidence)
-    if base.cause == "exited-early" and not any(
-        evidence.is_abnormal(each.rank) for each in case.running
-    ):  # fmt: skip
-        return _with_signs(base, found, set(), evidence)
+def diagnose(
+    ranks: Sequence[RankEvidence], watch: Watch, ts: float, evidence: Evidence = NO_EVIDENCE
+) -> Verdict | None:
+    """Returns why the run makes no progress, or None while it makes progress.
+
+    `ts` is the unix time of the verdict. A rank without a usable pulse is never named. If there is
+    such a rank, a verdict has the confidence "low" unless its cause is one of `KERNEL_CAUSES`.
+    """
+    case = case_of(ranks, watch, ts)
+    if case is None or not (case.stalled or case.blocked()):
+        return None
+    found = explain(case, evidence)
+    if not any(each.doubt for each in ranks) or found.cause in KERNEL_CAUSES:
+        return found
+    return replace(found, sure="low", sentence=f"{found.sentence}; {unusable_pulses(ranks)}")
+
+
+def explain(case: Case, evidence: Evidence) -> Verdict:
+    """Returns the verdict on a stall: its cause, the evidence for and against it, the next step."""
+    stall, slow = Stall(case, evidence), case.slowest[0]
+    early = [each for each in case.exited if each.step <= slow.step]
+    # A rank that saves needs no other rank.
+    if early and slow.phase not in SAVING_PHASES and not any(s.cannot_run for s in stall.suspects):
+        return _exited_early(stall, early)
+    culprits = _culprits(stall)
     if not culprits:
-        return _alike(base, case, evidence, found)
-    difference, first = evidence.difference(case.running), culprits[0]
-    of = _suspect(first, evidence, difference)
+        return _alike(stall)
+    of = culprits[0]
     cause = next((each for each in CAUSES if each.explain(of)), None)
     if cause is not None:  # keep the ranks with the same cause
-        culprits = [each for each in culprits
-                    if cause.explain(_suspect(each, evidence, difference))]  # fmt: skip
-    numbers = {each.rank for each in culprits}
-    why = [sign for sign in found if first.rank in sign.ranks]
-    contrary = [sign for sign in found if sign.ranks and first.rank not in sign.ranks]
-    # Incomplete flight records name no rank, but are contrary evidence if they show another rank.
-    unlike = bool(difference.ranks) and first.rank not in difference.ranks
-    everyone = len(culprits) == len(case.running) > 1
-    stopped = everyone and all(evidence.is_abnormal(each.rank) for each in culprits)
-    agree = len(why) + stopped + (difference.confirmed and evidence.calls_differ(numbers))
-    sure = _sure(agree, max(len(contrary), unlike), cause is not None)
-    if sure == "high" and (cause is None or _is_unsure(of, cause, evidence)):
-        sure = "medium"
-    if of.where.kind == "device" and not gpu_signs.is_running(of.gpus):
+        culprits = [each for each in culprits if cause.explain(each)]
+    ranks, alone = [each.rank for each in culprits], len(case.running) == 1
+    sure = _sure(culprits, cause, stall)
+    if alone and cause is None and why_unconfirmed(case.running, case.watch):
         sure = "low"
-    calls = difference.text if difference.kind in ("behind", "mismatch") else ""
-    name = cause.name if cause else "slowest-rank" if len(case.running) > 1 else base.cause
+    everyone = len(culprits) == len(case.running) > 1
+    calls = stall.difference.text if stall.difference.kind in ("behind", "mismatch") else ""
     native = of.where.kind == "native" and of.main.kind == "futex"
     frame = None if native else of.where.own or of.where.frame
     at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
+    action = _action(cause, ranks, frame) if cause else ""
     verdict = case.verdict(
-        None if everyone else first, name, sure,
-        stalled(case, culprits) + (f": {who} {cause.explain(of)}" if cause else "") + at, calls,
-        others(case, culprits), exits(case.exited),
+        None if everyone else of.rank,
+        cause.name if cause else "all-ranks" if alone else "slowest-rank", sure,
+        stalled(case, ranks) + (f": {who} {cause.explain(of)}" if cause else "") + at,
+        action if of.state == "T" else "", calls,
+        others(case, ranks), exits(case.exited), _advice(cause, evidence),
     )  # fmt: skip
-    action = _action(cause, culprits, frame) if cause else ""
     if of.where.own and not native:
         verdict = replace(verdict, place=of.where.own.place)
-    return _with_signs(verdict, found, numbers, evidence, action)
+    return _with_signs(verdict, stall, {each.rank for each in ranks}, action)
 
 
-def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> Suspect:
-    number, stacks = rank.rank, evidence.stacks
-    own_share = evidence.main_share(number)
-    return Suspect(
-        rank, evidence.after.get(number), evidence.places().get(number, NO_WHERE),
-        evidence.share(number), evidence.runs(number), difference,
-        loader_thread(number, stacks) if number in stacks else ("", False),
-        evidence.gpus.get(number, ()), evidence.uses_a_core(number),
-        evidence.runs_python(number), None if own_share is None else own_share >= RAN_SHARE,
+def _advice(cause: Cause | None, evidence: Evidence) -> str:
+    return "" if cause or evidence.stacks else LOOK_AT_STACKS
+
+
+def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
+    """Names the ranks that exited before the others were done."""
+    case = stall.case
+    slow, first = case.slowest[0], min(early, key=lambda each: (each.step, each.rank))
+    certain = first.step < slow.step and first.state in ENDED_STATES
+    verdict = case.verdict(
+        first, "exited-early", "high" if certain else "medium",
+        f"{exits(early)} at step {first.step} before the other ranks",
+        f"no progress since {case.since(slow)}", others(case, [first]),
     )  # fmt: skip
+    return _with_signs(verdict, stall, set())
 
 
-def _culprits(
-    found: Sequence[Sign], case: Case, evidence: Evidence
-) -> list[RankEvidence]:  # fmt: skip
+def _culprits(stall: Stall) -> list[Suspect]:
     """Returns the ranks that cause a stall: those that cannot run, or else those with most signs.
 
     A rank that cannot run is not the cause if two other sources name other ranks.
     """
-    ranks = [each for each in case.running
-             if each.state in ENDED_STATES or evidence.is_abnormal(each.rank)]  # fmt: skip
-    numbers = {each.rank for each in ranks}
+    found, blocked = stall.signs, [each for each in stall.suspects if each.cannot_run]
+    numbers = {each.number for each in blocked}
     contrary = [sign for sign in found if sign.ranks and not numbers & set(sign.ranks)]
-    if ranks and len(contrary) < 2:
+    if blocked and len(contrary) < 2:
         votes = Counter(rank for sign in found for rank in sign.ranks)
-        return sorted(ranks, key=lambda each: (-votes[each.rank], each.position))
-    named = [set(sign.ranks) for sign in (contrary if ranks else found) if sign.ranks]
+        return sorted(blocked, key=lambda each: (-votes[each.number], each.rank.position))
+    named = [set(sign.ranks) for sign in (contrary if blocked else found) if sign.ranks]
     if not named:
-        return list(case.running) if len(case.running) == 1 else []
+        return stall.suspects if len(stall.suspects) == 1 else []
     best = max(named, key=lambda ranks: sum(bool(ranks & other) for other in named))
     for other in named:  # keep the ranks that all agreeing sources name
         best = best & other or best
-    return [each for each in case.running if each.rank in best]
+    return [each for each in stall.suspects if each.number in best]
+
+
+def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sure:
+    """Returns the confidence: "high" needs two sources that agree, and a cause without doubt."""
+    of, difference = culprits[0], stall.difference
+    first, numbers = of.number, {each.number for each in culprits}
+    contrary = [sign for sign in stall.signs if sign.ranks and first not in sign.ranks]
+    # Incomplete flight records name no rank, but are contrary evidence if they show another rank.
+    disagree = max(len(contrary), bool(difference.ranks) and first not in difference.ranks)
+    agree = sum(first in sign.ranks for sign in stall.signs)
+    everyone = len(culprits) == len(stall.suspects) > 1
+    # The pulse of a rank that cannot run has not changed either.
+    agree += of.state in LASTING_STATES or (everyone and all(s.cannot_run for s in culprits))
+    agree += difference.confirmed and stall.calls_differ(numbers)
+    if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):
+        return "low"
+    if agree >= 2 and not disagree:
+        return "high" if cause and not _is_unsure(of, cause, stall.evidence) else "medium"
+    return "medium" if agree > disagree else "low"
 
 
 def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     """Returns whether another cause is possible although the evidence names the right rank."""
-    number, kind = of.rank.rank, of.where.kind
-    # A process that cannot run writes no stack, so a stack contradicts its state.
-    lies = evidence.is_abnormal(number) and number in evidence.stacks
+    kind = of.where.kind
     waits = (
         ("queue", "thread", "lock", "process")
         if of.main.kind in ("futex", "none")
         else ("queue", "thread")
     )
-    # A data loader that the program defines also waits for a queue, a thread, a lock or a pool.
-    is_loader = kind in waits and of.rank.phase == UNREPORTED and not of.loader[1]
-    native = cause.name == "busy" and not of.python
     # Both the stack and the system call are needed, because one stack can mean different objects,
     # and a library may make the system call.
     by_process = of.main.kind != "none" or of.uses_a_core
-    is_seen = number in evidence.stacks and (by_process or (of.process and kind in OF_LIBRARY))
-    lacks = cause.name not in SEEN_BY_ONE and (not is_seen or (of.in_futex and of.ran is None))
-    # Two ranks have no majority, so either of them may make the wrong call. The cause "device" was
-    # only tested on one GPU.
-    no_majority = cause.name == "mismatch" and len(evidence.flights) == 2
+    is_seen = of.has_stack and (by_process or (of.after is not None and kind in OF_LIBRARY))
     return (
-        lies
-        or lacks
-        or is_loader
-        or native
-        or no_majority
+        # A process that cannot run writes no stack, so a stack contradicts its state.
+        (of.cannot_run and of.has_stack)
+        or (cause.name not in SEEN_BY_ONE and not is_seen)
+        or (cause.name not in SEEN_BY_ONE and of.in_futex and of.main_share is None)
+        # A data loader that the program defines also waits for a queue, a thread, a lock, a pool.
+        or (kind in waits and of.rank.phase == UNREPORTED and not of.loader[1])
+        or (cause.name == "busy" and not of.runs_python)
+        # Two ranks have no majority, so either of them may make the wrong call.
+        or (cause.name == "mismatch" and len(evidence.flights) == 2)
+        # The cause "device" was only tested on one GPU.
         or cause.name == "device"
         or of.main.unsure
+        or (cause.name == "disk" and of.after is None)  # a frozen process is in state D too
     )
 
 
-def _sure(agree: int, disagree: int, has_cause: bool) -> Sure:
-    if agree >= 2 and not disagree:
-        return "high" if has_cause else "medium"
-    return "medium" if agree > disagree else "low"
-
-
-def _alike(
-    base: Verdict, case: Case, evidence: Evidence, found: Sequence[Sign]
-) -> Verdict:  # fmt: skip
+def _alike(stall: Stall) -> Verdict:
     """Returns the verdict for a stall in which no source names a rank."""
-    difference, places, lost = evidence.difference(case.running), evidence.places(), ""
-    kinds = {places.get(each.rank, NO_WHERE).kind for each in case.running}
-    if difference.kind == "mismatch":
-        rule, sure = next(each for each in CAUSES if each.name == "mismatch"), "medium"
-    elif evidence.is_together(case.running):
+    case, why, lost = stall.case, "", ""
+    kinds = {each.where.kind for each in stall.suspects}
+    name, sure, last = "all-ranks", "low", "the pulses show no rank behind another"
+    if stall.difference.kind == "mismatch":
+        name, sure = "mismatch", "medium"
+    elif stall.is_together:
         lost = ", ".join(
             f"packets between rank {a} and rank {b} ({link.here}, {link.peer}) are not acknowledged"
-            for (a, b), link in sorted(evidence.lost().items())[:4]
+            for (a, b), link in sorted(stall.lost().items())[:4]
         )  # fmt: skip
-        rule, sure = ALIKE, "high" if lost else "medium"
-    elif kinds in ({"device"}, {"store"}):
-        name = "device" if kinds == {"device"} else "startup"
-        rule, sure = next(each for each in CAUSES if each.name == name), "medium"
-    else:
-        return _with_signs(base, found, set(), evidence)
-    why = ": each waits for its peers to join" if rule.name == "startup" else ""
-    if rule.name == "device":
-        rows = [evidence.gpus.get(each.rank, ()) for each in case.running]
-        kernels = set(map(gpu_signs.kernel_words, rows))
-        place = places[case.running[0].rank]
-        why = f": each {_device_words(place, kernels.pop() if len(kernels) == 1 else '')}"
+        name, sure = ALIKE.name, "high" if lost else "medium"
+    elif kinds == {"store"}:
+        name, sure, why = "startup", "medium", ": each waits for its peers to join"
+    elif kinds == {"device"}:
+        words = {_device(each) for each in stall.suspects}
+        text = words.pop() if len(words) == 1 else "waits for its GPU"
+        name, sure, why = "device", "medium", f": each {text}"
+    rule = next((each for each in (*CAUSES, ALIKE) if each.name == name), None)
     verdict = case.verdict(
-        None, rule.name, sure, stalled(case, case.running) + why, lost, difference.text
+        None, name, sure, stalled(case, case.running) + why, lost, exits(case.exited),
+        stall.difference.text if rule else last, _advice(rule, stall.evidence),
     )  # fmt: skip
-    return _with_signs(verdict, found, set(), evidence, rule.action)
+    return _with_signs(verdict, stall, set(), rule.action if rule else "")
 
 
-def _with_signs(
-    verdict: Verdict, found: Sequence[Sign], named: set[int], evidence: Evidence, action: str = ""
-) -> Verdict:
+def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "") -> Verdict:
     """Adds the evidence for and against a verdict, and the next step."""
-    lines, against = list[str](), list[str]()
-    for sign in filter(lambda each: each.text, found):
+    lines, against, evidence = list[str](), list[str](), stall.evidence
+    for sign in filter(lambda each: each.text, stall.signs):
         other = sign.ranks and not named & set(sign.ranks)
         line = f"{sign.source}{evidence.as_of(sign.source)}: {sign.text}"
         (against if other else lines).append(line)
@@ -367,9 +339,9 @@ def _with_signs(
     )  # fmt: skip
 
 
-def _action(cause: Cause, culprits: Sequence[RankEvidence], frame: Frame | None) -> str:
+def _action(cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None) -> str:
     place = f"{frame.file}:{frame.line}" if frame else "the stack of the rank"
-    return cause.action.format(pid=culprits[0].pid, place=place, resume=resume(culprits))
+    return cause.action.format(pid=ranks[0].pid, place=place, resume=resume(ranks))
 
 
 def _used(of: Suspect) -> str:

@@ -6,20 +6,20 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
 
 from console.diagnose import gpu_signs
-from console.diagnose.stack_classes import Where, is_of_torch, where
+from console.diagnose.stack_classes import Where, is_of_torch, loader_thread, where
 from console.diagnose.stall import STARTING_PHASES, RankEvidence, names, slowest
+from console.diagnose.verdict import ENDED_STATES, NAMED_AFTER_S, STOPPED_STATES, Case
 from console.model import Gpu
 from console.sources import flight
+from console.sources.descriptors import NOTHING, BlockedOn, Connection
 from console.sources.flight import Difference, FlightRecord
 from console.sources.kernel_evidence import ProcessEvidence, cpu_share
 from console.sources.stacks import Stack
-from console.sources.tcp import Connection
 
-ENDED_STATES = ("Z", "X", "gone")
-LASTING_STATES = ("T", "t", *ENDED_STATES)
+LASTING_STATES = (*STOPPED_STATES, *ENDED_STATES)
 ABNORMAL_STATES = ("D", *LASTING_STATES)
 SPIN_SHARE = 0.5
 """Least share of a core that a main thread uses while it waits for its GPU, because it then spins.
@@ -58,7 +58,7 @@ class Sign:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Evidence:
     """Two samples of each process, and the stacks and flight records written since the stall began.
 
@@ -74,43 +74,113 @@ class Evidence:
     """The row of each rank's own GPU. () means that the GPU is not known; no key means no GPU."""
     ts: float = 0.0
     """Time of the second sample (unix s)."""
-    _known: dict[object, Any] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )  # fmt: skip
-    """Values that were computed from this evidence, by name."""
 
-    def is_abnormal(self, rank: int) -> bool:
-        """Returns whether the kernel shows in both samples that a rank's process cannot run."""
-        before, after = self.before.get(rank), self.after.get(rank)
-        if after is None or not (after.state in ABNORMAL_STATES or after.frozen):
+    @cached_property
+    def places(self) -> Mapping[int, Where]:
+        """The class of each stack, by rank."""
+        return {rank: where(stack) for rank, stack in self.stacks.items()}
+
+    @cached_property
+    def _compared(self) -> dict[tuple[int, ...], Difference]:
+        return {}
+
+    def difference(self, ranks: tuple[int, ...]) -> Difference:
+        """Returns the first difference between the flight records of these ranks."""
+        if ranks not in self._compared:
+            self._compared[ranks] = flight.compare(self.flights, ranks)
+        return self._compared[ranks]
+
+    def as_of(self, source: str) -> str:
+        """Returns " as of 14:03:22" for a source that is not read all the time, else ""."""
+        dumps = {"flight records": self.flights, "stacks": self.stacks}.get(source, {})
+        times = [each.ts for each in dumps.values()] + [self.ts] * (source == "processes")
+        if not any(times):
+            return ""
+        return time.strftime(" as of %H:%M:%S", time.localtime(min(times)))
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """One rank with the evidence about it: two samples of its process, its stack and its GPU."""
+
+    rank: RankEvidence
+    before: ProcessEvidence | None
+    after: ProcessEvidence | None
+    where: Where
+    stacks: Mapping[int, Stack]
+    """The stacks of all ranks."""
+    gpus: Sequence[Gpu] | None
+    """The row of its own GPU, () if the GPU is not known, None if the rank uses no GPU."""
+    calls_other: bool = False
+    """True if the flight records show that it calls another collective than the rest."""
+
+    @property
+    def number(self) -> int:
+        return self.rank.rank
+
+    @property
+    def has_stack(self) -> bool:
+        return self.number in self.stacks
+
+    @property
+    def loader(self) -> tuple[str, bool]:
+        """The result of `loader_thread` for this rank."""
+        return loader_thread(self.number, self.stacks) if self.has_stack else ("", False)
+
+    @property
+    def state(self) -> str:
+        """The kernel's letter for the state of the process, or "gone" if the process has ended."""
+        if self.after is None or self.rank.state in ENDED_STATES:
+            return self.rank.state
+        return self.after.state
+
+    @property
+    def main(self) -> BlockedOn:
+        """The object on which the main thread's system call waits."""
+        return self.after.main if self.after else NOTHING
+
+    @property
+    def in_futex(self) -> bool:
+        """True if the rank's own code waits in a futex, for a lock or sometimes for the GIL."""
+        return self.main.kind == "futex" and self.where.kind == "own"
+
+    @property
+    def cannot_run(self) -> bool:
+        """True if the kernel shows in both samples that the process cannot run.
+
+        Without a sample, the state that the supervisor sees counts if the pulse does not change.
+        """
+        before, after = self.before, self.after
+        if self.rank.state in ENDED_STATES:
+            return True
+        if after is None:
+            return self.rank.state in ABNORMAL_STATES and self.rank.unchanged_s > NAMED_AFTER_S
+        if not (after.state in ABNORMAL_STATES or after.frozen):
             return False
         return before is None or after.state in (before.state, *ENDED_STATES)
 
-    def waits(self, rank: int) -> bool:
-        """Returns whether a rank waits for the same kind of object in both samples.
-
-        Waits for peers are left out.
-        """
-        before, after = self.before.get(rank), self.after.get(rank)
-        if after is None or after.main.kind not in OWN_WAITS:
+    @property
+    def waits(self) -> bool:
+        """True if the rank waits for the same kind of object, no peer, in both samples."""
+        if self.main.kind not in OWN_WAITS:
             return False
-        return before is None or before.main.kind == after.main.kind
+        return self.before is None or self.before.main.kind == self.main.kind
 
-    def runs(self, rank: int) -> bool:
-        """Returns whether a rank uses a core to compute; CUDA and NCCL also use a core to wait."""
-        kind = self.places()[rank].kind if rank in self.stacks else "none"
-        after = self.after.get(rank)
-        blocked = after is not None and after.main.kind not in ("none", "futex")
-        return kind not in FOR_PEERS and not blocked and self.uses_a_core(rank)
+    @property
+    def runs(self) -> bool:
+        """True if the rank uses a core to compute; CUDA and NCCL also use a core to wait."""
+        blocked = self.main.kind not in ("none", "futex")
+        return self.where.kind not in FOR_PEERS and not blocked and self.uses_a_core
 
-    def runs_python(self, rank: int) -> bool | None:
-        """Returns whether a main thread that runs is in Python code, or None if that is not known.
+    @property
+    def runs_python(self) -> bool | None:
+        """True if a main thread that runs is in Python code, None if that is not known.
 
         Native code never waits for the GIL, because it either holds the GIL or lets the watcher
         run. Threads of Python have the name of the main thread; threads of libraries rarely have
         this name.
         """
-        before, after = self.before.get(rank), self.after.get(rank)
+        before, after = self.before, self.after
         if before is None or after is None or after.mono <= before.mono or not after.threads:
             return None
         seconds, first = after.mono - before.mono, {each.tid: each for each in before.threads}
@@ -126,30 +196,66 @@ class Evidence:
         most, (low, high) = max(waits.values(), default=0.0), WATCHER_PER_S
         return False if own == 0 and (low <= most <= high or most >= GIL_HELD_PER_S) else None
 
-    def uses_a_core(self, rank: int) -> bool:
-        """Returns whether a rank's process runs in both samples, or uses most of a core."""
-        running = all(rank in of and of[rank].state == "R" for of in (self.before, self.after))
-        return running or (self.share(rank) or 0.0) >= BUSY_SHARE
+    @property
+    def uses_a_core(self) -> bool:
+        """True if the process runs in both samples, or uses most of a core."""
+        return self._is_running or (self.share or 0.0) >= BUSY_SHARE
 
-    def share(self, rank: int) -> float | None:
-        """Returns the mean number of cores that a rank's process used between the samples."""
-        before, after = self.before.get(rank), self.after.get(rank)
-        return cpu_share(before, after) if before and after else None
+    @property
+    def _is_running(self) -> bool:
+        return all(each is not None and each.state == "R" for each in (self.before, self.after))
 
-    def as_of(self, source: str) -> str:
-        """Returns " as of 14:03:22" for a source that is not read all the time, else ""."""
-        dumps = {"flight records": self.flights, "stacks": self.stacks}.get(source, {})
-        times = [each.ts for each in dumps.values()] + [self.ts] * (source == "processes")
-        if not any(times):
-            return ""
-        return time.strftime(" as of %H:%M:%S", time.localtime(min(times)))
+    @property
+    def share(self) -> float | None:
+        """The mean number of cores that the process used between the samples."""
+        return cpu_share(self.before, self.after) if self.before and self.after else None
 
-    def is_together(self, ranks: Sequence[RankEvidence]) -> bool:
-        """Returns whether all ranks wait for each other in a collective that each has called."""
-        places, found = self.places(), self.difference(ranks)
+    @property
+    def main_share(self) -> float | None:
+        """The share of a core that the main thread used between the samples."""
+        samples = [each for each in (self.before, self.after) if each is not None]
+        own = [replace(of, cpu_ticks=t.cpu_ticks)
+               for of in samples for t in of.threads if t.tid == of.pid]  # fmt: skip
+        return cpu_share(*own) if len(own) == 2 else None
+
+    @property
+    def ran(self) -> bool:
+        """True if the main thread is known to have run between the samples."""
+        return (self.main_share or 0.0) >= RAN_SHARE
+
+    @property
+    def may_wait_for_gpu(self) -> bool:
+        """True if the main thread runs, but not in Python code; CUDA calls have no Python frame."""
+        if self.before is None or self.after is None or self.main.kind != "none":
+            return False
+        main_runs = self._is_running or (self.main_share or 0.0) >= SPIN_SHARE
+        return main_runs and not self.runs_python
+
+
+class Stall:
+    """A stall with all evidence: its ranks, and what they show together."""
+
+    def __init__(self, case: Case, evidence: Evidence) -> None:
+        self.case, self.ranks, self.evidence = case, case.running, evidence
+        self.suspects = _with_gpus([_suspect(each, evidence) for each in self.ranks])
+        self.difference = self._find_difference()
+        if self.difference.kind == "mismatch":
+            odd = self.difference.ranks
+            self.suspects = [replace(e, calls_other=e.number in odd) for e in self.suspects]
+        self.signs = _signs(self)
+        """The signs of all sources, the most reliable source first."""
+
+    def places(self) -> dict[int, Where]:
+        """Returns the place of each main thread whose stack is available."""
+        return {each.number: each.where for each in self.suspects if each.has_stack}
+
+    @property
+    def is_together(self) -> bool:
+        """True if all ranks wait for each other in a collective that each has called."""
+        found = self.difference
         return found.kind == "same" and found.number is not None and all(
-            each.rank in self.flights and places.get(each.rank, NO_WHERE).kind == "peers"
-            for each in ranks
+            each.number in self.evidence.flights and each.where.kind == "peers"
+            for each in self.suspects
         )  # fmt: skip
 
     def calls_differ(self, numbers: Collection[int]) -> bool:
@@ -161,203 +267,169 @@ class Evidence:
         waits = all(place.kind == "peers" for place in places.values())
         return waits and bool(odd and others) and not odd & others
 
-    def silent(self, ranks: Sequence[RankEvidence], known: Mapping[int, object]) -> tuple[int, ...]:
+    def silent(self, known: Mapping[int, object]) -> tuple[int, ...]:
         """Returns the ranks that `known` lacks, if each of them was unable to write its evidence.
 
         Returns () otherwise. If all other ranks only wait, they wait for the returned ranks.
         """
-        places, found = self.places(), [each for each in ranks if each.rank not in known]
+        found = [each for each in self.suspects if each.number not in known]
         for each in found:
-            place = places.get(each.rank, NO_WHERE)
-            holds_gil = place.frame and place.kind == "native" and not is_of_torch(place.frame)
-            if not (each.state in ENDED_STATES or self.is_abnormal(each.rank) or holds_gil):
+            frame = each.where.frame
+            holds_gil = frame and each.where.kind == "native" and not is_of_torch(frame)
+            if not (each.cannot_run or holds_gil):
                 return ()
-        return tuple(each.rank for each in found)
+        return tuple(each.number for each in found)
 
     def lost(self) -> dict[tuple[int, int], Connection]:
         """Returns the connections that lose packets in both samples, by the two connected ranks."""
-        ends = {(c.here, c.peer): rank for rank, p in self.after.items() for c in p.connections}
+        after = self.evidence.after
+        ends = {(c.here, c.peer): rank for rank, p in after.items() for c in p.connections}
         found = {}
-        for rank, process in self.after.items():
-            before = self.before.get(rank, process).connections
+        for rank, process in after.items():
+            before = self.evidence.before.get(rank, process).connections
             for each in process.connections:
                 other = ends.get((each.peer, each.here))
                 if each.is_unacked and other is not None and each in before:
                     found[min(rank, other), max(rank, other)] = each
         return found
 
-    def main_runs(self, rank: int) -> bool:
-        """Returns whether the main thread of a rank runs in both samples, or uses most of a core.
-
-        Only the CPU time of the main thread is used, because that of the process includes all
-        threads.
-        """
-        before, after = self.before.get(rank), self.after.get(rank)
-        if before is None or after is None or after.main.kind != "none":
-            return False
-        if before.state == after.state == "R":
-            return True
-        return (self.main_share(rank) or 0.0) >= SPIN_SHARE
-
-    def main_share(self, rank: int) -> float | None:
-        """Returns the share of a core that a rank's main thread used between the samples."""
-        samples = [of[rank] for of in (self.before, self.after) if rank in of]
-        own = [replace(of, cpu_ticks=t.cpu_ticks)
-               for of in samples for t in of.threads if t.tid == of.pid]  # fmt: skip
-        return cpu_share(*own) if len(own) == 2 else None
-
-    def places(self) -> dict[int, Where]:
-        """Returns the place of each rank's main thread.
-
-        CUDA calls have no Python frame, so a thread that runs in the program's code may wait for
-        its GPU, unless that GPU is idle. If one rank waits for its GPU, every other rank in the
-        same frame waits for its own GPU too.
-        """
-        if "places" not in self._known:
-            self._known["places"] = self._find_places()
-        return self._known["places"]
-
-    def _find_places(self) -> dict[int, Where]:
-        found = {rank: where(stack) for rank, stack in self.stacks.items()}
-        own = {
-            rank: rows
-            for rank, rows in self.gpus.items()
-            if rank in found and found[rank].kind == "own" and not gpu_signs.is_idle(rows)
-        }
-        # A process that only counted the GPUs also has their files open. A thread in Python code
-        # does not wait for a GPU.
-        runs = {rank for rank in own if self.main_runs(rank) and not self.runs_python(rank)}
-        frames = {found[rank].frame for rank in runs if gpu_signs.is_running(own[rank])}
-        for rank, rows in own.items():
-            place = found[rank]
-            if rank in runs or place.frame in frames:
-                is_known = gpu_signs.is_running(rows)
-                text = "waits for its GPU" if is_known else "runs, or waits for its GPU,"
-                found[rank] = replace(place, kind="device", text=f"{text} in {place.text[8:]}")
-        return found
-
-    def difference(self, ranks: Sequence[RankEvidence]) -> Difference:
-        """Returns the first difference between the flight records of these ranks.
+    def _find_difference(self) -> Difference:
+        """Returns the first difference between the flight records of the ranks.
 
         A rank is not behind if its stack waits in a call that all ranks have made. If all ranks
         wait for peers, and the ranks that are behind wait in calls that are never recorded, then
         the calls differ (a mismatch).
         """
-        key = "difference", *(each.rank for each in ranks)
-        if key not in self._known:
-            self._known[key] = self._find_difference(ranks)
-        return self._known[key]
-
-    def _find_difference(self, ranks: Sequence[RankEvidence]) -> Difference:
-        found, places = flight.compare(self.flights, [each.rank for each in ranks]), self.places()
-        late = {rank: places.get(rank, NO_WHERE) for rank in found.ranks}
+        found = self.evidence.difference(tuple(each.rank for each in self.ranks))
+        late = {each.number: each.where for each in self.suspects
+                if each.number in found.ranks}  # fmt: skip
         if found.kind != "behind" or any(place.kind != "peers" for place in late.values()):
             return found
         if found.inside:
             return replace(found, kind="same", ranks=())
-        waits = all(places.get(each.rank, NO_WHERE).kind == "peers" for each in ranks)
+        waits = all(each.where.kind == "peers" for each in self.suspects)
         if waits and all(p.frame and UNRECORDED.match(p.frame.function) for p in late.values()):
-            others = tuple(each.rank for each in ranks if each.rank not in late)
+            others = tuple(each.rank for each in self.ranks if each.rank not in late)
             odd = others if len(others) < len(late) else found.ranks
             text = "; ".join(f"rank {rank} {place.text}" for rank, place in [*late.items()][:4])
             return replace(found, kind="mismatch", ranks=odd, text=f"{found.text}; {text}")
         return found
 
 
-def signs(ranks: Sequence[RankEvidence], evidence: Evidence) -> tuple[Sign, ...]:
-    """Returns the signs of all sources, the most reliable source first."""
-    pulses = _of_pulses(ranks)
-    if evidence.difference(ranks).kind == "mismatch" or evidence.is_together(ranks):
-        pulses = replace(pulses, ranks=())  # the rank that is ahead may be the cause
-    return (
-        _of_flights(ranks, evidence), _of_stacks(ranks, evidence), _of_processes(ranks, evidence),
-        _of_gpus(ranks, evidence), pulses,
+def _suspect(rank: RankEvidence, evidence: Evidence) -> Suspect:
+    number = rank.rank
+    return Suspect(
+        rank, evidence.before.get(number), evidence.after.get(number),
+        evidence.places.get(number, NO_WHERE), evidence.stacks, evidence.gpus.get(number),
     )  # fmt: skip
 
 
-def _named(ranks: Sequence[RankEvidence], numbers: Sequence[int]) -> str:
-    return names([each for each in ranks if each.rank in numbers])
+def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
+    """Returns the suspects; those that wait for their GPU have the class "device".
+
+    A thread that runs in the program's code may wait for its GPU, unless that GPU is idle. If one
+    rank waits for its GPU, every other rank in the same frame waits for its own GPU too. A process
+    that only counted the GPUs also has their files open.
+    """
+    own = [each for each in suspects if each.gpus is not None and each.where.kind == "own"
+           and not gpu_signs.is_idle(each.gpus)]  # fmt: skip
+    waiting = {each.number for each in own if each.may_wait_for_gpu}
+    frames = {each.where.frame for each in own
+              if each.number in waiting and gpu_signs.is_running(each.gpus or ())}  # fmt: skip
+    found = list[Suspect]()
+    for each in suspects:
+        place = each.where
+        if each in own and (each.number in waiting or place.frame in frames):
+            is_known = gpu_signs.is_running(each.gpus or ())
+            text = "waits for its GPU" if is_known else "runs, or waits for its GPU,"
+            place = replace(place, kind="device", text=f"{text} in {place.text[8:]}")
+            each = replace(each, where=place)
+        found.append(each)
+    return found
 
 
-def _odd(odd: list[int], ranks: Sequence[RankEvidence]) -> tuple[int, ...]:
+def _signs(stall: Stall) -> tuple[Sign, ...]:
+    pulses = _of_pulses(stall.ranks)
+    if stall.difference.kind == "mismatch" or stall.is_together:
+        pulses = replace(pulses, ranks=())  # the rank that is ahead may be the cause
+    return _of_flights(stall), _of_stacks(stall), _of_processes(stall), _of_gpus(stall), pulses
+
+
+def _odd(odd: Sequence[int], stall: Stall) -> tuple[int, ...]:
     """Returns the ranks that differ, or () if there are several ranks and all of them differ."""
-    return tuple(odd) if len(odd) < len(ranks) or len(ranks) == 1 else ()
+    return tuple(odd) if len(odd) < len(stall.ranks) or len(stall.ranks) == 1 else ()
 
 
-def _of_flights(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
+def _of_flights(stall: Stall) -> Sign:
     """Names the ranks that differ, if the flight record of every rank is available.
 
     Otherwise names the ranks without a record, if each of them is unable to write one.
     """
-    found = evidence.difference(ranks)
-    complete = all(each.rank in evidence.flights for each in ranks)
+    found, flights = stall.difference, stall.evidence.flights
+    complete = all(each.rank in flights for each in stall.ranks)
     named = found.ranks if complete else ()
     if not complete and found.kind in ("same", "unknown") and found.number is not None:
-        named = evidence.silent(ranks, evidence.flights)
-    text = found.text if named or found.kind != "unknown" else ""
-    return Sign("flight records", named, text)
+        named = stall.silent(flights)
+    return Sign("flight records", named, found.text if named or found.kind != "unknown" else "")
 
 
-def _of_stacks(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
+def _of_stacks(stall: Stall) -> Sign:
     """Names the ranks that hold the GIL, or else ranks that wait neither for peers nor to join.
 
     If there are no such ranks, names the ranks that wait to join after the others have joined. If
     all stacks wait for peers, names the ranks that cannot write a stack.
     """
-    places = evidence.places()
-    native = [rank for rank, place in sorted(places.items()) if place.kind == "native"]
-    joining = [rank for rank, place in sorted(places.items()) if place.kind == "store"]
-    own = [rank for rank, place in sorted(places.items())
-           if place.kind not in (*FOR_PEERS, "store")]  # fmt: skip
+    places = stall.places()
+    native = [rank for rank, place in places.items() if place.kind == "native"]
+    joining = [rank for rank, place in places.items() if place.kind == "store"]
+    own = [rank for rank, place in places.items() if place.kind not in (*FOR_PEERS, "store")]
     own = own or [  # a rank that may wait for its GPU, while the others wait for peers
-        rank
-        for rank, place in sorted(places.items())
-        if place.kind == "device" and not gpu_signs.is_running(evidence.gpus.get(rank, ()))
-    ]
-    odd = native or own or (joining if all(each.rank in places for each in ranks) else [])
+        each.number for each in stall.suspects
+        if each.where.kind == "device" and not gpu_signs.is_running(each.gpus or ())
+    ]  # fmt: skip
+    odd = native or own or (joining if len(places) == len(stall.ranks) else [])
     if places and not odd and all(place.kind == "peers" for place in places.values()):
-        odd = list(evidence.silent(ranks, places))
-    texts = {text: [r for r, place in places.items() if place.text == text]
-             for text in dict.fromkeys(place.text for place in places.values())}  # fmt: skip
-    said = "; ".join(f"{_named(ranks, numbers)}: {text}" for text, numbers in texts.items() if text)
-    return Sign("stacks", _odd(odd, ranks), said)
+        odd = list(stall.silent(places))
+    texts: dict[str, list[RankEvidence]] = {}
+    for each in stall.suspects:
+        if each.where.text:
+            texts.setdefault(each.where.text, []).append(each.rank)
+    said = "; ".join(f"{names(ranks)}: {text}" for text, ranks in texts.items())
+    return Sign("stacks", _odd(odd, stall), said)
 
 
-def _of_processes(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
-    odd, said = [], []
-    abnormal = [each.rank for each in ranks if evidence.is_abnormal(each.rank)]
-    abnormal = abnormal or _starting(ranks, evidence)
-    for each in ranks:
-        found, share = evidence.after.get(each.rank), evidence.share(each.rank)
-        if found is None:
-            continue
-        own = evidence.waits(each.rank) or evidence.runs(each.rank)
-        if each.rank in abnormal or (own and not abnormal):
-            odd.append(each.rank)
-            used = "" if share is None else f", {share:.0%} of a core"
-            what = f", waits for {found.main.text}" if found.main.text else ""
-            said.append(f"rank {each.rank} in state {found.state}{used}{what}")
-    none = "no process is in an unusual state" if evidence.after else ""
-    return Sign("processes", _odd(odd, ranks), "; ".join(said[:8]) or none)
+def _of_processes(stall: Stall) -> Sign:
+    """Names the ranks that cannot run, or else those that work while the others start.
+
+    Otherwise names the ranks that wait for no peer, or that compute.
+    """
+    odd = [each for each in stall.suspects if each.cannot_run]
+    odd = odd or _starting(stall) or [each for each in stall.suspects if each.waits or each.runs]
+    said = list[str]()
+    for each in odd:
+        used = "" if each.share is None else f", {each.share:.0%} of a core"
+        what = f", waits for {each.main.text}" if each.main.text else ""
+        said.append(f"rank {each.number} in state {each.state}{used}{what}")
+    none = "no process is in an unusual state" if stall.evidence.after else ""
+    numbers = [each.number for each in odd]
+    return Sign("processes", _odd(numbers, stall), "; ".join(said[:8]) or none)
 
 
-def _starting(ranks: Sequence[RankEvidence], evidence: Evidence) -> list[int]:
+def _starting(stall: Stall) -> list[Suspect]:
     """Returns the ranks that compute or read during the start, while the others wait for them."""
-    if any(each.phase and each.phase not in STARTING_PHASES for each in ranks):
+    if any(each.phase and each.phase not in STARTING_PHASES for each in stall.ranks):
         return []
-    places = evidence.places()
-    works = [each.rank for each in ranks if evidence.uses_a_core(each.rank)
-             and places.get(each.rank, NO_WHERE).kind not in ("peers", "store")]  # fmt: skip
-    held = [rank for rank, found in evidence.after.items() if found.main.kind in HELD]
-    return works or held
+    works = [each for each in stall.suspects
+             if each.uses_a_core and each.where.kind not in ("peers", "store")]  # fmt: skip
+    return works or [each for each in stall.suspects if each.main.kind in HELD]
 
 
-def _of_gpus(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
-    rows = {each.rank: evidence.gpus[each.rank] for each in ranks if each.rank in evidence.gpus}
+def _of_gpus(stall: Stall) -> Sign:
+    rows = {each.number: each.gpus for each in stall.suspects if each.gpus is not None}
     said = "; ".join(f"rank {rank}: {gpu_signs.words(gpus)}"
-                     for rank, gpus in sorted(rows.items())[:8] if gpus)  # fmt: skip
-    odd = gpu_signs.odd_ranks(rows) if len(rows) == len(ranks) else ()
-    return Sign("GPUs", _odd(list(odd), ranks), said)
+                     for rank, gpus in [*rows.items()][:8] if gpus)  # fmt: skip
+    odd = gpu_signs.odd_ranks(rows) if len(rows) == len(stall.ranks) else ()
+    return Sign("GPUs", _odd(odd, stall), said)
 
 
 def _of_pulses(ranks: Sequence[RankEvidence]) -> Sign:

@@ -115,8 +115,8 @@ class History:
         self._settings: Mapping[str, Any] = settings or {}
         self.nonfinite: dict[int, int] = {}
         """Number of consecutive progress records with a non-finite loss, by rank."""
-        self.zero_grads = self.collapsed = 0
-        """Numbers of consecutive records of rank 0 with gradient norm zero, or a collapsed gate."""
+        self.collapsed = 0
+        """Number of consecutive records of rank 0 with a collapsed gate."""
         self.uniform_steps: int | None = None
         self.rate_ratio: float | None = None
         """An upper bound of new ÷ old throughput, according to the records."""
@@ -200,9 +200,6 @@ class History:
             self.jump_s, self._offset = 0.0, offset
 
     def _update_progress(self, progress: Progress) -> None:
-        norm = progress.grad_norm
-        if norm is not None:
-            self.zero_grads = self.zero_grads + 1 if norm == 0 else 0
         self._update_gate(progress)
         if progress.toks_per_s is not None and 0 <= progress.toks_per_s < math.inf:
             self._rates.append(math.log(max(progress.toks_per_s, 1e-9)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from console.diagnose.corroborate import Corroborate
 from console.diagnose.readings import History, Readings
@@ -20,15 +20,13 @@ class Measured:
     """A measured value with its sentence. A rule with its own time limit also sets the times.
 
     `limit_s` is the longest time that the condition may last. `lasted_s` is the time that the
-    condition has lasted, according to the evidence. `counts` has the parts of the value by GPU; the
-    rule is raised again when a part rises.
+    condition has lasted, according to the evidence.
     """
 
     value: float
     text: str = ""
     limit_s: float = 0.0
     lasted_s: float = math.inf
-    counts: Mapping[int, int] = field(default_factory=dict)
 
 
 Measure = Callable[[Readings, History, Watch], Measured | None]
@@ -57,6 +55,8 @@ class Rule:
     action: str = "warn"
     severe: float | None = None
     anomaly: str = ""
+    again: bool = False
+    """The alert is raised again when the value rises."""
 
     def is_breached(self, value: float) -> bool:
         return self._reaches(value, self.threshold)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from console.diagnose import corroborate, truth
+from console.diagnose.causes import diagnose
 from console.diagnose.readings import History, Readings
 from console.diagnose.rule import Measure, Measured, Rule
 from console.diagnose.stall import limit_s, slowest
-from console.diagnose.verdict import ENDED_STATES, STOPPED_STATES, diagnose
+from console.diagnose.verdict import ENDED_STATES, STOPPED_STATES
 from console.model import RECENT_XID_S, Gpu
-from console.sources.gpu import xid_words
+from console.sources.nvml import xid_words
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.plan import WATCH_ACTIONS as ACTIONS
 from trainers.contract.plan import Watch
@@ -85,7 +86,7 @@ def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | No
 
 
 _zero_gradient = _consecutive(
-    lambda history: history.zero_grads,
+    lambda history: history.truth.zero_norms.get(0, 0),
     "the gradient norm is zero in {count} consecutive records up to step {step}",
 )
 _gate_collapse = _consecutive(
@@ -150,11 +151,11 @@ def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
     counts = {gpu: counter.increase for gpu, counter in history.ecc.items() if counter.increase}
     parts = (f"{count} on GPU {gpu}" for gpu, count in counts.items())
     text = f"uncorrected memory errors in this attempt: {', '.join(parts)}"
-    return Measured(float(max(counts.values(), default=0)), text, counts=counts)
+    return Measured(float(sum(counts.values())), text)
 
 
 def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts the GPUs with a recent Xid, including an Xid that may have ended the former attempt.
+    """Counts the Xids of the GPUs with a recent one, including those of the former attempt.
 
     An Xid of the former attempt raises an alert, but never causes an action in this attempt.
     """
@@ -163,10 +164,8 @@ def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
     recent = {i: xids for i, xids in history.xids.items() if now.mono - xids.at < RECENT_XID_S}
     text = "; ".join(_xids_of(gpu, now.ts) for gpu in now.gpus if gpu.index in recent)
     is_new = any(xids.increase for xids in recent.values())
-    counts = {index: xids.last for index, xids in recent.items()}
-    return Measured(
-        float(len(recent)), text, lasted_s=math.inf if is_new else -1.0, counts=counts
-    )  # fmt: skip
+    count = float(sum(xids.last for xids in recent.values()))
+    return Measured(count, text, lasted_s=math.inf if is_new else -1.0)
 
 
 def _xids_of(gpu: Gpu, now_ts: float) -> str:
@@ -189,31 +188,27 @@ def _gpu_silent(now: Readings, _history: History, _watch: Watch) -> Measured | N
 
 
 def _gpus_with(
-    applies: Callable[[Gpu], object], is_known: Callable[[Gpu], object], sentence: str,
-    again: bool = False,
+    applies: Callable[[Gpu], object], is_known: Callable[[Gpu], object], sentence: str
 ) -> Measure:  # fmt: skip
     """Returns a measure that counts the GPUs to which a condition applies.
 
     The text of the measure has one `sentence` for each such GPU.
 
-    A GPU for which `is_known` is false neither raises nor clears the rule. With `again` the alert
-    is raised again for another GPU, or for the same GPU after a recovery.
+    A GPU for which `is_known` is false neither raises nor clears the rule.
     """
 
     def measure(now: Readings, _history: History, _watch: Watch) -> Measured | None:
         found = [gpu for gpu in now.gpus if is_known(gpu) and applies(gpu)]
         if not now.gpus or (not found and not all(map(is_known, now.gpus))):
             return None
-        text = "; ".join(sentence.format(gpu=gpu) for gpu in found)
-        counts = {gpu.index: 1 for gpu in found} if again else {}
-        return Measured(float(len(found)), text, counts=counts)
+        return Measured(float(len(found)), "; ".join(sentence.format(gpu=gpu) for gpu in found))
 
     return measure
 
 
 _gpu_lost = _gpus_with(
     lambda gpu: gpu.state == "lost", lambda gpu: gpu.state != "error",
-    "GPU {gpu.index} is {gpu.why}", again=True,
+    "GPU {gpu.index} is {gpu.why}",
 )  # fmt: skip
 _throttle = _gpus_with(
     lambda gpu: gpu.throttle, lambda gpu: gpu.state == "ok",
@@ -260,12 +255,13 @@ TABLE: tuple[Rule, ...] = (
     Rule("gpu_memory_ceiling", "share of a GPU's memory in use", "share",
          0.985, 0.97, 60.0, _gpu_memory_ceiling),
     Rule("loader_slow", "share of fetch in the step time", "share", 0.5, 0.4, 120.0, _loader_slow),
-    Rule("gpu_lost", "GPUs that fell off the bus", "GPUs", 1, 0, 0.0, _gpu_lost, level="crit"),
+    Rule("gpu_lost", "GPUs that fell off the bus", "GPUs", 1, 0, 0.0, _gpu_lost, level="crit",
+         again=True),
     Rule("gpu_silent", "GPUs for which NVML returns no values", "GPUs", 1, 0, 10.0, _gpu_silent),
-    Rule("xid", "GPUs with a critical error of the driver in the last 10 min", "GPUs",
-         1, 0, 0.0, _xid, level="crit"),
-    Rule("ecc", "uncorrected memory errors of a GPU in this attempt", "errors",
-         1, 0, 0.0, _ecc, level="crit"),
+    Rule("xid", "critical errors of the driver on GPUs with one in the last 10 min", "errors",
+         1, 0, 0.0, _xid, level="crit", again=True),
+    Rule("ecc", "uncorrected memory errors of the GPUs in this attempt", "errors",
+         1, 0, 0.0, _ecc, level="crit", again=True),
     Rule("throttle", "GPUs throttled by heat or power", "GPUs", 1, 0, 60.0, _throttle),
     Rule("disk", "free space ÷ max(2 checkpoints, 1 GiB)", "ratio", 1.0, 1.2, 5.0, _disk,
          corroborate.kernel, "crit"),

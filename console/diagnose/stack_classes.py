@@ -1,4 +1,4 @@
-"""Classes of stacks: the object that a main thread waits for, and the ranks that differ.
+"""Classes of stacks: the object that a main thread waits for.
 
 No file is read here. A stack shows Python frames only. For a wait inside a built-in function, such
 as `time.sleep` or `recv`, the stack shows only the caller, so the class is "own".
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from console.sources.stacks import MAX_FRAMES, Frame, Stack, Thread
+from console.sources.stacks import Frame, Stack, Thread
 
 Kind = Literal[
     "peers", "queue", "lock", "thread", "process", "socket", "pipe", "file", "loader", "store",
@@ -94,15 +94,6 @@ class Where:
     frame: Frame | None
     own: Frame | None
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A frame that is common to the main threads of `ranks`; the root has no frame."""
-
-    frame: Frame | None
-    ranks: tuple[int, ...]
-    children: tuple[Node, ...]
 
 
 def where(stack: Stack) -> Where:
@@ -211,30 +202,6 @@ def _reads_data(thread: Thread) -> bool:
         f"{frame.place} {frame.function}" for frame in thread.frames if not frame.is_of_library
     ]
     return any(_DATA.search(each) for each in words)
-
-
-def merge(stacks: Mapping[int, Stack]) -> Node:
-    """Returns the prefix tree of the main threads from the outermost frame on.
-
-    Siblings with the fewest ranks come first. Frames are compared by file name, line and function.
-    """
-    held = {
-        rank: stack.threads[0].frames[:MAX_FRAMES][::-1] if stack.threads else ()
-        for rank, stack in sorted(stacks.items())
-    }
-    return _node(None, held, 0)
-
-
-def _node(frame: Frame | None, held: Mapping[int, Sequence[Frame]], depth: int) -> Node:
-    groups: dict[str, dict[int, Sequence[Frame]]] = {}
-    for rank, frames in held.items():
-        if len(frames) > depth:
-            groups.setdefault(frames[depth].short, {})[rank] = frames
-    children = [  # two calls per level: `MAX_FRAMES` levels are within the limit of Python 3.11
-        _node(next(iter(group.values()))[depth], group, depth + 1) for group in groups.values()
-    ]
-    children.sort(key=lambda child: (len(child.ranks), child.ranks))
-    return Node(frame, tuple(held), tuple(children))
 
 
 def missing_threads(stacks: Mapping[int, Stack]) -> dict[int, tuple[str, ...]]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from statistics import median
-from typing import Any
 
 from console.diagnose.readings import History, Readings
 from console.diagnose.rule import Measured, Rule
@@ -28,8 +26,6 @@ SKIP_STEPS, SKIP_AFTER = 200, 50
 """The window in which skipped steps are counted, and the number of an attempt's first steps that
 are left out because they calibrate the loss scale."""
 SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d{1,3})?)([mb])(?![a-z0-9])")
-LEAST_SIZE_OF_NAME = 1e8
-"""A smaller size in the name of a plan may be another number, for instance minutes."""
 SIZES_DIFFER = 0.01
 BUSY, LEAST_GB_S = 0.9, 1e-6
 HOST_BOUND_SHARE = 0.7
@@ -151,43 +147,23 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
 
 
 def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Returns the larger ÷ the smaller of the model size in a name and the counted parameters."""
+    """Returns the larger ÷ the smaller of the size in the config's name and the parameters."""
     count = jsonl.number(now.env, "parameters") or 0.0
     counted = jsonl.number(now.env, "parameters_counted") or count
-    found = _named_size(now.env)
-    if not 1 <= count < math.inf or abs(counted - count) > SIZES_DIFFER * count or found is None:
+    name = jsonl.text(now.env, "config").rpartition("/")[2]
+    sizes = {
+        float(number) * (1e6 if unit == "m" else 1e9)
+        for number, unit in SIZE.findall(re.sub(r"[-_]", " ", name[:200].lower()))
+    } - {0.0}
+    known = 1 <= count < math.inf and abs(counted - count) <= SIZES_DIFFER * count
+    if not known or len(sizes) != 1:
         return None
-    where, size = found
+    size = sizes.pop()
     text = (
-        f"{clean(where, 80)} names {size / 1e6:,.0f} M parameters and the model has {count:,.0f}: "
-        "check --config and $CONFIG"
+        f"the config {clean(name, 80)} names {size / 1e6:,.0f} M parameters and the model has "
+        f"{count:,.0f}: check --config and $CONFIG"
     )
     return Measured(max(size / count, count / size), text)
-
-
-def _named_size(env: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Returns two values: a text with the source of a model size, and the size.
-
-    The size is read from the name of the configuration. A run without a configuration uses the name
-    of the phase or of the plan instead.
-    """
-    if "config" not in env:
-        return None
-    config = jsonl.text(env, "config")
-    launch, _, phase = jsonl.text(env, "run").partition("/")
-    names = [("the config", config.rpartition("/")[2], 0.0)]
-    if not config:
-        names = [("the phase", phase, LEAST_SIZE_OF_NAME), ("the plan", launch, LEAST_SIZE_OF_NAME)]
-    for kind, name, least in names:
-        sizes = {
-            float(number) * (1e6 if unit == "m" else 1e9)
-            for number, unit in SIZE.findall(re.sub(r"[-_]", " ", name[:200].lower()))
-        }
-        sizes = {size for size in sizes if size > least}
-        if sizes:
-            without = "" if config else ", which has no config,"
-            return (f"{kind} {name}{without}", sizes.pop()) if len(sizes) == 1 else None
-    return None
 
 
 def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | None:
@@ -290,7 +266,7 @@ ROWS: tuple[Rule, ...] = (
          0.1, 0.05, 0.0, _skipped_steps),
     Rule("backend", "branches of the attention that do not obey a switch", "routes",
          1, 0, 0.0, _backend),
-    Rule("model_size", "parameters ÷ the number that config, phase or plan names, or its inverse",
+    Rule("model_size", "parameters ÷ the number in the name of the config, or its inverse",
          "ratio", 2.0, 1.9, 0.0, _model_size),
     Rule("host_bound", "share of a step in which the GPUs are busy", "share",
          0.3, 0.4, 60.0, _host_bound),

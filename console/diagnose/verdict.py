@@ -7,27 +7,22 @@ cause the slowest ranks must exceed their stall limit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from console.diagnose.stall import (
-    SAVING_PHASES,
     UNREPORTED,
     RankEvidence,
     limit_s,
     names,
     slowest,
-    unusable_pulses,
-    why_unconfirmed,
 )
 from console.model import Sure, Verdict
 from trainers.contract.plan import Watch
 
 NAMED_AFTER_S = 3.0
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
-TRACED = "t"
 EVIDENCE_LINES = 64
-LOOK_AT_STACKS = "dump the stacks to see the cause"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +39,13 @@ class Case:
     def stalled(self) -> bool:
         return all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest)
 
-    def in_state(self, states: Sequence[str]) -> list[RankEvidence]:
-        """Returns the ranks in one of these process states, the slowest first."""
-        found = (r for r in self.running if r.state in states and r.unchanged_s > NAMED_AFTER_S)
-        return sorted(found, key=lambda each: each.position)
+    def blocked(self) -> bool:
+        """Returns whether ranks were stopped or have ended, unless all ranks have ended."""
+        ended = [each.state in ENDED_STATES for each in self.running]
+        if all(ended) and not self.exited:
+            return False
+        return any(each.state in (*STOPPED_STATES, *ENDED_STATES)
+                   and each.unchanged_s > NAMED_AFTER_S for each in self.running)  # fmt: skip
 
     def since(self, rank: RankEvidence) -> str:
         """Returns the time of a rank's last change (an age would become wrong in an alert)."""
@@ -74,130 +72,12 @@ class Case:
         )
 
 
-def _stopped(case: Case) -> Verdict | None:
-    """Names stopped ranks, unless the run stalls because of another rank that is slower."""
-    found = case.in_state(STOPPED_STATES)
-    if not found:
-        return None
-    first = found[0]
-    slower = case.slowest[0].position < first.position
-    if slower and case.stalled:
-        return None
-    traced = first.state == TRACED
-    found = [each for each in found if (each.state == TRACED) == traced]
-    how = "traced by a debugger" if traced else "stopped (SIGSTOP)"
-    everyone = len(found) == len(case.running) > 1
-    return case.verdict(
-        None if everyone else first,
-        "traced" if traced else "stopped", "medium" if slower else "high",
-        f"{_verb(found, 'is', 'are')} {how} in {first.place}, last progress at {case.since(first)}",
-        "detach the debugger; kill -CONT has no effect" if traced else resume(found),
-        others(case, found),
-    )  # fmt: skip
-
-
-def _exited(case: Case) -> Verdict | None:
-    """Names ranks whose process ended without the phase `exit`, unless all ranks ended so."""
-    found = case.in_state(ENDED_STATES)
-    if not found or (len(found) == len(case.running) and not case.exited):
-        return None
-    first = found[0]
-    zombie = " but its parent has not reaped it (the parent is not running)"
-    zombie = zombie if first.state == "Z" else ""
-    return case.verdict(
-        first, "exited", "high",
-        f"{names(found)} exited in {first.place}{zombie}, last progress at {case.since(first)}",
-        others(case, found), exits(case.exited),
-    )  # fmt: skip
-
-
-def _uninterruptible(case: Case) -> Verdict | None:
-    """Names the slowest rank that is in uninterruptible sleep beyond its stall limit."""
-    found = [
-        each for each in case.running
-        if each.state == "D" and each.unchanged_s > limit_s(each, case.watch)
-    ]  # fmt: skip
-    if not case.stalled or not found:
-        return None
-    first = min(found, key=lambda each: each.position)
-    return case.verdict(
-        first, "disk", "medium",
-        f"{stalled(case, [first])} in uninterruptible sleep",
-        "check the disk, the network file system and the driver", others(case, [first]),
-    )  # fmt: skip
-
-
-def _exited_early(case: Case) -> Verdict | None:
-    """Names ranks that exited before the others were done, unless the slowest rank saves.
-
-    A rank that saves needs no other rank.
-    """
-    slow = case.slowest[0]
-    early = [each for each in case.exited if each.step <= slow.step]
-    if not case.stalled or not early or slow.phase in SAVING_PHASES:
-        return None
-    first = min(early, key=lambda each: (each.step, each.rank))
-    certain = first.step < slow.step and first.state in ENDED_STATES
-    return case.verdict(
-        first, "exited-early", "high" if certain else "medium",
-        f"{exits(early)} at step {first.step} before the other ranks",
-        f"no progress since {case.since(slow)}", others(case, [first]),
-    )  # fmt: skip
-
-
-def _slowest_rank(case: Case) -> Verdict | None:
-    """Names the slowest ranks. Only the pulses show them, so the confidence is never high."""
-    if not case.stalled or len(case.slowest) == len(case.running):
-        return None
-    return case.verdict(
-        case.slowest[0], "slowest-rank", "medium",
-        stalled(case, case.slowest), others(case, case.slowest), exits(case.exited),
-        LOOK_AT_STACKS,
-    )  # fmt: skip
-
-
-def _all_ranks(case: Case) -> Verdict | None:
-    """Names all ranks, because all stall at the same place or the run has only one rank."""
-    if not case.stalled:
-        return None
-    alone = len(case.running) == 1
-    certain = alone and not why_unconfirmed(case.running, case.watch)
-    return case.verdict(
-        case.running[0] if alone else None, "all-ranks", "medium" if certain else "low",
-        stalled(case, case.running), exits(case.exited),
-        "" if alone else "the pulses show no rank behind another", LOOK_AT_STACKS,
-    )  # fmt: skip
-
-
-KERNEL_CAUSES = ("stopped", "traced", "exited")
-"""Causes that the kernel confirms."""
-CAUSES: tuple[Callable[[Case], Verdict | None], ...] = (
-    _stopped, _exited, _uninterruptible, _exited_early, _slowest_rank, _all_ranks,
-)  # fmt: skip
-"""The first function that returns a verdict decides."""
-
-
 def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
     """Returns the case of the ranks with a usable pulse, or None if none of them still runs."""
     usable = [each for each in ranks if not each.doubt]
     running = tuple(each for each in usable if each.phase != "exit")
     exited = tuple(each for each in usable if each.phase == "exit")
     return Case(running, slowest(running), exited, watch, ts) if running else None
-
-
-def diagnose(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Verdict | None:
-    """Returns why the run makes no progress, or None while it makes progress.
-
-    `ts` is the unix time of the evidence. A rank without a usable pulse is never named. If there is
-    such a rank, a verdict has the confidence "low" unless its cause is one of `KERNEL_CAUSES`.
-    """
-    case = case_of(ranks, watch, ts)
-    if case is None:
-        return None
-    found = next((verdict for cause in CAUSES if (verdict := cause(case))), None)
-    if found is None or not any(each.doubt for each in ranks) or found.cause in KERNEL_CAUSES:
-        return found
-    return replace(found, sure="low", sentence=f"{found.sentence}; {unusable_pulses(ranks)}")
 
 
 def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
@@ -229,27 +109,21 @@ def resume(ranks: Sequence[RankEvidence]) -> str:
 def others(case: Case, named: Sequence[RankEvidence]) -> str:
     """Returns what the other running ranks do; ranks that do the same thing are grouped."""
     first = named[0]
-    groups: dict[tuple[str, str], list[RankEvidence]] = {}
+    groups: dict[tuple[str, str, str], list[RankEvidence]] = {}
     for each in case.running:
         if each not in named:
             place = each.phase if each.phase and each.step == first.step else each.place
-            groups.setdefault((_doing(each, first), place), []).append(each)
-    return "; ".join(_group(ranks, doing, place) for (doing, place), ranks in groups.items())
+            groups.setdefault((*_doing(each, first), place), []).append(each)
+    return "; ".join(f"{_verb(ranks, one, many)} in {place}"
+                     for (one, many, place), ranks in groups.items())  # fmt: skip
 
 
-def _doing(rank: RankEvidence, named: RankEvidence) -> str:
+def _doing(rank: RankEvidence, named: RankEvidence) -> tuple[str, str]:
+    """Returns what a rank does, in words for one rank and for several ranks."""
     if rank.state in STOPPED_STATES:
-        return "traced" if rank.state == TRACED else "stopped"
+        how = "traced by a debugger" if rank.state == "t" else "stopped"
+        return f"is {how}", f"are {how}"
     unordered = rank.step == named.step and UNREPORTED in (rank.phase, named.phase)
-    slower = named.phase != "exit" and not unordered and rank.position < named.position
-    return "slower" if slower else "waits"
-
-
-def _group(ranks: Sequence[RankEvidence], doing: str, place: str) -> str:
-    if doing == "stopped":
-        return f"{_verb(ranks, 'is', 'are')} stopped in {place} ({resume(ranks)})"
-    if doing == "traced":
-        return f"{_verb(ranks, 'is', 'are')} traced by a debugger in {place}"
-    if doing == "slower":
-        return f"{_verb(ranks, 'is', 'are')} slower, in {place}"
-    return f"{_verb(ranks, 'waits', 'wait')} in {place}"
+    if named.phase != "exit" and not unordered and rank.position < named.position:
+        return "is slower,", "are slower,"
+    return "waits", "wait"

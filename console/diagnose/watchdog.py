@@ -9,6 +9,7 @@ due once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -52,8 +53,8 @@ class _State:
     """Number of updates at which an action was due and the second source did not confirm it."""
     breached_s: float | None = None
     """Observed time of the breach before the rule is raised, None while there is no breach."""
-    counts: Mapping[int, int] | None = field(default_factory=dict)
-    """The parts of the value by GPU, as in `Measured.counts`, or None if not known."""
+    value: float = math.inf
+    """The last value of a raised rule, infinite if it is not known."""
     raised_at: float = 0.0
     """Time at which the rule was last raised or raised again."""
     severe_s: float = 0.0
@@ -98,7 +99,7 @@ class Watchdog:
     def restore(self, raised: Iterable[str]) -> None:
         """Marks as raised the rules that a former watchdog of the same attempt had raised."""
         for name in self._states.keys() & set(raised):
-            self._states[name] = _State(raised=True, counts=None)
+            self._states[name] = _State(raised=True)
 
     def raised(self) -> tuple[str, ...]:
         """Returns the names of the rules that are raised."""
@@ -121,19 +122,18 @@ class Watchdog:
         else:
             state.breached_s = 0.0 if state.breached_s is None else state.breached_s + gap_s
             if state.breached_s >= rule.for_s:
-                state.raised, state.counts, state.raised_at = True, measured.counts, now.mono
+                state.raised, state.value, state.raised_at = True, measured.value, now.mono
                 yield Change("raise", rule, measured.text, measured.value, rule.level)
                 yield from self._act(rule, state, measured, now)
 
     def _raise_again(
         self, rule: Rule, state: _State, measured: Measured, mono: float
     ) -> Iterator[Change]:  # fmt: skip
-        """Raises the alert of a raised rule again when the count of a GPU rose."""
-        known = measured.counts if state.counts is None else state.counts
-        if not any(count > known.get(key, 0) for key, count in measured.counts.items()):
-            state.counts = measured.counts
+        """Raises the alert of a raised rule again when its value rose."""
+        if not rule.again or measured.value <= state.value:
+            state.value = measured.value
         elif mono - state.raised_at >= AGAIN_S:
-            state.counts, state.raised_at = measured.counts, mono
+            state.value, state.raised_at = measured.value, mono
             yield Change("clear", rule, "replaced by the next alert", measured.value)
             yield Change("raise", rule, measured.text, measured.value, rule.level)
 

@@ -12,7 +12,6 @@ from console.plans.case import Case, Found
 from console.status_text import size
 from trainers import settings
 from trainers.contract import remote
-from trainers.contract.plan import Phase
 
 KEYS = {
     "parameters": ("model.",),
@@ -49,26 +48,15 @@ def config(case: Case, index: int) -> Found:
         f"{name} is {getattr(found, name):,}, and the plan expects {fact:,}"
         for name, fact in wrong.items()
     )
-    chosen = {
-        key for key, entry in resolved.items()
-        if entry["origin"] == settings.COMMAND_LINE and key.startswith(_keys(wrong))
-    }  # fmt: skip
-    if chosen and all(_is_chosen(name, chosen) for name in wrong):
-        return "unknown", f"{said}; changed by --set {', '.join(sorted(chosen))}"
-    return "fail", f"{said}; {_source(phase)}"
-
-
-def _keys(names: dict[str, int]) -> tuple[str, ...]:
-    return tuple(key for name in names for key in KEYS[name])
-
-
-def _is_chosen(name: str, chosen: set[str]) -> bool:
-    return any(key.startswith(KEYS[name]) for key in chosen)
-
-
-def _source(phase: Phase) -> str:
-    config = phase.config or "no config, which trains the built-in toy"
-    return f"the phase uses {config}; correct its config, set or nproc, or expects in the plan"
+    by_hand = [key for key, entry in resolved.items() if entry["origin"] == settings.COMMAND_LINE]
+    chosen = {name: [key for key in by_hand if key.startswith(KEYS[name])] for name in wrong}
+    if all(chosen.values()):
+        keys = sorted({key for keys in chosen.values() for key in keys})
+        return "unknown", f"{said}; changed by --set {', '.join(keys)}"
+    used = phase.config or "no config, which trains the built-in toy"
+    return "fail", (
+        f"{said}; the phase uses {used}; correct its config, set or nproc, or expects in the plan"
+    )
 
 
 def checkpoint_bytes(case: Case) -> int:

@@ -109,38 +109,45 @@ def _unconfirmed_gates(
     source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
     """Yields each gate that gates.json and the records do not both report as passed."""
-    summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
-    world = jsonl.integer(run_json, "world") or 0
-    if not source.has_all_records:
-        yield f"{rundir.SNAPSHOT} is not usable, so only the newest records were read; {FULL}"
-    elif state.behind_bytes:
-        yield "not all records of the run have been read yet"
-    elif not 1 <= world <= MAX_RANKS:
-        yield f"{rundir.RUN} has no valid number of ranks"
-    elif summary is not None:
-        try:
-            gates.check(bounds, rundir.RUN)
-        except UsageError as error:
-            yield str(error)
-            return
-        run = source.run_path or Path()
-        _complete(summary, run, world, document, bounds)
-        summary.former = summary.former or continued(run, summary.resumed_at_end)
-        written = {gate.name: gate for gate in state.gates}
-        own = {gate.name: gate for gate in gates.evaluate(summary, bounds)}
-        for name in sorted(written.keys() | own.keys()):
-            if why := _disagreement(written.get(name), own.get(name)):
-                yield f"gate {name} {why}"
+    summary = _complete(source, state, run_json, document)
+    if isinstance(summary, str):
+        yield summary
+        return
+    if source.run_path is not None:
+        former = continued(source.run_path, summary.resumed_at_end)
+        summary.former = summary.former or former
+    written = {gate.name: gate for gate in state.gates}
+    found = gates.evaluate(summary, jsonl.mapping(run_json, "gates"))
+    own = {gate.name: gate for gate in found}
+    for name in sorted(written.keys() | own.keys()):
+        if why := _disagreement(written.get(name), own.get(name)):
+            yield f"gate {name} {why}"
 
 
 def _complete(
-    summary: Summary, run: Path, world: int, document: Mapping[str, Any], bounds: Mapping[str, Any]
-) -> None:
-    """Adds the last pulses to the summary, and the results from files if a gate reads files."""
+    source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
+) -> Summary | str:
+    """Returns the summary with all that the gates need, or why the gates cannot be evaluated.
+
+    The last pulses come from supervisor.json; files are read only if a gate needs them.
+    """
+    summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
+    world = jsonl.integer(run_json, "world") or 0
+    if summary is None or not source.has_all_records:
+        return f"{rundir.SNAPSHOT} is not usable, so only the newest records were read; {FULL}"
+    if state.behind_bytes:
+        return "not all records of the run have been read yet"
+    if not 1 <= world <= MAX_RANKS:
+        return f"{rundir.RUN} has no valid number of ranks"
+    try:
+        gates.check(bounds, rundir.RUN)
+    except UsageError as error:
+        return str(error)
     summary.limit(world)
     summary.take_document(document)
     if not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds):
-        summary.files = gate_files.read(run, summary.attempts or 1, world)
+        summary.files = gate_files.read(source.run_path or Path(), summary.attempts or 1, world)
+    return summary
 
 
 def continued(run: Path, step: int) -> Summary | None:
@@ -158,11 +165,10 @@ def continued(run: Path, step: int) -> Summary | None:
     if _training(before) != _training(own):
         return None
     source, state = _read_whole(path)
-    found, world = source.summary, jsonl.integer(own, "world") or 0
-    if found is None or state.behind_bytes or not 1 <= world <= MAX_RANKS:
-        return None
     document = rundir.read_json(path / rundir.SUPERVISOR, below=path) or {}
-    _complete(found, path, world, document, jsonl.mapping(own, "gates"))
+    found, world = _complete(source, state, own, document), jsonl.integer(own, "world") or 0
+    if isinstance(found, str):
+        return None
     if all(_last_step(found, rank) == step for rank in range(world)):
         found.loaded_step = step
     found.name = f"in the records of {state.id}, which this run continues without a further step"
@@ -185,20 +191,17 @@ def _training(run_json: Mapping[str, Any]) -> list[object]:
 
 def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
     """Returns the gates of a run that has not ended, over its records so far."""
-    run, summary = source.run_path, source.summary
-    if run is None or summary is None:
+    run = source.run_path
+    if run is None or source.summary is None:
         return ()
-    run_json = rundir.read_json(run / rundir.RUN, below=run) or {}
-    bounds, world = jsonl.mapping(run_json, "gates"), jsonl.integer(run_json, "world") or 0
-    try:
-        gates.check(bounds, rundir.RUN)
-    except UsageError:
-        return ()
-    if not source.has_all_records or state.behind_bytes or not 1 <= world <= MAX_RANKS:
-        return gates.unknown(bounds, f"only the newest records were read; {FULL}")
-    document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
-    _complete(summary, run, world, document, bounds)
-    return gates.so_far(summary, bounds)
+    run_json, document = (
+        rundir.read_json(run / n, below=run) or {} for n in (rundir.RUN, rundir.SUPERVISOR)
+    )
+    summary, bounds = _complete(source, state, run_json, document), jsonl.mapping(run_json, "gates")
+    if not isinstance(summary, str):
+        return gates.so_far(summary, bounds)
+    known = {name: bound for name, bound in bounds.items() if name in gates.RULES}
+    return gates.unknown(known, summary)
 
 
 def _contradictions(

@@ -6,7 +6,6 @@ A gate passes only if the numbered records of its ranks cover that span without 
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -87,8 +86,6 @@ TABLE: tuple[Rule, ...] = (
     Rule("loss_falls", "nats/token", "fall", measures.loss_fall, "surviving steps", RANK0),
     Rule("bytes_right", "share", "at least", measures.bytes_right, "surviving steps", RANK0,
          "no bytes_right was recorded; only data.source recall records it"),
-    Rule("toks_per_s_above", "tok/s", "above", measures.toks_per_s, "surviving steps", RANK0,
-         "no toks_per_s was recorded"),
     Rule("gpu_mem_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
          "no gpu_mem_reserved was recorded", certain=True, figure="memory_mib"),
     Rule("gpu_mem_growth_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
@@ -178,11 +175,15 @@ def _check_mapping(rule: Rule, value: Any, wanted: Demand, where: str) -> None:
         raise UsageError(f"{where}: 'override' of the gate {rule.name} needs a reason in words")
 
 
-def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
+def evaluate(
+    summary: Summary, bounds: Mapping[str, Any], is_live: bool = False
+) -> tuple[Gate, ...]:
     """Returns every gate of a phase with its value, window, source, bound and result.
 
-    A gate with `at` has one more result for each of these steps, with the name `NAME@STEP`.
+    A gate with `at` has one more result for each of these steps, with the name `NAME@STEP`. The
+    newest records of a run that `is_live` are not missing, because the run still writes them.
     """
+    summary.is_live = is_live
     return tuple(_gate(rule, wanted, summary, at) for rule, wanted, at in _each(bounds))
 
 
@@ -200,27 +201,12 @@ def named(rule: Rule, at: int) -> str:
 
 def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     """Returns the gates with `at`, for each such step that all ranks of a live run have reached."""
-    with _as_live(summary):
-        return _reached(summary, bounds)
-
-
-@contextlib.contextmanager
-def _as_live(summary: Summary) -> Iterator[None]:
-    """Marks that the newest records may be missing, because the run still writes."""
     summary.is_live = True
-    try:
-        yield
-    finally:
-        summary.is_live = False
-
-
-def _reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     ranks = summary.different(range(summary.world))
     marks = [{row[1] for row in summary.of_rank(rank).live.rows} for rank in ranks]
-    found = ((rule, wanted, at) for rule, wanted, at in _each(bounds) if at)
     return tuple(
-        _gate(rule, wanted, summary, at) for rule, wanted, at in found
-        if all(at in mark for mark in marks)
+        _gate(rule, wanted, summary, at) for rule, wanted, at in _each(bounds)
+        if at and all(at in mark for mark in marks)
     )  # fmt: skip
 
 
@@ -229,8 +215,7 @@ def so_far(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 
     A gate that is not met yet is unknown; it is failed only if no later record can change that.
     """
-    with _as_live(summary):
-        found = evaluate(summary, bounds)
+    found = evaluate(summary, bounds, is_live=True)
     return tuple(
         replace(_undecided(gate, rule), window=f"{gate.window}, so far")
         for gate, (rule, *_) in zip(found, _each(bounds), strict=True)

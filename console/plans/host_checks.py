@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import resource
@@ -13,6 +12,7 @@ from pathlib import Path
 from console.plans.case import Case, Found
 from console.plans.config_checks import checkpoint_bytes
 from console.sources import launches
+from console.sources.nvml import opened_by
 from console.sources.sanitize import clean
 from console.status_text import age, size
 from trainers.contract import jsonl, rundir
@@ -41,17 +41,14 @@ def clock(case: Case) -> Found:
     now, name = time.time(), clean(newest.name)
     if not 0 <= created <= LATEST_S:
         return "unknown", f"{rundir.PLAN} of the launch {name} has no valid time; remove the launch"
-    ahead_s = created - now
-    with contextlib.suppress(OSError):
-        ahead_s = min(ahead_s, (newest / rundir.PLAN).stat().st_mtime - now)
+    ahead_s = min(created, (newest / rundir.PLAN).stat().st_mtime) - now
     if ahead_s > JUMP_S:
         return "fail", (
             f"the clock is {age(ahead_s)} behind the launch {name}; set it (timedatectl), or pass "
             "another --root if that launch had a wrong clock"
         )
-    is_same_boot = jsonl.text(record, "boot_id") == rundir.boot_id()
-    if up_s is not None and 0 <= up_s <= LATEST_S and is_same_boot:
-        jumped_s = now - created - (time.clock_gettime(time.CLOCK_BOOTTIME) - up_s)
+    if jsonl.text(record, "boot_id") == rundir.boot_id() and 0 <= (up_s or -1) <= LATEST_S:
+        jumped_s = now - created - (time.clock_gettime(time.CLOCK_BOOTTIME) - (up_s or 0.0))
         if abs(jumped_s) > JUMP_S:
             way = "forward" if jumped_s > 0 else "back"
             return "unknown", f"the clock jumped {way} by {age(abs(jumped_s))} since {name}"
@@ -122,7 +119,7 @@ def leftovers(case: Case) -> Found:
     found = unsupervised(proc)
     if not found:
         return "pass", "no trainer runs without a supervisor"
-    on_gpu = [pid for pid in found if case.plan.gpus and _has_gpu(proc / f"{pid}/fd")]
+    on_gpu = [pid for pid in found if case.plan.gpus and opened_by(pid, str(proc))]
     pids = " ".join(map(str, (on_gpu or found)[:MAX_SHOWN]))
     if on_gpu:
         text = (
@@ -158,16 +155,6 @@ def _is_supervised(pid: int, proc: Path, commands: dict[int, str]) -> bool:
             pid = int(fields[1])
         except (OSError, ValueError, IndexError):
             return False
-    return False
-
-
-def _has_gpu(folder: Path) -> bool:
-    """Returns whether a process has a file of an NVIDIA GPU open."""
-    with contextlib.suppress(OSError):
-        for each in folder.iterdir():
-            with contextlib.suppress(OSError):
-                if re.match(r"/dev/nvidia\d", str(each.readlink())):
-                    return True
     return False
 
 

@@ -11,7 +11,6 @@ from console.sources.summary import Summary
 from console.sources.windows import FIRST_LOSSES
 from console.status_text import counted, number
 
-MEDIAN_RECORDS = 50
 OF_LAST_STEPS = ("toks_per_s", "step_ratio")
 UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
 
@@ -106,17 +105,8 @@ def loss_fall(s: Summary) -> Measured:
     return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
 
 
-def toks_per_s(s: Summary) -> Measured:
-    found = s.of_rank(0).window.last("toks_per_s", MEDIAN_RECORDS)
-    if found is None:
-        return Measured(None, why="too few records of the steps before the restart are kept")
-    ordered = sorted(found)
-    median = ordered[len(ordered) // 2] if ordered else None
-    return Measured(median, f"median of the last {counted(len(ordered), 'record')}")
-
-
 def bytes_right(s: Summary) -> Measured:
-    found = [each for each in s.of_rank(0).window.newest if each.bytes_right is not None]
+    found = [each for each in s.of_rank(0).window.newest.rows if each.bytes_right is not None]
     if not found:
         return Measured(None)
     return Measured(found[-1].bytes_right, f"record of step {found[-1].step}")

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -29,17 +28,14 @@ LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Prefixes of the variables that configure the libraries of a training."""
 LEAST_MEMORY_GIB_PER_RANK = 0.5
 RUNS, LINGER = "run/systemd/system", "var/lib/systemd/linger"
-PROPERTIES = ("KillUserProcesses", "RemoveIPC", "KillOnlyUsers", "KillExcludeUsers")
 ASK = (
     "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
-    "org.freedesktop.login1.Manager", *PROPERTIES,
+    "org.freedesktop.login1.Manager", "KillUserProcesses", "RemoveIPC",
 )  # fmt: skip
 ANSWER_S = 5.0
-YES = ["b", "true"]
 LEAST_UID = 1000
 """Smallest uid of a normal user; logind does not remove the shared memory of system users."""
-SESSION = re.compile(r"/session-[^/]+\.scope")
-USER_MANAGER = re.compile(r"/user@\d+\.service")
+SESSION, USER_MANAGER = "/session-", "/user@"
 
 
 def _python(_case: Case) -> Found:
@@ -128,61 +124,37 @@ def _is_foreign(name: str) -> bool:
 
 
 def _logout(case: Case) -> Found:
-    """Reports the processes and files that a logout of the operator would end or remove."""
-    found = logout_warnings(case.root, os.getuid(), process.user_name())
-    if found is None:
-        return "pass", "no systemd-logind here"
-    return "unknown" if found else "pass", "; ".join(found) or "the run survives a logout"
+    """Reports what systemd-logind would end or remove when the operator logs out."""
+    return at_logout(case.root, os.getuid(), process.user_name())
 
 
-def logout_warnings(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
-    """Returns one sentence for each effect of this user's logout that would damage the run.
-
-    Returns None if systemd is not running. `root` is the root of the file system.
-    """
+def at_logout(root: Path, uid: int, user: str) -> Found:
+    """Returns the result of the row `logout` for a user; `root` is the root of the file system."""
     if not (root / RUNS).is_dir():
-        return None
-    logind = _logind_properties()
-    if logind is None:
-        return ("not available: systemd-logind does not answer busctl",)
-    lingers = (root / LINGER / user).exists()
-    found = []
-    place = (root / "proc/self/cgroup").read_text(errors="replace")
-    if USER_MANAGER.search(place):
-        if not lingers:
-            found.append(
-                f"the run ends when {user} logs out, because it belongs to the user manager; run "
-                f"loginctl enable-linger {user}"
-            )
-    elif SESSION.search(place) and _kills(logind, user):
-        found.append(
-            f"logind has KillUserProcesses=yes and kills the run when {user} logs out; run "
-            f"loginctl enable-linger {user} and launch with systemd-run --user --scope, or "
-            "set KillUserProcesses=no in /etc/systemd/logind.conf"
-        )
-    if logind["RemoveIPC"] == YES and not lingers and uid >= LEAST_UID:
-        found.append(
-            f"logind has RemoveIPC=yes and removes the shared memory of the pulses when {user} "
-            f"logs out, so no stall is detected; run loginctl enable-linger {user}, or set "
-            "RemoveIPC=no in /etc/systemd/logind.conf"
-        )
-    return tuple(found)
-
-
-def _kills(logind: Mapping[str, Sequence[str]], user: str) -> bool:
-    """Returns whether logind kills the processes of this user's sessions at logout."""
-    only = logind["KillOnlyUsers"][2:]
-    left_alone = user in logind["KillExcludeUsers"][2:] or (only and user not in only)
-    return logind["KillUserProcesses"] == YES and not left_alone
-
-
-def _logind_properties() -> dict[str, list[str]] | None:
-    """Returns the words that busctl prints for each property, or None if there is no answer."""
+        return "pass", "no systemd-logind here"
     try:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return dict(zip(PROPERTIES, map(shlex.split, done.stdout.splitlines()), strict=False))
+        return "unknown", "not available: systemd-logind does not answer busctl"
+    kills, removes = (line == "b true" for line in [*done.stdout.splitlines(), "", ""][:2])
+    place = (root / "proc/self/cgroup").read_text(errors="replace")
+    lingers = (root / LINGER / user).exists()
+    found = []
+    if USER_MANAGER in place and not lingers:
+        found.append(f"the run ends when {user} logs out, because it belongs to the user manager")
+    elif SESSION in place and kills and uid:  # root is excluded by default
+        found.append(
+            f"logind has KillUserProcesses=yes and kills the run when {user} logs out: launch with "
+            "systemd-run --user --scope"
+        )
+    if removes and not lingers and uid >= LEAST_UID:
+        found.append(
+            f"logind has RemoveIPC=yes and removes the shared memory of the run when {user} logs "
+            "out, so no stack can be dumped"
+        )
+    if not found:
+        return "pass", "the run survives a logout"
+    return "unknown", f"{'; '.join(found)}; run loginctl enable-linger {user}"
 
 
 def _environment(_case: Case) -> Found:
@@ -248,10 +220,7 @@ def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, .
     for need in {row.needs for row in rows}:
         work = [(row.check, answers[row.name]) for row in rows if row.needs == need]
         thread = threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread can be started
-            _answer(case, work)
+        thread.start()
     begun = time.monotonic()
     late = wait(answers.values(), SAID_S).not_done
     if late and said:

@@ -27,9 +27,9 @@ ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, sta
 Record = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Everything that was read of one run at one moment."""
+@dataclass
+class Assembly:
+    """Everything that was read of one run at one moment; `run_state` assembles it."""
 
     run: Path
     is_away: bool
@@ -51,51 +51,40 @@ class Evidence:
     troubles: Sequence[Alert]
     """An alert for each document that cannot be shown."""
 
-
-def run_state(evidence: Evidence) -> RunState:
-    """Returns the state of a run with everything that a screen shows of the run."""
-    return _Assembly(evidence).run_state()
-
-
-class _Assembly:
-    """Assembles one run at one moment: first the state, then each part that a screen shows."""
-
-    def __init__(self, evidence: Evidence):
-        self._evidence, self._records = evidence, evidence.records
-        supervisor = evidence.supervisor or evidence.by_launch
+    def __post_init__(self) -> None:
+        supervisor = self.supervisor or self.by_launch
         self._live = liveness.live_directory(supervisor)
         status = rundir.read_json(self._live / rundir.LIVE_STATUS) if self._live else None
         self._status: Record = status or {}
-        self._supervisor = liveness.with_newest_state(
-            supervisor, self._records.state_event, self._status, self._recorded_end()
+        self._newest = liveness.with_newest_state(
+            supervisor, self.records.state_event, self._status, self._recorded_end()
         )
-        behind = self._records.files.behind_bytes > 0
+        behind = self.records.files.behind_bytes > 0
         self._state: State
-        self._state, self._why = decide(liveness.facts(
-            self._supervisor, evidence.run_json, self._records.heads, behind, evidence.trouble
-        ))  # fmt: skip
+        self._state, self._why = decide(
+            liveness.facts(self._newest, self.run_json, self.records.heads, behind, self.trouble)
+        )
         self._has_ended = self._state in liveness.ENDED
         self._supervisor_alerts = (
-            [] if self._has_ended else liveness.supervisor_alerts(self._supervisor, self._status)
+            [] if self._has_ended else liveness.supervisor_alerts(self._newest, self._status)
         )
 
     def _recorded_end(self) -> Record:
         """Returns how the run ended, according to its launch or (for a legacy run) its metrics."""
-        if self._records.files.is_legacy and not self._evidence.supervisor:
-            records = [head.last.record for head in self._records.heads.values()]
-            return legacy.end(self._evidence.run, records)
-        return self._evidence.by_launch
+        if self.records.files.is_legacy and not self.supervisor:
+            records = [head.last.record for head in self.records.heads.values()]
+            return legacy.end(self.run, records)
+        return self.by_launch
 
     def run_state(self) -> RunState:
-        evidence, records, supervisor, run_json = (
-            self._evidence, self._records, self._supervisor, self._evidence.run_json
-        )  # fmt: skip
+        """Returns the state of the run with everything that a screen shows of the run."""
+        records, supervisor, run_json = self.records, self._newest, self.run_json
         flags = json_documents.flag_field(run_json, "value")
         ranks = read_ranks(supervisor, records, self._live, flags.get(DEVICES, ""), self._has_ended)
         step, planned = newest_step(supervisor, ranks, records), self._planned_steps
         is_legacy = records.files.is_legacy
         return RunState(
-            id=self._id, path=str(evidence.run), state=self._state, why=self._why,
+            id=self._id, path=str(self.run), state=self._state, why=self._why,
             since_ts=liveness.since_ts(supervisor, self._state, records.heads),
             attempt=records.attempt,
             host=json_documents.line(supervisor, "host", json_documents.line(run_json, "host", "")),
@@ -104,36 +93,36 @@ class _Assembly:
             ranks=ranks, gpus=records.gpus,
             figures=records.figures(bool(run_json.get("settings")) or is_legacy),
             alerts=self._alerts(), verdict=json_documents.verdict(supervisor),
-            gates=json_documents.gates(evidence.gates), bounds=json_documents.bounds(run_json),
+            gates=json_documents.gates(self.gates), bounds=json_documents.bounds(run_json),
             armed=self._policy("armed"), armed_short=self._policy("armed_short"),
-            launch=evidence.launch and with_run_state(
-                evidence.launch, evidence.run.name, self._state, self._why
+            launch=self.launch and with_run_state(
+                self.launch, self.run.name, self._state, self._why
             ),
             skipped_records=records.files.skipped,
             skipped_in="" if records.files.has_all_records else IN_RECENT,
-            behind_bytes=evidence.behind_bytes, directory_blocked_s=self._blocked_s,
-            checkpoint="" if evidence.is_away else json_documents.latest_checkpoint(evidence.run),
+            behind_bytes=self.behind_bytes, directory_blocked_s=self._blocked_s,
+            checkpoint="" if self.is_away else json_documents.latest_checkpoint(self.run),
             environment=flags, origins=json_documents.flag_field(run_json, "origin"),
             decided=json_documents.flag_settings(jsonl.mapping(run_json, "settings")),
             argv=json_documents.words(run_json, "argv"),
-            backend=json_documents.backend(evidence.env),
+            backend=json_documents.backend(self.env),
         )  # fmt: skip
 
     @property
     def _id(self) -> str:
-        launch, name = self._evidence.launch, self._evidence.run.name
+        launch, name = self.launch, self.run.name
         default = f"{launch.id}/{name}" if launch else name
-        return json_documents.line(self._evidence.run_json, "run", default)
+        return json_documents.line(self.run_json, "run", default)
 
     @property
     def _planned_steps(self) -> int | None:
-        return json_documents.setting_int(self._evidence.run_json, "train.steps")
+        return json_documents.setting_int(self.run_json, "train.steps")
 
     def _eta_s(self, step: int | None) -> float | None:
         planned = self._planned_steps
         if not step or not planned or self._has_ended or self._state == "stalled":
             return None
-        return self._records.reducer.series.eta_s(step, planned)
+        return self.records.reducer.series.eta_s(step, planned)
 
     @property
     def _blocked_s(self) -> float:
@@ -148,7 +137,7 @@ class _Assembly:
         stopped = [alert.id for alert in self._supervisor_alerts]
         if liveness.WORK_STOPPED in stopped:
             return STOPPED_POLICY if is_long else "none"
-        policy = json_documents.line(self._supervisor, key, "")
+        policy = json_documents.line(self._newest, key, "")
         if is_long and liveness.SUPERVISOR_STOPPED in stopped:
             return f"{policy}; {NO_RESTART}"
         return policy
@@ -158,10 +147,10 @@ class _Assembly:
     def _alerts(self) -> tuple[Alert, ...]:
         """Returns the alerts of the supervisor and of this reader, the worst first."""
         status = {} if self._has_ended else self._status
-        own = [*self._evidence.troubles, *self._reader_alerts(), *self._supervisor_alerts]
-        alerts = self._records.alerts(status, own)
+        own = [*self.troubles, *self._reader_alerts(), *self._supervisor_alerts]
+        alerts = self.records.alerts(status, own)
         others = tuple(alert for alert in alerts if alert.id != RANK_GONE)
-        return alerts if others == alerts or liveness.has_lost_rank(self._supervisor) else others
+        return alerts if others == alerts or liveness.has_lost_rank(self._newest) else others
 
     def _reader_alerts(self) -> list[Alert]:
         """Returns alerts on a missing supervisor, doubtful documents, and unread files."""
@@ -170,17 +159,17 @@ class _Assembly:
             found.append(Alert(name, time.time(), level, text, key, observed=True))
 
         found: list[Alert] = []
-        launch = self._evidence.launch
+        launch = self.launch
         if launch is not None:
             # This is the launch as its documents describe it, before `with_run_state`.
-            known = {launch.why, *(alert.text for alert in self._evidence.troubles)}
+            known = {launch.why, *(alert.text for alert in self.troubles)}
             if self._has_ended and launch.state == "unsupervised":
                 add("no-supervisor", "crit", ORPHANED, "R")
             if launch.doubt and launch.doubt not in known:
                 add("documents", "crit", f"the state of the launch is unknown: {launch.doubt}")
         if missing := self._unreadable():
             add("directory", "warn", f"{missing}; its state comes from {rundir.PLAN_STATE}")
-        if behind_bytes := self._evidence.behind_bytes:
+        if behind_bytes := self.behind_bytes:
             add("behind", "info", f"{status_text.size(behind_bytes)} of records are not read yet")
         return found
 
@@ -189,15 +178,14 @@ class _Assembly:
 
         Either the whole run directory or only the supervisor's document may be missing.
         """
-        evidence = self._evidence
-        is_unread = bool(evidence.by_launch) and (evidence.is_away or not evidence.supervisor)
+        is_unread = bool(self.by_launch) and (self.is_away or not self.supervisor)
         if not is_unread or self._state == "starting":
             return ""
         try:
-            names = None if evidence.is_away else os.listdir(evidence.run)
+            names = None if self.is_away else os.listdir(self.run)
         except OSError:
             names = None
         if names is None:
-            return f"{evidence.run} cannot be read"
+            return f"{self.run} cannot be read"
         how = "cannot be read" if rundir.SUPERVISOR in names else "is missing"
-        return f"{rundir.SUPERVISOR} of {evidence.run.name} {how}"
+        return f"{rundir.SUPERVISOR} of {self.run.name} {how}"

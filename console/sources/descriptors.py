@@ -1,25 +1,30 @@
 """Names the object on which another process waits: a pipe, a socket, or the target of a poll.
 
-No read can block, because descriptors are resolved with readlink. A stat of a descriptor would ask
-its file system, which may hang.
+It also parses the text of the kernel's TCP tables into connections.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable
+import socket
+import struct
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
-from console.sources import tcp
+from console.sources import procfs
+from console.sources.procfs import TABLE_BYTES, link_of, number_after, numbers_in, read_text
 from console.sources.sanitize import clean
 
+MAX_CONNECTIONS = 256
+SYN_SENT = "02"
+_RETRANSMITS = "01"
+_LINE = re.compile(
+    r"^ *[0-9]+: (\S+) (\S+) 01 ([0-9A-F]{8}):\S+ ([0-9A-F]{2}):\S+ ([0-9A-F]{8}) "
+    r"+\S+ +\S+ ([0-9]+) ",
+    re.MULTILINE,
+)
 MAX_DESCRIPTORS = 64
-SMALL_BYTES, TABLE_BYTES = 1 << 12, 1 << 18
-"""Most bytes that are read of a file about one process, and of a table of the host."""
-MAX_PATH_CHARS = 300
 Kind = Literal["lock", "pipe", "network", "child", "timer", "disk", "futex", "none"]
 NO_PEER = "a socket, its peer is not available"
 
@@ -37,37 +42,6 @@ class BlockedOn:
 NOTHING = BlockedOn("none", "")
 LOOP_TIMER = BlockedOn("timer", "a timer of its event loop")
 LOOP_EVENT = BlockedOn("lock", "an event of its event loop, which has no timer", unsure=True)
-
-
-def read_text(path: str, limit: int = SMALL_BYTES) -> str:
-    """Returns at most `limit` bytes of a file of the kernel as text, "" if not available."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(limit).decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return ""
-
-
-def numbers_in(folder: str) -> list[int]:
-    """Returns the names in a directory of /proc that are numbers, [] if not available."""
-    try:
-        return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
-    except OSError:
-        return []
-
-
-def number_after(text: str, key: str) -> int:
-    """Returns the number in the line "key: number", or 0 if there is no such line."""
-    found = re.search(rf"^{key}:\s*([0-9]{{1,19}})\s*$", text, re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def link_of(pid: int, name: str) -> str:
-    """Returns the target of a link in /proc/PID, for example a path or "socket:[N]", or ""."""
-    try:
-        return clean(str(Path(f"/proc/{pid}/{name}").readlink()), MAX_PATH_CHARS)
-    except OSError:
-        return ""
 
 
 def pipe_wait(link: str, is_full: bool) -> BlockedOn:
@@ -133,7 +107,7 @@ def _only(pid: int, count: int, links: set[str]) -> BlockedOn:
     """Returns the only socket among `count` descriptors, or their only unfinished connection."""
     sockets = sorted(inodes_of(links))
     tables = socket_tables(pid) if sockets else ""
-    opening = [each for each in sockets if tcp.entry(tables, each)[2] == tcp.SYN_SENT]
+    opening = [each for each in sockets if tcp_entry(tables, each)[2] == SYN_SENT]
     has_pipe = any(link.startswith("pipe:[") for link in links)
     named = opening or (sockets if not has_pipe and count <= MAX_DESCRIPTORS else [])
     return socket_wait(pid, named[0], False) if len(named) == 1 else NOTHING
@@ -159,14 +133,58 @@ def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
     The text contains the address of the peer. With `accepts`, it contains the address of the socket
     itself.
     """
-    here, peer, state = tcp.entry(socket_tables(pid), inode)
+    here, peer, state = tcp_entry(socket_tables(pid), inode)
     if not state:
         table = read_text(f"/proc/{pid}/net/unix", TABLE_BYTES)
         found = re.search(rf"^(?:\S+ ){{6}} *{inode}(?: (.*))?$", table, re.MULTILINE)
-        path = clean(found[1] or "", MAX_PATH_CHARS) if found else ""
+        path = clean(found[1] or "", procfs.MAX_PATH_CHARS) if found else ""
         name = f"the local socket {path}" if path else "a local socket"
         return BlockedOn("network", name if found else NO_PEER)
     if accepts:
-        return BlockedOn("network", f"a connection to {tcp.address(here)}")
-    suffix = " that is not connected yet" if state == tcp.SYN_SENT else ""
-    return BlockedOn("network", f"a socket to {tcp.address(peer)}{suffix}")
+        return BlockedOn("network", f"a connection to {address(here)}")
+    suffix = " that is not connected yet" if state == SYN_SENT else ""
+    return BlockedOn("network", f"a socket to {address(peer)}{suffix}")
+
+
+# --- TCP ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """An established connection; `is_unacked` means that the kernel resends unacknowledged data.
+
+    A peer that does not read still acknowledges data, so a resend shows a fault of the network.
+    """
+
+    here: str
+    peer: str
+    is_unacked: bool
+
+
+def connections(tables: str, inodes: Collection[str]) -> tuple[Connection, ...]:
+    """Returns the established connections among these sockets."""
+    found: list[Connection] = []
+    for here, peer, queued, timer, sent_again, inode in _LINE.findall(tables):
+        if inode in inodes and len(found) < MAX_CONNECTIONS:
+            again = timer == _RETRANSMITS and int(queued, 16) > 0 and int(sent_again, 16) > 0
+            found.append(Connection(address(here), address(peer), again))
+    return tuple(found)
+
+
+def tcp_entry(tables: str, inode: str) -> tuple[str, str, str]:
+    """Returns local address, peer address and state of a TCP socket, or three times ""."""
+    pattern = rf"^ *[0-9]+: (\S+) (\S+) (\S+) (?:\S+ +){{5}}{inode} "
+    found = re.search(pattern, tables, re.MULTILINE)
+    return (found[1], found[2], found[3]) if found else ("", "", "")
+
+
+def address(field: str) -> str:
+    """Returns "10.0.0.7:443" or "[::1]:443" for an address in the kernel's hexadecimal form."""
+    if not re.fullmatch(r"([0-9A-F]{8}|[0-9A-F]{32}):[0-9A-F]{4}", field):
+        return "an unknown address"
+    host, _, port = field.partition(":")
+    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    name = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
+    name = name.removeprefix("::ffff:")
+    return f"{name if '.' in name else f'[{name}]'}:{int(port, 16)}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,13 +22,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from console.sources import stacks
 from console.sources.sanitize import clean
 from trainers.contract import jsonl
 
 T = TypeVar("T")
 MAX_RECORD_BYTES = 16 << 20
 MAX_COLLECTIVES = 2048
-MAX_TRIES = 8
 MAX_TOTAL_BYTES = 64 << 20
 """Most bytes that one call of `latest` reads; records beyond this limit are not available."""
 MIN_PAST = MAX_SKIPPED = 8
@@ -119,15 +118,6 @@ def _elements(shape: re.Match[str]) -> str:
     return f" {math.prod(int(each) for each in re.findall('[0-9]+', shape[1]))}"
 
 
-def _integer(entry: Mapping[str, Any], key: str) -> int | None:
-    """Returns an integer, also from a string, or None if the integer is negative or missing."""
-    value = entry.get(key)
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value):
-        return int(value)
-    number = jsonl.integer(entry, key)
-    return number if number is not None and number >= 0 else None
-
-
 def _items(entry: Mapping[str, Any], key: str, kind: type[T]) -> list[T]:
     value = entry.get(key)
     return [each for each in value if isinstance(each, kind)] if isinstance(value, list) else []
@@ -142,9 +132,10 @@ def _sizes(entry: Mapping[str, Any]) -> str:
 
 def _collective(entry: Mapping[str, Any]) -> Collective | None:
     """Returns the collective in an entry, or None, for example for a point-to-point operation."""
-    number = _integer(entry, "collective_seq_id")
+    number = jsonl.integer(entry, "collective_seq_id")
     backend, _, op = jsonl.text(entry, "profiling_name").rpartition(":")
-    if number is None or not op or entry.get("is_p2p") is True or _POINT_TO_POINT.match(op):
+    is_p2p = entry.get("is_p2p") is True or _POINT_TO_POINT.match(op)
+    if number is None or number < 0 or not op or is_p2p:
         return None
     group = " ".join((backend, *_items(entry, "process_group", str)[:2]))
     done = jsonl.text(entry, "state") == "completed"
@@ -168,24 +159,15 @@ def latest(
     run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
 ) -> dict[int, FlightRecord]:
     """Returns the newest readable record of each rank from `since_ts` to `until_ts` (unix s)."""
-    left, total = dict.fromkeys(ranks, MAX_TRIES), MAX_TOTAL_BYTES
-    found: dict[int, FlightRecord] = {}
-    try:
-        names = filter(None, map(_NAME.fullmatch, os.listdir(run)))
-    except OSError:
-        return {}
-    for name in sorted(names, key=lambda each: -int(each["ms"])):
-        rank, ts = int(name["rank"]), int(name["ms"]) / 1000
-        if rank in found or not since_ts <= ts <= until_ts or left.get(rank, 0) <= 0:
-            continue
-        left[rank] -= 1
-        path = run / name[0]
-        data = jsonl.read_bytes(path, min(MAX_RECORD_BYTES, total), 0)
-        total -= len(data)
-        record = parse(data, rank, ts, str(path))
-        if record is not None:
-            found[rank] = record
-    return found
+    left = MAX_TOTAL_BYTES
+
+    def read(path: Path, rank: int, ts: float) -> FlightRecord | None:
+        nonlocal left
+        data = jsonl.read_bytes(path, min(MAX_RECORD_BYTES, left), 0)
+        left -= len(data)
+        return parse(data, rank, ts, str(path))
+
+    return stacks.newest_of(_NAME, read, run, ranks, since_ts, until_ts)
 
 
 class _Member:

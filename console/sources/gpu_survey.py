@@ -17,7 +17,7 @@ from typing import Any
 
 from console.model import Gpu
 from console.sources import json_documents, nvml
-from console.sources.gpu import Device, XidLog, words_of
+from console.sources.nvml import Device, words_of
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 
@@ -104,7 +104,7 @@ def main() -> None:
         return None
 
     def read(index: int) -> None:
-        gpu = Device(pynvml, index, XidLog(pynvml, threading.Event())).read()
+        gpu = Device(pynvml, index).read()
         handle, processes, mig, gaps = (
             value(pynvml.nvmlDeviceGetHandleByIndex, index),
             (),

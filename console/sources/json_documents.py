@@ -9,17 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from console.model import (
-    LEVELS,
-    RESULTS,
-    Gate,
-    Gpu,
-    Level,
-    Result,
-    State,
-    Sure,
-    Verdict,
-)
+from console.model import LEVELS, RESULTS, Gate, Gpu, Level, Result, State, Sure, Verdict
 from console.sources.sanitize import clean
 from trainers.contract import VERSION, flags, jsonl, rundir
 from trainers.contract.jsonl import entries

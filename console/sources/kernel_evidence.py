@@ -1,11 +1,9 @@
 """Reads the kernel's evidence about one process: its state and the object its main thread waits on.
 
-The only sources are /proc and the cgroup file systems. No read can block, because descriptors are
-resolved with readlink. A stat of a descriptor would ask its file system, which may hang. The holder
-of a file lock is found in /proc/locks, by the pid of the waiting process. If a process asks for a
-lock again and again, the holder is found by the inode of a file that the process has open. The
-memory of the process is not read, although it contains the path of an `open` and the descriptors of
-a `poll`.
+The only sources are /proc and the cgroup file systems, and no read can block. The holder of a file
+lock is found in /proc/locks, by the pid of the waiting process. If a process asks for a lock again
+and again, the holder is found by the inode of a file that the process has open. The memory of the
+process is not read, although it contains the path of an `open` and the descriptors of a `poll`.
 """
 
 from __future__ import annotations
@@ -15,32 +13,13 @@ import re
 import time
 from dataclasses import dataclass, replace
 
-from console.sources import tcp
-from console.sources.descriptors import (
-    LOOP_EVENT,
-    LOOP_TIMER,
-    NO_PEER,
-    NOTHING,
-    TABLE_BYTES,
-    BlockedOn,
-    epoll_wait,
-    inodes_of,
-    link_of,
-    number_after,
-    numbers_in,
-    pipe_wait,
-    poll_wait,
-    read_text,
-    select_wait,
-    socket_tables,
-    socket_wait,
-)
+from console.sources import descriptors, procfs
+from console.sources.descriptors import NO_PEER, NOTHING, BlockedOn
 from console.sources.process import GONE
+from console.sources.procfs import TABLE_BYTES, link_of, number_after, numbers_in, read_text, stat
 from console.sources.sanitize import clean
 
 MAX_THREADS = MAX_CHILDREN = MAX_OPEN = 64
-MAX_DEPTH = 32
-MAX_NAME_CHARS = 64
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STATES = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T": "stopped",
            "t": "traced", "Z": "ended, not reaped"}  # fmt: skip
@@ -130,15 +109,7 @@ class ProcessEvidence:
     main: BlockedOn
     threads: tuple[ThreadEvidence, ...]
     children: tuple[ChildEvidence, ...]
-    connections: tuple[tcp.Connection, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Stat:
-    name: str
-    state: str
-    cpu_ticks: int
-    start_ticks: int
+    connections: tuple[descriptors.Connection, ...] = ()
 
 
 def collect(
@@ -150,13 +121,13 @@ def collect(
     Returns None if the process cannot be read, or if another process, with other `start_ticks`, has
     the pid now.
     """
-    mono, first = time.monotonic(), _stat(f"/proc/{pid}")
+    mono, first = time.monotonic(), stat(f"/proc/{pid}")
     if first is not None and start_ticks not in (None, first.start_ticks):
         return None
     tids = sorted(numbers_in(f"/proc/{pid}/task"), key=lambda tid: (tid != pid, tid))[:MAX_THREADS]
     threads = tuple(filter(None, (_thread(f"/proc/{pid}/task/{tid}", tid) for tid in tids)))
     children = _children(pid, tids)
-    last = _stat(f"/proc/{pid}")
+    last = stat(f"/proc/{pid}")
     if first is None or last is None:
         if pid <= 0 or os.access(f"/proc/{pid}", os.F_OK):
             return None
@@ -171,11 +142,11 @@ def collect(
     main = NOTHING
     if sleeps and not frozen:
         main = _blocked_on(pid, last.state, wchan, children, threads)
-    fds = numbers_in(f"/proc/{pid}/fd")[: tcp.MAX_CONNECTIONS]
-    links = (link_of(pid, f"fd/{fd}") for fd in fds)
+    fds = numbers_in(f"/proc/{pid}/fd")[: descriptors.MAX_CONNECTIONS]
+    sockets = descriptors.inodes_of(link_of(pid, f"fd/{fd}") for fd in fds)
     return ProcessEvidence(
         pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children,
-        tcp.connections(socket_tables(pid, tables), inodes_of(links)),
+        descriptors.connections(descriptors.socket_tables(pid, tables), sockets),
     )  # fmt: skip
 
 
@@ -187,69 +158,39 @@ def cpu_share(before: ProcessEvidence, after: ProcessEvidence) -> float | None:
     return ticks / _TICKS_PER_S / elapsed_s if elapsed_s > 0 and ticks >= 0 else None
 
 
-def _stat(folder: str) -> _Stat | None:
-    return _parse_stat(read_text(f"{folder}/stat"))
-
-
-def _parse_stat(text: str) -> _Stat | None:
-    """Returns the fields of a stat file; a name may contain parentheses, spaces and newlines."""
-    head, _, tail = text.rpartition(")")
-    name, fields = head.partition("(")[2], tail.split()
-    numbers = [int(field) for field in fields[11:20] if re.fullmatch(r"-?[0-9]{1,19}", field)]
-    if len(numbers) < 9 or len(fields[0]) != 1:
-        return None
-    name, state = clean(name, MAX_NAME_CHARS), clean(fields[0])
-    return _Stat(name, state, numbers[0] + numbers[1], numbers[8])
-
-
 def _wchan(folder: str) -> str:
     """Returns the kernel function a thread waits in; "" if none, or if the kernel hides it."""
-    name = clean(read_text(f"{folder}/wchan"), MAX_NAME_CHARS).partition(".")[0]
+    name = clean(read_text(f"{folder}/wchan"), procfs.MAX_NAME_CHARS).partition(".")[0]
     return "" if name == "0" else name
 
 
 def _thread(folder: str, tid: int) -> ThreadEvidence | None:
-    stat = _stat(folder)
+    found = stat(folder)
     waits = number_after(read_text(f"{folder}/status"), "voluntary_ctxt_switches") or -1
-    return stat and ThreadEvidence(
-        tid, stat.name, stat.state, _wchan(folder), stat.cpu_ticks, waits
+    return found and ThreadEvidence(
+        tid, found.name, found.state, _wchan(folder), found.cpu_ticks, waits
     )  # fmt: skip
 
 
 def _children(pid: int, tids: list[int]) -> _Children:
-    texts = (read_text(f"/proc/{pid}/task/{tid}/children") for tid in tids)
-    pids = [each for text in texts for each in text.split() if each.isdecimal()][:MAX_CHILDREN]
-    found = ((int(child), _stat(f"/proc/{child}")) for child in pids)
-    return tuple(ChildEvidence(child, stat.name, stat.state) for child, stat in found if stat)
+    pids = procfs.children(pid, tids)[:MAX_CHILDREN]
+    found = ((child, stat(f"/proc/{child}")) for child in pids)
+    return tuple(ChildEvidence(child, each.name, each.state) for child, each in found if each)
 
 
 def _tracer(pid: int) -> tuple[int, str] | None:
     tracer = number_after(read_text(f"/proc/{pid}/status"), "TracerPid")
-    stat = _stat(f"/proc/{tracer}") if tracer else None
-    return (tracer, stat.name if stat else "") if tracer else None
+    found = stat(f"/proc/{tracer}") if tracer else None
+    return (tracer, found.name if found else "") if tracer else None
 
 
 def _is_frozen(pid: int) -> bool:
     """Returns whether the process is in a frozen cgroup (version 2, or freezer of version 1)."""
-    mounts = [line.split(" ") for line in read_text("/proc/self/mounts", TABLE_BYTES).splitlines()]
-    for line in read_text(f"/proc/{pid}/cgroup").splitlines():
-        controllers, _, place = line.partition(":")[2].partition(":")
-        if controllers and "freezer" not in controllers.split(","):
-            continue
-        kind, option = ("cgroup", "freezer") if controllers else ("cgroup2", "")
-        tops = (
-            each[1] for each in mounts
-            if len(each) > 3 and each[2] == kind and option in ("", *each[3].split(","))
-        )  # fmt: skip
-        top, parts = next(tops, None), place.strip("/").split("/")[:MAX_DEPTH]
-        # In a container, the mount may start at a cgroup above the cgroup of the path.
-        folders = ("/".join((top or "", *parts[:depth])) for depth in range(len(parts) + 1))
-        if top and ".." not in parts and any(
-            line in read_text(f"{folder}/{name}").splitlines()
-            for folder in folders for name, line in _FREEZER
-        ):  # fmt: skip
-            return True
-    return False
+    return any(
+        line in read_text(f"{folder}/{name}").splitlines()
+        for folder in (*procfs.cgroup_folders(pid), *procfs.cgroup_folders(pid, "freezer"))
+        for name, line in _FREEZER
+    )
 
 
 def _parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
@@ -275,9 +216,9 @@ def _blocked_on(
         end = _OTHER_END.get(arguments[2] & os.O_ACCMODE, "peer") if name == "openat" else "peer"
         return BlockedOn("pipe", f"a FIFO, which has no {end}")
     if link.startswith("socket:["):
-        return socket_wait(pid, link[8:-1], name == "accept")
+        return descriptors.socket_wait(pid, link[8:-1], name == "accept")
     if link.startswith("pipe:[") or waits_in in ("read-pipe", "write-pipe"):
-        return pipe_wait(link, name == "write" or waits_in == "write-pipe")
+        return descriptors.pipe_wait(link, name == "write" or waits_in == "write-pipe")
     if name in ("wait4", "waitid") or waits_in == "child":
         return _child(_waited_pid(pid, name, arguments), children)
     if name in ("signal", "poll", "select", "epoll"):
@@ -300,11 +241,17 @@ def _polled(
     if name == "signal" or (name in ("poll", "select") and not arguments[name == "poll"]):
         return BlockedOn("timer", "a signal or a timeout")  # a poll of no descriptor
     if name != "epoll":
-        return poll_wait(pid) if name == "poll" else select_wait(pid, first - 1, arguments[1] > 0)
+        return (
+            descriptors.poll_wait(pid)
+            if name == "poll"
+            else descriptors.select_wait(pid, first - 1, arguments[1] > 0)
+        )
     forever = 0 if call == _EPOLL_PWAIT2 else 0xFFFFFFFF
-    found = epoll_wait(pid, first, arguments[3] & 0xFFFFFFFF != forever)
+    found = descriptors.epoll_wait(pid, first, arguments[3] & 0xFFFFFFFF != forever)
     reaps = any(re.match(_WCHANS["child"], thread.wchan) for thread in threads[1:])
-    if children and (found == LOOP_EVENT or (found == LOOP_TIMER and reaps)):
+    if children and (
+        found == descriptors.LOOP_EVENT or (found == descriptors.LOOP_TIMER and reaps)
+    ):
         return replace(_child(0, children), unsure=True)
     return found
 
@@ -318,11 +265,11 @@ def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
         return _TIMER
     held = _locks_of_others(pid)
     for fd in numbers_in(f"/proc/{pid}/fd")[:MAX_OPEN] if held else ():
-        inode = number_after(read_text(f"/proc/{pid}/fdinfo/{fd}"), "ino")
+        holder = held.get(number_after(read_text(f"/proc/{pid}/fdinfo/{fd}"), "ino") or 0)
         link = link_of(pid, f"fd/{fd}")
-        stat = _stat(f"/proc/{held[inode]}") if inode in held else None
-        if stat and link.startswith("/"):
-            holder = f"pid {held[inode]} ({stat.name})"
+        found = stat(f"/proc/{holder}") if holder else None
+        if found and link.startswith("/"):
+            holder = f"pid {holder} ({found.name})"
             return BlockedOn("lock", f"a timer, while {holder} holds a lock of {link}", unsure=True)
     return replace(_TIMER, unsure=True)
 
@@ -342,8 +289,8 @@ def _lock(pid: int, link: str) -> BlockedOn:
     holder = _holder(read_text("/proc/locks", TABLE_BYTES), pid)
     if holder is None:
         return BlockedOn("lock", f"{name} (its holder is not available)")
-    stat = _stat(f"/proc/{holder}")
-    who = stat.name if stat else "ended, another process has its descriptor"
+    found = stat(f"/proc/{holder}")
+    who = found.name if found else "ended, another process has its descriptor"
     return BlockedOn("lock", f"{name}, held by pid {holder} ({who})")
 
 
@@ -366,7 +313,7 @@ def _waited_pid(pid: int, name: str, arguments: tuple[int, ...]) -> int:
     """Returns the pid of the child that a process waits for, 0 for any child."""
     first, second = (each & 0xFFFFFFFF for each in arguments[:2])
     if name == "waitid" and first == os.P_PIDFD:
-        return number_after(read_text(f"/proc/{pid}/fdinfo/{second}"), "Pid")
+        return number_after(read_text(f"/proc/{pid}/fdinfo/{second}"), "Pid") or 0
     child = first if name == "wait4" else second if name == "waitid" and first == os.P_PID else 0
     return child if child < 1 << 31 else 0
 
@@ -376,6 +323,6 @@ def _child(waited: int, children: _Children) -> BlockedOn:
     if not waited:
         count = len(children)
         return BlockedOn("child", f"any of {count} children" if count else "a child process")
-    stat = _stat(f"/proc/{waited}")
-    words = f" ({stat.name}, {_STATES.get(stat.state, stat.state)})" if stat else ""
+    found = stat(f"/proc/{waited}")
+    words = f" ({found.name}, {_STATES.get(found.state, found.state)})" if found else ""
     return BlockedOn("child", f"child {waited}{words}")

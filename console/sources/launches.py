@@ -19,36 +19,24 @@ from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError, UsageError, did_you_mean
 
 ROOT = Path("artifacts")
-CLOCK_S = 60.0
-"""Between two files of one launch, the clock may be set back by at most this time."""
 STAMP = re.compile(r"(\d{8}-\d{6})(-\d+)?")
-READ_WITHIN_S = 1.0
-"""Creation time and uptime of a launch are read within this time."""
 SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
 """Creation times before 2001, or more than a day in the future, are not valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownLaunch:
-    """A launch in the root directory; `written_ts` is the modification time of its plan file.
-
-    `up_s` is the uptime of the host at the creation, in the boot `boot_id`. A changed clock does
-    not change the uptime.
-    """
+    """A launch in the root directory; `written_ts` is the modification time of its plan file."""
 
     path: Path
     id: str
     created_ts: float
     written_ts: float
-    boot_id: str
-    up_s: float
 
     def claim_against(self, newest: KnownLaunch) -> str:
         """Returns the evidence that this launch is newer than `newest`, or "" if there is none."""
         if self.written_ts > newest.written_ts:
             return f"a newer {rundir.PLAN}"
-        if self.boot_id == newest.boot_id != "" and self.up_s > newest.up_s + READ_WITHIN_S:
-            return "a later uptime of the host"
         return "the same creation time" if self.created_ts == newest.created_ts else ""
 
 
@@ -85,9 +73,7 @@ def _known(path: Path) -> KnownLaunch:
         written_ts = 0.0
     if not SANE_FROM_TS < created_ts < time.time() + SANE_AHEAD_S:
         created_ts = _stamped(stamp[1]) if stamp else written_ts
-    up_s = jsonl.number(record, "up_s")
-    boot_id = "" if up_s is None else jsonl.text(record, "boot_id")
-    return KnownLaunch(path, name, created_ts, written_ts, boot_id, up_s or 0.0)
+    return KnownLaunch(path, name, created_ts, written_ts)
 
 
 def _stamped(stamp: str) -> float:
@@ -156,8 +142,6 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     path = Path(name)
     there = path.is_dir()
     if there and (is_launch(path) or is_run(path)):
-        if not path.is_absolute() and (act or "/" not in name):
-            _check_no_other(name, path, _all(root))
         return path
     known = _all(root)
     if name == "latest":
@@ -186,20 +170,6 @@ def _matches(wanted: str, known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
     return exact or [each for each in known if wanted and each.id.startswith(wanted)]
 
 
-def _check_no_other(name: str, path: Path, known: Sequence[KnownLaunch]) -> None:
-    """Raises UsageError if the name of a directory is also the id of another launch."""
-    wanted = name.partition("/")[0]
-    others = [each for each in known if each.id == wanted]
-    others = [*known[:1], *others] if name == "latest" else others
-    mine = launch_of(path) or path
-    for other in others:
-        if not mine.samefile(other.path):
-            raise UsageError(
-                f"{name!r} is the directory {path.absolute()} and also the launch {other.path}; "
-                f"give {path.absolute()} or {other.path}"
-            )
-
-
 def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
     """Returns the newest launch; for an action, its plan file must also be the newest."""
     if not known:
@@ -207,26 +177,14 @@ def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
     newest = known[0]
     claims = [(each, sign) for each in known[1:] if (sign := each.claim_against(newest))]
     if act and claims:
-        rival, sign = max(claims, key=lambda claim: (claim[0].written_ts, claim[0].up_s))
+        rival, sign = max(claims, key=lambda claim: claim[0].written_ts)
         raise RefusedError(
             f"the latest launch is uncertain: {newest.path} has the latest creation time in its "
             f"{rundir.PLAN}, but {rival.path} has {sign}; give an id or a directory"
         )
     if act:
-        _check_age(newest)
         check_in_place(newest.path, by_name=True)
     return newest.path
-
-
-def _check_age(newest: KnownLaunch) -> None:
-    """Raises RefusedError for a launch whose plan is newer than its own runs."""
-    for run in run_directories(newest.path):
-        run_ts = jsonl.number(rundir.read_json(run / rundir.RUN) or {}, "created_ts")
-        if run_ts is not None and run_ts < newest.created_ts - CLOCK_S:
-            raise RefusedError(
-                f"the latest launch is uncertain: the {rundir.PLAN} of {newest.path} is newer than "
-                f"its run {run.name}; give an id or a directory"
-            )
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:

@@ -1,22 +1,25 @@
-"""Samples each GPU through pynvml in its own thread.
+"""Samples the values and the Xids of each GPU through pynvml in its own thread.
 
 A GPU that hangs does not delay the others. Until NVML is initialised, one thread retries, at first
-after 5 s, later once a minute.
+after 5 s, later once a minute. Each read of a GPU returns a row, even after an error. An Xid is a
+critical error of one GPU that the NVIDIA driver reports.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import re
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from console.model import RECENT_XID_S, Gpu
-from console.sources.gpu import Device, XidLog, code_of, words_of, xid_words
+from console.sources import process, procfs
 
 LIBRARY = "libnvidia-ml.so.1"
 KERNEL_GPUS = "proc/driver/nvidia/gpus"
@@ -25,6 +28,229 @@ RETRY_S, LONGEST_RETRY_S = 5.0, 60.0
 """The time between two attempts to initialise NVML doubles from the first value to the second."""
 NO_DRIVER_CODES = (9, 12)
 """NVML_ERROR_DRIVER_NOT_LOADED and _LIBRARY_NOT_FOUND."""
+MIB = 1 << 20
+UNSUPPORTED_CODES = (3, 13)
+"""NVML_ERROR_NOT_SUPPORTED and _FUNCTION_NOT_FOUND: the GPU or driver lacks the sensor."""
+LOST_CODE = 15
+"""NVML_ERROR_GPU_IS_LOST."""
+GONE_CODES = (LOST_CODE, 6, 28)
+"""`LOST_CODE`, and two codes of the call for a handle: _NOT_FOUND and _GPU_NOT_FOUND."""
+THROTTLES = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
+             0x80: "power brake"}  # fmt: skip
+"""Bits of nvmlDeviceGetCurrentClocksThrottleReasons that show a protection of the GPU."""
+DEVICE_FILE = re.compile(r"/dev/nvidia([0-9]{1,4})")
+MAX_DESCRIPTORS = 1024
+KEPT = 8
+WAIT_MS = 1
+TIMEOUT_CODE = 10
+"""NVML_ERROR_TIMEOUT: no event is pending."""
+
+
+def code_of(error: BaseException) -> int | None:
+    """Returns the code of an NVMLError, or None for any other exception."""
+    code = getattr(error, "value", None)
+    return code if isinstance(code, int) else None
+
+
+def words_of(error: BaseException) -> str:
+    """Returns NVML's sentence for an error, or the exception's name."""
+    if code_of(error) is None:
+        return f"{type(error).__name__}: {error}"
+    return str(error)
+
+
+def opened_by(pid: int, proc: str = "/proc") -> frozenset[int] | None:
+    """Returns N for each file /dev/nvidiaN that a process has open, or None if not available.
+
+    CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
+    use. A GPU that has no such file, for example in WSL, has the number -1. The driver is not
+    called.
+    """
+    fds = procfs.numbers_in(f"{proc}/{pid}/fd")
+    links = [procfs.link_of(pid, f"fd/{fd}", proc) for fd in fds[:MAX_DESCRIPTORS]]
+    found = {int(file[1]) for link in links if (file := DEVICE_FILE.fullmatch(link))}
+    found |= {-1 for link in links if link == "/dev/dxg"}
+    return frozenset(found) if found or 0 < len(fds) <= MAX_DESCRIPTORS else None
+
+
+def visible_devices(pid: int) -> str:
+    """Returns the CUDA_VISIBLE_DEVICES of a process at its start, or "" if not available."""
+    return process.environment(pid).get("CUDA_VISIBLE_DEVICES", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Xid:
+    """The Xids of one GPU: the newest numbers, the total count, and the time of the last one."""
+
+    numbers: tuple[int, ...]
+    count: int
+    ts: float
+
+
+def xid_words(numbers: tuple[int, ...], count: int) -> str:
+    """Returns "Xid 79", or "Xid 31, 79, 3 times"."""
+    text = f"Xid {', '.join(str(number) for number in dict.fromkeys(numbers))}"
+    return text if count < 2 else f"{text}, {count} times"
+
+
+class XidLog:
+    """The Xids of all GPUs by index; `found` is replaced at each change, never edited.
+
+    Each GPU has an event set of its own, so that a lost GPU does not end the events of the others.
+    An event contains the handle of its GPU, which may differ from the GPU of the set.
+    """
+
+    def __init__(self, nvml: Any):
+        self.found: Mapping[int, Xid] = {}
+        self._nvml, self._lock = nvml, threading.Lock()
+        self._addresses: dict[int | None, int] = {}
+        """The GPU of each handle that was ever opened, because an event may come late."""
+
+    def listen(self, index: int, handle: Any) -> Any:
+        """Returns the event set of a GPU, or None if the GPU reports no Xids."""
+        nvml, self._addresses[_address(handle)] = self._nvml, index
+        with contextlib.suppress(nvml.NVMLError):
+            events = nvml.nvmlEventSetCreate()
+            try:
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+                return events
+            except nvml.NVMLError:
+                nvml.nvmlEventSetFree(events)
+        return None
+
+    def read(self, events: Any) -> None:
+        """Reads the pending events of a set. Raises NVMLError, for example if the GPU is lost."""
+        while True:
+            try:
+                event = self._nvml.nvmlEventSetWait_v2(events, WAIT_MS)
+            except self._nvml.NVMLError as error:
+                if code_of(error) == TIMEOUT_CODE:
+                    return
+                raise
+            index, number = self._addresses.get(_address(event.device)), int(event.eventData)
+            if index is not None:
+                with self._lock:
+                    old = self.found.get(index, Xid((), 0, 0.0))
+                    new = Xid((*old.numbers, number)[-KEPT:], old.count + 1, time.time())
+                    self.found = {**self.found, index: new}
+
+
+def _address(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
+@dataclass(slots=True)
+class Device:
+    """One GPU. Its constant properties remain known after the GPU is lost."""
+
+    nvml: Any
+    index: int
+    xids: XidLog | None = None
+    """None for a reader that needs no Xids."""
+    _handle: Any = None
+    _events: Any = None
+    _known: Gpu = field(init=False)
+    """The row with the constant properties only."""
+    _refused: dict[str, str] = field(default_factory=dict)
+    """The sensors whose last read failed, with the reason."""
+
+    def __post_init__(self) -> None:
+        self._known = Gpu(self.index, "GPU", "error")
+
+    def read(self) -> Gpu:
+        """Returns a row, even after an error; the next read then opens the handle again."""
+        try:
+            if self._handle is None:
+                self._open()
+            self._read_events()
+            gpu = self._measure()
+        except Exception as error:
+            gpu = self._failed(error)
+        if gpu.state != "ok":
+            self._handle = None
+        return gpu
+
+    def _read_events(self) -> None:
+        """Reads the Xids. After an error NVML may have freed the set, so a new set replaces it."""
+        if self.xids is None:
+            return
+        events = self._events or self.xids.listen(self.index, self._handle)
+        self._events = None
+        try:
+            if events is not None:
+                self.xids.read(events)
+        except self.nvml.NVMLError as error:
+            if code_of(error) == LOST_CODE:
+                raise
+            return
+        self._events = events
+
+    def _failed(self, error: Exception) -> Gpu:
+        state, why = "error", words_of(error)
+        if code_of(error) in GONE_CODES:
+            state, why = "lost", f"lost: {why}"
+        return replace(self._known, state=state, why=why)
+
+    def _open(self) -> None:
+        nvml = self.nvml
+        handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
+        limit = self._read_sensor("power limit", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        self._known = replace(
+            self._known,
+            name=self._read_sensor("name", nvml.nvmlDeviceGetName, handle) or self._known.name,
+            uuid=self._read_sensor("uuid", nvml.nvmlDeviceGetUUID, handle) or self._known.uuid,
+            minor=self._read_sensor("minor number", nvml.nvmlDeviceGetMinorNumber, handle),
+            power_limit_w=None if limit is None else limit / 1000,
+        )
+        self._handle = handle
+
+    def _measure(self) -> Gpu:
+        nvml, handle, figure = self.nvml, self._handle, self._read_sensor
+        memory = figure("memory", nvml.nvmlDeviceGetMemoryInfo, handle)
+        if memory is not None:
+            self._known = replace(self._known, mem_total_mib=memory.total / MIB)
+        use = figure("utilization", nvml.nvmlDeviceGetUtilizationRates, handle)
+        power = figure("power", nvml.nvmlDeviceGetPowerUsage, handle)
+        reasons = figure("throttle reasons", nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        kind = nvml.NVML_TEMPERATURE_GPU
+        temp_c = figure("temperature", nvml.nvmlDeviceGetTemperature, handle, kind)
+        sm_mhz = figure("clock", nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
+        ecc = figure(
+            "ECC errors", nvml.nvmlDeviceGetTotalEccErrors, handle,
+            nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC,
+        )  # fmt: skip
+        figures = (memory, use, power, reasons, temp_c, sm_mhz, ecc)
+        silent = self._refused and all(each is None for each in figures)
+        return replace(
+            self._known, state="error" if silent else "ok",
+            util_pct=None if use is None else float(use.gpu),
+            power_w=None if power is None else power / 1000,
+            mem_used_mib=None if memory is None else round(memory.used / MIB, 1),
+            temp_c=temp_c, sm_mhz=sm_mhz, ecc_uncorrected=ecc,
+            why=", ".join(set(self._refused.values())) if silent else self._missing(),
+            throttle=", ".join(word for bit, word in THROTTLES.items() if (reasons or 0) & bit),
+        )  # fmt: skip
+
+    def _missing(self) -> str:
+        """Returns the sensors whose last read failed, grouped by reason."""
+        by_reason: dict[str, list[str]] = {}
+        for sensor, reason in self._refused.items():
+            by_reason.setdefault(reason, []).append(sensor)
+        parts = (f"no {', '.join(sensors)} ({reason})" for reason, sensors in by_reason.items())
+        return "; ".join(parts)
+
+    def _read_sensor(self, sensor: str, ask: Callable[..., Any], *args: Any) -> Any:
+        """Returns the value of a sensor, or None if the read fails; raises if the GPU is lost."""
+        self._refused.pop(sensor, None)
+        try:
+            return ask(*args)
+        except self.nvml.NVMLError as error:
+            code = code_of(error)
+            if code == LOST_CODE:
+                raise
+            if code not in UNSUPPORTED_CODES:
+                self._refused[sensor] = words_of(error)
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +361,7 @@ class Nvml:
         self._readings = {index: _unread(index) for index in range(count)}
         if not count:
             return False
-        self._xids = xids = XidLog(pynvml, self._stop)
-        self._spawn("nvml-xid", xids.follow)
+        self._xids = xids = XidLog(pynvml)
         for index in range(count):
             self._spawn(f"nvml-{index}", self._follow, Device(pynvml, index, xids))
         return True

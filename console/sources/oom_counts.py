@@ -1,54 +1,59 @@
-"""Reads the kernel's counts of out-of-memory kills, for a cgroup and for the host."""
+"""Reads the kernel's counts of out-of-memory kills, and the memory that a cgroup has left."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from console.error_patterns import OomCounts, OomEvidence
+from console.sources.procfs import TABLE_BYTES, cgroup_folders, number_after, read_text
 
-VMSTAT = Path("/proc/vmstat")
-MOUNTS, EVENTS = "/proc/self/mounts", "memory.events"
-"""The list of mounts, and the file of a cgroup (version 2) with the count `oom_kill`."""
+VMSTAT = "/proc/vmstat"
+EVENTS = "memory.events"
+"""The file of a cgroup (version 2) with the count `oom_kill`."""
+CACHE = ("inactive_file", "active_file")
+"""Memory of a cgroup that the kernel frees when a process needs it."""
 
 
 def snapshot(pid: int | str = "self") -> OomCounts:
     """Returns the OOM-kill counts of the host, and of the process's nearest cgroup with counts."""
-    path = _counting_file(pid)
-    return OomCounts(_count(path) if path else None, _count(VMSTAT), str(path or ""))
+    folder = _counting_folder(pid)
+    return _counts(f"{folder}/{EVENTS}" if folder else "")
 
 
 def since(before: OomCounts) -> OomEvidence:
     """Returns the counts `before` and the present counts of the same cgroup."""
-    path = Path(before.path) if before.path else None
-    return OomEvidence(before, OomCounts(_count(path) if path else None, _count(VMSTAT),
-                                         before.path))  # fmt: skip
+    return OomEvidence(before, _counts(before.path))
 
 
-def _count(path: Path) -> int | None:
-    pairs = (line.partition(" ") for line in _lines(str(path)))
-    return next((int(n) for name, _, n in pairs if name == "oom_kill" and n.isdecimal()), None)
+def spare_bytes() -> int | None:
+    """Returns the memory that is left where running out of it ends each process of this cgroup.
 
-
-def _counting_file(pid: int | str) -> Path | None:
-    """Returns the count file of a process's cgroup, or of the nearest parent that has one.
-
-    In a container the mount may begin at the process's own cgroup, while the path of the cgroup
-    does not.
+    This is so with memory.oom.group = 1, as Kubernetes sets it. Returns None without a limit, and
+    if only one process would be killed.
     """
-    cgroups = (line.split(":", 2) for line in _lines(f"/proc/{pid}/cgroup"))
-    place = next((path for hierarchy, _, path in cgroups if hierarchy == "0"), None)
-    mounts = (line.split(" ") for line in _lines(MOUNTS))
-    top = next((Path(at) for _, at, kind, *_ in mounts if kind == "cgroup2"), None)
-    if place is None or top is None:
+    folder = _counting_folder("self")
+    if not folder or _number_in(folder, "memory.oom.group") != 1:
         return None
-    inner = top / place.strip("/")
-    above = (inner, *inner.parents)
-    files = (folder / EVENTS for folder in above[: above.index(top) + 1])
-    return next(filter(Path.is_file, files), None)
+    most, used = _number_in(folder, "memory.max"), _number_in(folder, "memory.current")
+    if most is None or used is None:
+        return None
+    stat = read_text(f"{folder}/memory.stat", TABLE_BYTES)
+    return most - used + sum(number_after(stat, name) or 0 for name in CACHE)
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(errors="replace").splitlines()
-    except OSError:
-        return []
+def _number_in(folder: str, name: str) -> int | None:
+    """Returns the number that is the whole content of a file, or None."""
+    text = read_text(f"{folder}/{name}").strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _counting_folder(pid: int | str) -> str:
+    """Returns the nearest cgroup of a process that has the count, or ""."""
+    folders = reversed(cgroup_folders(pid))
+    return next((each for each in folders if _count(f"{each}/{EVENTS}") is not None), "")
+
+
+def _counts(path: str) -> OomCounts:
+    return OomCounts(_count(path) if path else None, _count(VMSTAT), path)
+
+
+def _count(path: str) -> int | None:
+    return number_after(read_text(path, TABLE_BYTES), "oom_kill")

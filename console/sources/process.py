@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pwd
+import re
 import select
 import signal
 import stat
@@ -20,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from console.sources import procfs
+from console.sources.procfs import Stat, children
 from trainers.contract import environ, jsonl, rundir
 
 GONE = "gone"
-_CPU, _STARTED, _RSS, _EXIT = slice(11, 13), 19, 21, 49
-"""Fields of /proc/PID/stat after the name: CPU times, start time, resident pages, wait status."""
 _TICKS_PER_S, _PAGE_MIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 _INFO_SIZE, _INFO_CODE, _INFO_EXIT = 64, 60, 1 << 3
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
@@ -44,23 +45,22 @@ class Meter:
     """Measures the CPU and memory of processes; each sample reads /proc once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[bytes, int, float]] = {}
-        """Start time, CPU ticks and time of the last sample, by pid."""
+        self._known: dict[int, tuple[Stat, float]] = {}
+        """The last sample and its time, by pid."""
 
     def sample(self, pid: int) -> ProcessUse:
         """Returns a sample of a process, with the CPU use since the last sample (None at first)."""
-        fields = _stat(pid)
-        if len(fields) <= _RSS or fields[0] in (b"Z", b"X"):
+        found, now = procfs.stat(f"/proc/{pid}"), time.monotonic()
+        if found is None or found.state in "ZX":
             self._known.pop(pid, None)  # a zombie has no memory that could be measured
-            return ProcessUse(fields[0].decode("ascii") if len(fields) > _RSS else GONE)
-        now, ticks, started = time.monotonic(), sum(map(int, fields[_CPU])), fields[_STARTED]
-        before = self._known.get(pid)
-        self._known[pid] = started, ticks, now
-        rss_mib = round(int(fields[_RSS]) * _PAGE_MIB, 1)
+            return ProcessUse(found.state if found else GONE)
+        last, at = self._known.get(pid, (None, now))
+        self._known[pid] = found, now
         cpu_pct = None
-        if before is not None and before[0] == started and now > before[2]:
-            cpu_pct = round((ticks - before[1]) / _TICKS_PER_S / (now - before[2]) * 100, 1)
-        return ProcessUse(fields[0].decode("ascii", "replace"), cpu_pct, rss_mib)
+        if last is not None and last.start_ticks == found.start_ticks and now > at:
+            used_s = (found.cpu_ticks - last.cpu_ticks) / _TICKS_PER_S
+            cpu_pct = round(used_s / (now - at) * 100, 1)
+        return ProcessUse(found.state, cpu_pct, round(found.resident_pages * _PAGE_MIB, 1))
 
 
 def user_name() -> str:
@@ -71,38 +71,10 @@ def user_name() -> str:
         return str(os.geteuid())
 
 
-def _stat(pid: int) -> list[bytes]:
-    """Returns the fields of /proc/PID/stat from the state on, or [] for a reaped process."""
-    try:
-        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    except OSError:
-        return []
-
-
-def _read(path: str) -> bytes:
-    """Returns the first 4 KiB of a file in /proc. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(fd, 4096)
-    finally:
-        os.close(fd)
-
-
-def children(pid: int) -> list[int]:
-    """Returns the direct children of a process, or [] if they cannot be read."""
-    found: list[int] = []
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    except OSError:
-        return []
-    return found
-
-
 def state(pid: int) -> str:
     """Returns the kernel's state letter of a process, or "gone"."""
-    fields = _stat(pid)
-    return fields[0].decode("ascii", "replace") if fields else GONE
+    found = procfs.stat(f"/proc/{pid}")
+    return found.state if found else GONE
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -128,12 +100,9 @@ def with_token(token: str, home: str = "") -> list[int]:
 
 def catches(pid: int, number: int) -> bool:
     """Returns whether a process has a handler for a signal."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in lines if line.startswith(b"SigCgt:")), b"0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    text = procfs.read_text(f"/proc/{pid}/status")
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.MULTILINE)
+    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 
 
 class Handle:
@@ -246,10 +215,9 @@ def _zombie_status(pid: int, start_ticks: int) -> int | None:
     The kernel shows 0 to a process without the required right; `open_process` has read the
     environment, which needs the same right.
     """
-    fields = _stat(pid)
-    if len(fields) <= _EXIT or fields[0] != b"Z" or int(fields[_STARTED]) != start_ticks:
-        return None
-    return int(fields[_EXIT])
+    found = procfs.stat(f"/proc/{pid}")
+    is_zombie = found is not None and (found.state, found.start_ticks) == ("Z", start_ticks)
+    return found.wait_status if found is not None and is_zombie else None
 
 
 def _reaped_status(fd: int) -> int | None:
@@ -274,11 +242,6 @@ def signal_name(number: int) -> str:
 
 def host_memory_mib() -> tuple[float | None, float | None]:
     """Returns two values: total and available memory of this host, each None if not available."""
-    found: dict[bytes, float] = {}
-    try:
-        for line in _read("/proc/meminfo").splitlines()[:3]:
-            name, _, rest = line.partition(b":")
-            found[name] = int(rest.split()[0]) / 1024
-    except (OSError, ValueError, IndexError):
-        return None, None
-    return found.get(b"MemTotal"), found.get(b"MemAvailable")
+    text = procfs.read_text("/proc/meminfo")
+    total, free = (procfs.number_after(text, key) for key in ("MemTotal", "MemAvailable"))
+    return None if total is None else total / 1024, None if free is None else free / 1024

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from console.sources import json_documents
-from console.sources.windows import Figures, Peak, Rows, Window, loaded_sum, saved_sum
+from console.sources.windows import Figures, Peak, Rows, Window
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000
@@ -68,7 +68,7 @@ class Missing:
 
 @dataclass(slots=True)
 class AttemptTotals:
-    """The totals of one rank in one attempt; the names of the fields are the keys in a snapshot."""
+    """The totals of one rank in one attempt."""
 
     last: int = 0
     """The number of the newest record."""
@@ -96,26 +96,11 @@ class AttemptTotals:
     """Some steps have no record with a loss."""
     bare: bool = False
     """The newest progress record has no loss."""
-    _mono: float = -math.inf
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields that differ from those of an empty attempt."""
-        return {key: value for key, value in asdict(self).items() if value != _EMPTY[key]}
-
-    @classmethod
-    def load(cls, saved: Record) -> AttemptTotals:
-        """Returns the totals from the result of `as_dict`."""
-        mono, ended = jsonl.number(saved, "_mono"), jsonl.integers(saved, "exit")
-        holes = [json_documents.read(Missing, each) for each in jsonl.entries(saved, "holes")]
-        return json_documents.read(
-            cls, saved, holes=holes,
-            exit=(ended[0], ended[1]) if len(ended) == 2 else None,
-            _mono=-math.inf if mono is None else mono,
-        )  # fmt: skip
+    mono: float = -math.inf
 
     def has(self, number: int, mono: float | None) -> bool:
         """Returns whether a record was added before; the records of a replaced file come twice."""
-        return 1 <= number <= self.last and mono is not None and mono <= self._mono
+        return 1 <= number <= self.last and mono is not None and mono <= self.mono
 
     def add(self, record: Record, number: int, mono: float | None) -> None:
         """Adds the number of a record, and the fields that all kinds of records have."""
@@ -130,8 +115,8 @@ class AttemptTotals:
             self.last = number
         if self.exit is not None:
             self.trouble = self.trouble or "a record follows its exit record"
-        if mono is not None and mono > self._mono:
-            self._mono = mono
+        if mono is not None and mono > self.mono:
+            self.mono = mono
         if msg not in OF_EARLIER_STEPS:
             self.at = step
         if msg in ("progress", "exit"):
@@ -185,70 +170,65 @@ class AttemptTotals:
         return whole and not self.broken
 
 
-_EMPTY = asdict(AttemptTotals())
+class Step(NamedTuple):
+    """One step of rank 0."""
+
+    step: int
+    took_s: float
+    tokens: float
 
 
+class Saved(NamedTuple):
+    """A checkpoint; `number` counts the checkpoints, and is None once the count is lost."""
+
+    step: int
+    number: float | None
+
+
+class Live(NamedTuple):
+    """The values of `FIGURES` after a record; `at` is the reached step of `LIVE_STEPS`."""
+
+    step: int
+    at: int
+    figures: tuple[float | None, ...]
+
+
+@dataclass(slots=True)
 class RankTotals:
     """The totals of one rank. Its records are added in the order of the rank's file.
 
-    A new field must be an `int`, a `float | None`, or an object of `windows`. Objects of `windows`
-    are cut when an attempt resumes.
+    The objects of `windows` are cut when an attempt resumes.
     """
 
-    def __init__(self, rank: int):
-        self.rank = rank
-        self.attempts: dict[int, AttemptTotals] = {}
-        self.newest = 0
-        """The newest attempt with a record."""
-        self.step = 0
-        """The newest completed step that no attempt has to repeat."""
-        self.progress = 0
-        """Number of progress records."""
-        self.memory_mib = Peak()
-        self.norm_min: float | None = None
-        self.norms = 0
-        self.window = Window()
-        self.fetch_max_s: float | None = None
-        self.entropy_min: float | None = None
-        self.collapse_max: float | None = None
-        self.gated = self.memories = self.fetches = 0
-        """Numbers of progress records with gate statistics, with memory, with `dt_fetch_s`."""
-        self.empty = 0
-        """Number of progress records without figures, such as the last one of a foreign program."""
-        self.loads = 0
-        """Number of attempts after the first that loaded a checkpoint."""
-        self.steps = Rows(KEPT_STEPS, 3)
-        """Step, duration and tokens of the newest steps of rank 0."""
-        self.saved = Rows(KEPT_CHECKPOINTS, 2)
-        """Step and number of each checkpoint; the number is None once it is lost."""
-        self.live = Rows(2 * len(LIVE_STEPS), 2 + len(FIGURES))
-        """Rows with the step of a record, the reached step of `LIVE_STEPS`, and the `FIGURES`."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the totals in the form that a snapshot stores: each field by its name."""
-        parts = {str(number): part.as_dict() for number, part in self.attempts.items()}
-        return {"parts": parts} | {name: saved_sum(value) for name, value in self._sums()}
-
-    def _sums(self) -> list[tuple[str, Any]]:
-        """Returns the names and values of the fields that are single sums."""
-        return [each for each in vars(self).items() if each[0] not in ("rank", "attempts")]
-
-    @classmethod
-    def load(cls, rank: int, saved: Record) -> RankTotals:
-        """Returns the totals from the result of `as_dict`. Raises ValueError for other values."""
-        found = cls(rank)
-        try:
-            found.attempts = {
-                int(number): AttemptTotals.load(part) for number, part in saved["parts"].items()
-            }  # fmt: skip
-            for name, empty in found._sums():
-                setattr(found, name, loaded_sum(saved, name, empty))
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise ValueError("these are no totals of a rank") from error
-        whole = found.newest in found.attempts or not found.newest
-        if not whole or jsonl.encode(found.as_dict()) != jsonl.encode(saved):
-            raise ValueError("these are no totals of a rank")
-        return found
+    rank: int
+    attempts: dict[int, AttemptTotals] = field(default_factory=dict)
+    newest: int = 0
+    """The newest attempt with a record."""
+    step: int = 0
+    """The newest completed step that no attempt has to repeat."""
+    progress: int = 0
+    """Number of progress records."""
+    memory_mib: Peak = field(default_factory=Peak)
+    norm_min: float | None = None
+    norms: int = 0
+    window: Window = field(default_factory=Window)
+    fetch_max_s: float | None = None
+    entropy_min: float | None = None
+    collapse_max: float | None = None
+    gated: int = 0
+    """Number of progress records with gate statistics."""
+    memories: int = 0
+    """Number of progress records with memory."""
+    fetches: int = 0
+    """Number of progress records with `dt_fetch_s`."""
+    empty: int = 0
+    """Number of progress records without figures, such as the last one of a foreign program."""
+    loads: int = 0
+    """Number of attempts after the first that loaded a checkpoint."""
+    steps: Rows[Step] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_STEPS)))
+    """The newest steps of rank 0."""
+    saved: Rows[Saved] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_CHECKPOINTS)))
+    live: Rows[Live] = field(default_factory=lambda: Rows(deque(maxlen=2 * len(LIVE_STEPS))))
 
     def add(self, record: Record) -> bool:
         """Adds a record; returns whether it is new."""
@@ -275,13 +255,15 @@ class RankTotals:
             self._take_progress(part, record)
         elif record["msg"] == "checkpoint" and record["step"] not in self.checkpoints:
             before = self.saved_count
-            self.saved.add(record["step"], None if before is None else before + 1)
+            self.saved.add(Saved(record["step"], None if before is None else before + 1))
         return True
 
     @property
     def saved_count(self) -> float | None:
         """The number of checkpoints that no attempt has to repeat, None if the number is lost."""
-        return self.saved.rows[-1][1] if self.saved.rows else None if self.saved.dropped else 0.0
+        return (
+            self.saved.rows[-1].number if self.saved.rows else None if self.saved.dropped else 0.0
+        )
 
     @property
     def expected(self) -> int:
@@ -294,7 +276,7 @@ class RankTotals:
     @property
     def checkpoints(self) -> set[int]:
         """The steps of the newest checkpoints that no attempt has to repeat."""
-        return {int(row[0] or 0) for row in self.saved.rows}
+        return {row.step for row in self.saved.rows}
 
     def saved_in(self, step: int) -> int:
         """Returns the attempt that saved the remaining checkpoint of a step."""
@@ -306,9 +288,8 @@ class RankTotals:
         if part.start is not None and part.start != step:
             part.trouble = part.trouble or f"it resumes at step {part.start} and at step {step}"
         part.start = step
-        for _, value in self._sums():
-            if isinstance(value, Peak | Window | Rows):
-                value.cut(step)
+        for each in (self.memory_mib, self.window, self.steps, self.saved, self.live):
+            each.cut(step)
 
     def _take_progress(self, part: AttemptTotals, record: Record) -> None:
         step, loss = record["step"], jsonl.number(record, "loss")
@@ -332,8 +313,8 @@ class RankTotals:
         if not self.rank:
             self._take_figures(record, step, loss)
         for at in LIVE_STEPS:
-            if step >= at and all(row[1] != at for row in self.live.rows):
-                self.live.add(step, at, *self.figures().values())
+            if step >= at and all(row.at != at for row in self.live.rows):
+                self.live.add(Live(step, at, tuple(self.figures().values())))
 
     def _take_figures(self, record: Record, step: int, loss: float | None) -> None:
         """Adds the figures that the gates need only of rank 0."""
@@ -361,7 +342,7 @@ class RankTotals:
             return
         tokens = toks_per_s * sum(durations) / max(len(durations), 1)
         for number, took_s in enumerate(durations, first):
-            self.steps.add(number, took_s, tokens)
+            self.steps.add(Step(number, took_s, tokens))
 
     def figures(self) -> dict[str, float | None]:
         """Returns the value of each of `FIGURES` over the steps so far."""
@@ -371,7 +352,7 @@ class RankTotals:
 
     def figures_at(self, step: int) -> dict[str, float | None] | None:
         """Returns the figures at one of `LIVE_STEPS`, or None before the rank reached this step."""
-        found = [row[2:] for row in self.live.rows if row[1] == step]
+        found = [row.figures for row in self.live.rows if row.at == step]
         return dict(zip(FIGURES, found[-1], strict=False)) if found else None
 
     def _speed(self) -> tuple[float | None, ...]:
@@ -383,12 +364,11 @@ class RankTotals:
         """
         rows = list(self.steps.rows)[-LAST_STEPS:]
         few = self.steps.dropped and len(rows) < LAST_STEPS
-        last = int(rows[-1][0] or 0) if rows else 0
+        last = rows[-1].step if rows else 0
         wanted = range(last - len(rows) + 1, last + 1)
-        times = [row[1] or 0.0 for row in rows]
-        tokens = [row[2] or 0.0 for row in rows]
+        times, tokens = [row.took_s for row in rows], [row.tokens for row in rows]
         known = len(rows) > 1 and not few and self.step - last <= 1
-        known = known and [row[0] for row in rows] == list(wanted)
+        known = known and [row.step for row in rows] == list(wanted)
         if not known or not all(0 < x < math.inf for x in (*times, *tokens)):
             return None, None, None, None
         rates = [each / took_s for each, took_s in zip(tokens, times, strict=True)]

@@ -56,16 +56,11 @@ def read_ranks(
     `devices` is CUDA_VISIBLE_DEVICES, `live` the run's directory in shared memory. Ranks of a run
     that has `ended` have no age and no figures of CPU and memory.
     """
-    gpus = {gpu.index: gpu for gpu in records.gpus}
-    ranks = []
-    for sources in _by_rank(supervisor, records):
-        index = gpu_index(devices, sources.local_rank)
-        gpu = None if index is None else gpus.get(index)
-        rank = _rank(sources, live, gpu)
-        if ended or sources.sample_age_s is None or sources.sample_age_s > FRESH_SAMPLE_S:
-            rank = _without_use(rank)
-        ranks.append(_without_ages(rank) if ended else rank)
-    return tuple(ranks)
+    gpus: dict[int | None, Gpu] = {gpu.index: gpu for gpu in records.gpus}
+    return tuple(
+        _rank(each, live, gpus.get(gpu_index(devices, each.local_rank)), ended)
+        for each in _by_rank(supervisor, records)
+    )
 
 
 def _by_rank(supervisor: Record, records: RunRecords) -> list[_Sources]:
@@ -89,22 +84,27 @@ def _entries(record: Record, key: str) -> dict[int, Record]:
     }  # fmt: skip
 
 
-def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None) -> Rank:
+def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None, ended: bool) -> Rank:
     worker, entry, record = sources.worker, sources.entry, sources.record
     found = _live_pulse(live, sources.rank, sources.pid) or _exit_pulse(record)
     found = found or _sampled_pulse(sources)
     ages = [liveness.age(jsonl.number(record, "ts")), found.age_s if found else None]
+    age_s = min((age for age in ages if age is not None), default=None)
+    sampled_s, state = sources.sample_age_s, json_documents.line(entry, "state", "")
+    is_present = not ended and sampled_s is not None and sampled_s <= FRESH_SAMPLE_S
+    if not is_present:  # an old sample shows no use
+        gpu = gpu and replace(gpu, util_pct=None, power_w=None)
     return Rank(
         rank=sources.rank,
         host=json_documents.line(worker, "host", json_documents.line(sources.sample, "host", "")),
         pid=sources.pid,
-        state=json_documents.line(entry, "state", ""),
-        cpu_pct=jsonl.number(entry, "cpu_pct"),
-        rss_mib=jsonl.number(entry, "rss_mib"),
-        pulse=found,
+        state=state if is_present or state == "gone" else "",
+        cpu_pct=jsonl.number(entry, "cpu_pct") if is_present else None,
+        rss_mib=jsonl.number(entry, "rss_mib") if is_present else None,
+        pulse=replace(found, since_s=None) if found and ended else found,
         gpu=gpu,
         exit=liveness.exit_words(worker, record),
-        age_s=min((age for age in ages if age is not None), default=None),
+        age_s=None if ended else age_s,
     )
 
 
@@ -115,19 +115,6 @@ def gpu_index(devices: str, local: int) -> int | None:
     names = devices.split(",")
     name = names[local].strip() if 0 <= local < len(names) else ""
     return int(name) if name.isdecimal() else None
-
-
-def _without_use(rank: Rank) -> Rank:
-    """Returns a rank without the CPU and memory figures of an old sample."""
-    gpu = rank.gpu and replace(rank.gpu, util_pct=None, power_w=None)
-    state = rank.state if rank.state == "gone" else ""
-    return replace(rank, state=state, cpu_pct=None, rss_mib=None, gpu=gpu)
-
-
-def _without_ages(rank: Rank) -> Rank:
-    """Returns a rank of a run that has ended, without the times that no longer advance."""
-    found = rank.pulse and replace(rank.pulse, since_s=None)
-    return replace(rank, pulse=found, age_s=None)
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:

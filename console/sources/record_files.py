@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from console.sources import legacy
-from console.sources.tail import GzipTail, Tail
+from console.sources.tail import GzipTail, Line, Place, Tail
 from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
@@ -20,13 +20,6 @@ CHUNK_BYTES = 1 << 20
 MAX_PART_BYTES = 64 << 20
 """No part has more text, so a compressed part is not unpacked beyond this limit."""
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
-
-
-class Place(NamedTuple):
-    """A place in a file of records: the number of the part (0 without parts) and the byte."""
-
-    part: int
-    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +46,11 @@ class Cursor:
 FILE_START = Cursor("", Place(0, 0))
 
 
-def line_before(path: Path, at: int, count_bytes: int) -> int:
-    """Returns the offset of the line that starts about `count_bytes` before `at`."""
-    begin = at - count_bytes
-    if begin <= 0 or not count_bytes:
-        return at if begin > 0 else 0
-    data = jsonl.read_bytes(path, 2 * jsonl.MAX_HEARTBEAT_BYTES, begin)
-    end = data.find(b"\n") + 1
-    return begin + end if 0 < end <= count_bytes else at
-
-
 def read_end(path: Path, limit_bytes: int, below: Path) -> bytes:
     """Returns the last bytes of a file; for a short file, also the end of its rotated file."""
     data = jsonl.read_bytes(path, limit_bytes, below=below)
     left = limit_bytes - len(data)
     return (jsonl.read_bytes(rundir.rotated_log(path), left, below=below) if left else b"") + data
-
-
-class Line(NamedTuple):
-    """One record, with its place and the length of its line in bytes."""
-
-    place: Place
-    length: int
-    record: dict[str, Any]
 
 
 class Batch(NamedTuple):
@@ -123,13 +98,13 @@ def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
     if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
         return {}
     if found.suffix == jsonl.GZIP:
-        tail, lines = GzipTail(found, _any, place.at), []
+        tail, lines = GzipTail(found, _any, place.at, place.part), []
         while not lines and tail.taken_bytes <= min(place.at + length, MAX_PART_BYTES):
             offset, taken = tail.offset, tail.taken_bytes
             lines = tail.poll_lines()
             if (tail.offset, tail.taken_bytes) == (offset, taken):
                 break
-        return lines[0].record if lines and lines[0].at == place.at else {}
+        return lines[0].record if lines and lines[0].place == place else {}
     return jsonl.decode(jsonl.read_bytes(found, length, place.at).lstrip(b"\0")) or {}
 
 
@@ -140,19 +115,15 @@ def _any(record: dict[str, Any]) -> dict[str, Any]:
 class RecordFile:
     """Follows one file of records through its parts, the oldest part first.
 
-    When the growing file is long, it becomes the next part. `number` is the number of the part that
-    is being read, or 0 for a file without parts.
+    When the growing file is long, it becomes the next part.
     """
 
-    def __init__(self, path: Path, tail: Tail, number: int = 0, skipped: int = 0,
-                 left_out_bytes: int = 0):  # fmt: skip
-        self.path, self.number, self.tail = path, number, tail
+    def __init__(self, path: Path, tail: Tail, skipped: int = 0, left_out_bytes: int = 0):
+        self.path, self.tail = path, tail
         self._head, self._of = "", 0
         self._skipped = skipped
         self._left_out_bytes = left_out_bytes
         self._replaced = 0
-        self.known_until = 0
-        """Lines before this byte were read before, and `skipped` already includes them."""
 
     @property
     def replaced(self) -> int:
@@ -178,30 +149,24 @@ class RecordFile:
         behind = max(0, size_bytes - max(tail.offset, 0 if has_begun else tail.line_at))
         if tail.path == self.path:
             return behind
-        later = [path for number, path in parts(self.path).items() if number > self.number]
+        later = [path for number, path in parts(self.path).items() if number > tail.part]
         return behind + sum(map(jsonl.size_bytes, (*later, self.path)))
 
     def cursor(self) -> Cursor:
         """Returns how far the file was read; the hash of its first line is computed once."""
         if not self._head or self.tail.generation != self._of:
             self._head, self._of = jsonl.head(self.tail.path), self.tail.generation
-        return Cursor(self._head, Place(self.number, self.tail.line_at), self.skipped)
+        return Cursor(self._head, Place(self.tail.part, self.tail.line_at), self.skipped)
 
     def poll(self, limit_bytes: int) -> tuple[list[Line], int]:
         """Returns two values: new records, and the number of bytes read (0 at the end)."""
-        left, found = limit_bytes, []
-        if self.number and self.tail.path == self.path and self.number in parts(self.path):
-            self._next_part()
+        left, found = limit_bytes, list[Line]()
         while left > 0:
             taken, offset = self.tail.taken_bytes, self.tail.offset
-            skipped, known = self.tail.skipped, self.known_until - max(offset, self.tail.line_at)
-            known = 0 if self.replaced else known
-            for at, length, record in self.tail.poll_lines(min(left, known) if known > 0 else left):
-                found.append(Line(Place(self.number, at), length, record))
-            self._skipped -= self.tail.skipped - skipped if known > 0 else 0
+            found += self.tail.poll_lines(left)
             left -= self.tail.taken_bytes - taken
             ended = (self.tail.taken_bytes, self.tail.offset) == (taken, offset)
-            if ended and not (self.number and self._next_part()):
+            if ended and not (self.tail.part and self._next_part()):
                 break
         return found, limit_bytes - left
 
@@ -209,20 +174,20 @@ class RecordFile:
         """Opens the next part if this part no longer grows; returns whether a part was opened."""
         if self.tail.unread:
             return False
-        there = parts(self.path)
-        own = there.get(self.number)
+        there, part = parts(self.path), self.tail.part
+        own = there.get(part)
         if own is None and self.tail.path == self.path:
             replaced = self.tail.is_replaced
             if replaced:
                 self._replaced += 1
-                self._replace(open_part(self.path))
+                self._replace(open_part(self.path, part))
             return replaced
         if own is not None and own != self.tail.path:  # it was renamed or compressed
-            self._replace(open_part(own, self.tail.line_at))
+            self._replace(open_part(own, part, self.tail.line_at))
             return True
-        newest = max(there, default=self.number) + 1
-        self.number = min((each for each in there if each > self.number), default=newest)
-        self._replace(open_part(there.get(self.number, self.path)))
+        newest = max(there, default=part) + 1
+        part = min((each for each in there if each > part), default=newest)
+        self._replace(open_part(there.get(part, self.path), part))
         return True
 
     def _replace(self, tail: Tail) -> None:
@@ -232,27 +197,26 @@ class RecordFile:
         self.tail, self._head = tail, ""
 
 
-def open_part(path: Path, begin_at: int = 0) -> Tail:
-    """Returns a reader of a sample file, or of one part of such a file."""
+def open_part(path: Path, part: int, begin_at: int = 0) -> Tail:
+    """Returns a reader of one part of a file of records."""
     if path.suffix == jsonl.GZIP:
-        return GzipTail(path, _any, begin_at)
-    return Tail(path, _any, begin_at=begin_at, stays=True)
+        return GzipTail(path, _any, begin_at, part)
+    return Tail(path, _any, begin_at=begin_at, stays=True, part=part)
 
 
 class RecordFiles:
     """Reads heartbeats, samples and events of one run, a bounded number of bytes at each poll.
 
     With `recent_bytes` only the end of each heartbeat and sample file is read. A file in `cursors`
-    is read from its cursor on; a heartbeat file from `warm_up_bytes` before its cursor.
+    is read from its cursor on.
     """
 
     def __init__(
         self, run: Path, recent_bytes: int | None = None,
-        cursors: Mapping[str, Cursor] | None = None, warm_up_bytes: int = 0,
+        cursors: Mapping[str, Cursor] | None = None,
     ):  # fmt: skip
         self.run, self._recent_bytes = run, recent_bytes
         self._cursors: Mapping[str, Cursor] = {} if cursors is None else cursors
-        self._warm_up_bytes = warm_up_bytes
         self._followed: dict[str, RecordFile] = {}
         self._turns: deque[str] = deque()
         self.has_more = False
@@ -322,7 +286,7 @@ class RecordFiles:
                 continue
             rank = rank_of(name)
             if name == rundir.EVENTS:
-                self._followed[name] = self._plain(name, _any, None, 0)
+                self._followed[name] = self._plain(name, _any, None)
             elif name.endswith(".jsonl") and name.startswith(SAMPLES):
                 self._followed[name] = self._parted(name)
             elif rank is not None and rank < world:
@@ -331,33 +295,24 @@ class RecordFiles:
                 continue
             self._turns.append(name)
 
-    def _plain(
-        self, name: str, accept: Any, recent_bytes: int | None, warm_up_bytes: int
-    ) -> RecordFile:
-        path, cursor = self.run / name, self._cursors.get(name, FILE_START)
-        begin = line_before(path, cursor.place.at, warm_up_bytes)
-        tail = Tail(path, accept, recent_bytes, begin)
-        follower = RecordFile(path, tail, skipped=cursor.skipped)
-        follower.known_until = cursor.place.at
-        return follower
+    def _plain(self, name: str, accept: Any, recent_bytes: int | None) -> RecordFile:
+        cursor = self._cursors.get(name, FILE_START)
+        tail = Tail(self.run / name, accept, recent_bytes, cursor.place.at)
+        return RecordFile(self.run / name, tail, cursor.skipped)
 
     def _heartbeats(self, name: str, rank: int) -> RecordFile:
         if legacy.is_legacy(self.run):
             self.is_legacy = True
             return RecordFile(self.run / name, legacy.tail(self.run, rank, self._recent_bytes))
-        return self._plain(name, heartbeat.accept, self._recent_bytes, self._warm_up_bytes)
+        return self._plain(name, heartbeat.accept, self._recent_bytes)
 
     def _parted(self, name: str) -> RecordFile:
         path, cursor = self.run / name, self._cursors.get(name)
         there = parts(path)
-        grows = max(there, default=0) + 1
         if cursor is not None:
             part, at = cursor.place
-            return RecordFile(path, open_part(there.get(part, path), at), part, cursor.skipped)
+            return RecordFile(path, open_part(there.get(part, path), part, at), cursor.skipped)
         if self._recent_bytes is None and there:
-            first = min(there)
-            return RecordFile(path, open_part(there[first]), first)
-        tail = Tail(path, _any, self._recent_bytes, stays=True)
-        return RecordFile(
-            path, tail, grows, left_out_bytes=sum(map(jsonl.size_bytes, there.values()))
-        )
+            return RecordFile(path, open_part(there[min(there)], min(there)))
+        tail = Tail(path, _any, self._recent_bytes, stays=True, part=max(there, default=0) + 1)
+        return RecordFile(path, tail, left_out_bytes=sum(map(jsonl.size_bytes, there.values())))

@@ -50,7 +50,7 @@ class LatestRecords:
     halt: int | None = None
     """The step of the `halt` record, None once the rank records progress again."""
     records: int = 0
-    pace: Pace = UNTIMED
+    pace: Pace = field(default=UNTIMED, compare=False)
     """Not in a snapshot, because the pace depends on when the records were read."""
 
     def add(self, line: Line) -> None:
@@ -93,7 +93,6 @@ class LatestRecords:
         return jsonl.text(self.ended.record, "reason")[:80] if self.ended else ""
 
 
-HEAD_LINES = ("last", "progress", "error", "ended")
 NO_RECORDS = LatestRecords(Line(Place(0, 0), 0, {}))
 """The `LatestRecords` of a rank that has no records."""
 
@@ -161,7 +160,7 @@ class Reducer:
 
     def __init__(self, series: Series, summary: Summary | None = None, timed: bool = False):
         self.series, self.summary = series, summary or Summary()
-        self._timed, self._live_since = timed, math.inf
+        self.timed, self._live_since = timed, math.inf
         self.all_heads: dict[int, dict[int, LatestRecords]] = {}
         self.newest_samples: dict[str, Line] = {}
         """The newest sample of each file."""
@@ -174,49 +173,47 @@ class Reducer:
     # --- adding records ------------------------------------------------------------------------
 
     def add(self, batch: Batch, world: int = MAX_RANKS, present: int | None = None) -> None:
-        """Adds new lines of one file of a run with `world` ranks, in the `present` attempt.
-
-        A line that was added before changes only the pace.
-        """
-        known = self.cursors.get(batch.name)
+        """Adds new lines of one file of a run with `world` ranks, in the `present` attempt."""
         rank = rank_of(batch.name)
         if batch.replaced > self._replaced.get(batch.name, 0):
             self._replaced[batch.name] = batch.replaced
-            known = None  # the earlier lines no longer exist
             self.all_heads.pop(-1 if rank is None else rank, None)
             if batch.name == rundir.EVENTS:
                 self.events.forget_lines()
-        newest = max(known.place, batch.cursor.place) if known else batch.cursor.place
-        self.cursors[batch.name] = replace(batch.cursor, place=newest)
+        self.cursors[batch.name] = batch.cursor
         for line in batch.lines:
-            is_new = known is None or line.place >= known.place
             if rank is not None:
                 if line.record["rank"] == rank < world:
-                    self._take_heartbeat(batch.name, line, is_new, present)
-            elif is_new and batch.name == rundir.EVENTS:
+                    self._take_heartbeat(batch.name, line, present)
+            elif batch.name == rundir.EVENTS:
                 self.events.add(line)
                 self.summary.add_event(line.record)
-            elif is_new:
+            else:
                 self._take_sample(batch.name, line)
 
-    def _take_heartbeat(self, name: str, line: Line, is_new: bool, present: int | None) -> None:
+    def warm_up(self, record: Mapping[str, Any]) -> None:
+        """Adds a heartbeat from before the snapshot to the pace only."""
+        head = self.all_heads.get(record["rank"], {}).get(record["attempt"])
+        if head is not None and self.timed:
+            if head.pace is UNTIMED:
+                head.pace = Pace(self._live_since)
+            head.pace.add(record, head.first_step, time.monotonic(), time.time())
+
+    def _take_heartbeat(self, name: str, line: Line, present: int | None) -> None:
         record, rank, attempt = line.record, line.record["rank"], line.record["attempt"]
-        counts = is_new and self.summary.add(record)
+        counts = self.summary.add(record)
         if not 0 < attempt <= MAX_ATTEMPT:
             return
         heads = self.all_heads.setdefault(rank, {})
-        if is_new and attempt not in heads:
+        if attempt not in heads:
             heads[attempt] = LatestRecords(line)
             if len(heads) > KEPT_HEADS:
                 del heads[min(heads.keys() - {present})]
         head = heads.get(attempt)
-        if is_new and not counts and head is not None and head.has(record):
+        if not counts and head is not None and head.has(record):
             return
-        if head is not None and self._timed:
-            if head.pace is UNTIMED:
-                head.pace = Pace(self._live_since)
-            head.pace.add(record, head.first_step, time.monotonic(), time.time())
-        if head is not None and is_new:
+        self.warm_up(record)
+        if head is not None:
             head.add(line)
         if not counts:
             return

@@ -12,7 +12,7 @@ from typing import Any
 
 from console.model import Alert, LaunchState, RunState, State
 from console.sources import liveness
-from console.sources.assembly import Evidence, run_state
+from console.sources.assembly import Assembly
 from console.sources.json_documents import Document
 from console.sources.launch_documents import launch_state
 from console.sources.launches import is_launch, launch_id, launch_of, run_directories
@@ -111,12 +111,12 @@ class RunSource:
         records = self._read(
             run, jsonl.integer(supervisor, "attempt"), jsonl.integer(run_json, "world")
         )
-        return run_state(Evidence(
+        return Assembly(
             run, self._is_away, launch, supervisor, self._phase_of(run), run_json,
             self._document(run / rundir.GATES), self._document(run / rundir.ENV), records,
             self._behind_bytes(records), self._documents[run / rundir.SUPERVISOR].trouble,
             self._troubles(),
-        ))  # fmt: skip
+        ).run_state()  # fmt: skip
 
     # --- records -------------------------------------------------------------------------------
 

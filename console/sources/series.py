@@ -10,12 +10,10 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median_low
-from typing import Any, NamedTuple
-
-from trainers.contract import jsonl
 
 RAW_RECORDS = 600
 SPANS_S, KEPT_SPANS = (10, 60, 600, 7200), (1080, 1440, 4032, 4032)
@@ -33,84 +31,56 @@ Band = tuple[float, float]
 """The smallest and the largest value."""
 
 
-class Span(NamedTuple):
-    """The bands of one file's quantities in one span of time, which begins at `at`.
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bands of one file's quantities in one span of time, which begins at `ts`.
 
     The spans of a file at one resolution are numbered. A span that is read twice has the same
-    `number` both times.
+    number `n` both times.
     """
 
-    file: str
+    of: str
+    """The name of the file."""
     level: int
-    number: int
-    at: float
-    bands: Mapping[str, Band]
+    n: int
+    ts: float
+    bands: dict[str, Band]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the span as a line of a history file."""
-        bands = {name: low if low == high else [low, high]
-                 for name, (low, high) in self.bands.items()}  # fmt: skip
-        return {"of": self.file, "n": self.number, "ts": self.at, "bands": bands}
-
-
-def read_span(record: Mapping[str, Any], level: int) -> Span | None:
-    """Returns the span in a line of a history file, or None if the line is not valid."""
-    at, number = jsonl.number(record, "ts"), jsonl.integer(record, "n")
-    if at is None or not 0 <= at < LATEST_S or number is None:
-        return None
-    bands = _bands(jsonl.mapping(record, "bands"))
-    return Span(jsonl.text(record, "of"), level, number, at, bands)
+    @property
+    def is_valid(self) -> bool:
+        """True if the span has a time of the calendar, and bands of two finite numbers in order."""
+        bands = self.bands.values()
+        in_order = all(-math.inf < low <= high < math.inf for low, high in bands)
+        return in_order and 0 <= self.ts < LATEST_S and 0 <= self.level < len(SPANS_S)
 
 
-def _bands(saved: Mapping[str, Any]) -> dict[str, Band]:
-    """Returns the bands of a line, except those that are not two finite numbers in order."""
-    found: dict[str, Band] = {}
-    for name, value in saved.items():
-        low, high = value if isinstance(value, list) and len(value) == 2 else (value, value)
-        if type(low) is float and type(high) is float and -math.inf < low <= high < math.inf:
-            found[name] = low, high
-    return found
-
-
+@dataclass(slots=True)
 class Thinner:
     """Reduces the points of one file to spans, independently of other files."""
 
-    def __init__(self, file: str):
-        self._file = file
-        self.records = 0
-        self.now: list[Span | None] = [None] * len(SPANS_S)
-        """The open span of each level."""
+    records: int = 0
+    now: list[Span | None] = field(default_factory=lambda: [None] * len(SPANS_S))
+    """The open span of each level."""
 
-    def add(self, at: float, values: Mapping[str, float]) -> Iterator[Span]:
+    def add(self, file: str, at: float, values: Mapping[str, float]) -> Iterator[Span]:
         """Adds the values of one record; yields the spans that ended before this record."""
         self.records += 1
         for level, width_s in enumerate(SPANS_S):
             begin = at // width_s * width_s
             span = self.now[level]
-            if span is None or span.at != begin:
+            if span is None or span.ts != begin:
                 if span is not None:
                     yield span
-                number = span.number + 1 if span is not None else 1
-                span = self.now[level] = Span(self._file, level, number, begin, {})
-            bands: dict[str, Band] = span.bands  # type: ignore[assignment]
+                number = span.n + 1 if span is not None else 1
+                span = self.now[level] = Span(file, level, number, begin, {})
             for name, value in values.items():
-                low, high = bands.get(name, (value, value))
-                bands[name] = min(low, value), max(high, value)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the open spans in the form that a snapshot stores."""
-        return {"records": self.records, "now": [span and span.as_dict() for span in self.now]}
-
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Sets the open spans from the result of `as_dict`. Raises KeyError or TypeError."""
-        self.records = jsonl.integer(saved, "records") or 0
-        for level, each in enumerate(saved["now"][: len(SPANS_S)]):
-            self.now[level] = read_span(each, level) if isinstance(each, dict) else None
+                low, high = span.bands.get(name, (value, value))
+                span.bands[name] = min(low, value), max(high, value)
 
     def has_ended(self, span: Span) -> bool:
         """Returns whether a span is older than the open span of its level."""
         now = self.now[span.level]
-        return now is not None and span.number < now.number
+        return now is not None and span.n < now.n
 
 
 class _Spans:
@@ -125,8 +95,8 @@ class _Spans:
         """Adds the spans that contain this quantity, in the order in which they ended."""
         bands = [span.bands[name] for span in spans]
         for values, more in (
-            (self._ats, [span.at for span in spans]), (self._lows, [low for low, _ in bands]),
-            (self._highs, [high for _, high in bands]), (self._numbers, [s.number for s in spans]),
+            (self._ats, [span.ts for span in spans]), (self._lows, [low for low, _ in bands]),
+            (self._highs, [high for _, high in bands]), (self._numbers, [s.n for s in spans]),
         ):  # fmt: skip
             values.extend(more)
             if len(values) >= 2 * self._most:
@@ -161,14 +131,16 @@ class Series:
         self._files: dict[str, str] = {}
         """The file of each quantity."""
         self._spans: dict[tuple[str, int], _Spans] = {}
-        self._thinners: dict[str, Thinner] = {}
+        self.thinners: dict[str, Thinner] = {}
+        """The open spans of each file."""
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._built: dict[str, tuple[int, Points]] = {}
-        """The result of `points` since the last ended span, and the records that it contains."""
-        self._durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
+        """The newest result of `points`, and the number of records that it contains."""
+        self.durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps = 0
         """The number of durations that were added since the start of this reader."""
-        self._ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
+        self.ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
+        """The time and the step of the newest records with steps."""
 
     def add(self, file: str, at: float, values: Mapping[str, float | None]) -> None:
         """Adds the values of one record of a file, except those that are not finite.
@@ -184,8 +156,8 @@ class Series:
         }  # fmt: skip
         if self.keeps:
             self._newest.setdefault(file, deque(maxlen=RAW_RECORDS)).append((at, known))
-        thinner = self._thinners.setdefault(file, Thinner(file))
-        for span in thinner.add(at, {name: float(f"{v:.6g}") for name, v in known.items()}):
+        thinner = self.thinners.setdefault(file, Thinner())
+        for span in thinner.add(file, at, {name: float(f"{v:.6g}") for name, v in known.items()}):
             self._add_spans(file, span.level, [span])
 
     def _add_spans(self, file: str, level: int, spans: Sequence[Span]) -> None:
@@ -212,10 +184,10 @@ class Series:
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
         """Adds the durations of the steps that ended with `step`."""
         valid = _valid_durations(durations)
-        self._durations_s.extend(valid)
+        self.durations_s.extend(valid)
         self._steps += len(valid)
         if durations:
-            self._ends.append((at, step))
+            self.ends.append((at, step))
 
     def points(self, name: str) -> Points:
         """Returns the points of a series, coarser for older times; empty without measurements.
@@ -224,16 +196,11 @@ class Series:
         ahead.
         """
         of = self._files.get(name, "")
-        rows, thinner = self._newest.get(of, ()), self._thinners.get(of)
+        rows, thinner = self._newest.get(of, ()), self.thinners.get(of)
         if thinner is None:
             return ()
-        held, found = self._built.get(name, (0, ()))
-        known = len(rows) - (thinner.records - held)
-        newest = islice(rows, max(0, known), None)
-        more = (*found[-1:], *((at, values[name]) for at, values in newest if name in values))
-        if not found or known < 0 or list(more) != sorted(more):
-            found, more = self._build(name, rows, thinner), ()
-        self._built[name] = thinner.records, found + more[1:]
+        if self._built.get(name, (-1, ()))[0] != thinner.records:
+            self._built[name] = thinner.records, self._build(name, rows, thinner)
         return self._built[name][1]
 
     def _build(self, name: str, rows: Collection[Values], thinner: Thinner) -> Points:
@@ -250,8 +217,8 @@ class Series:
             older = spans.points() if spans is not None else []
             older = older[: bisect_left(older, (until, -math.inf))]
             now = thinner.now[level]
-            if now is not None and name in now.bands and now.at < until:
-                older = sorted([*older, *((now.at, value) for value in {*now.bands[name]})])
+            if now is not None and name in now.bands and now.ts < until:
+                older = sorted([*older, *((now.ts, value) for value in {*now.bands[name]})])
             found[:0] = older
             if spans is not None and spans.has_all:
                 break
@@ -259,12 +226,12 @@ class Series:
 
     def newest_steps_s(self, warm_up: int) -> list[float]:
         """Returns the durations of the newest steps, without the first `warm_up` of the run."""
-        left_out = max(0, warm_up - (self._steps - len(self._durations_s)))
-        return list(self._durations_s)[left_out:]
+        left_out = max(0, warm_up - (self._steps - len(self.durations_s)))
+        return list(self.durations_s)[left_out:]
 
     def step_percentiles_s(self) -> tuple[float, float, int] | None:
         """Returns three values: p50 and p99 of the last step durations, and the number of steps."""
-        steps = sorted(self._durations_s)
+        steps = sorted(self.durations_s)
         if not steps:
             return None
         p50, p99 = (steps[round(q * (len(steps) - 1))] for q in (0.5, 0.99))
@@ -279,7 +246,7 @@ class Series:
         if planned <= step:
             return 0.0
         spans = [
-            (t1 - t0, s1 - s0) for (t0, s0), (t1, s1) in pairwise(self._ends) if t1 > t0 and s1 > s0
+            (t1 - t0, s1 - s0) for (t0, s0), (t1, s1) in pairwise(self.ends) if t1 > t0 and s1 > s0
         ]
         if not spans:
             return None
@@ -287,43 +254,28 @@ class Series:
         paced_s = math.fsum(min(took_s, PAUSE * usual_s * steps) for took_s, steps in spans)
         return (planned - step) * paced_s / sum(steps for _, steps in spans)
 
-    # --- the snapshot --------------------------------------------------------------------------
+    # --- the history before a snapshot ---------------------------------------------------------
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the open spans and the speed in the form that a snapshot stores."""
-        return {
-            "thinned": {of: thinner.as_dict() for of, thinner in self._thinners.items()},
-            "durations_s": list(self._durations_s), "ends": [list(end) for end in self._ends],
-        }  # fmt: skip
-
-    def add_history(self, level: int, lines: Sequence[bytes]) -> None:
-        """Adds the lines of a history file that are older than the loaded snapshot.
-
-        The method reads backwards until it has as many spans as a series keeps. The first line may
-        be incomplete.
-        """
-        found: dict[str, dict[int, Span]] = {of: {} for of in self._thinners}
-        for line in reversed(lines):
-            span = read_span(jsonl.decode(line) or {}, level)
-            saved = found.get(span.file) if span is not None else None
-            if span is None or saved is None or not self._thinners[span.file].has_ended(span):
-                continue
-            saved[span.number] = span
-            if all(len(each) >= KEPT_SPANS[level] for each in found.values()):
-                break
-        for of, saved in found.items():
-            self._add_spans(of, level, [saved[number] for number in sorted(saved)])
-
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Sets the state from the result of `as_dict`. Raises TypeError or ValueError."""
-        for of, spans in jsonl.mapping(saved, "thinned").items():
-            thinner = self._thinners.setdefault(of, Thinner(of))
-            thinner.load(spans)
+    def load(self, thinners: dict[str, Thinner]) -> None:
+        """Replaces the open spans."""
+        self.thinners = thinners
+        for of, thinner in thinners.items():
             for name in {name for span in filter(None, thinner.now) for name in span.bands}:
                 self._is_in(name, of)
-        self._durations_s.extend(jsonl.numbers(saved, "durations_s"))
-        ends = ((float(at), jsonl.integer({"": step}, "")) for at, step in saved["ends"])
-        self._ends.extend((at, step) for at, step in ends if step is not None)
+
+    def add_history(self, level: int, newest_first: Iterable[Span]) -> None:
+        """Adds the spans of a level that had ended when the snapshot was written.
+
+        The method takes as many spans as a series keeps.
+        """
+        found: dict[str, dict[int, Span]] = {of: {} for of in self.thinners}
+        for span in newest_first:
+            if span.level == level and span.of in found and self.thinners[span.of].has_ended(span):
+                found[span.of][span.n] = span
+                if all(len(each) >= KEPT_SPANS[level] for each in found.values()):
+                    break
+        for of, saved in found.items():
+            self._add_spans(of, level, [saved[number] for number in sorted(saved)])
 
 
 def _valid_durations(durations: Sequence[float]) -> list[float]:

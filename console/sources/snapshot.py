@@ -3,27 +3,36 @@
 A snapshot has totals and the places of the newest records. It is valid only for the files from
 which it was made. A file is identified by its name, part and the hash of its first line. The newest
 records must still be at their places.
+
+An object is stored by the names of its fields, without the fields that have their default value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from console.sources import json_documents, record_files
-from console.sources.gpu_totals import GpuTotals
-from console.sources.pace import UNTIMED
+from console.sources import record_files
 from console.sources.rank_totals import RankTotals
-from console.sources.record_files import Cursor, Line, Place, rank_of
-from console.sources.reducer import HEAD_LINES, MAX_ATTEMPT, Events, LatestRecords, Reducer
-from console.sources.series import SPANS_S, Series
+from console.sources.record_files import Cursor, Line, rank_of
+from console.sources.reducer import MAX_ATTEMPT, Events, LatestRecords, Reducer
+from console.sources.sanitize import clean
+from console.sources.series import PACE_WINDOW, SPANS_S, STEP_WINDOW, Span, Thinner
+from console.sources.summary import GpuTotals
 from trainers.contract import VERSION, heartbeat, jsonl, rundir
 
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
 """The largest size of a snapshot; for more than 16 ranks, the largest size for each rank."""
 HISTORY_BYTES = 4 << 20
 """Bytes that are read of each history file; a longer file is renamed to `.1`."""
+WARM_UP_BYTES = 256 << 10
+"""Bytes before the snapshot from which a reader learns how long steps usually take."""
+INVALID = AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError
+"""The errors for a value that has another type than the writer's."""
 
 
 def max_bytes(ranks: int) -> int:
@@ -40,38 +49,31 @@ def history(run: Path, level: int) -> Path:
 
 def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
     """Returns the snapshot of a reducer."""
-    events = reducer.events
-    return {
-        "v": VERSION, "run": run, "ts": ts,
-        "files": {
-            name: {"head": each.head, "place": list(each.place), "skipped": each.skipped}
-            for name, each in reducer.cursors.items()
-        },
-        "folds": {str(rank): each.as_dict() for rank, each in reducer.summary.ranks.items()},
-        "gpus": reducer.summary.gpus.as_dict(),
-        "loaded": sorted(reducer.summary.loaded.items()), "overrides": reducer.summary.overrides,
-        "heads": {
-            str(rank): {
-                str(attempt): {
-                    "step": head.step, "first_step": head.first_step, "saved": head.saved,
-                    "halt": head.halt, "records": head.records,
-                } | {name: _ref(getattr(head, name)) for name in HEAD_LINES}
-                for attempt, head in heads.items()
-            } for rank, heads in reducer.all_heads.items()
-        },
-        "samples": {name: _ref(line) for name, line in reducer.newest_samples.items()},
-        "events": {
-            "attempts": events.attempts, "stalls": events.stalls, "state": _ref(events.state),
-            "alerts": {name: _ref(line) for name, line in events.alerts.items()},
-            "acknowledged": sorted(events.acknowledged), "told_ts": events.alert_ts,
-        },
-        "series": reducer.series.as_dict(),
-    }  # fmt: skip
+    summary, series = reducer.summary, reducer.series
+    return {"v": VERSION, "run": run, "ts": ts} | plain({
+        "files": reducer.cursors, "folds": summary.ranks, "gpus": summary.gpus,
+        "loaded": summary.loaded, "overrides": summary.overrides, "heads": reducer.all_heads,
+        "samples": reducer.newest_samples, "events": reducer.events, "spans": series.thinners,
+        "durations_s": series.durations_s, "ends": series.ends,
+    })  # fmt: skip
 
 
-def _ref(line: Line | None) -> list[int] | None:
-    """Returns part, first byte and length of a line."""
-    return None if line is None else [*line.place, line.length]
+def plain(value: Any) -> Any:
+    """Returns a value in the form in which JSON stores it; a line becomes its place and length."""
+    if isinstance(value, Line):
+        return [*value.place, value.length]
+    if is_dataclass(value):
+        found = ((each, getattr(value, each.name)) for each in fields(value) if each.compare)
+        return {each.name: plain(x) for each, x in found if x != _default(each)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | deque | set):
+        return [plain(each) for each in value]
+    return value
+
+
+def _default(of: Field[Any]) -> Any:
+    return of.default if of.default_factory is MISSING else of.default_factory()
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -87,130 +89,152 @@ def load(
     if saved is None or saved.get("v") != VERSION:
         return False
     try:
-        _Loader(run, saved, most_bytes).fill(reducer)
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
+        _fill(run, saved, reducer, most_bytes)
+    except INVALID:
         return False
+    if reducer.timed:
+        _warm_up(run, reducer)
     return True
 
 
-class _Loader:
-    """Reads one snapshot; invalid content raises one of the errors that `load` catches."""
+def _fill(run: Path, saved: Mapping[str, Any], reducer: Reducer, most_bytes: int | None) -> None:
+    """Fills a reducer. Raises one of `INVALID` for invalid content."""
+    cursors = _read(dict[str, Cursor], saved["files"])
+    _check_files(run, cursors, most_bytes)
+    ranks = _read(dict[int, RankTotals], saved["folds"])
+    heads = {
+        int(rank): _read(dict[int, LatestRecords], each, rundir.heartbeat(run, int(rank)))
+        for rank, each in saved["heads"].items()
+    }
+    for rank, found in heads.items():
+        _check_heads(rank, found, ranks[rank])
+    for rank, totals in ranks.items():
+        cursor = cursors.get(rundir.heartbeat(run, rank).name)
+        headless = totals.newest not in heads.get(rank, {}) and 0 < totals.newest <= MAX_ATTEMPT
+        if headless or totals.newest not in totals.attempts or not (cursor and cursor.place.at):
+            raise ValueError(f"rank {rank} has no records")
+    if not {*saved["samples"]} <= cursors.keys():
+        raise ValueError("a sample is of another file")
+    samples = {name: _read(Line, ref, run / name) for name, ref in saved["samples"].items()}
+    events = _read(Events, saved["events"], run / rundir.EVENTS)
+    thinners = _read(dict[str, Thinner], saved["spans"])
+    for span in (each for thinner in thinners.values() for each in thinner.now):
+        if span is not None and not span.is_valid:
+            raise ValueError("a span is not valid")
+    durations_s = _read(list[float], saved["durations_s"])[-STEP_WINDOW:]
+    ends = _read(list[tuple[float, int]], saved["ends"])[-PACE_WINDOW:]
+    gpus = _read(GpuTotals, saved["gpus"])
+    loaded = _read(dict[int, int], saved["loaded"])
+    overrides = _read(dict[str, str], saved["overrides"])
+    # Nothing raises from here on, so the reducer is filled completely or not at all.
+    reducer.cursors.update(cursors)  # in place, because `RecordFiles` may share them
+    reducer.all_heads, reducer.events, reducer.newest_samples = heads, events, samples
+    summary, series = reducer.summary, reducer.series
+    summary.ranks, summary.gpus = ranks, gpus
+    summary.loaded, summary.overrides = loaded, overrides
+    series.load(thinners)
+    series.durations_s.extend(durations_s)
+    series.ends.extend(ends)
 
-    def __init__(self, run: Path, saved: Mapping[str, Any], most_bytes: int | None):
-        self._run, self._saved, self._most_bytes = run, saved, most_bytes
-        self._cursors: dict[str, Cursor] = {}
 
-    def fill(self, reducer: Reducer) -> None:
-        self._cursors = cursors = self._read_cursors()
-        ranks = {
-            int(rank): RankTotals.load(int(rank), totals)
-            for rank, totals in self._saved["folds"].items()
-        }
-        heads = {
-            int(rank): {int(number): self._head(int(rank), int(number), each, ranks)
-                        for number, each in saved.items()}
-            for rank, saved in self._saved["heads"].items()
-        }  # fmt: skip
-        for rank, totals in ranks.items():
-            cursor = cursors.get(rundir.heartbeat(self._run, rank).name)
-            headless = totals.newest not in heads.get(rank, {}) and 0 < totals.newest <= MAX_ATTEMPT
-            if headless or cursor is None or not cursor.place.at:
-                raise ValueError(f"rank {rank} has no records")
-        samples = {
-            name: self._line(name, ref) for name, ref in self._saved["samples"].items()
-        }  # fmt: skip
-        events = self._events(jsonl.mapping(self._saved, "events"))
-        series = Series(reducer.series.keeps)
-        series.load(jsonl.mapping(self._saved, "series"))
-        gpus = GpuTotals.load(self._saved["gpus"])
-        overrides = jsonl.mapping(self._saved, "overrides")
-        overrides = {gate: jsonl.text(overrides, gate) for gate in overrides}
-        loaded = {_natural(step): _natural(at) for step, at in self._saved.get("loaded", ())}
-        # Nothing raises from here on, so the reducer is filled completely or not at all.
-        reducer.cursors.update(cursors)  # in place, because `RecordFiles` may share them
-        reducer.all_heads, reducer.events = heads, events
-        reducer.summary.ranks, reducer.series = ranks, series
-        reducer.summary.gpus, reducer.summary.loaded = gpus, loaded
-        reducer.summary.overrides = overrides
-        reducer.newest_samples = {name: line for name, line in samples.items() if line}
+def _check_files(run: Path, cursors: Mapping[str, Cursor], most_bytes: int | None) -> None:
+    """Raises ValueError if a file is not a file of records, is another file, or is too long."""
+    since = 0
+    for name, cursor in cursors.items():
+        rank, path = rank_of(name), run / name
+        known = name == rundir.EVENTS or rank is not None
+        known = known or (name.startswith(record_files.SAMPLES) and "/" not in name)
+        if not known or min(cursor.place) < 0 or not cursor.fits(path):
+            raise ValueError(f"{name} is another file")
+        since += jsonl.size_bytes(path) - cursor.place.at if rank is not None else 0
+    if most_bytes is not None and since > most_bytes:
+        raise ValueError("the snapshot is too old")
 
-    def _read_cursors(self) -> dict[str, Cursor]:
-        found = {
-            name: Cursor(
-                jsonl.text(each, "head"), _place(each["place"]), _natural(each["skipped"])
-            )
-            for name, each in self._saved["files"].items()
-        }  # fmt: skip
-        for name, cursor in found.items():
-            known = name == rundir.EVENTS or rank_of(name) is not None
-            known = known or (name.startswith(record_files.SAMPLES) and "/" not in name)
-            if not known or not cursor.fits(self._run / name):
-                raise ValueError(f"{name} is another file")
-        since = sum(jsonl.size_bytes(self._run / name) - each.place.at
-                    for name, each in found.items() if rank_of(name) is not None)  # fmt: skip
-        if self._most_bytes is not None and since > self._most_bytes:
-            raise ValueError("the snapshot is too old")
+
+def _check_heads(rank: int, heads: Mapping[int, LatestRecords], totals: RankTotals) -> None:
+    """Raises ValueError if the newest records of a rank are not those of its totals."""
+    for attempt, head in heads.items():
+        for line in (head.last, head.progress, head.error, head.ended):
+            record = heartbeat.accept(line.record) if line is not None else {}
+            if record is None or (line and (record["rank"], record["attempt"]) != (rank, attempt)):
+                raise ValueError(f"rank {rank} has another record")
+        part = totals.attempts.get(attempt)
+        if part is not None and not part.trouble:
+            step = head.progress.record["step"] if head.progress is not None else 0
+            if (part.last, part.step) != (jsonl.integer(head.last.record, "n"), step):
+                raise ValueError(f"rank {rank} has another newest record")
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _read(kind: Any, value: Any, file: Path | None = None, empty: Any = None) -> Any:
+    """Returns the object of a type that `plain` stored. Raises one of `INVALID` for other values.
+
+    `file` is the file of the lines. A deque gets the length of `empty`.
+    """
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    if type(None) in args:
+        return None if value is None else _read(args[0], value, file, empty)
+    if kind is Line:
+        return _line(value, file)
+    if kind is float or kind is int:
+        found = (jsonl.number if kind is float else jsonl.integer)({"": value}, "")
+        if found is None:
+            raise TypeError(f"{value!r} is not a number")
         return found
-
-    def _line(self, name: str, ref: Any) -> Line | None:
-        """Returns the record at a place, or None without a place or a record."""
-        if ref is None:
-            return None
-        if name not in self._cursors:
-            raise ValueError(f"{name} was not read")
-        part, at, length = ref
-        place = Place(_natural(part), _natural(at))
-        record = record_files.read_line(self._run / name, place, _natural(length))
-        return Line(place, length, record) if record else None
-
-    def _head(
-        self, rank: int, attempt: int, saved: Mapping[str, Any], ranks: Mapping[int, RankTotals]
-    ) -> LatestRecords:  # fmt: skip
-        name, of = rundir.heartbeat(self._run, rank).name, {"rank": rank, "attempt": attempt}
-        lines = {key: self._line(name, saved.get(key)) for key in HEAD_LINES}
-        for line in lines.values():
-            record = heartbeat.accept(line.record) if line is not None else of
-            if record is None or (record["rank"], record["attempt"]) != (rank, attempt):
-                raise ValueError(f"{name} has another record")
-        last, progress = lines["last"], lines["progress"]
-        part = ranks[rank].attempts.get(attempt)
-        whole = part if part is not None and not part.trouble else None
-        if last is None or (whole and jsonl.integer(last.record, "n") != whole.last):
-            raise ValueError(f"{name} has another newest record")
-        if whole and whole.step != (progress.record["step"] if progress is not None else 0):
-            raise ValueError(f"{name} has another newest step")
-        return json_documents.read(LatestRecords, saved, pace=UNTIMED, **lines)
-
-    def _events(self, saved: Mapping[str, Any]) -> Events:
-        state = self._line(rundir.EVENTS, saved["state"])
-        alerts = {name: self._line(rundir.EVENTS, ref) for name, ref in saved["alerts"].items()}
-        for name, line in alerts.items():
-            record = line.record if line is not None else {}
-            found = jsonl.text(record, "kind"), json_documents.line(record, "alert", "")
-            if found != ("alert", name):
-                raise ValueError("an alert is another event")
-        if state is not None and jsonl.text(state.record, "kind") != "state":
-            raise ValueError("a state is another event")
-        told_ts = jsonl.mapping(saved, "told_ts")
-        return Events(
-            state,
-            {name: line for name, line in alerts.items() if line},
-            {str(name) for name in saved["acknowledged"]},
-            {name: jsonl.number(told_ts, name) or 0.0 for name in told_ts},
-            jsonl.integer(saved, "attempts"), jsonl.integer(saved, "stalls"),
-        )  # fmt: skip
+    if is_dataclass(origin):
+        return _object(kind, value, file, empty)
+    if issubclass(origin, tuple):
+        kinds = args or tuple(_hints(kind).values())
+        kinds = (args[0],) * len(value) if ... in kinds else kinds
+        read = (_read(each, x, file) for each, x in zip(kinds, value, strict=True))
+        return kind(*read) if hasattr(kind, "_fields") else tuple(read)
+    if origin is dict:
+        return {args[0](key): _read(args[1], each, file) for key, each in value.items()}
+    if args and isinstance(value, list):
+        read = (_read(args[0], each, file) for each in value)
+        return deque(read, empty.maxlen) if origin is deque else origin(read)
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} has another type")
+    return clean(value) if kind is str else value
 
 
-def _natural(value: Any) -> int:
-    found = jsonl.integer({"": value}, "")
-    if found is None or found < 0:
-        raise ValueError(f"{value!r} is not a place")
-    return found
+def _object(kind: Any, saved: Mapping[str, Any], file: Path | None, empty: Any) -> Any:
+    """Returns a dataclass; `kind` may have an argument, which replaces its type variable."""
+    origin, args, values = get_origin(kind) or kind, get_args(kind), {}
+    for each in fields(origin):
+        if each.name in saved and each.compare:
+            hint = _hints(origin)[each.name]
+            hint = hint[args] if getattr(hint, "__parameters__", ()) else hint
+            default = getattr(empty, each.name) if empty is not None else _default(each)
+            values[each.name] = _read(hint, saved[each.name], file, default)
+    return replace(empty, **values) if empty is not None else origin(**values)
 
 
-def _place(value: Any) -> Place:
-    part, at = value
-    return Place(_natural(part), _natural(at))
+def _line(ref: Any, file: Path | None) -> Line:
+    """Returns the record at a place. Raises ValueError without a record."""
+    part, at, length = _read(tuple[int, int, int], ref)
+    place = record_files.Place(part, at)
+    record = record_files.read_line(file, place, length) if file and min(place) >= 0 else {}
+    if not record:
+        raise ValueError("a record is not at its place")
+    return Line(place, length, record)
+
+
+def _warm_up(run: Path, reducer: Reducer) -> None:
+    """Adds the records before the snapshot to the pace of the ranks."""
+    for name, cursor in reducer.cursors.items():
+        rank = rank_of(name)
+        if rank is not None:
+            begin = max(0, cursor.place.at - WARM_UP_BYTES)
+            data = jsonl.read_bytes(run / name, cursor.place.at - begin, begin)
+            for line in data.split(b"\n")[begin > 0 :]:
+                record = heartbeat.accept(jsonl.decode(line) or {})
+                if record is not None and record["rank"] == rank:
+                    reducer.warm_up(record)
 
 
 def load_series(run: Path, reducer: Reducer) -> None:
@@ -220,4 +244,15 @@ def load_series(run: Path, reducer: Reducer) -> None:
     """
     for level in range(len(SPANS_S)):
         data = record_files.read_end(history(run, level), HISTORY_BYTES, run)
-        reducer.series.add_history(level, data.split(b"\n"))
+        reducer.series.add_history(level, _spans(data))
+
+
+def _spans(data: bytes) -> Iterator[Span]:
+    """Yields the valid spans of a history file, the newest first."""
+    for line in reversed(data.split(b"\n")):
+        try:
+            span = _read(Span, jsonl.decode(line) or {})
+        except INVALID:
+            continue
+        if span.is_valid:
+            yield span

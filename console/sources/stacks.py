@@ -8,21 +8,25 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from console.sources.sanitize import clean
 from trainers.contract import jsonl
 
+T = TypeVar("T")
 MAX_DUMP_BYTES = 1 << 20
+MAX_TRIES = 8
+"""Most files of one rank that are tried until one can be read."""
 MAX_FRAMES = 200
 MAIN = "main"
 """The name of the first thread of a dump."""
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (?P<name>.+?)(?: \(most recent call first\))?:?\s*$")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")
-_NAME = re.compile(r"stackdump_rank(?P<rank>\d+)_(?P<ms>\d+)\.txt")
+_NAME = re.compile(r"stackdump_rank(?P<rank>[0-9]{1,9})_(?P<ms>[0-9]{1,16})\.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +101,28 @@ def latest(
     run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
 ) -> dict[int, Stack]:
     """Returns the newest requested dump of each rank from `since_ts` to `until_ts` (unix s)."""
-    newest: dict[int, int] = {}
-    wanted = set(ranks)
-    try:
-        names = os.listdir(run)
-    except OSError:
-        return {}
-    for name in names:
-        match = _NAME.fullmatch(name)
-        in_time = match and since_ts <= int(match["ms"]) / 1000 <= until_ts
-        if match and in_time and (rank := int(match["rank"])) in wanted:
-            newest[rank] = max(newest.get(rank, 0), int(match["ms"]))
-    stacks = {}
-    for rank, ms in sorted(newest.items()):
-        path = run / f"stackdump_rank{rank}_{ms}.txt"
+
+    def read(path: Path, rank: int, ts: float) -> Stack | None:
         text = jsonl.read_bytes(path, MAX_DUMP_BYTES).decode("utf-8", "replace")
-        if text:
-            stacks[rank] = Stack(rank, ms / 1000, str(path), parse(text))
-    return stacks
+        return Stack(rank, ts, str(path), parse(text)) if text else None
+
+    return newest_of(_NAME, read, run, ranks, since_ts, until_ts)
+
+
+def newest_of(
+    name: re.Pattern[str], read: Callable[[Path, int, float], T | None], run: Path,
+    ranks: Iterable[int], since_ts: float, until_ts: float,
+) -> dict[int, T]:  # fmt: skip
+    """Returns the newest readable file of each rank, for files with a rank and ms in their name."""
+    left, found = dict.fromkeys(ranks, MAX_TRIES), dict[int, T]()
+    try:
+        names = filter(None, map(name.fullmatch, os.listdir(run)))
+    except OSError:
+        return found
+    for each in sorted(names, key=lambda each: -int(each["ms"])):
+        rank, ts = int(each["rank"]), int(each["ms"]) / 1000
+        if rank not in found and since_ts <= ts <= until_ts and left.get(rank, 0) > 0:
+            left[rank] -= 1
+            if (content := read(run / each[0], rank, ts)) is not None:
+                found[rank] = content
+    return found

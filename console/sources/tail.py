@@ -18,10 +18,17 @@ from trainers.contract import jsonl
 READ_CHUNK_BYTES = 1 << 20
 
 
-class Line(NamedTuple):
-    """One record, with the offset and the length of its line in bytes."""
+class Place(NamedTuple):
+    """A place in a file of records: the number of the part (0 without parts) and the byte."""
 
+    part: int
     at: int
+
+
+class Line(NamedTuple):
+    """One record, with its place and the length of its line in bytes."""
+
+    place: Place
     length: int
     record: dict[str, Any]
 
@@ -41,17 +48,17 @@ class Tail:
     """Follows one growing file of JSON lines.
 
     `accept` returns the record of a decoded object, or None if the line is to be skipped.
-    `poll` returns the new records, and `poll_lines` also returns their places. To reach the end of
-    a long file, call `poll` until `offset` no longer changes. Reading starts at `begin_at`; with
-    `recent_bytes`, it starts that many bytes before the end. Holes are skipped. A replaced file is
-    read from its start, unless `stays` is set.
+    `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
+    To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
+    `begin_at`; with `recent_bytes`, it starts that many bytes before the end. Holes are skipped. A
+    replaced file is read from its start, unless `stays` is set.
     """
 
     def __init__(
         self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None],
-        recent_bytes: int | None = None, begin_at: int = 0, stays: bool = False,
+        recent_bytes: int | None = None, begin_at: int = 0, stays: bool = False, part: int = 0,
     ):  # fmt: skip
-        self.path = path
+        self.path, self.part = path, part
         self._stays = stays
         self.generation = 0
         """Number of times reading started; a replaced or truncated file is read again."""
@@ -90,7 +97,7 @@ class Tail:
             record = jsonl.decode(text) if len(text) <= jsonl.MAX_LINE_BYTES else None
             record = self._accept(record) if record is not None else None
             if record is not None:
-                found.append(Line(at, len(line) + 1, record))
+                found.append(Line(Place(self.part, at), len(line) + 1, record))
             elif line.strip():
                 self.skipped += 1
         return found
@@ -175,9 +182,9 @@ class GzipTail(Tail):
 
     def __init__(
         self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None],
-        begin_at: int = 0,
+        begin_at: int = 0, part: int = 0,
     ):  # fmt: skip
-        super().__init__(path, accept, begin_at=begin_at)
+        super().__init__(path, accept, begin_at=begin_at, part=part)
         self._left, self._is_damaged = begin_at, False
         self._unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
 

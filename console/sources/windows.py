@@ -1,27 +1,26 @@
 """Sums over the records of one rank: the largest value, a window of figures, and rows of numbers.
 
-Each sum drops the steps that a later attempt repeats, and has a form that a snapshot stores.
+Each sum drops the steps that a later attempt repeats.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
-
-from trainers.contract import jsonl
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
 KEPT_RECORDS, KEPT_PEAKS = 256, 64
 FIRST_LOSSES = 5
-Record = Mapping[str, Any]
+Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
+@dataclass(slots=True)
 class Peak:
     """The largest value so far; after a roll-back it may be too large, never too small."""
 
-    def __init__(self, found: Iterable[list[float | None]] = ()):
-        self.found = [(int(step or 0), value or 0.0) for step, value in found]
+    found: list[tuple[int, float]] = field(default_factory=list)
+    """The step and the value of each new maximum."""
 
     @property
     def value(self) -> float | None:
@@ -53,6 +52,25 @@ class Peak:
         return self.found[-1][1] - early[-1]
 
 
+@dataclass(slots=True)
+class Rows(Generic[Row]):
+    """The newest rows; the first value of a row is its step."""
+
+    rows: deque[Row]
+    dropped: bool = False
+    """Rows older than the newest ones were dropped."""
+
+    def add(self, row: Row) -> None:
+        self.dropped = self.dropped or len(self.rows) == self.rows.maxlen
+        self.rows.append(row)
+
+    def cut(self, step: int) -> list[Row]:
+        """Drops the rows of `step` and of later steps; returns these rows."""
+        gone = [row for row in self.rows if row[0] >= step]
+        self.rows = deque((row for row in self.rows if row[0] < step), self.rows.maxlen)
+        return gone
+
+
 class Figures(NamedTuple):
     """The figures that the gates use, from one progress record."""
 
@@ -62,19 +80,16 @@ class Figures(NamedTuple):
     bytes_right: float | None
 
 
+@dataclass(slots=True)
 class Window:
     """The newest records and the first losses of rank 0, for steps that no attempt repeated."""
 
-    def __init__(self) -> None:
-        self.first: list[tuple[int, float]] = []
-        self.newest: deque[Figures] = deque(maxlen=KEPT_RECORDS)
-        self.losses = 0
-        self.dropped = False
-        """Records older than the newest ones were dropped."""
+    first: list[tuple[int, float]] = field(default_factory=list)
+    newest: Rows[Figures] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_RECORDS)))
+    losses: int = 0
 
     def add(self, found: Figures) -> None:
-        self.dropped = self.dropped or len(self.newest) == KEPT_RECORDS
-        self.newest.append(found)
+        self.newest.add(found)
         if found.loss is not None:
             self.losses += 1
             if len(self.first) < FIRST_LOSSES:
@@ -82,84 +97,14 @@ class Window:
 
     def cut(self, step: int) -> None:
         """Drops the records of `step` and of later steps; counts are then lower bounds."""
-        gone = [each for each in self.newest if each.step >= step]
-        kept = [each for each in self.newest if each.step < step]
-        self.newest = deque(kept, maxlen=KEPT_RECORDS)
+        gone = self.newest.cut(step)
         self.first = [each for each in self.first if each[0] < step]
         self.losses -= sum(each.loss is not None for each in gone)
-        if not kept:
+        if not self.newest.rows:
             self.losses = len(self.first)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "first": list(self.first), "newest": list(self.newest), "losses": self.losses,
-            "dropped": self.dropped,
-        }  # fmt: skip
-
-    def load(self, saved: Record) -> None:
-        """Sets the window to the state that `as_dict` returned."""
-        self.first = [(int(step or 0), loss or 0.0) for step, loss in _rows(saved, "first")]
-        self.newest.extend(Figures(int(row[0] or 0), *row[1:]) for row in _rows(saved, "newest"))
-        self.losses = jsonl.integer(saved, "losses") or 0
-        self.dropped = saved.get("dropped") is True
 
     def last(self, name: str, count: int) -> list[float] | None:
         """Returns the newest `count` values of a figure, or None if some of them were dropped."""
-        values = (getattr(each, name) for each in self.newest)
+        values = (getattr(each, name) for each in self.newest.rows)
         found = [value for value in values if value is not None][-count:]
-        return None if self.dropped and len(found) < count else found
-
-
-class Rows:
-    """The newest rows of `width` numbers; the first number of a row is its step."""
-
-    def __init__(self, most: int, width: int):
-        self._width = width
-        self.rows: deque[tuple[float | None, ...]] = deque(maxlen=most)
-        self.dropped = False
-        """Rows older than the newest ones were dropped."""
-
-    def add(self, *row: float | None) -> None:
-        self.dropped = self.dropped or len(self.rows) == self.rows.maxlen
-        self.rows.append((row[0], *(x if x is None else float(x) for x in row[1:])))
-
-    def cut(self, step: int) -> None:
-        """Drops the rows of `step` and of later steps."""
-        kept = [row for row in self.rows if row[0] is not None and row[0] < step]
-        self.rows = deque(kept, maxlen=self.rows.maxlen)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"rows": list(self.rows), "dropped": self.dropped}
-
-    def load(self, saved: Record) -> None:
-        """Sets the rows to the state that `as_dict` returned. Raises TypeError for other rows."""
-        for step, *values in _rows(saved, "rows"):
-            if len(values) + 1 != self._width:
-                raise TypeError("a row has another number of figures")
-            self.rows.append((int(step or 0), *values))
-        self.dropped = saved.get("dropped") is True
-
-
-def _rows(saved: Record, key: str) -> list[list[float | None]]:
-    """Returns rows of numbers. Raises TypeError for any other value."""
-    return [
-        [None if value is None else jsonl.number({"": value}, "") for value in row]
-        for row in saved[key]
-    ]
-
-
-def saved_sum(value: Any) -> Any:
-    """Returns one sum in the form that a snapshot stores."""
-    if isinstance(value, Peak):
-        return list(value.found)
-    return value.as_dict() if isinstance(value, Window | Rows) else value
-
-
-def loaded_sum(saved: Record, name: str, empty: Any) -> Any:
-    """Returns the sum with this name in a snapshot; the sum has the type of `empty`."""
-    if isinstance(empty, Peak):
-        return Peak(_rows(saved, name))
-    if isinstance(empty, Window | Rows):
-        empty.load(saved[name])
-        return empty
-    return jsonl.integer(saved, name) or 0 if isinstance(empty, int) else jsonl.number(saved, name)
+        return None if self.newest.dropped and len(found) < count else found

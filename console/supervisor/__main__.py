@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from console.supervisor import lock
-from console.supervisor.child_state import ChildState
-from console.supervisor.link import Channel
+from console.supervisor.link import Channel, ChildState
 from console.supervisor.owner import Owner
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, RefusedError

@@ -6,7 +6,6 @@ those that wait. After the working process was replaced, the last program may ru
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import Level, Result
+from console.sources import oom_counts
 from console.sources.summary import Summary
 from console.sources.tail import is_missing
 from console.supervisor import program
@@ -26,11 +26,13 @@ from trainers.contract.plan import PLACEHOLDER, Checkpoints
 
 LOW_PRIORITY = ("nice", "-n", "19")
 LOADS = (sys.executable, "-P", "-m", "trainers.load")
-DAMAGED, AGAIN_S, SPARE_S = 15, 1.0, 10.0
+DAMAGED, AGAIN_S = 15, 1.0
 """The exit code for a damaged checkpoint, and the time until it is loaded once more.
 
 The second try excludes a temporary error of the disk, and a checkpoint that is being removed.
 """
+PROGRAM_BYTES = 512 << 20
+"""Memory of the program that loads, besides the files (294 MiB for 937 MiB of files, on x86)."""
 ALERTS: Mapping[str, str] = {"load": "checkpoint-load", "backup": "checkpoint-backup"}
 Outcome = tuple[Result, Level, str]
 
@@ -56,13 +58,11 @@ class CheckpointCheck:
         self._doing = ""
         """The program that runs: a key of `ALERTS`, or "" for none."""
         self._job: Future[Outcome] | None = None
-        self._stuck: Future[Outcome] | None = None
-        """A program whose time is over and that still occupies the thread."""
         self._seen = 0
         """The step of the newest checkpoint."""
         self._threads = ThreadPoolExecutor(1, "checkpoint")
-        self._stopped, self._until = False, math.inf
-        """True if no further program starts, and the time until which the last one may run."""
+        self._stopped = False
+        """True if no further program starts."""
         self._program = partial(program.run, keeps_output=True, stopped=lambda: self._stopped)
 
     @property
@@ -79,45 +79,35 @@ class CheckpointCheck:
     def poll(self, attempt: int, newest: int) -> None:
         """Reports a program that has ended, and starts the next one; never waits.
 
-        `newest` is the step of the newest checkpoint of this attempt, or 0.
+        `newest` is the step of the newest checkpoint of this attempt, or 0. Raises RuntimeError or
+        OSError if no thread, process or descriptor is left; the result is then unknown.
         """
         self._seen = newest
         if self._job is not None:
-            if not self._job.done() and time.monotonic() < self._until:
+            if not self._job.done():
                 return
             ended, self._job = self._job, None
-            self._stuck = None if ended.done() else ended
             self._report(ended)
-        if self._stuck is not None and not self._stuck.done():
-            return
         wanted = self._plan.load or self._plan.backup
         if self._job is None and wanted and newest and (attempt, newest) != self._newest:
             self._newest, self._results = (attempt, newest), dict.fromkeys(ALERTS, "")
-            self._begin("load", self._load, 2 * self._plan.load_s)
+            self._begin("load", self._load)
 
     def stop(self) -> None:
         """Ends the running program within its grace time, and starts no other."""
-        self._stopped, self._until = True, min(self._until, time.monotonic() + SPARE_S)
+        self._stopped = True
 
-    def _begin(self, what: str, work: Callable[[int, Path], Outcome], limit_s: float) -> None:
+    def _begin(self, what: str, work: Callable[[int, Path], Outcome]) -> None:
         if self._stopped:
             return
-        self._doing, step = what, self._newest[1]
-        self._until = time.monotonic() + limit_s + SPARE_S
+        step = self._newest[1]
         path = self._run.absolute() / rundir.CHECKPOINTS / f"step_{step:08d}"
-        try:
-            self._job = self._threads.submit(work, step, path)
-        except RuntimeError as error:  # no thread can be started
-            self._job = Future()
-            self._job.set_exception(error)
+        self._job, self._doing = self._threads.submit(work, step, path), what
 
     def _report(self, ended: Future[Outcome]) -> None:
         """Records a result; begins the back-up after a checkpoint was loaded."""
         what, self._doing, step = self._doing, "", self._newest[1]
-        # An error means that no process or descriptor is left.
-        error = ended.exception() if ended.done() else "its program does not end (a hung disk?)"
-        failed: Outcome = "unknown", "warn", f"checkpoint step {step}: {what} failed: {error}"
-        result, level, text = failed if error else ended.result()
+        result, level, text = ended.result()
         self._results[what] = result
         self._event("checkpoint", text, level, step=step, what=what, result=result)
         if level != "info" or result == "pass":
@@ -127,12 +117,14 @@ class CheckpointCheck:
         if what == "load" and result == "pass":
             self._summary.take_load(self._newest[0], step, True)
             if self._plan.backup:
-                self._begin("backup", self._back_up, self._plan.backup_s)
+                self._begin("backup", self._back_up)
 
     # --- in the thread -------------------------------------------------------------------------
 
     def _load(self, step: int, path: Path) -> Outcome:
         name, argv = f"checkpoint step {step}", (*LOW_PRIORITY, *self._loads, str(path))
+        if lack := _lack_of_memory(path):
+            return "unknown", "warn", f"{name} is not loaded: {lack}"
         environment = inherited() | {flags.DEVICES: "", "OMP_NUM_THREADS": "1"}
         ended = self._program(argv, environment, self._plan.load_s)
         if ended.code == DAMAGED:
@@ -167,3 +159,14 @@ class CheckpointCheck:
         if self._stopped:
             return "the run ends"
         return "it was removed" if self._seen > step and is_missing(path) else ""
+
+
+def _lack_of_memory(path: Path) -> str:
+    """Returns why a load could end the training too, or "" if it cannot."""
+    spare = oom_counts.spare_bytes()
+    needed = PROGRAM_BYTES + sum(map(jsonl.size_bytes, path.glob("*")))
+    if spare is None or needed <= spare:
+        return ""
+    return (f"it needs about {needed >> 20:,} MiB and {max(0, spare) >> 20:,} MiB are left; with "
+            "memory.oom.group=1, as in Kubernetes, running out of memory would end the training "
+            "too; raise the memory limit")  # fmt: skip

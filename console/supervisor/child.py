@@ -19,11 +19,10 @@ from pathlib import Path
 from console import user_config
 from console.sources.nvml import Nvml
 from console.supervisor import launch_spec, lock
-from console.supervisor.child_state import ChildState
 from console.supervisor.context import Services
 from console.supervisor.hooks import Alive, Hooks
 from console.supervisor.launch import Launch
-from console.supervisor.link import Channel, Link
+from console.supervisor.link import Channel, ChildState, Link
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError
@@ -66,7 +65,9 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
         directory.event(path, 1, *words)
 
     hooks, alive = Hooks(spec.operator, path, event), Alive(spec.operator, path, event)
-    services = Services(directory, nvml, poller, hooks, alive, launch_lock.token, link)
+    services = Services(
+        directory, nvml, poller, hooks, alive, launch_lock.token, launch_lock.since_ns, link
+    )
     try:
         link.receive()
         launch = Launch(path, spec, services, former)
@@ -93,11 +94,9 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
 
 
 def _handle_signals(launch: Launch, link: Link) -> None:
-    """Stops the launch if the owner received TERM or INT."""
-    for number in link.state.signals:
-        launch.end("stop", f"{signal.Signals(number).name} to the supervisor")
-    if link.state.signals:
-        link.signals_handled()
+    """Stops the launch if the owner received TERM or INT; a repeated stop changes nothing."""
+    while link.state.signals:
+        launch.end("stop", f"{signal.Signals(link.state.signals.pop()).name} to the supervisor")
 
 
 def main(

@@ -24,7 +24,8 @@ class Services:
     """The objects that a launch shares with its runs.
 
     `directory` is the thread of the run directory, `poller` belongs to the main loop, `lock_token`
-    is the token in the lock file, and `link` leads to the owner.
+    is the token in the lock file, `since_ns` is the start of the supervisor by the clock of the
+    disk, and `link` leads to the owner.
     """
 
     directory: Directory
@@ -33,6 +34,7 @@ class Services:
     hooks: Hooks
     alive: Alive
     lock_token: str
+    since_ns: int
     link: Link
 
     def publish(

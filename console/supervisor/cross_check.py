@@ -98,17 +98,13 @@ def confirmed_flags(
     kept: dict[str, Any] = {}
     unconfirmed: list[str] = []
     entries = jsonl.mapping(plan_state, "next_flags")
-    lasting = {name: then for name in entries
-               if (then := jsonl.mapping(jsonl.mapping(entries, name), "then"))}  # fmt: skip
-    for found in (lasting, entries):
-        for name, flag in former_documents.flags(found, "by").items():
-            for_all = found is lasting or entries[name].get("phases") == "all"
-            if not evidence.confirms_flag(name, flag.value, phases, for_all):
-                unconfirmed.append(f"{name}={flag.value}")
-                continue
-            then = {} if for_all or name not in kept else {"then": kept[name]}
+    for name, flag in former_documents.flags(entries, "by").items():
+        for_all = entries[name].get("phases") == "all"
+        if evidence.confirms_flag(name, flag.value, phases, for_all):
             kept[name] = {"value": flag.value, "by": flag.origin, "ts": time.time(),
-                          "phases": "all" if for_all else "next", **then}  # fmt: skip
+                          "phases": "all" if for_all else "next"}  # fmt: skip
+        else:
+            unconfirmed.append(f"{name}={flag.value}")
     return kept, unconfirmed
 
 

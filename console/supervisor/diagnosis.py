@@ -12,16 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from console.diagnose.causes import explain
+from console.diagnose.causes import diagnose, explain
 from console.diagnose.evidence import Evidence
 from console.diagnose.readings import Readings
 from console.diagnose.stall import RankEvidence, names, unusable_pulses
-from console.diagnose.verdict import NAMED_AFTER_S, case_of, diagnose
+from console.diagnose.verdict import NAMED_AFTER_S, case_of
 from console.model import RunState, Verdict
 from console.sources import liveness, process, verdicts
 from console.sources.nvml import Nvml
 from console.supervisor.evidence import Collector
-from console.supervisor.rundir_io import Directory
 from console.supervisor.watchdog_readings import ENDING, OfflineRun
 from trainers.contract import jsonl, rundir
 from trainers.contract.plan import Watch
@@ -114,8 +113,7 @@ class Diagnoser:
             return self._without_verdict(state, run, after)
         case = case_of(after, watch, time.time())
         if case is not None and not any(each.doubt for each in after):
-            base = replace(found, evidence=case.verdict(None, "", "low").evidence)
-            found = explain(base, case, evidence)
+            found = explain(case, evidence)
         contrary = tuple(line for line in found.against if line not in evidence.gaps)
         found = replace(found, against=contrary)
         why, is_stalled = "", diagnose(after, watch, time.time()) is not None
@@ -192,15 +190,13 @@ def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
     """Returns two samples of each process, and the dumps made since a rank last moved."""
     running = [each for each in ranks if each.phase != "exit"]
     still_s = min((each.unchanged_s for each in running), default=0.0)
-    directory, nvml = Directory(), Nvml()
+    nvml = Nvml()
     nvml.start()
-    collector = Collector(directory, run, nvml.rows, time.time() - still_s)
+    collector = Collector(run, nvml.rows, lambda: None, time.time() - still_s)
     try:
         while collector.complete is None:
             collector.poll(ranks)
-            directory.deliver()
             time.sleep(POLL_S)
     finally:
-        directory.close(0)
         nvml.stop()
     return collector.complete

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +14,8 @@ from console.diagnose.evidence import LASTING_STATES, Evidence
 from console.diagnose.stall import RankEvidence
 from console.model import Gpu
 from console.sources import flight, kernel_evidence, stacks
-from console.sources.gpu import opened_by, visible_devices
 from console.sources.kernel_evidence import ProcessEvidence
-from console.supervisor.rundir_io import Directory
+from console.sources.nvml import opened_by, visible_devices
 
 APART_S = 2.0
 """Time between the two samples of each process."""
@@ -50,25 +51,24 @@ def _places(ranks: Sequence[RankEvidence]) -> Places:
 class Collector:
     """Owns the evidence about the present stall; collects new evidence if a rank has moved.
 
-    `poll` is called once a second and never waits. The thread of the run directory reads the files.
+    `poll` is called once a second and never waits. A thread of each collection reads the run
+    directory, after `check` has not raised OSError.
     """
 
     def __init__(
-        self, directory: Directory, run: Path, gpus: Callable[[], Sequence[Gpu]] = tuple,
+        self, run: Path, gpus: Callable[[], Sequence[Gpu]], check: Callable[[], object],
         dumps_since_ts: float | None = None,
     ):  # fmt: skip
         """Uses dumps from `dumps_since_ts` on; with None, dumps since the collection began."""
-        self._directory, self._run, self._gpus = directory, run, gpus
+        self._run, self._gpus, self._check = run, gpus, check
         self._dumps_since_ts = dumps_since_ts
-        self._places: Places = ()
+        self._places: Places | None = None
         self._began_at = -AGAIN_S
-        self._since_ts = 0.0
-        self._read_at, self._reading = 0.0, False
         self._sampled_at = 0.0
-        self._found = Evidence()
-        self._is_sampled = False
-        """The processes were sampled for the second time."""
         self._ranks: tuple[RankEvidence, ...] = ()
+        self._found: list[Evidence] = []
+        """The evidence after each step of the collection; the thread appends to this list."""
+        self._thread = threading.Thread()
         self.complete: Evidence | None = None
         """The evidence about the ranks at their present positions; None while it is collected."""
         self.wants_dump: frozenset[int] = frozenset()
@@ -79,7 +79,7 @@ class Collector:
 
     def clear(self) -> None:
         """Drops the evidence, because the ranks make progress again."""
-        self._places, self.complete, self._found = (), None, Evidence()
+        self._places, self.complete = None, None
         self.wants_dump = frozenset()
 
     def poll(self, ranks: Sequence[RankEvidence]) -> None:
@@ -89,20 +89,13 @@ class Collector:
             self.complete = None
             if now - self._began_at >= AGAIN_S:
                 self._begin(ranks, places, now)
-            return
-        if self.complete is not None:
+        elif self.complete is not None:
             self._sample_again(self.complete, now)
-            return
-        waited_s = now - self._began_at
-        if not self._is_sampled and waited_s >= APART_S:
-            self._found = Evidence(self._found.before, _processes(self._ranks))
-            self._is_sampled = True
-        if self._reading:
-            if self._is_sampled and waited_s >= UNREAD_AFTER_S:
-                self._complete({}, {}, TimeoutError("the run directory does not answer"))
-        elif self._is_sampled and now - self._read_at >= READ_EVERY_S:
-            self._read_at, self._reading = now, True
-            self._read(waited_s >= DUMPED_AFTER_S)
+        elif not self._thread.is_alive():
+            self._complete(self._found[-1] if self._found else Evidence())
+        elif self._found and now - self._began_at >= UNREAD_AFTER_S:
+            gap = "cannot read the dumps: the run directory does not answer"
+            self._complete(replace(self._found[-1], gaps=(gap,)))
 
     def _sample_again(self, known: Evidence, now: float) -> None:
         often = now - self._began_at < OFTEN_S
@@ -114,45 +107,42 @@ class Collector:
             )  # fmt: skip
 
     def _begin(self, ranks: Sequence[RankEvidence], places: Places, now: float) -> None:
-        self._places, self._began_at = places, now
-        self._since_ts = int((self._dumps_since_ts or time.time()) * 1000) / 1000
+        self._places, self._began_at, self._found = places, now, []
+        since_ts = int((self._dumps_since_ts or time.time()) * 1000) / 1000
         running = [each for each in ranks if each.phase != "exit"]
         self._ranks = tuple(sorted(running, key=lambda each: each.position)[:MAX_RANKS])
-        self._found, self._is_sampled = Evidence(_processes(self._ranks)), False
         self.wants_dump = frozenset(each.rank for each in self._ranks if each.phase)
+        self._thread = threading.Thread(
+            target=self._collect, args=(self._ranks, since_ts, self._found), name="evidence",
+            daemon=True,
+        )  # fmt: skip
+        self._thread.start()
 
-    def _read(self, is_last: bool) -> None:
-        numbers, run, since_ts = [r.rank for r in self._ranks], self._run, self._since_ts
-        begun, former = self._began_at, self._found
-
-        def work() -> tuple[dict[int, stacks.Stack], dict[int, flight.FlightRecord]]:
-            until_ts = time.time() + CLOCKS_APART_S
-            without = [rank for rank in numbers if rank not in former.flights]
-            return (
-                stacks.latest(run, numbers, since_ts, until_ts),
-                {**former.flights, **flight.latest(run, without, since_ts, until_ts)},
-            )
-
-        def then(found: object, error: Exception | None) -> None:
-            self._reading = False
-            if begun != self._began_at:
-                return
-            dumps, records = found if isinstance(found, tuple) else ({}, {})
-            self._found = replace(self._found, flights=records)
-            everyone = len(dumps) == len(numbers) == len(records)
-            if everyone or is_last or error is not None:
-                self._complete(dumps, records, error)
-
-        self._directory.job(work, then, run)
-
-    def _complete(
-        self, dumps: Mapping[int, stacks.Stack], records: Mapping[int, flight.FlightRecord],
-        error: Exception | None,
+    def _collect(
+        self, ranks: Sequence[RankEvidence], since_ts: float, found: list[Evidence]
     ) -> None:  # fmt: skip
-        numbers = [each.rank for each in self._ranks]
-        gaps = [f"cannot read the dumps: {error}"] if error is not None else []
-        for name, of in (("process evidence", self._found.after), ("stack", dumps),
-                         ("flight record", records)):  # fmt: skip
+        """Runs in the thread: samples the processes twice, then reads dumps until all are there."""
+        numbers, begun_at = [each.rank for each in ranks], time.monotonic()
+        before = _processes(ranks)
+        time.sleep(APART_S)
+        found.append(Evidence(before, _processes(ranks)))
+        is_last = False
+        while not is_last:
+            is_last = time.monotonic() - begun_at >= DUMPED_AFTER_S
+            with contextlib.suppress(OSError):  # the directory was replaced
+                self._check()
+                until_ts, flights = time.time() + CLOCKS_APART_S, found[-1].flights
+                without = [rank for rank in numbers if rank not in flights]
+                dumps = stacks.latest(self._run, numbers, since_ts, until_ts)
+                records = {**flights, **flight.latest(self._run, without, since_ts, until_ts)}
+                found.append(replace(found[-1], stacks=dumps, flights=records))
+                is_last = is_last or len(dumps) == len(numbers) == len(records)
+            time.sleep(0 if is_last else READ_EVERY_S)
+
+    def _complete(self, found: Evidence) -> None:
+        numbers, gaps = [each.rank for each in self._ranks], list(found.gaps)
+        for name, of in (("process evidence", found.after), ("stack", found.stacks),
+                         ("flight record", found.flights)):  # fmt: skip
             missing = [str(rank) for rank in numbers if rank not in of]
             if missing:
                 gaps.append(f"no {name} of rank {', '.join(missing[:16])}")
@@ -160,9 +150,7 @@ class Collector:
         gpus = self._own_gpus()
         if without := [str(rank) for rank, rows in gpus.items() if not rows]:
             gaps.append(f"no GPU figures of rank {', '.join(without[:16])}")
-        self.complete = replace(
-            self._found, stacks=dumps, flights=records, gaps=tuple(gaps), ts=time.time(), gpus=gpus
-        )  # fmt: skip
+        self.complete = replace(found, gaps=tuple(gaps), ts=time.time(), gpus=gpus)
 
     def _own_gpus(self) -> dict[int, tuple[Gpu, ...]]:
         """Returns the newest row of each rank's own GPU."""

@@ -39,6 +39,14 @@ class FormerRun:
     """The attempts that have ended, including the newest attempt if the next has not begun."""
 
     @property
+    def is_final(self) -> bool:
+        """Returns whether no further attempt begins."""
+        return (
+            jsonl.text(self.state, "state") in former_documents.FINAL
+            or jsonl.text(self.state, "asked") in former_documents.STOPS
+        )
+
+    @property
     def home(self) -> str:
         return former_documents.home(self.record)
 

@@ -17,7 +17,7 @@ from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl
 
 LIMIT_S = 10.0
-SPARE_S, POLL_S = 5.0, 0.02
+POLL_S = 0.02
 MAX_TEXT, MAX_EARLIER = 1000, 16
 
 
@@ -73,7 +73,7 @@ class Hooks:
         Returns at the latest after the time limits of two hooks.
         """
         self._next_at = 0.0
-        until = time.monotonic() + 2 * (self._limit_s + program.GRACE_S + SPARE_S)
+        until = time.monotonic() + 2 * (self._limit_s + program.GRACE_S + program.SPARE_S)
         while self.busy and time.monotonic() < until:
             self.poll()
             time.sleep(POLL_S)

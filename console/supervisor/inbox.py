@@ -19,8 +19,7 @@ from typing import Any
 
 from console.action_table import Mailbox, check
 from console.supervisor.attempt import Attempt
-from console.supervisor.child_state import FILES
-from console.supervisor.link import Link
+from console.supervisor.link import FILES, Link
 from console.supervisor.run_files import Files, Poll
 from console.supervisor.rundir_io import Directory
 from trainers.contract import VERSION, jsonl, rundir
@@ -42,22 +41,15 @@ class Request:
 
     path: Path
     id: str
-    """The id in the file, or else an id made from the file's name."""
+    """The id in the file, or else an id made from the file's name; each is executed once."""
     action: str
     args: Mapping[str, Any]
     by: str
     error: str = ""
-    has_own_id: bool = False
-    """True if `id` is the id in the file."""
     written_ns: int = 0
     """Time at which the file was written, by the clock of the file system."""
     found_ns: int = 0
     """Time at which the file was found, by the same clock."""
-
-    @property
-    def key(self) -> str:
-        """The id in the request, or else the path of the file. Each key is accepted only once."""
-        return self.id if self.has_own_id else str(self.path)
 
     @property
     def folder(self) -> Path:
@@ -71,10 +63,10 @@ Execute = Callable[[Request], Outcome | None]
 """Executes a request and returns its outcome, or None if the outcome follows later."""
 
 
-def disk_ns(place: Path | int) -> int:
-    """Touches a file or folder; returns the time according to the clock of its file system.
+def disk_ns(place: int) -> int:
+    """Touches an open folder; returns the time according to the clock of its file system.
 
-    If the place cannot be touched, returns the time of this host.
+    If the folder cannot be touched, returns the time of this host.
     """
     try:
         os.utime(place)
@@ -127,8 +119,8 @@ def _read(path: Path, mailbox: Mailbox, found_ns: int) -> Request:
             error = str(wrong)
     given = IDENTIFIER.fullmatch(jsonl.text(record, "id"))
     return Request(
-        path, given[0] if given else name, action[:80], args, by, error, given is not None,
-        status.st_mtime_ns, found_ns,
+        path, given[0] if given else name, action[:80], args, by, error, status.st_mtime_ns,
+        found_ns,
     )  # fmt: skip
 
 
@@ -143,7 +135,7 @@ def remove(path: Path) -> None:
 
 
 class Inbox:
-    """Owns the keys of the requests that were seen, so that each request is executed once.
+    """Owns the ids of the requests that were seen, so that each request is executed once.
 
     A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
     an earlier supervisor may have executed it. Only times of the file system are compared, never
@@ -155,7 +147,7 @@ class Inbox:
     ):  # fmt: skip
         self._directory, self._attempt_in = directory, attempt_in
         self._seen: dict[str, tuple[Path | None, bool]] = {}
-        """The file of a request (None if removed), and whether the request is done, by key."""
+        """The file of a request (None if removed), and whether the request is done, by id."""
         self.since_ns = since_ns
 
     def restore(self, answered: Mapping[str, Path]) -> None:
@@ -166,7 +158,7 @@ class Inbox:
         """Executes the new requests and writes their answers; returns whether any was new."""
         any_new = False
         for request in found:
-            seen = self._seen.get(request.key)
+            seen = self._seen.get(request.id)
             if seen is not None and (seen[0] == request.path or not seen[1]):
                 continue
             any_new = True
@@ -179,7 +171,7 @@ class Inbox:
         return any_new
 
     def _execute_new(self, request: Request, execute: Execute) -> Outcome | None:
-        self._seen[request.key] = request.path, False
+        self._seen[request.id] = request.path, False
         folder = request.folder
         self._directory.event(
             folder, self._attempt_in(folder), "request", f"{request.action or 'unknown action'} "
@@ -193,7 +185,7 @@ class Inbox:
     def answer(self, request: Request, outcome: Outcome) -> None:
         """Writes the answer into the events of the run or launch, and removes the request."""
         ok, text, detail = outcome
-        self._seen[request.key] = request.path, True
+        self._seen[request.id] = request.path, True
         folder = request.folder
         self._directory.event(
             folder, self._attempt_in(folder), "answer", text, "info" if ok else "warn",
@@ -205,13 +197,9 @@ class Inbox:
         )  # fmt: skip
 
     def _removed(self, request: Request) -> None:
-        """Records that a file was removed, so that a later file with its name is a new request."""
-        if self._seen.get(request.key) != (request.path, True):
-            return
-        if request.has_own_id:
-            self._seen[request.key] = None, True
-        else:
-            del self._seen[request.key]
+        """Records that a file was removed, so that a later file with its name is answered, too."""
+        if self._seen.get(request.id) == (request.path, True):
+            self._seen[request.id] = None, True
 
 
 @dataclass(slots=True)

@@ -15,14 +15,7 @@ from console.supervisor import cross_check, former_documents, former_run, overri
 from console.supervisor.alerts import Alerts
 from console.supervisor.context import Services
 from console.supervisor.dump import Dumps
-from console.supervisor.inbox import (
-    FILES_NAME,
-    Inbox,
-    Outcome,
-    Poller,
-    Request,
-    disk_ns,
-)
+from console.supervisor.inbox import FILES_NAME, Inbox, Outcome, Poller, Request
 from console.supervisor.launch_spec import LaunchSpec
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.observers import Observers
@@ -64,9 +57,7 @@ class Launch:
         self._phases = spec.entries()
         self._next_flags = NextFlags(spec)
         self._report = ReportWriter(path, services.directory, self._event)
-        stored = services.link.stored(path / rundir.PLAN_STATE) or {}
-        since_ns = jsonl.integer(stored, "requests_ns") or disk_ns(path / rundir.LOCK)
-        self._inbox = Inbox(self._directory, self._attempt_in, since_ns)
+        self._inbox = Inbox(self._directory, self._attempt_in, services.since_ns)
         self._dumps = Dumps(self._directory)
         self._policy = Policy(self._directory, self._dumps, self.end)
         self._own_observers = Observers(Alerts(self._event, self._directory), services.link)
@@ -263,7 +254,7 @@ class Launch:
                 entry["state"] = "later"
         self._event("state", f"the plan has ended: {why}")
         self._publish()
-        self._report.start()
+        self._own_observers.call("report", self._report.start, None)
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -389,7 +380,7 @@ class Launch:
             "v": VERSION, "launch": self.spec.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
             "between": self.spec.plan.between, "next_flags": self._next_flags.pending,
-            "ended_by": self._ended_by, "requests_ns": self._inbox.since_ns,
+            "ended_by": self._ended_by,
             "supervisor": {
                 **self._services.link.state.identity, "token": self._services.lock_token,
                 "child": rundir.identity(),

@@ -206,6 +206,17 @@ def code_folder(phase: Phase) -> Path:
     return Path(phase.script).absolute().parent if phase.script else PROJECT
 
 
+def changed_words(former: Mapping[str, Any], git: Mapping[str, Any]) -> str:
+    """Returns a sentence if the code has another commit than before, or ""; see `git_facts`."""
+    if not (former and git) or former == git:
+        return ""
+    names = [
+        f"commit {jsonl.text(each, 'sha')[:12]}{' with local changes' * bool(each.get('dirty'))}"
+        for each in (former, git)
+    ]
+    return f"the code changed since the last attempt or supervisor: {' → '.join(names)}"
+
+
 ASK_GIT = """
 cd "$0" && git rev-parse HEAD && git diff --no-ext-diff --no-textconv HEAD && echo done
 """

@@ -1,7 +1,11 @@
-"""The socket between the owner of a launch and its child: the messages, and the child's end."""
+"""The socket between the owner of a launch and its child, and the state that the owner passes on.
+
+Each child starts with a copy of that state by fork; messages update it.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import socket
@@ -9,15 +13,22 @@ import struct
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from console.supervisor.child_state import MAX_OBSERVER_DEATHS, ChildState
 from trainers.contract import jsonl, rundir
 
 ALIVE_EVERY_S = 2.0
 HEAD = struct.Struct("!cI")
 READ_BYTES, MAX_FDS = 1 << 16, 8
+
+MAX_OBSERVER_DEATHS = 3
+"""An observer is switched off after this many children in a row died in it."""
+MAX_EXIT_CODES = 4096
+SLOTS, SLOT_BYTES = 2, 64
+MAIN, FILES = range(SLOTS)
+"""The slots of the child's main thread, and of its thread that reads the run directory."""
 
 # Messages from the child.
 ALIVE = b"B"
@@ -31,8 +42,6 @@ ADOPT = b"H"
 """Adopted processes: torchrun's pid, environment and grace time as JSON."""
 KILL_AFTER = b"E"
 """The number of seconds after which the processes are killed."""
-HANDLED = b"O"
-"""The number of signals that the child has handled."""
 # Messages from the owner.
 SPAWNED = b"P"
 """A pid, and its pidfd."""
@@ -98,6 +107,62 @@ class Channel:
             os.close(self._fds.popleft())
 
 
+class Activity:
+    """Shared memory in which each thread of a child writes the name of its running observer.
+
+    The owner reads the names after a child has died.
+    """
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, SLOTS * SLOT_BYTES)
+
+    def write(self, slot: int, name: str) -> None:
+        """Writes the name of an observer, or "" after the observer has returned."""
+        at = slot * SLOT_BYTES
+        self._map[at : at + SLOT_BYTES] = name.encode()[:SLOT_BYTES].ljust(SLOT_BYTES, b"\0")
+
+    def read(self, slot: int) -> str:
+        at = slot * SLOT_BYTES
+        return self._map[at : at + SLOT_BYTES].rstrip(b"\0").decode("utf-8", "replace")
+
+    def clear(self) -> None:
+        self._map[:] = bytes(SLOTS * SLOT_BYTES)
+
+
+@dataclass(slots=True)
+class ChildState:
+    """The state with which a child starts.
+
+    The child gets a copy by fork; only `activity` stays shared with the owner.
+    """
+
+    identity: Mapping[str, Any] = field(default_factory=rundir.identity)
+    """The owner's identity, which the documents contain as that of the supervisor."""
+    documents: dict[str, bytes] = field(default_factory=dict)
+    """The newest content of each document, by path."""
+    torchrun_pid: int = 0
+    """The pid of torchrun in the newest attempt, 0 before the first attempt."""
+    attempt: tuple[str, str] = ("", "")
+    """The run directory and the number of the newest attempt."""
+    term_sent: bool = False
+    """The owner sent TERM to the processes of the attempt."""
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    """The exit codes of the owner's children, in the order in which they were reaped."""
+    signals: list[int] = field(default_factory=list)
+    """TERM and INT signals that the owner received. Each child ends the launch because of them."""
+    former_end: str = ""
+    """The end of the former child in words, "" for the first child."""
+    observer_deaths: dict[str, int] = field(default_factory=dict)
+    """The observers in which the last child died, each with the number of deaths in a row."""
+    activity: Activity = field(default_factory=Activity)
+
+    def add_exit_code(self, pid: int, code: int) -> None:
+        """Stores an exit code; if there are too many, drops the oldest, but never torchrun's."""
+        self.exit_codes[pid] = code
+        while len(self.exit_codes) > MAX_EXIT_CODES:
+            del self.exit_codes[next(old for old in self.exit_codes if old != self.torchrun_pid)]
+
+
 class Link:
     """The child's end of the socket; every method except `spawn` returns at once.
 
@@ -109,7 +174,6 @@ class Link:
         self._channel = channel
         self.state = state
         """The state from the owner, updated by the messages of the owner."""
-        del state.signals[state.forwarded :]  # the owner sends the later signals as messages
         self._waiting: dict[object, tuple[bytes, bytes]] = {}
         """Messages that wait to be sent. A new version of a document replaces the waiting one."""
         self._alive_sent = 0.0
@@ -161,11 +225,6 @@ class Link:
             self._alive_sent = now
             self._send(ALIVE)
         self._flush()
-
-    def signals_handled(self) -> None:
-        """Reports to the owner that all signals of `state` were handled, and removes them."""
-        self._send(HANDLED, str(len(self.state.signals)).encode())
-        self.state.signals.clear()
 
     def closing(self) -> None:
         """Reports to the owner that this child may wait for a disk from now on."""

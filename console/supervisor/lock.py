@@ -59,16 +59,6 @@ def claim(fd: int, launch: str, user: str) -> None:
     _write(fd, rundir.identity() | owner)
 
 
-def take_over(fd: int) -> str:
-    """Replaces the launcher in the lock with this process; returns the token.
-
-    Raises OSError.
-    """
-    owner = read(fd)
-    _write(fd, owner | rundir.identity())
-    return jsonl.text(owner, "token")
-
-
 def _write(fd: int, record: dict[str, Any]) -> None:
     """Replaces the content in place, because the flock belongs to the file.
 
@@ -85,13 +75,17 @@ def _write(fd: int, record: dict[str, Any]) -> None:
 class LaunchLock:
     """The lock of a launch that this process owns: its file, and the token in the file.
 
-    After a directory was moved away, the directory at its path may belong to another launch. Raises
-    OSError if this process cannot be written into the lock.
+    This process replaces the launcher in the lock; raises OSError if that fails. After a directory
+    was moved away, the directory at its path may belong to another launch.
     """
 
     def __init__(self, launch: Path, fd: int):
         self._path, self._pid = launch / rundir.LOCK, os.getpid()
-        self._file, self.token, self._lost = os.fstat(fd), take_over(fd), ""
+        owner = read(fd)
+        _write(fd, owner | rundir.identity())
+        self._file, self.token, self._lost = os.fstat(fd), jsonl.text(owner, "token"), ""
+        self.since_ns = self._file.st_mtime_ns
+        """The time at which this process took the lock, by the clock of the file system."""
 
     def lost(self) -> str:
         """Returns why the directory at the path no longer belongs to this launch, or ""."""

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from console.diagnose.causes import explain
+from console.diagnose.causes import diagnose
 from console.diagnose.readings import Readings
 from console.diagnose.stall import SAVING_PHASES, RankEvidence, unusable_pulses, why_unconfirmed
-from console.diagnose.verdict import case_of, diagnose
 from console.diagnose.watchdog import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.plans import gates
@@ -71,8 +70,9 @@ class Monitor:
         self._evaluated: set[str] = set()
         """The names of the gates at a step that were evaluated already."""
         self._evidence = Collector(
-            context.services.directory, context.path, lambda: context.services.nvml.rows()
-        )
+            context.path, lambda: context.services.nvml.rows(),
+            lambda: context.services.directory.check_run(context.path),
+        )  # fmt: skip
 
     def on_stall(self) -> tuple[str, str]:
         """Returns two values: the action on a stall, and the policy on a stall in words."""
@@ -165,11 +165,11 @@ class Monitor:
             self._evidence.clear()
             return None
         self._context.observers.run("evidence", lambda: self._evidence.poll(seen), None)
-        case, evidence = case_of(seen, self._watch, time.time()), self._evidence.complete
-        if case is None or evidence is None or any(each.doubt for each in seen):
+        evidence = self._evidence.complete
+        if evidence is None or any(each.doubt for each in seen):
             return found
         return self._context.observers.run(
-            "diagnosis", lambda: explain(found, case, evidence), found
+            "diagnosis", lambda: diagnose(seen, self._watch, time.time(), evidence), found
         )
 
     def _check_pulses(self, seen: Sequence[RankEvidence]) -> None:

@@ -37,11 +37,9 @@ class NextFlags:
 
     def started(self) -> None:
         """Removes the flags of the phase that has started; those of all later phases remain."""
-        lasting = {
-            name: flag if flag.get("phases") == "all" else flag.get("then")
-            for name, flag in self.pending.items()
+        self.pending = {
+            name: flag for name, flag in self.pending.items() if flag.get("phases") == "all"
         }
-        self.pending = {name: flag for name, flag in lasting.items() if flag}
 
     def set(
         self, index: int, name: str, value: str | None, by: str, phases: Phases = "next"
@@ -49,22 +47,18 @@ class NextFlags:
         """Sets a flag for the phase `index`, or also for all later phases; None removes the flag.
 
         Returns two values: success, and a sentence. A flag that is not valid with the settings of a
-        phase is rejected. A value for only the next phase does not replace the value for the later
-        phases.
+        phase is rejected, and so is a change for only the next phase of a flag that is set for all
+        later phases.
         """
         planned = self._spec.plan.phases
         phase, last = planned[index].name, len(planned) if phases == "all" else index + 1
         changed = {key: flag for key, flag in self.pending.items() if key != name}
-        former = self.pending.get(name, {})
-        lasting = former if former.get("phases") == "all" else former.get("then")
-        if value is None and phases == "next" and lasting:
-            return False, f"{name} is set for all later phases; pass phases=all to reset it"
+        if phases == "next" and self.pending.get(name, {}).get("phases") == "all":
+            return False, f"{name} is set for all later phases; pass phases=all to change it"
         try:
             if value is not None:
                 value = flags.format_value(flags.parse(name, value))
                 changed[name] = {"value": value, "by": by, "ts": time.time(), "phases": phases}
-                if phases == "next" and lasting:
-                    changed[name]["then"] = lasting
             pending = {key: FlagValue(flag["value"], "operator") for key, flag in changed.items()}
             for each in range(index, last):
                 self._spec.settings(each, self._spec.flags(each, pending))

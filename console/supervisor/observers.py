@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from console.sources.sanitize import clean
 from console.supervisor.alerts import Alerts
-from console.supervisor.child_state import MAIN
-from console.supervisor.link import Link
+from console.supervisor.link import MAIN, Link
 from trainers.contract import rundir
 
 T = TypeVar("T")

@@ -27,8 +27,7 @@ from typing import Any
 
 from console.sources import process
 from console.supervisor import link
-from console.supervisor.child_state import FILES, MAIN, ChildState
-from console.supervisor.link import Channel, Message
+from console.supervisor.link import FILES, MAIN, Channel, ChildState, Message
 from trainers.contract import environ
 
 PR_SET_PDEATHSIG = 1
@@ -63,6 +62,8 @@ class Owner:
         self._silent_limit_s, self._failures, self._killed_because = FIRST_S, 0, ""
         self._token, self._grace_s, self._is_parent = "", 0.0, False
         """Token and grace time of the newest attempt, and whether this process started torchrun."""
+        self._forwarded = 0
+        """The number of signals that the child knows."""
         self._handle_at = self._kill_at = math.inf
         self._scan_at = self._checked_at = 0.0
         self._scan_s = SCAN_EVERY_S
@@ -99,8 +100,7 @@ class Owner:
         ours, theirs = socket.socketpair()
         owner = os.getpid()
         self._state.activity.clear()
-        # The child has these signals in its copy of the state; later signals are messages.
-        self._state.forwarded = len(self._state.signals)
+        self._forwarded = len(self._state.signals)  # the child has a copy; later ones are messages
         with theirs:
             pid = os.fork()
             if pid == 0:
@@ -189,10 +189,6 @@ class Owner:
             self._own_attempt(named, named["agent"], is_parent=False)
         elif kind == link.KILL_AFTER:
             self._kill_at = min(self._kill_at, time.monotonic() + float(data) + LATE_S)
-        elif kind == link.HANDLED:
-            del state.signals[: int(data)]
-            state.forwarded = max(0, state.forwarded - int(data))
-            self._handle_at = math.inf
         elif kind == link.CLOSING:
             self._silent_limit_s = CLOSING_S
 
@@ -332,10 +328,10 @@ class Owner:
 
     def _forward_signals(self) -> None:
         """Sends new signals to the child, and limits the time that the child has to handle them."""
-        now, state = time.monotonic(), self._state
-        for number in state.signals[state.forwarded :]:
+        now = time.monotonic()
+        for number in self._state.signals[self._forwarded :]:
             self._unsent.append((link.SIGNAL, str(number).encode()))
-            state.forwarded += 1
+            self._forwarded += 1
             self._handle_at = min(self._handle_at, now + HANDLE_S)
             self._fork_at = min(self._fork_at, now)
 
@@ -343,9 +339,10 @@ class Owner:
         """Acts for a child that has not acted in time: handles TERM, kills after the grace time."""
         now = time.monotonic()
         if now >= self._handle_at:
-            self._kill_at = min(self._kill_at, self._handle_at - HANDLE_S + self._grace_s)
+            if self._kill_at == math.inf:  # the child did not send when to kill
+                self._kill_at = self._handle_at - HANDLE_S + self._grace_s
+                self._terminate()
             self._handle_at = math.inf
-            self._terminate()
         if now >= max(self._kill_at, self._scan_at):
             self._kill(now)
 

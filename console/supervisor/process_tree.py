@@ -14,13 +14,12 @@ import re
 import select
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from console.sources import process
-from console.supervisor.former_processes import FormerProcesses
 from console.supervisor.link import Link
 from trainers.contract import jsonl, rundir
 
@@ -31,10 +30,8 @@ FAILED = re.compile(
     rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d+)\)"
 )
 GONE_STATES = ("Z", "X", process.GONE)
-STUCK_S = 1.0
-"""A process that is alive this long after KILL waits in the kernel."""
-REAPED_S = 1.0
-"""The owner reports the exit code of a process within this time after its end."""
+LATE_S = 1.0
+"""Within this time, KILL ends a process, and the owner reports the exit code of an ended one."""
 ROOT_CAUSE = b"Root Cause (first observed failure):"
 
 
@@ -135,29 +132,44 @@ class Tree:
     def adopt(self, document: Mapping[str, Any], run: Path, number: int) -> None:
         """Takes over the processes of an attempt that a former supervisor or child started.
 
-        `document` is the former supervisor.json. The exit codes of processes that ended meanwhile,
-        or that are not children of the owner, may stay unknown.
+        `document` is the former supervisor.json. It may be older than the processes, so a process
+        without the token is checked. The exit codes of processes that ended meanwhile, or that are
+        not children of the owner, may stay unknown.
         """
-        is_stored = self._link.stored(run / rundir.SUPERVISOR) is not None
-        former = FormerProcesses(document, run, number, is_stored)
-        for pid in former.find(self.token, self._home):
-            # The oldest process of a rank is the rank itself, because its children inherit its
-            # environment.
-            if "RANK" in process.environment(pid):
-                self._add_rank(pid)
-            elif self.agent is None:
-                self.agent = self._watch(process.open_process(pid, self.token))
-        for entry in former.workers:
+        # The logs are not read for a document in the owner, because their disk may hang.
+        stored = self._link.stored(run / rundir.SUPERVISOR) or {}
+        logs = None if stored.get("attempt") == number else rundir.logs(run, number)
+        place = {key: document.get(key) for key in ("boot_id", "host")}
+
+        def named(entry: Mapping[str, Any]) -> process.Handle | None:
+            return self._watch(process.open_named(place | dict(entry), run, logs))
+
+        agent, entries = jsonl.mapping(document, "torchrun"), jsonl.entries(document, "workers")
+        self._adopt_found({str(e.get("rank")) for e in entries if e.get("exit") is not None})
+        for entry in sorted(entries, key=_end_ts):
             rank = jsonl.integer(entry, "rank")
             if rank is not None and 0 <= rank < self.nproc and rank not in self.workers:
-                self._adopt_named(rank, entry, self._watch(former.hold(entry)))
+                self._adopt_named(rank, entry, named(entry))
         for worker in self.workers.values():
             worker.late = worker.late or (worker.over_ts is None and worker.handle.is_over())
-        self.agent = self.agent or self._watch(former.hold(former.agent))
+        self.agent = self.agent or named(agent)
         if self.agent is None:
-            pid = self._link.state.torchrun_pid or jsonl.integer(former.agent, "pid") or 0
+            pid = self._link.state.torchrun_pid or jsonl.integer(agent, "pid") or 0
             self.agent = process.Handle(pid, -1, 0)
             self._look_at_agent()
+
+    def _adopt_found(self, ended: Collection[str]) -> None:
+        """Adds the processes with the token, except those of ranks that have `ended`.
+
+        The oldest process of a rank is the rank itself, because its children inherit its
+        environment. A process of a rank that has ended may have a copied token.
+        """
+        for pid in sorted(self._found(), key=lambda pid: rundir.start_ticks(pid) or math.inf):
+            rank = process.environment(pid).get("RANK")
+            if rank is not None and rank not in ended:
+                self._add_rank(pid)
+            elif rank is None and self.agent is None:
+                self.agent = self._watch(process.open_process(pid, self.token))
 
     def _adopt_named(
         self, rank: int, entry: Mapping[str, Any], handle: process.Handle | None
@@ -170,11 +182,11 @@ class Tree:
             return
         ended_ts = jsonl.number(exit_, "ts")
         worker.over_ts, worker.late = ended_ts or time.time(), ended_ts is None
-        worker.code, worker.signal = jsonl.integer(exit_, "code"), jsonl.text(exit_, "signal")
-        worker.signal, worker.killed_after_failure = (
-            worker.signal or None,
-            exit_.get("secondary") is True,
+        worker.code, worker.signal = (
+            jsonl.integer(exit_, "code"),
+            jsonl.text(exit_, "signal") or None,
         )
+        worker.killed_after_failure = exit_.get("secondary") is True
         worker.confirmed = worker.code == 0 and worker.signal is None
         self.order.append(rank)
 
@@ -214,10 +226,10 @@ class Tree:
         if now - self._scanned < SCAN_EVERY_S and self._left:
             return False
         self._scanned, self._left = now, self._found() + self._strays()
-        if self._left and now - self._agent_over_at > LEFTOVER_GRACE_S:
-            self.kill()
         if not self._left:
             self.poll()
+        elif now - self._agent_over_at > LEFTOVER_GRACE_S:
+            self.kill()
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
@@ -256,7 +268,7 @@ class Tree:
 
     def stuck(self) -> list[str]:
         """Returns the processes that KILL does not end, with their state: "8302 (D)"."""
-        if self._kill_at != 0.0 or time.monotonic() - self._first_killed < STUCK_S:
+        if self._kill_at != 0.0 or time.monotonic() - self._first_killed < LATE_S:
             return []
         states = {pid: process.state(pid) for pid in self._found()}
         return [f"{pid} ({state})" for pid, state in states.items() if state not in GONE_STATES]
@@ -321,10 +333,8 @@ class Tree:
                 worker.claimed(0, True)
 
     def close(self) -> None:
-        for worker in self.workers.values():
-            self._forget(worker.handle)
-        if self.agent is not None:
-            self._forget(self.agent)
+        for handle in filter(None, (self.agent, *(each.handle for each in self.workers.values()))):
+            self._forget(handle)
 
     def _add_rank(self, pid: int) -> bool:
         """Adds a process with the rank in its environment, unless the rank is known."""
@@ -377,9 +387,13 @@ class Tree:
     def _waits_for_exit(self, handle: process.Handle) -> bool:
         """Returns whether the owner may still report the exit code of a process."""
         now = time.monotonic()
-        return now - self._over_at.setdefault(handle.pid, now) < REAPED_S
+        return now - self._over_at.setdefault(handle.pid, now) < LATE_S
 
     def _forget(self, handle: process.Handle) -> None:
         if handle.fd >= 0:
             self._poller.unregister(handle.fd)
             handle.close()
+
+
+def _end_ts(entry: Mapping[str, Any]) -> float:
+    return jsonl.number(jsonl.mapping(entry, "exit"), "ts") or math.inf

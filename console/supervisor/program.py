@@ -17,8 +17,11 @@ from typing import NamedTuple
 from console.sources import process
 from console.sources.sanitize import clean
 
-GRACE_S, POLL_S = 2.0, 0.02
-"""A program gets TERM after its time limit, and KILL after the grace time that follows."""
+GRACE_S, SPARE_S, POLL_S = 2.0, 5.0, 0.02
+"""A program gets TERM after its time limit, and KILL after the grace time that follows.
+
+A program that does not end within a further `SPARE_S` (on a hung disk) is not waited for.
+"""
 TAIL_BYTES, MAX_LINE, PARTS = 4096, 300, 16
 IS_OVER = os.WEXITED | os.WNOWAIT | os.WNOHANG
 
@@ -41,6 +44,7 @@ def run(
     the group could be reused after that.
     """
     begun, tail = time.monotonic(), b""
+    left_at = begun + limit_s + GRACE_S + SPARE_S
     with contextlib.ExitStack() as files:
         given = files.enter_context(os.fdopen(os.memfd_create("stdin"), "r+b", buffering=0))
         os.pwrite(given.fileno(), stdin, 0)
@@ -61,6 +65,9 @@ def run(
         while os.waitid(os.P_PID, started.pid, IS_OVER) is None:
             if stopped():
                 os.kill(started.pid, signal.SIGTERM)  # `timeout` passes it on
+                left_at = min(left_at, time.monotonic() + GRACE_S + SPARE_S)
+            if time.monotonic() >= left_at:
+                return Ended(None, "does not end (a hung disk?)")
             tail = _end_of(read_fd, tail)
             time.sleep(POLL_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from console.supervisor.rundir_io import Directory
@@ -16,55 +16,49 @@ LIMIT_S = 20.0
 
 
 class ReportWriter:
-    """Builds the report in a thread of its own; the thread of the run directory writes the files.
+    """Builds and writes the report in a thread of its own.
 
     `event` is called with a sentence if the report is missing or incomplete.
     """
 
     def __init__(self, launch: Path, directory: Directory, event: Callable[..., object]):
         self._launch, self._directory, self._event = launch, directory, event
-        self._until, self._written, self._why = math.inf, False, ""
-        self.busy = False
+        self._threads = ThreadPoolExecutor(1, "report")
+        self._job: Future[None] | None = None
+        self._until, self._is_written = math.inf, False
+
+    @property
+    def busy(self) -> bool:
+        return self._job is not None
 
     def start(self) -> None:
-        """Starts to build the report when all that is queued for the run directory is written."""
-        self.busy = True
-        self._directory.reported_job(self._start_thread, self._started, self._launch)
+        """Starts to build the report. Raises RuntimeError if no thread can be started."""
+        queue_is_written = threading.Event()
+        self._directory.call(queue_is_written.set)
+        self._job = self._threads.submit(self._build, queue_is_written)
+        self._until = time.monotonic() + LIMIT_S
 
     def poll(self) -> None:
-        """Gives up waiting for a report that takes too long."""
-        if time.monotonic() >= self._until:
-            self._end(f"it is not complete after {LIMIT_S:g} s", None)
-
-    def _start_thread(self) -> None:
-        threading.Thread(target=self._build, name="report", daemon=True).start()
-
-    def _started(self, why: str) -> None:
-        self._until = time.monotonic() + LIMIT_S
+        """Reports why the report is missing or incomplete; gives up if it takes too long."""
+        is_late = time.monotonic() >= self._until
+        if self._job is None or not (self._job.done() or is_late):
+            return
+        why = f"it is not complete after {LIMIT_S:g} s"
+        if self._job.done():
+            error = self._job.exception()
+            why = "" if error is None else getattr(error, "strerror", None) or repr(error)
+        self._job = None
         if why:
-            self._end(why, None)
-
-    def _build(self) -> None:
-        """Runs in the thread of the report."""
-        why = ""
-        try:
-            from console.plans import report
-
-            for files in report.versions(self._launch, self._launch / report.NAME):
-                save = partial(report.save, files)
-                self._directory.reported_job(save, self._saved, self._launch)
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-        self._directory.job(lambda: why, self._end, self._launch)
-
-    def _saved(self, why: str) -> None:
-        self._written, self._why = self._written or not why, why
-
-    def _end(self, why: str | None, error: Exception | None) -> None:
-        """Reports once why the report is missing or incomplete."""
-        why = why or self._why or str(error or "")
-        if self.busy and why:
-            what = "lacks the comparison of the sweeps" if self._written else "is not written"
+            what = "lacks the comparison of the sweeps" if self._is_written else "is not written"
             then = f"run nsa-console report {self._launch}"
             self._event("note", f"the report {what}: {why}; {then}", "warn")
-        self.busy, self._until = False, math.inf
+
+    def _build(self, queue_is_written: threading.Event) -> None:
+        """Runs in the thread of the report; begins when all records and documents are written."""
+        from console.plans import report
+
+        queue_is_written.wait(LIMIT_S)
+        for files in report.versions(self._launch, self._launch / report.NAME):
+            if self._directory.is_ours():
+                report.save(files)
+                self._is_written = True

@@ -16,7 +16,6 @@ import math
 import os
 import shutil
 import stat
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -124,53 +123,40 @@ def _copy(fd: int, out: int, start: int, end: int) -> int:
     return start
 
 
-class Parts:
-    """Owns the parts of one file of records; `poll` runs on the thread of the run directory.
+def divide(directory: Directory, path: Path, part_bytes: int = PART_BYTES) -> None:
+    """Starts a new part of a file of records if the current part is long enough.
 
-    One part at a time is compressed in a separate thread, so that a hung disk blocks only that
-    thread. If a compression was interrupted, the next poll repeats it.
+    Also compresses at most one older part; after an interruption the next call repeats this. Runs
+    on the thread of the run directory. Raises OSError.
     """
+    if jsonl.size_bytes(path) >= part_bytes:
+        numbers = [number for number, _ in rundir.parts(path)]
+        directory.set_aside(path, rundir.part(path, max(numbers, default=0) + 1))
+    plain = (path for _, path in rundir.parts(path) if path.suffix != rundir.GZIP)
+    if part := next(filter(jsonl.size_bytes, plain), None):
+        _compress(part)
 
-    def __init__(self, directory: Directory, path: Path, part_bytes: int = PART_BYTES):
-        self._directory, self._path, self._part_bytes = directory, path, part_bytes
-        self._thread: threading.Thread | None = None
 
-    def poll(self) -> None:
-        """Starts a new part if the current part is long enough. Raises OSError."""
-        if jsonl.size_bytes(self._path) >= self._part_bytes:
-            numbers = [number for number, _ in rundir.parts(self._path)]
-            part = rundir.part(self._path, max(numbers, default=0) + 1)
-            self._directory.set_aside(self._path, part)
-        if self._thread is not None and self._thread.is_alive():
-            return
-        plain = (path for _, path in rundir.parts(self._path) if path.suffix != rundir.GZIP)
-        if part := next(filter(jsonl.size_bytes, plain), None):
-            self._thread = threading.Thread(
-                target=self._compress, args=(part,), name="parts", daemon=True
-            )
-            with contextlib.suppress(RuntimeError):  # no thread can start; a later poll tries again
-                self._thread.start()
-
-    def _compress(self, part: Path) -> None:
-        """Replaces a plain part by a compressed part; if that fails, the plain part remains."""
-        whole = part.with_name(part.name + rundir.GZIP)
-        half = part.with_name(f".{whole.name}.tmp")
-        try:
+def _compress(part: Path) -> None:
+    """Replaces a plain part by a compressed part; if that fails, the plain part remains."""
+    whole = part.with_name(part.name + rundir.GZIP)
+    half = part.with_name(f".{whole.name}.tmp")
+    try:
+        half.unlink(missing_ok=True)
+        with (
+            jsonl.opened(part) as fd,
+            open(fd, "rb", closefd=False) as plain,
+            half.open("xb") as out,
+        ):
+            with gzip.GzipFile("", "wb", GZIP_LEVEL, out) as packed:
+                shutil.copyfileobj(plain, packed, CHUNK_BYTES)
+            out.flush()
+            os.fsync(out.fileno())
+        half.replace(whole)
+        part.unlink()
+    except OSError:
+        with contextlib.suppress(OSError):
             half.unlink(missing_ok=True)
-            with (
-                jsonl.opened(part) as fd,
-                open(fd, "rb", closefd=False) as plain,
-                half.open("xb") as out,
-            ):
-                with gzip.GzipFile("", "wb", GZIP_LEVEL, out) as packed:
-                    shutil.copyfileobj(plain, packed, CHUNK_BYTES)
-                out.flush()
-                os.fsync(out.fileno())
-            half.replace(whole)
-            part.unlink()
-        except OSError:
-            with contextlib.suppress(OSError):
-                half.unlink(missing_ok=True)
 
 
 class Upkeep:
@@ -178,7 +164,7 @@ class Upkeep:
 
     def __init__(self, directory: Directory, run: Path, attempt: int, samples: Path):
         self._directory, self._run, self._due_at = directory, run, 0.0
-        self._rotation, self._parts = Rotation(rundir.logs(run, attempt)), Parts(directory, samples)
+        self._rotation, self._samples = Rotation(rundir.logs(run, attempt)), samples
 
     def poll(self, event: Callable[..., object]) -> None:
         """Starts the job if it is due and not running; reports its result by calling `event`."""
@@ -187,7 +173,7 @@ class Upkeep:
             self._directory.job(self._run_job, partial(self._report, event), self._run)
 
     def _run_job(self) -> str:
-        self._parts.poll()
+        divide(self._directory, self._samples)
         return self._rotation.poll()
 
     def _report(self, event: Callable[..., object], text: str | None, _: object) -> None:

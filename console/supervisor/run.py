@@ -24,7 +24,6 @@ from console.supervisor.attempt import Attempt
 from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.context import RunContext, Services
 from console.supervisor.former_run import FormerRun
-from console.supervisor.git_commit import Commit
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
 from console.supervisor.shm import Live
@@ -32,10 +31,10 @@ from console.supervisor.snapshot_writer import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
-WARM_UP_BYTES = 256 << 10
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
 """Seconds between two polls: while something changes fast, usually, and while nothing changes."""
 REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
+CODE_CHANGED = "code-changed"
 
 
 class Run:
@@ -56,10 +55,7 @@ class Run:
         self.since_ts = time.time()
         self.number = former.number if former else 1
         self.over = False
-        self._is_final = bool(former) and (
-            jsonl.text(former.state, "state") in former_documents.FINAL
-            or jsonl.text(former.state, "asked") in former_documents.STOPS
-        )
+        self._is_final = former is not None and former.is_final
         self._services, self._directory, self._link = services, services.directory, services.link
         self._ended = former.ended if former else []
         self._next_at: float | None = None
@@ -93,9 +89,10 @@ class Run:
             self._snapshots.load(self._link.stored(path / rundir.SNAPSHOT))
         for name in self._link.observers_off():
             self.observers.switch_off(name)
-        folder = launch_spec.code_folder(self.phase)
-        git = jsonl.mapping(former.state, "git") if former else {}
-        self._commit = Commit(folder, self.alerts, git)
+        self._git: Mapping[str, Any] = jsonl.mapping(former.state, "git") if former else {}
+        """The commit of the code that the newest attempt runs, or {} if it is not available."""
+        self._changed_code = ""
+        """A sentence for the alert that the code has changed, until the alert is raised."""
         self.attempt = self._new_attempt(former)
         if former is not None:
             self._continue(former)
@@ -117,8 +114,7 @@ class Run:
             checked_with = None if former.is_stored else path
             summary = former_run.summary(former.state, checked_with, world, self.number)
         reducer = Reducer(Series(keeps=False), summary, timed=True)
-        # The reader starts before the snapshot's end, to learn how long steps usually take.
-        reading = RecordFiles(path, cursors=reducer.cursors, warm_up_bytes=WARM_UP_BYTES)
+        reading = RecordFiles(path, cursors=reducer.cursors)
         live = Live(token, world, self.number, path, former is not None)
         if former and live.path is None and self._link.has_no_processes(path, home, self.number):
             live.renew(self.number)
@@ -134,6 +130,8 @@ class Run:
         # the owner.
         self._link.store(self.path / rundir.RUN, self._record)
         self._directory.call(lambda: self._directory.set_run(self.path))
+        if not former.is_stored:
+            self._directory.call(lambda: self._read_code(begins=False))
         for warning in former.warnings:
             self.event("note", warning, "warn")
         if not self._continue_waiting(former.state):
@@ -210,8 +208,9 @@ class Run:
             self._context.live.watch(self.alerts)
         if time.monotonic() - self._begun >= SETTLED_S:
             self.alerts.clear(REPLACED, "the supervisor works again")
-        if self._commit.poll():
-            self.publish()
+        if self._changed_code:
+            self.alerts.raise_(CODE_CHANGED, self._changed_code, "warn")
+            self._changed_code = ""
 
     def _poll_check(self) -> str:
         """Checks the newest checkpoint; returns what is done with it, or "" for nothing."""
@@ -259,25 +258,28 @@ class Run:
 
     def _new_attempt(self, former: FormerRun | None = None) -> Attempt:
         attempt = Attempt(self._context, self, self.number, former)
-        self._commit.read(former is None)
         if former is None and self.live is None:
-            self.event(
-                "note", f"cannot write to {rundir.SHARED_MEMORY} ({self._context.live.why}): the "
-                "ranks write their pulses to the run directory, four times a second, and a stall "
-                "only raises an alert; free shared memory (in a container: larger --shm-size)",
-                "warn",
-            )  # fmt: skip
+            self.event("note", self._context.live.missing_words(), "warn")
         return attempt
 
     def prepare(self, number: int) -> None:
         """Creates the run directory for the first attempt, or checks it for a later attempt."""
         if number > 1:
-            return self._directory.check_token(self.path, self._context.token)
-        aside = self._directory.make_run(self.path, self._record)
-        if aside is not None:
+            self._directory.check_token(self.path, self._context.token)
+        elif aside := self._directory.make_run(self.path, self._record):
             text = f"a .HALT from before the start was renamed to {aside.name}"
             self.event("note", text, "warn")
-        return None
+        self._read_code(begins=True)
+
+    def _read_code(self, begins: bool) -> None:
+        """Reads the commit of the code, on the thread of the run directory.
+
+        Without `begins` the attempt was adopted, and it keeps its former commit.
+        """
+        found = launch_spec.git_facts(launch_spec.code_folder(self.phase))
+        self._changed_code = launch_spec.changed_words(self._git, found)
+        if found and (begins or not self._git):
+            self._git = found
 
     def _wait(self) -> None:
         """Starts the next attempt when it is due; a `.HALT` before that time ends the run."""
@@ -299,7 +301,7 @@ class Run:
             state = "crashed"  # only torchrun's log says that it was stopped
         return restart.AttemptEnd(
             state, why, self.attempt.checkpoint(former), restart.signature(facts),
-            restart.is_permanent(facts), jsonl.text(self._commit.git, "sha"),
+            restart.is_permanent(facts), jsonl.text(self._git, "sha"),
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------
@@ -375,7 +377,7 @@ class Run:
             "ended": [asdict(each) for each in self._ended],
             "checkpoint_check": self._check.document(),
             "live_dir": "" if self.over else str(self.live or ""),
-            "watch": asdict(self._context.watch), "git": self._commit.git,
+            "watch": asdict(self._context.watch), "git": self._git,
             **restart.armed(
                 *self.attempt.monitor.on_stall(), not self._context.live.why, self._ended,
                 self.spec.plan.restart, self.attempt.saved,
@@ -385,13 +387,13 @@ class Run:
     def _send_heartbeat(self) -> None:
         """Writes the supervisor heartbeat to shared memory, which works even if no disk works."""
         self._status_at = time.monotonic()
-        self.observers.run("the supervisor heartbeat", self._write_status, None)
-
-    def _write_status(self) -> None:
-        self._context.live.write_status({
+        status = {
             "v": VERSION, "ts": time.time(), "mono": self._status_at, "state": self.state,
             "why": self.why, "since_ts": self.since_ts, "run": self.id,
             "blocked_s": round(self._directory.blocked_s(), 2),
             "waiting": self._directory.waiting, "dropped": self._directory.dropped,
             "alerts": list(self.alerts.open().values()),
-        })  # fmt: skip
+        }  # fmt: skip
+        self.observers.run(
+            "the supervisor heartbeat", lambda: self._context.live.write_status(status), None
+        )

@@ -20,8 +20,6 @@ from trainers.contract.recorder import Item, Recorder
 T = TypeVar("T")
 RETRY_S, RETRY_EVERY_S = 60.0, 0.5
 POLL_EVERY_S = 0.2
-MAX_WAITING = 1000
-"""If this many calls wait, a document takes the place of its older version in the queue."""
 
 
 def event_record(
@@ -53,9 +51,8 @@ class Directory(Recorder):
         self.lost = ""
         """The last result of `find_loss`."""
         self._results: deque[tuple[Callable[..., object], object, Exception | None]] = deque()
-        self._documents: dict[Path, tuple[int, Mapping[str, Any]]] = {}
-        """The documents that wait, each with the number of the call that writes the document."""
-        self._calls = self._calls_done = 0
+        self._documents: dict[Path, tuple[object, Mapping[str, Any]]] = {}
+        """The documents that wait, each with the mark of the call that writes the document."""
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
         """Documents that could not be written yet; only the thread of this object uses them."""
         self.replaced: deque[Path] = deque()
@@ -163,11 +160,10 @@ class Directory(Recorder):
     def _replaced(self, path: Path) -> None:
         self.replaced.append(path)
 
-    def _write_document(self, path: Path, number: int) -> None:
+    def _write_document(self, path: Path, mark: object) -> None:
         """Writes a document, unless a later call will write it again."""
         with self._lock:
-            self._calls_done += 1
-            if self._documents.get(path, (0,))[0] != number:
+            if self._documents[path][0] is not mark:
                 return
             _, self.unwritten[path] = self._documents.pop(path)
         self._write_unwritten(path)
@@ -266,20 +262,14 @@ class Directory(Recorder):
 
         A document gets the queue position of its newest call, so that documents are written in the
         order of the calls. For example, plan_state.json says "ended" only after gates.json was
-        written. If `MAX_WAITING` calls wait, for example on a hung disk, the document keeps its
-        older position. With `keeps_place`, this version is written too, before all later work.
+        written. With `keeps_place`, this version is written too, before all later work.
         """
         if keeps_place:
             return self.call(lambda: self._write_version(path, dict(record)))
+        mark = object()
         with self._lock:
-            number, _ = self._documents.get(path, (0, None))
-            if number and self._calls - self._calls_done >= MAX_WAITING:
-                self._documents[path] = number, dict(record)
-                return None
-            self._calls += 1
-            number = self._calls
-            self._documents[path] = number, dict(record)
-        return self.call(lambda: self._write_document(path, number))
+            self._documents[path] = mark, dict(record)
+        return self.call(lambda: self._write_document(path, mark))
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Closes like `Recorder`, after trying for `RETRY_S` to write unwritten documents."""

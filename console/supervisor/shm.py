@@ -44,6 +44,12 @@ class Live:
         """Why `path` is None."""
         self._open(attempt, adopt)
 
+    def missing_words(self) -> str:
+        """Returns why there is no shared memory, and what follows from it."""
+        return (f"cannot write to {rundir.SHARED_MEMORY} ({self.why}): the ranks write their "
+                "pulses to the run directory, four times a second, and a stall only raises an "
+                "alert; free shared memory (in a container: larger --shm-size)")  # fmt: skip
+
     def _open(self, attempt: int, adopt: bool) -> None:
         path = rundir.SHARED_MEMORY / self._name
         unready = path if adopt else path.with_name(f".{self._name}")

@@ -87,7 +87,7 @@ class Snapshots:
         directory, ended = self._services.directory, self._reducer.series.ended
         while ended:
             path = snapshot.history(self._run, ended[0].level)
-            directory.append(path, jsonl.encode(ended[0].as_dict()))
+            directory.append(path, jsonl.encode(snapshot.plain(ended[0])))
             ended.popleft()
             if jsonl.size_bytes(path) >= snapshot.HISTORY_BYTES:
                 directory.set_aside(path, rundir.rotated_log(path))

@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Coroutine
 from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
@@ -19,26 +18,24 @@ from textual.events import Key, Paste
 from textual.widget import Widget
 
 from console.status_text import counted
-from console.tui import keys, state_files
-from console.tui.background import Pending, request
+from console.tui import keys
+from console.tui.background import Pending
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
-from console.tui.feed import Feed, ScreenData, open_source
-from console.tui.operator import Operator, Request, preload
+from console.tui.feed import Feed, ScreenData
+from console.tui.operator import Operator, preload
 from console.tui.screens.dashboard import Dashboard
 from console.tui.screens.view import Body, Main, View
 from console.tui.terminal import Terminal
-from console.tui.widgets.actionbar import ActionBar
 from console.tui.widgets.alertline import AlertLine
 from console.tui.widgets.answer import Answer
-from console.tui.widgets.footer import Footer
+from console.tui.widgets.bars import ActionBar, Footer
 from console.tui.widgets.header import PUNCTUAL_S, Header
-from console.tui.widgets.logtail import LogBook
+from console.tui.widgets.loglines import LogBook
 from console.tui.widgets.overlay import Drawer, Overlay
+from trainers.contract import environ, rundir
 
 if TYPE_CHECKING:
-    from console.model import RunState
-    from console.sources.run import RunSource
     from console.tui.widgets.chooser import Entry
 
 TICK_S = 1.0
@@ -56,6 +53,16 @@ def bindings() -> list[Binding]:
     ]  # fmt: skip
 
 
+def save_text(name: str, text: str) -> Path:
+    """Writes a file into the user's state directory; returns its path. Raises OSError."""
+    state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    folder = Path(state) / "nsa-console"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / name
+    rundir.write_atomic(path, text + "\n")
+    return path
+
+
 class ConsoleApp(App[int], inherit_bindings=False):
     """The Textual app. Its exit changes no run."""
 
@@ -66,30 +73,19 @@ class ConsoleApp(App[int], inherit_bindings=False):
     AUTO_FOCUS = None
     BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
 
-    def __init__(
-        self,
-        path: Path | None,
-        plan: str,
-        root: Path,
-        terminal: Terminal,
-        actions: Any = None,
-        request: Request = request,
-        opener: Callable[[Path], RunSource] = open_source,
-    ):
+    def __init__(self, path: Path | None, plan: str, root: Path, terminal: Terminal):
         super().__init__(driver_class=TerminalDriver)
         self.theme = "ansi-dark"
         self.animation_level = "none"
         self.terminal = terminal
         self.draft = Draft(plan, root)
-        self.operator = Operator(self, request, actions)
+        self.operator = Operator(self)
         self.book = LogBook()
-        self.feed = Feed(partial(self.call_later, self.take), self._wanted, path, root, opener)
+        self.feed = Feed(partial(self.call_later, self.take), path, root)
         self.snapshot: ScreenData | None = None
-        self.shown_snapshot: ScreenData | None = None
         self.paused = False
         self.pending: list[Pending] = []
         self.view_name = "dashboard"
-        self.chosen_by_hand = False
         self.overlay: Overlay | None = None
         self.header, self.alert = Header(id="header"), AlertLine(id="alert")
         self.answer, self.drawer, self.footer = Answer(), Drawer(), Footer(id="footer")
@@ -125,7 +121,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     def _fatal_error(self) -> None:
         """Saves the traceback of a bug; Textual restores the terminal, then prints one sentence."""
         try:
-            where = f"in {state_files.save('crash.txt', traceback.format_exc())}"
+            where = f"in {save_text('crash.txt', traceback.format_exc())}"
         except OSError as error:
             where = f"lost ({error.strerror})"
         what = traceback.format_exc(limit=0).splitlines()[-1]
@@ -149,7 +145,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         """Shows a snapshot of the feed, or drops it if the app is exiting."""
         if not self.is_running:
             return
-        if self.snapshot is None and snapshot.state is None and not self.chosen_by_hand:
+        if self.snapshot is None and snapshot.state is None:
             self.run_worker(self.show_view("launch"))  # no run: show what can be launched
         self.snapshot = snapshot
         if snapshot.state is not None and snapshot.state.launch is not None:
@@ -158,20 +154,14 @@ class ConsoleApp(App[int], inherit_bindings=False):
         for panel in (self.header, self.alert, self.bar):
             panel.take(snapshot)
         if not self.paused:
-            self.shown_snapshot = snapshot
             self.view.take(snapshot)
         self.feed.allow_next()
-
-    def _wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
-        """Returns the series that the view draws; the feed's thread calls this method."""
-        return self.dashboard.wanted(state, recorded) if self.view_name == "dashboard" else ()
 
     def set_paused(self, paused: bool) -> None:
         """Pauses or resumes the view; the header and the alert line are still updated."""
         self.paused = self.feed.paused = self.header.paused = paused
         self.header.redraw()
         if not paused:
-            self.shown_snapshot = self.snapshot
             self.repaint_view()
             self.feed.nudge()
 
@@ -196,6 +186,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         for held, view in self.views.items():
             view.display = held == name
         self.view_name = name
+        self.feed.wanted = ()
         self.feed.wants_stacks = name == "stall"
         self.feed.wants_coming = name == "launch"
         self.footer.draw(name)
@@ -273,9 +264,11 @@ class ConsoleApp(App[int], inherit_bindings=False):
         await self.action_key(event.button.means)
 
     def repaint_view(self) -> None:
-        """Draws the view again from the last snapshot."""
-        if self.shown_snapshot is not None:
-            self.view.take(self.shown_snapshot)
+        """Draws the view again; a paused view keeps its snapshot."""
+        if self.paused:
+            self.view.draw_again()
+        elif self.snapshot is not None:
+            self.view.take(self.snapshot)
 
     def say(self, text: str, level: str = "ok") -> None:
         """Shows the result of an action."""
@@ -283,17 +276,13 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     # --- the keys that mean the same in every view -----------------------------------------------
 
-    def _choose_view(self, name: str) -> Coroutine[Any, Any, None]:
-        self.chosen_by_hand = True
-        return self.show_view(name)
-
-    do_dashboard = partialmethod(_choose_view, "dashboard")
-    do_launch_view = partialmethod(_choose_view, "launch")
-    do_stall_view = partialmethod(_choose_view, "stall")
-    do_logs_view = partialmethod(_choose_view, "logs")
+    do_dashboard = partialmethod(show_view, "dashboard")
+    do_launch_view = partialmethod(show_view, "launch")
+    do_stall_view = partialmethod(show_view, "stall")
+    do_logs_view = partialmethod(show_view, "logs")
 
     async def do_flags(self) -> None:
-        await self._choose_view("launch")
+        await self.show_view("launch")
         self.say("the mark › is in the flags: ↓ ↑ move it; enter and space change the next phase")
 
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
@@ -307,13 +296,13 @@ class ConsoleApp(App[int], inherit_bindings=False):
         """Watches the chosen run, or prepares the launch of the chosen plan."""
         if entry.path is not None:
             self.feed.follow(entry.path)
-            self.run_worker(self._choose_view("dashboard"))
+            self.run_worker(self.show_view("dashboard"))
             return
         self.draft.choose(entry.name)
         launch = self.snapshot.state.launch if self.snapshot and self.snapshot.state else None
         if launch is not None and launch.under_way:
             self.say(f"L launches {entry.name} after {launch.id} has ended")
-        self.run_worker(self._choose_view("launch"))
+        self.run_worker(self.show_view("launch"))
 
     def do_next_alert(self) -> None:
         self.alert.turn()
@@ -329,7 +318,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.copy_to_clipboard(text)
         copied = f"copied {counted(len(text.splitlines()), 'line')} to the clipboard"
         try:
-            self.say(f"{copied} and to {state_files.save('copied.txt', text)}")
+            self.say(f"{copied} and to {save_text('copied.txt', text)}")
         except OSError as error:
             self.say(f"{copied}; cannot write the file: {error.strerror}", "error")
 
@@ -339,13 +328,13 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.view.focus_default()
 
     def do_palette(self) -> None:
-        from console.tui.command_palette import Commands
+        from console.tui.widgets.keylist import Commands
 
         self.open_overlay(Commands(self.view_name))
 
     def do_help(self) -> None:
-        from console.tui.screens.help import help_rows
-        from console.tui.widgets.reader import Reader
+        from console.tui.widgets.keylist import help_rows
+        from console.tui.widgets.picker import Reader
 
         self.open_overlay(
             Reader(f"Keys in {self.view_name}", help_rows(self.view_name, self.size.width - 2))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from console.tui.feed import Feed
-from console.tui.widgets.answer import Answer
 from trainers.contract import environ
 from trainers.contract.errors import ContractError
 
@@ -31,7 +30,6 @@ class Screen(Protocol):
     """The part of the app that shows results and the actions in progress."""
 
     pending: list[Pending]
-    answer: Answer
     feed: Feed
 
     @property
@@ -81,8 +79,6 @@ def run_in_background(
             return
         screen.pending.remove(pending)
         end(outcome)
-        if pending.is_late:
-            screen.answer.show_longer()
         screen.feed.nudge()
 
     def body() -> None:

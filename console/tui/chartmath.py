@@ -82,12 +82,10 @@ def bounds(held: Sequence[Bin], from_zero: bool) -> tuple[float, float]:
     if from_zero and low >= 0:
         low = 0.0
     low, high = max(-HUGE, min(low, HUGE)), max(-HUGE, min(high, HUGE))
-    if high - low <= max(TINY, 1e-9 * max(abs(high), abs(low))):
-        pad = abs(high) * 0.1 if abs(high) > TINY else 1.0
-        low, high = (0.0 if from_zero and low >= 0 else low - pad), high + pad
-    least = LEAST_SPAN * max(abs(low), abs(high))
+    size = max(abs(low), abs(high))
+    least = LEAST_SPAN * size if size > TINY else 1.0
     if high - low < least:
-        middle = (low + high) / 2
+        middle = 0.5 if from_zero and low >= 0 else (low + high) / 2
         low, high = middle - least / 2, middle + least / 2
     step = _round_step((high - low) / 6)
     return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
@@ -136,11 +134,6 @@ def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
                 at = round(a + (b - a) * (i - first) / (last - first))
                 filled[i] = (at, at)
     return filled
-
-
-def columns_of(mode: Mode, width: int) -> int:
-    """Returns how many columns of values fit into `width` cells."""
-    return width * 2 if mode == "braille" else width
 
 
 @lru_cache(maxsize=16)

@@ -51,19 +51,23 @@ class Draft:
 
     def choose(self, plan_name: str) -> None:
         """Selects another plan for the draft, without flags."""
-        if plan_name != self.plan_name:
-            self.plan_name, self.flags, self.prepared, self.trouble = plan_name, {}, None, ""
+        self._select(plan_name)
         self.is_chosen = True
 
     def offer(self, plan_name: str) -> None:
         """Selects the plan of the displayed run, unless the operator has chosen a plan."""
         if plan_name and not self.is_chosen and not self.flags:
-            self.choose(plan_name)
-            self.is_chosen = False
+            self._select(plan_name)
 
-    def options(self, actions: Any) -> Any:
-        # Every change of a flag repeats this check, so only the launch itself measures.
-        return actions.LaunchOptions(
+    def _select(self, plan_name: str) -> None:
+        if plan_name != self.plan_name:
+            self.plan_name, self.flags, self.prepared, self.trouble = plan_name, {}, None, ""
+
+    def options(self) -> Any:
+        """Returns the options of the launch; only the launch itself measures."""
+        from console.actions import LaunchOptions  # not needed at first
+
+        return LaunchOptions(
             plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root,
             measure=False,
         )  # fmt: skip
@@ -71,17 +75,12 @@ class Draft:
     @property
     def is_checked(self) -> bool:
         """True if the result of the check belongs to the options that are chosen now."""
-        held = self.checked
-        return held is not None and (held.plan, held.flags, held.between) == (
-            self.plan_name, self.flags, self.between,
-        )  # fmt: skip
+        return self.checked is not None and self.checked == self.options()
 
     def take(self, options: Any, prepared: Any, trouble: str) -> None:
         """Stores the result of a check; after an error, the last readable plan remains."""
         self.checked, self.trouble = options, trouble
         self.prepared = prepared if prepared is not None else self.prepared
-        if prepared is None and not self.is_chosen and self.plan_name != DEFAULT_PLAN:
-            self.choose(DEFAULT_PLAN)  # the plan of the run on the screen cannot be read here
 
     @property
     def plan(self) -> Any:

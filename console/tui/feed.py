@@ -84,15 +84,8 @@ class Feed:
     grows.
     """
 
-    def __init__(
-        self,
-        deliver: Callable[[ScreenData], object],
-        wanted: Callable[[RunState, Collection[str]], tuple[str, ...]],
-        path: Path | None,
-        root: Path,
-        opener: Callable[[Path], RunSource] = open_source,
-    ):
-        self._deliver, self._wanted, self._open = deliver, wanted, opener
+    def __init__(self, deliver: Callable[[ScreenData], object], path: Path | None, root: Path):
+        self._deliver, self._open = deliver, open_source
         self._root = root
         self._path = path
         self._source: RunSource | None = None
@@ -106,11 +99,11 @@ class Feed:
         self._taken = threading.Event()
         self._stopped = False
         self._coming: tuple[object, Mapping[str, str], str] = (None, {}, "")
+        self.wanted: tuple[str, ...] = ()
+        """The series that the view draws."""
         self.wants_stacks = self.wants_coming = False
         self.paused = False
         """True while the display is paused; new log lines are then left unread."""
-        self.followed_at = 0.0
-        """Time of the choice of this launch (monotonic s); older snapshots show another launch."""
         self._reading_since: float | None = None
 
     def start(self) -> None:
@@ -123,7 +116,7 @@ class Feed:
 
     def follow(self, path: Path) -> None:
         """Shows another launch or run from now on."""
-        self._path, self.followed_at = path, time.monotonic()
+        self._path = path
         self.nudge()
 
     def nudge(self) -> None:
@@ -185,7 +178,7 @@ class Feed:
         run = source.run_path
         log, begins = self._poll_logs(run, state)
         series, recorded = source.series, source.series.names
-        charts = {name: series.points(name) for name in self._wanted(state, recorded)}
+        charts = {name: series.points(name) for name in self.wanted}
         stacks = self._poll_stacks(run, state)
         following, why_not = self._poll_coming(state.launch)
         self._watched = [run / name for name in STAMPED] if run else []

@@ -9,11 +9,6 @@ from console.status_text import DASH, age
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def span(seconds: float | None) -> str:
-    """Returns how long something has lasted: like `age`, but `<1s` for less than a second."""
-    return "<1s" if seconds is not None and 0 <= seconds < 1 else age(seconds)
-
-
 def eta(seconds: float | None) -> str:
     """Returns a remaining time, rounded so that it does not flicker: `20s`, `1m30`, `19h04`."""
     if seconds is None or not math.isfinite(seconds):
@@ -27,9 +22,9 @@ def eta(seconds: float | None) -> str:
     return age(seconds)
 
 
-def count(value: float | None) -> str:
-    """Returns a whole number with thousands separators."""
-    return DASH if value is None or not math.isfinite(value) else f"{value:,.0f}"
+def whole(value: float | None, suffix: str = "") -> str:
+    """Returns a whole number with thousands separators: `41,208`, `98%`, `612W`."""
+    return DASH if value is None or not math.isfinite(value) else f"{value:,.0f}{suffix}"
 
 
 def short(value: float | None) -> str:
@@ -54,7 +49,7 @@ def short(value: float | None) -> str:
 
 
 def figure(value: float, unit: str) -> str:
-    """Returns a figure with its unit; losses and entropies have three decimals."""
+    """Returns a figure; a percentage, a size and a duration have their unit, others do not."""
     if not math.isfinite(value):
         return str(value)
     if unit in ("nats", "nats/token"):
@@ -63,15 +58,13 @@ def figure(value: float, unit: str) -> str:
         return short(value)
     if unit == "share":
         return f"{value * 100:.1f} %" if value < 0.9995 else "100 %"
-    if unit == "MiB":
-        return gib(value)
-    if unit == "GiB":
-        return f"{value:.0f} GiB"
+    if unit == "%":
+        return f"{value:.0f} %"
+    if unit in ("MiB", "GiB"):
+        return gib(value * (1024 if unit == "GiB" else 1))
     if unit == "s":
         return duration(value)
-    if unit == "ms":
-        return duration(value / 1000)
-    return count(value) if abs(value) >= 1000 else short(value)
+    return whole(value) if abs(value) >= 1000 else short(value)
 
 
 def duration(seconds: float) -> str:
@@ -86,10 +79,11 @@ def duration(seconds: float) -> str:
 
 
 def gib(mib: float | None) -> str:
-    """Returns a number of MiB as text: `812 MiB`, `61.4 GiB`."""
+    """Returns a number of MiB as text: `812 MiB`, `61.4 GiB`, `812 GiB`."""
     if mib is None or not math.isfinite(mib):
         return DASH
-    return f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
+    digits = 1 if mib < 100 * 1024 else 0
+    return f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.{digits}f} GiB"
 
 
 def short_gib(mib: float | None) -> str:
@@ -97,17 +91,6 @@ def short_gib(mib: float | None) -> str:
     if mib is not None and 10 * 1024 <= mib < math.inf:
         return f"{mib / 1024:.0f}G"
     return gib(mib).replace(" MiB", "M").replace(" GiB", "G")
-
-
-def percent(value: float | None) -> str:
-    """Returns a percentage without decimals: `98%`."""
-    return DASH if value is None or not math.isfinite(value) else f"{min(value, 99999):.0f}%"
-
-
-def watts(power_w: float | None, limit_w: float | None = None) -> str:
-    if power_w is None or not math.isfinite(power_w):
-        return DASH
-    return f"{power_w:.0f}W" if limit_w is None else f"{power_w:.0f}/{limit_w:.0f} W"
 
 
 def bar(share: float | None, width: int) -> tuple[str, str]:

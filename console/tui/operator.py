@@ -16,14 +16,15 @@ from console.tui.confirmations import CannotAsk, Choice, Question
 from console.tui.draft import Draft
 from console.tui.feed import ScreenData
 from console.tui.format import age
+from console.tui.terminal import Terminal
 from console.tui.widgets.alertline import AlertLine
+from console.tui.widgets.loglines import LogBook
 from console.tui.widgets.overlay import Overlay
 from trainers.contract import rundir
 
 LATER = (
     "console.tui.widgets.confirm",
-    "console.tui.widgets.reader",
-    "console.tui.screens.help",
+    "console.tui.widgets.keylist",
     "console.tui.screens.launch",
     "console.tui.screens.stall",
     "console.tui.screens.logs",
@@ -42,11 +43,14 @@ def preload(wait_s: float = 0.5) -> None:
         wait_s = 0.05
 
 
-class Screen(background.Screen, Protocol):
-    """The part of the app that the operator's actions use."""
+class Console(background.Screen, Protocol):
+    """The part of the app that views and the operator's actions use."""
 
     snapshot: ScreenData | None
     draft: Draft
+    book: LogBook
+    terminal: Terminal
+    operator: Operator
     alert: AlertLine
     view_name: str
 
@@ -63,7 +67,7 @@ class Operator:
     returns the answer.
     """
 
-    def __init__(self, screen: Screen, request: Request = background.request, actions: Any = None):
+    def __init__(self, screen: Console, request: Request = background.request, actions: Any = None):
         self._screen, self._request, self._actions = screen, request, actions
 
     @property
@@ -125,10 +129,10 @@ class Operator:
         screen, draft = self._screen, self._screen.draft
         if self._pending("check"):
             return
-        options = draft.options(self.actions)
+        options = draft.options()
 
         def ended(prepared: Any, trouble: str = "") -> None:
-            if options != draft.options(self.actions):
+            if options != draft.options():
                 self.prepare()
                 return
             draft.take(options, prepared, trouble)
@@ -151,9 +155,6 @@ class Operator:
         """Asks whether to start the next phase of a waiting launch, or else the draft."""
         screen, state = self._screen, self._state
         if self._is_starting():
-            return
-        if screen.snapshot is not None and screen.snapshot.at < screen.feed.followed_at:
-            screen.say("the new launch is not read yet; press L again in a moment", "error")
             return
         if state is not None and state.launch is not None and state.launch.under_way:
             self.ask(

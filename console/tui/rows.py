@@ -30,13 +30,13 @@ def width_of(row: Row) -> int:
     return cell_len(text_of(row))
 
 
-def cut(text: str, width: int, ellipsis: str = "…") -> str:
+def cut(text: str, width: int) -> str:
     """Returns at most `width` cells of `text`; an ellipsis marks a cut."""
     if width <= 0:
         return ""
     if cell_len(text) <= width:
         return text
-    return set_cell_size(text, width - cell_len(ellipsis)).rstrip() + ellipsis
+    return set_cell_size(text, width - 1).rstrip() + "…"
 
 
 def fill(text: str, width: int, right: bool = False) -> str:
@@ -84,10 +84,7 @@ def spread(left: Row, right: Row, width: int) -> Row:
     return (*left, (" " * gap, ""), *right)
 
 
-def rule(
-    title: str, width: int, right: str = "", focused: bool = False, line: str = "─",
-    detail: str = "",
-) -> Row:  # fmt: skip
+def rule(title: str, width: int, right: str = "", focused: bool = False, detail: str = "") -> Row:
     """Returns the heading of a panel: a rule with a title, a detail, and a note at its end."""
     head: Row = ((f"{title} ", "focus" if focused else "title"),) if title else ()
     head = (*head, (f"{detail} ", "dim")) if detail else head
@@ -96,7 +93,7 @@ def rule(
     room = width - width_of(head) - cell_len(tail)
     if room < 2:
         return clip(head, width)
-    return (*head, (line * room, "line"), (tail, "dim"))
+    return (*head, ("─" * room, "line"), (tail, "dim"))
 
 
 def wrap(text: str, width: int, limit: int = 99) -> list[str]:
@@ -121,11 +118,11 @@ def flow(text: str, first: int, width: int, limit: int) -> list[str]:
     return [head, *wrap(text[len(head) :], width, limit - 1)]
 
 
-def flowed(parts: Iterable[Row], width: int, gap: int = 3) -> list[Row]:
+def flowed(parts: Iterable[Row], width: int) -> list[Row]:
     """Returns rows that contain as many parts as fit; no part is broken."""
     rows: list[Row] = []
     for part in parts:
-        joined = (*rows[-1], (" " * gap, ""), *part) if rows else part
+        joined = (*rows[-1], ("   ", ""), *part) if rows else part
         if rows and width_of(joined) <= width:
             rows[-1] = joined
         else:

@@ -47,8 +47,7 @@ def test_the_verdict_of_the_supervisor_has_its_cost_and_the_run_that_had_it_befo
     assert (code, found["outlook"], found["source"]) == (1, "stalled", "supervisor")
     assert (found["verdict"]["rank"], found["verdict"]["cause"]) == (1, "sleep")
     assert found["verdict"]["place"] == f"member.py:{STALLS_AT}"
-    assert "no checkpoint" in found["cost"]
-    assert found["lost_steps"] == 30
+    assert found["cost"].startswith("a stop costs all 30 steps (no checkpoint)")
     seen = found["seen_before"]
     assert seen["run"] == stalled[0].state()["run"]
     assert (seen["cause"], seen["place"]) == ("sleep", f"member.py:{STALLS_AT}")
@@ -77,12 +76,9 @@ def test_without_a_supervisor_the_evidence_is_collected_and_no_rank_is_signalled
     words = cli(run.path.parent, "diagnose", str(run.path))
     assert "  next: see " in words.stdout
     assert "    ? no flight record of rank 1, 0" in words.stdout
-    refused = cli(run.path.parent, "diagnose", str(run.path), "--dump")
-    assert refused.returncode == 4
-    assert "adopt" in refused.stderr
 
 
-def test_an_ended_run_shows_its_last_verdict_and_a_dump_is_rejected(stalled):
+def test_an_ended_run_shows_its_last_verdict(stalled):
     run = stalled[1]
     run.ask("stop")
     run.wait_end()
@@ -90,7 +86,6 @@ def test_an_ended_run_shows_its_last_verdict_and_a_dump_is_rejected(stalled):
     assert (code, found["outlook"]) == (4, "ended")
     assert found["verdict"]["cause"] == "sleep"
     assert found["age_s"] > 0
-    assert diagnosed(run.path, "--dump")[0] == 4
 
 
 def test_a_plan_that_waits_for_its_operator_says_so(tmp_path):

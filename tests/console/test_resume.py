@@ -31,7 +31,7 @@ def ended(folder, checkpoint=True, **state):
     record["flags"]["NCCL_ALGO"] = {"value": "Tree", "origin": "operator nobody"}
     answers = [
         ("NCCL_DEBUG", "WARN", "sanity", "next"), ("NSA_LR", "0.1", "sanity", "all"),
-        ("NSA_LR", "0.2", "plumbing", "next"), ("NCCL_PROTO", "LL", "plumbing", "next"),
+        ("NSA_TB_DISABLE", "1", "plumbing", "next"), ("NCCL_PROTO", "LL", "plumbing", "next"),
     ]  # fmt: skip
     with (old.directory / rundir.EVENTS).open("wb") as stream:
         stream.writelines(
@@ -69,17 +69,20 @@ def test_the_options_of_the_old_launch_and_the_flags_of_its_operator_are_repeate
 
 def test_flags_of_later_phases_are_repeated_if_an_answer_confirms_them(tmp_path):
     flag = {"by": "ann@host", "ts": 1.0}
-    then = flag | {"value": "0.1", "phases": "all"}
     pending = {
-        "NSA_LR": flag | {"value": "0.2", "phases": "next", "then": then},
+        "NSA_LR": flag | {"value": "0.1", "phases": "all"},
+        "NSA_TB_DISABLE": flag | {"value": "1", "phases": "next"},
         "NCCL_PROTO": flag | {"value": "LL", "phases": "all"},  # the answer was for one phase
     }
     first, second, third = resumed(ended(tmp_path, next_flags=pending)).phases
     assert "NCCL_ALGO" not in first["flags"], "no answer confirms the flag in run.json"
     assert [each["flags"]["NSA_LR"]["value"] for each in (first, second, third)] == [
-        "0.5", "0.2", "0.1",
+        "0.5", "0.1", "0.1",
     ]  # fmt: skip
     assert second["flags"]["NSA_LR"]["origin"] == "operator ann@host"
+    assert ["NSA_TB_DISABLE" in each["flags"] for each in (first, second, third)] == [
+        False, True, False,
+    ]  # fmt: skip
     assert not any("NCCL_PROTO" in each["flags"] for each in (first, second, third))
 
 

@@ -108,6 +108,10 @@ ROWS: tuple[Row, ...] = (
     Row("35", "B", "alert hook hangs, fails, floods; many alerts", elsewhere=(
         f"{CONSOLE}/supervisor/test_hooks.py::"
         "test_what_comes_meanwhile_is_told_at_once_with_its_count",
+        f"{CONSOLE}/supervisor/test_hooks.py::"
+        "test_a_hook_that_hangs_is_ended_with_everything_it_started_and_nothing_waits_for_it",
+        f"{CONSOLE}/supervisor/test_hooks.py::"
+        "test_a_failure_that_repeats_is_told_once_and_then_that_it_works_again",
     )),
     Row("a", "A", "supervisor SIGKILL", 3.0),
     Row("b", "A", "SIGSTOP of the supervisor", 3.0),

@@ -1,4 +1,4 @@
-"""Faults that the supervisor answers by a policy: restarts, watch rules, hooks."""
+"""Faults that the supervisor answers by a policy: restarts and watch rules."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import json
 
 import pytest
 
-from console.sources import process
 from console.sources.run import RunSource
-from tests.faults.scene import order, sentence_of, verdict_of
+from tests.faults.scene import sentence_of
 from tests.faults.test_drilled import trainer
-from tests.faults.test_survived import rss_mib
-from tests.launches import STUB, set_hook
+from tests.launches import STUB
 
 pytestmark = pytest.mark.slow
 
@@ -74,37 +72,3 @@ def test_a_rank_that_is_slower_is_named_and_never_killed(scene, begin):
     assert started.ask("halt")["ok"]
     started.wait_end()
     scene.note(words, told["ts"] - drill["ts"])
-
-
-HOOK_SAYS = {
-    "hang": "ran longer than 10 s and was ended",
-    "fail": "exited (code 7)",
-    "flood": "",
-}  # fmt: skip
-
-
-@pytest.mark.fault("35")
-@pytest.mark.parametrize("mode", HOOK_SAYS)
-def test_a_hook_that_misbehaves_holds_nobody_up(scene, launch, orders, tmp_path, monkeypatch, mode):
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    set_hook(tmp_path, monkeypatch, str(kept), mode)
-    started = launch(restart="never", watch={"stall_floor_s": 2, "startup_s": 60, "grace_s": 2})
-    pids, supervisor = started.pids(), started.plan_state["supervisor"]["pid"]
-    words = scene.inject(started, lambda: order(orders, 1, "sleep 4.5"), verdict_of("slowest-rank"))
-    told = started.wait(lambda: [json.loads(path.read_text()) for path in kept.glob("*.json")])
-    assert words in told[0]["stdin"]
-    assert started.ask("note", text="while the hook runs")["ok"]
-    scene.goes_on(started, pids)
-    said = HOOK_SAYS[mode]
-    if said:
-        event = started.wait(lambda: [e for e in started.events(0) + started.events()
-                                      if e["kind"] == "hook"], 30)[0]  # fmt: skip
-        assert said in event["text"]
-        words = event["text"]
-    for name in ("pid", "child"):
-        pid = told[0].get(name)
-        if pid:
-            started.wait(lambda pid=pid: process.state(pid) in (process.GONE, "Z"), 30)
-    assert rss_mib(supervisor) < 48
-    scene.note(words)

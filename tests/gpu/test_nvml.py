@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import threading
 import time
 
 import pytest
 
 from console.sources import gpu_survey, nvml
-from console.sources.gpu import Device, XidLog
+from console.sources.nvml import Device, XidLog
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +18,7 @@ def device():
     import pynvml
 
     pynvml.nvmlInit()
-    yield Device(pynvml, 0, XidLog(pynvml, threading.Event()))
+    yield Device(pynvml, 0, XidLog(pynvml))
     pynvml.nvmlShutdown()
 
 

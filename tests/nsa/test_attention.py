@@ -1,6 +1,6 @@
 """The NSA layer against the oracle; causality, gradients and cost, whatever the numbers."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa import chunked
 from nsa.attention import DenseAttention, NSAttention
+from nsa.functional import nsa_attention
 from nsa.select import block_scores
 from tests.nsa.cases import (
     ROUTES,
@@ -308,9 +309,9 @@ def test_autocast_leaves_the_selection_scores_in_float32():
     layer, x, _ = layer_and_input(model_config(), 0, 1, 40, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         q, k_blocks = queries_and_blocks(layer, x)
-        p_slc = block_scores(q, k_blocks, layer.config.nsa)
+        p_sel = block_scores(q, k_blocks, layer.config.nsa)
         out = layer(x)
-    assert (out.dtype, q.dtype, p_slc.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert (out.dtype, q.dtype, p_sel.dtype) == (torch.bfloat16, torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("route", ["masked", "chunked", "ranges", "sequential"])
@@ -365,3 +366,22 @@ def test_selection_is_the_same_for_all_heads_of_a_group():
         rows = layer.qkv.rows(layer.qkv.weight)["q"].view(6, 8, -1)
         rows[[0, 2]] = rows[[2, 0]]
     assert torch.equal(selected_blocks(layer, x), blocks)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("q", (1, 4, 9)), ("q", (1, 3, 9, 8)), ("k", (2, 1, 2, 9, 8)), ("k", (3, 1, 2, 9, 4)),
+     ("v", (3, 2, 2, 9, 8)), ("v", (3, 1, 0, 9, 8)), ("gates", (1, 4, 9, 3))],
+)  # fmt: skip
+def test_other_shapes_are_refused_in_one_sentence(name, shape):
+    given = {"q": (1, 4, 9, 8), "k": (3, 1, 2, 9, 8), "v": (3, 1, 2, 9, 6), "gates": (1, 9, 4, 3)}
+    call = partial(nsa_attention, config=model_config().nsa)
+    assert call(**{key: torch.zeros(x) for key, x in given.items()}).shape == (1, 4, 9, 6)
+    with pytest.raises(ValueError, match=r"q must be \[B, H, S, Dk\], .* got the shapes \[\["):
+        call(**{key: torch.zeros(x) for key, x in {**given, name: shape}.items()})
+
+
+def test_keys_of_another_number_than_the_queries_are_refused():
+    q, k, gates = torch.zeros(1, 4, 9, 8), torch.zeros(3, 1, 2, 12, 8), torch.zeros(1, 9, 4, 3)
+    with pytest.raises(ValueError, match="9 queries from position 2 need keys from 0 on; got 12"):
+        nsa_attention(q, k, k, gates, model_config().nsa, first=2)

@@ -48,6 +48,14 @@ def test_the_table_picks(case, expected):
     assert names(**case) == dict(zip(("cmp", "sel", "win"), expected, strict=True))
 
 
+def test_missing_kernels_of_this_torch_are_named():
+    assert fallbacks(switches={}, flash_parts=False) == {
+        "sel": "this torch has no flash kernel for parts of the keys; matrix products replace it"
+    }
+    assert not fallbacks(switches={}, flash_parts=False, seq_len=512)
+    assert not fallbacks(switches={}, flash_parts=False, device="cuda")
+
+
 def test_the_table_says_where_heads_are_folded():
     """It depends on the groups in the batch and on the threads; a kernel alone never decides."""
     usual = {"seq_len": 2048, "device": "cpu", "threads": 2}

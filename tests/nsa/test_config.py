@@ -60,13 +60,13 @@ def test_parameter_count_is_that_of_the_model(config, tied, attention, n_layers)
 @given(configs(), st.integers(1, 60))
 def test_attended_pairs_are_those_that_the_definition_gives(config, seq_len):
     nsa = config.nsa
-    pairs = {"cmp": 0, "slc": 0, "win": 0}
+    pairs = {"cmp": 0, "sel": 0, "win": 0}
     for t in range(seq_len):
         ends = range(nsa.block_size - 1, seq_len, nsa.block_stride)
         pairs["cmp"] += sum(end <= t for end in ends)
         current = t // nsa.select_block_size
         earlier = min(nsa.n_select - 1, current) * nsa.select_block_size
-        pairs["slc"] += earlier + t - current * nsa.select_block_size + 1
+        pairs["sel"] += earlier + t - current * nsa.select_block_size + 1
         pairs["win"] += min(nsa.window, t + 1)
     assert attended_pairs(nsa, seq_len) == pairs
 

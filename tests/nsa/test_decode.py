@@ -1,6 +1,6 @@
 """Decoding: prefill and then token by token gives the numbers of the batched forward."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -86,17 +86,38 @@ def test_blocks_of_any_length_continue_a_sequence(route, config, seq_len, data):
 
 
 def test_a_cached_row_is_written_once():
-    """Appending copies the new rows only: a full buffer is replaced by one of twice the size."""
+    """Appending copies the new rows only: a full buffer is replaced by one for a quarter more."""
     rows, buffers = Rows(), set()
     for _ in range(1000):
         buffers.add(rows.append(torch.zeros(1, 2, 1, 4)).untyped_storage().data_ptr())
-    assert len(buffers) <= 5
+    assert len(buffers) <= 14
     assert Rows(None, 1000).append(torch.zeros(1, 2, 1, 4)).untyped_storage().nbytes() == 32_000
     window = Rows(keep=6)
     for count in range(1, 500):
         assert window.append(torch.full((1, 1, 1, 1), float(count))).shape[2] == min(count, 7)
     assert window.rows.flatten().tolist() == [494, 495, 496, 497, 498, 499]
     assert window.rows.untyped_storage().nbytes() < 2000
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 12))
+def test_a_window_of_rows_is_the_last_ones_however_many_come_at_once(counts, keep):
+    rows, tokens = Rows(keep), torch.arange(float(sum(counts))).view(1, 1, -1, 1)
+    for end, part in zip(accumulate(counts), tokens.split(counts, dim=2), strict=True):
+        begin = max(end - part.shape[2] - keep, 0)
+        assert torch.equal(rows.append(part), tokens[:, :, begin:end])
+        assert torch.equal(rows.rows, tokens[:, :, max(end - keep, 0) : end])
+    assert rows.rows.untyped_storage().nbytes() <= 4 * 2 * keep
+
+
+def test_a_prefill_holds_little_more_than_its_rows():
+    config = model_config(window=6, block_size=4, block_stride=2)
+    layer, cache = routed(config, "masked"), Cache(config.nsa)
+    with torch.no_grad():
+        layer(torch.randn(1, 1000, config.dim), cache)
+    row = 4 * 2 * 8  # float32, two groups of width 8
+    sizes = [rows.untyped_storage().nbytes() / row for rows in cache.kv]
+    assert sizes == [8, 8, 1250, 1250, 12, 12]
 
 
 def test_a_cache_refuses_gradients():

@@ -149,6 +149,39 @@ def test_the_loss_of_a_second_piece_leaves_out_only_padding(models):
     torch.testing.assert_close(rest.loss, torch.stack(nats).mean())
 
 
+def test_labels_need_the_logits_of_all_tokens(models, ragged):
+    tokens, _ = ragged
+    with pytest.raises(ValueError, match="leave logits_to_keep at 0"):
+        models[1](tokens, labels=tokens, logits_to_keep=2)
+
+
+def test_a_decoded_token_reads_no_mask_on_a_device_that_waits(tmp_path):
+    """Meta tensors have no values, so reading one raises, as waiting for a GPU would take time."""
+    model = both(tmp_path, "nsa")[1]
+    tokens, mask = torch.zeros(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long)
+    with torch.no_grad():
+        cache = model(tokens[:, :8], attention_mask=mask[:, :8], use_cache=True).past_key_values
+        expected = model(tokens).logits[:, -1:]
+        found = model(tokens[:, 8:], attention_mask=mask.to("meta"), past_key_values=cache).logits
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("mean_resizing", [True, False])
+@pytest.mark.parametrize("kind", ["nsa", "tied"])
+def test_a_vocabulary_of_another_size_is_saved_and_read(kind, mean_resizing, tmp_path):
+    _, theirs, _ = both(tmp_path / "first", kind)
+    tokens = torch.arange(50).view(1, 50)
+    before = theirs(tokens).logits
+    theirs.resize_token_embeddings(70, mean_resizing=mean_resizing)
+    logits = theirs(tokens, labels=tokens).logits
+    assert logits.shape == (1, 50, 70)
+    torch.testing.assert_close(logits[..., :64], before)
+    theirs.save_pretrained(tmp_path)
+    torch.testing.assert_close(nsa.load_model(tmp_path)(tokens), logits)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.generate(tokens, max_new_tokens=2, do_sample=False).shape == (1, 52)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_was_saved_there_is_read_here(kind, tmp_path):
     ours, theirs, _ = both(tmp_path / "first", kind)

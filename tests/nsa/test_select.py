@@ -37,11 +37,11 @@ def test_weights_of_the_papers_shape():
 def test_each_compressed_block_is_shared_out_whole(size, stride, select, seq_len):
     config = sparse(block_size=size, block_stride=min(size, stride), select_block_size=select)
     n_cmp = max(0, (seq_len - size) // config.block_stride + 1)
-    n_slc = -(-seq_len // select)
-    weights = importance(torch.eye(n_cmp, dtype=torch.float64), config, n_slc)
+    n_blocks = -(-seq_len // select)
+    weights = importance(torch.eye(n_cmp, dtype=torch.float64), config, n_blocks)
     for i in range(n_cmp):
         tokens = range(i * config.block_stride, i * config.block_stride + size)
-        for j in range(n_slc):
+        for j in range(n_blocks):
             inside = sum(token // select == j for token in tokens)
             assert weights[i, j].item() == pytest.approx(inside / size)
 
@@ -49,45 +49,45 @@ def test_each_compressed_block_is_shared_out_whole(size, stride, select, seq_len
 def test_blocks_that_share_the_same_terms_have_the_same_score_to_the_last_bit():
     config = sparse(block_size=7, block_stride=3, select_block_size=1)
     p_cmp = torch.rand(64, 40, dtype=torch.float64).softmax(-1)
-    for n_slc in range(120, 128):  # wherever the vectors of the machine end
-        p_slc = importance(p_cmp, config, n_slc)
+    for n_blocks in range(120, 128):  # wherever the vectors of the machine end
+        p_sel = importance(p_cmp, config, n_blocks)
         for j in range(6, 120, 3):
-            assert (p_slc[:, j + 1] == p_slc[:, j + 2]).all()
-        seen = importance(p_cmp[:, :20], config, n_slc)
-        masked = importance(p_cmp.masked_fill(torch.arange(40) >= 20, 0), config, n_slc)
+            assert (p_sel[:, j + 1] == p_sel[:, j + 2]).all()
+        seen = importance(p_cmp[:, :20], config, n_blocks)
+        masked = importance(p_cmp.masked_fill(torch.arange(40) >= 20, 0), config, n_blocks)
         assert (seen == masked).all()
 
 
 def test_of_equal_scores_the_lower_index_wins():
-    p_slc = torch.full((1, 1, 400, 100), 0.25)
-    assert top_blocks(p_slc, sparse(n_select=6))[0, 0, -1].tolist() == [0, 1, 2, 3, 98, 99]
-    p_slc[..., 50] = 0.5
-    assert top_blocks(p_slc, sparse(n_select=6))[0, 0, -1].tolist() == [0, 1, 2, 50, 98, 99]
+    p_sel = torch.full((1, 1, 400, 100), 0.25)
+    assert top_blocks(p_sel, sparse(n_select=6))[0, 0, -1].tolist() == [0, 1, 2, 3, 98, 99]
+    p_sel[..., 50] = 0.5
+    assert top_blocks(p_sel, sparse(n_select=6))[0, 0, -1].tolist() == [0, 1, 2, 50, 98, 99]
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(3, 12), st.integers(0, 99))
 def test_the_best_of_the_visible_blocks_are_taken(seq_len, size, n_select, seed):
     config = sparse(select_block_size=size, n_select=n_select)
-    n_slc = -(-seq_len // size)
-    p_slc = torch.rand(1, 1, seq_len, n_slc, generator=torch.Generator().manual_seed(seed))
-    blocks = top_blocks(p_slc, config)
-    assert blocks.shape[-1] == min(n_select, n_slc)
+    n_blocks = -(-seq_len // size)
+    p_sel = torch.rand(1, 1, seq_len, n_blocks, generator=torch.Generator().manual_seed(seed))
+    blocks = top_blocks(p_sel, config)
+    assert blocks.shape[-1] == min(n_select, n_blocks)
     for t in range(seq_len):
         current = t // size
         forced = {0, max(0, current - 1), current}
-        free = sorted(set(range(current)) - forced, key=lambda j: -p_slc[0, 0, t, j].item())
+        free = sorted(set(range(current)) - forced, key=lambda j: -p_sel[0, 0, t, j].item())
         expected = sorted(forced | set(free[: n_select - len(forced)]))
-        expected += [n_slc] * (blocks.shape[-1] - len(expected))
+        expected += [n_blocks] * (blocks.shape[-1] - len(expected))
         assert blocks[0, 0, t].tolist() == expected, "ascending, then the sentinel"
 
 
 def test_scores_are_summed_over_compressed_blocks_and_carry_no_gradient():
     q, k = torch.randn(1, 2, 12, 4, requires_grad=True), torch.randn(1, 2, 5, 4, requires_grad=True)
-    p_slc = block_scores(q, k, sparse())
-    assert not p_slc.requires_grad
+    p_sel = block_scores(q, k, sparse())
+    assert not p_sel.requires_grad
     p_cmp = (q[:, :, -1:] @ k.mT / 4**0.5).softmax(-1)
     expected = p_cmp[..., 1] / 2 + p_cmp[..., 2] + p_cmp[..., 3] / 2
-    torch.testing.assert_close(p_slc[:, :, -1:, 1], expected)
+    torch.testing.assert_close(p_sel[:, :, -1:, 1], expected)
 
 
 @pytest.mark.parametrize("attend", ROUTES)
@@ -128,7 +128,7 @@ def test_selected_attention_is_masked_softmax_over_several_tiles_of_the_kernel(a
 
 @pytest.mark.parametrize("may_wait", [True, False])
 @pytest.mark.parametrize("flash", [True, False])
-def test_many_tiles_and_half_tiles_of_a_block_equal_masked_attention(flash, may_wait, monkeypatch):
+def test_many_tiles_of_a_block_equal_masked_attention(flash, may_wait, monkeypatch):
     """Outputs and gradients, where the blocks are selected unequally often and fill many tiles.
 
     Without waiting, as on a GPU, there are spare tiles, and each part raises the reference.
@@ -196,8 +196,8 @@ def test_scores_of_any_size_are_joined_over_the_parts(flash):
 @given(st.integers(0, 40), st.integers(1, 20), st.integers(1, 9), st.integers(3, 6))
 def test_merged_ranges_hold_the_selected_tokens_and_do_not_touch(first, count, size, n_select):
     config = sparse(select_block_size=size, n_select=n_select)
-    n_slc = -(-(first + count) // size)
-    blocks = top_blocks(torch.rand(1, 1, count, n_slc), config, first)
+    n_blocks = -(-(first + count) // size)
+    blocks = top_blocks(torch.rand(1, 1, count, n_blocks), config, first)
     for i, ranges in enumerate(merged_ranges(blocks, config, first)[0, 0].tolist()):
         filled = [pair for pair in ranges if pair != [0, 0]]
         assert all(a[1] < b[0] for a, b in pairwise(filled))

@@ -40,11 +40,11 @@ def test_gate_statistics_of_even_and_of_collapsed_heads(open_heads, expected):
     assert stats["gate_branch_shares"].tolist() == pytest.approx(shares)
 
 
-def loops(p_slc, blocks, config):
+def loops(p_sel, blocks, config):
     """The definitions of nsa.stats, one pick at a time."""
     size = config.select_block_size
     entropies, forced_shares, distances, ages, kept, later = [], [], [], [], 0, 0
-    both = (tensor.flatten(0, 1).tolist() for tensor in (p_slc, blocks))
+    both = (tensor.flatten(0, 1).tolist() for tensor in (p_sel, blocks))
     for row, chosen in zip(*both, strict=True):
         for t, scores in enumerate(row):
             current = t // size
@@ -68,10 +68,10 @@ def loops(p_slc, blocks, config):
 @given(st.integers(22, 60), st.integers(0, 99))
 def test_selection_statistics_follow_their_definitions(seq_len, seed):
     torch.manual_seed(seed)
-    p_slc = torch.rand(2, 2, seq_len, -(-seq_len // 4), dtype=torch.float64)
-    blocks = top_blocks(p_slc, SPARSE)
-    stats = selection_stats(p_slc, blocks, SPARSE)
-    entropies, forced_shares, distances, ages, overlap = loops(p_slc, blocks, SPARSE)
+    p_sel = torch.rand(2, 2, seq_len, -(-seq_len // 4), dtype=torch.float64)
+    blocks = top_blocks(p_sel, SPARSE)
+    stats = selection_stats(p_sel, blocks, SPARSE)
+    entropies, forced_shares, distances, ages, overlap = loops(p_sel, blocks, SPARSE)
     assert stats["sel_entropy"].item() == pytest.approx(sum(entropies) / len(entropies))
     assert stats["sel_forced_share"].item() == pytest.approx(
         sum(forced_shares) / len(forced_shares)
@@ -93,8 +93,8 @@ def test_selection_statistics_follow_their_definitions(seq_len, seed):
     ],
 )
 def test_what_a_sequence_is_too_short_for_is_left_out(seq_len, left_out):
-    p_slc = torch.rand(1, 1, seq_len, -(-seq_len // 4))
-    stats = selection_stats(p_slc, top_blocks(p_slc, SPARSE), SPARSE)
+    p_sel = torch.rand(1, 1, seq_len, -(-seq_len // 4))
+    stats = selection_stats(p_sel, top_blocks(p_sel, SPARSE), SPARSE)
     assert set(stats) == SELECTION_NAMES - left_out
     assert all(value.isfinite().all() for value in stats.values())
 
@@ -102,9 +102,9 @@ def test_what_a_sequence_is_too_short_for_is_left_out(seq_len, left_out):
 def test_statistics_never_ask_the_device_for_a_value():
     """A meta tensor has no values: reading one raises."""
     logits = torch.empty(2, 40, 4, 3, device="meta")
-    p_slc = torch.empty(2, 2, 40, 10, device="meta")
+    p_sel = torch.empty(2, 2, 40, 10, device="meta")
     found = gate_stats(logits, "sigmoid")
-    found |= selection_stats(p_slc, top_blocks(p_slc, SPARSE), SPARSE)
+    found |= selection_stats(p_sel, top_blocks(p_sel, SPARSE), SPARSE)
     assert all(value.device.type == "meta" for value in found.values())
 
 

@@ -10,7 +10,7 @@ series.SPANS_S = (1, 2, 4, 8)
 from console.sources import snapshot  # noqa: E402
 from console.supervisor import rotation, snapshot_writer  # noqa: E402
 
-rotation.Parts.__init__.__defaults__ = (100,)
+rotation.divide.__defaults__ = (100,)
 rotation.POLL_EVERY_S = 0.2
 rotation.Rotation.__init__.__defaults__ = (2048, 0)
 snapshot.HISTORY_BYTES = 100

@@ -46,9 +46,9 @@ def first_value(layer: NSAttention, x: Tensor, *_: None) -> Tensor:
     return layer.out(merge_heads(values)) + zero_of_all(layer)
 
 
-def without_selected(gates: Tensor, cmp: Tensor, slc: Tensor, win: Tensor) -> Tensor:
+def without_selected(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
     """The selected branch gives nothing; its parameters stay in the graph."""
-    return plain_sum(gates, cmp, slc * 0, win)
+    return plain_sum(gates, cmp, sel * 0, win)
 
 
 def nan_from_step_3(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, ...]:

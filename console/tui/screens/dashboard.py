@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partialmethod
 from importlib import import_module
@@ -10,19 +10,23 @@ from typing import Any
 
 from textual.app import ComposeResult
 
-from console.model import RunState
 from console.tui import chartmath, charts
 from console.tui.background import run_in_background
 from console.tui.chartmath import Mode
 from console.tui.charts import Chart
-from console.tui.screens.view import Console, View, shown_text
+from console.tui.feed import ScreenData
+from console.tui.operator import Console
+from console.tui.rows import Row
+from console.tui.screens.view import View
 from console.tui.widgets.chart import ChartPanel
 from console.tui.widgets.figures import figure_rows
-from console.tui.widgets.lines import Box, Panel
-from console.tui.widgets.logtail import LogTail
+from console.tui.widgets.lines import Box, Panel, of_run
+from console.tui.widgets.loglines import newest_rows
 from console.tui.widgets.ranks import rank_rows
 
 TALL = 30
+LEAST_WIDTH, LEAST_HEIGHT = 80, 16
+"""The smallest view that has figures, charts and log beside the ranks."""
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
 """Heights of a chart in lines: the least height, the height in a low terminal with a log, and the
 height that must be free for each further row of charts."""
@@ -48,19 +52,16 @@ ZOOMED = Shape(0, 0, 1, 1, 0)
 def shape(width: int, height: int, ranks: int, available: int) -> Shape:
     """Returns the layout of the Dashboard for `available` charts in `width` × `height` cells.
 
-    If there is not enough room, the log is left out first, then charts; ranks always stay.
+    In a terminal that is too small, only the ranks are shown.
     """
+    if width < LEAST_WIDTH or height < LEAST_HEIGHT:
+        return Shape(height, 0, 0, 0, 0)
     tall = height >= TALL
-    wanted = max(13 if tall else 7, ranks + 1)
-    reserved = 0 if height < 12 else LEAST_CHART if height < 16 else 2 * LEAST_CHART
-    top = max(2, min(wanted, height - reserved))
+    top = max(2, min(max(13 if tall else 7, ranks + 1), height - 2 * LEAST_CHART))
     left = height - top
-    figures = 0 if width < 60 else 28 if width < 100 else 40 if width < 160 else 52
-    if left < LEAST_CHART:
-        return Shape(top, figures, 0, 0, left)
-    per_row = 1 if width < 60 else 2 if width < 116 else 3 if width < 160 else 4
-    rows = max(left * 3 // 4 // HIGH_CHART, 2 if left >= 2 * LEAST_CHART else 1)
-    rows = min(rows, -(-available // per_row))
+    figures = 28 if width < 100 else 40 if width < 160 else 52
+    per_row = 2 if width < 116 else 3 if width < 160 else 4
+    rows = min(max(left * 3 // 4 // HIGH_CHART, 2), -(-available // per_row))
     count = min(available, rows * per_row)
     log = max(5, left // 4) if tall else left - rows * LOW_CHART
     if rows == 1 and not tall:
@@ -87,7 +88,6 @@ class Dashboard(View):
 
     def __init__(self, console: Console, id: str):
         super().__init__(console, id)
-        self._book = console.book
         self._mode: Mode = console.terminal.chart_mode
         self.span_s = 0
         self.choice: Sequence[str] = ()
@@ -101,19 +101,14 @@ class Dashboard(View):
 
     def compose(self) -> ComposeResult:
         with Box(id="top"):
-            yield Panel("ranks", rank_rows)
-            yield Panel("figures", figure_rows)
+            yield Panel("ranks", of_run(rank_rows))
+            yield Panel("figures", of_run(figure_rows))
         with Box(id="charts"):
             yield from self.panels
-        yield LogTail(self._book, id="log")
+        yield Panel("log", self._log_rows)
 
-    def wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
-        """Returns the series that the displayed charts need; called by the feed's thread."""
-        found = charts.of_run(state, recorded, self.choice)
-        if self.zoomed:
-            return found[min(self.selected or 0, len(found) - 1)].series(zoomed=True)
-        shown = found[: self._shape.charts] if self._shape else found
-        return tuple(name for chart in shown for name in chart.series(zoomed=False))
+    def _log_rows(self, _: ScreenData, width: int, height: int) -> list[Row]:
+        return newest_rows(self.console.book, width, height)
 
     def fit_panels(self) -> None:
         snapshot = self.snapshot
@@ -129,11 +124,13 @@ class Dashboard(View):
         if self.selected is not None:
             self.selected = min(self.selected, len(self._charts) - 1)
         first = self.selected or 0 if self.zoomed else 0
-        for index, panel in enumerate(self.panels):
-            if index < now.charts:
-                panel.chart, panel.span_s = self._charts[first + index], self.span_s
-                panel.zoomed, panel.selected = self.zoomed, index == self.selected
-        if not snapshot.charts.keys() >= {*self.wanted(state, snapshot.recorded)}:
+        shown = self._charts[first : first + now.charts]
+        for index, (panel, chart) in enumerate(zip(self.panels, shown, strict=False)):
+            panel.chart, panel.span_s = chart, self.span_s
+            panel.zoomed, panel.selected = self.zoomed, index == self.selected
+        wanted = tuple(name for chart in shown for name in chart.series(self.zoomed))
+        if self.console.feed.wanted != wanted:
+            self.console.feed.wanted = wanted
             self.call_after_refresh(self.console.feed.nudge)
 
     def _apply(self, now: Shape) -> None:
@@ -150,11 +147,6 @@ class Dashboard(View):
             panel.styles.column_span = 1 + -now.charts % (now.per_row or 1) if is_last else 1
         log = self.query_one("#log")
         log.display, log.styles.height = now.log > 0, now.log or 1
-
-    def draw_again(self) -> None:
-        """Draws the newest snapshot again; the feed then reads the series that are missing."""
-        if self.snapshot is not None:
-            self.take(self.snapshot)
 
     def on_mount(self) -> None:
         self.set_timer(SETTINGS_S, self._load_choice)
@@ -212,11 +204,7 @@ class Dashboard(View):
 
     def do_charts(self) -> None:
         """Opens the list from which charts are chosen."""
-        from console.tui.widgets.chartlist import ChartList
+        from console.tui.widgets.chooser import ChartList
 
         shown = self.choice or [chart.title for chart in self._charts]
         self.console.open_overlay(ChartList(shown, self.save_choice))
-
-    def copied(self) -> str:
-        panels = "ChartPanel" if self.zoomed else "#ranks, #figures"
-        return shown_text(p for p in self.query(panels).results(Panel) if p.display)

@@ -6,14 +6,14 @@ from textual.app import ComposeResult
 
 from console.model import LaunchState, RunState
 from console.status_text import counted, shell_line
-from console.tui.draft import Draft
 from console.tui.feed import ScreenData
+from console.tui.operator import Console
 from console.tui.rows import Row, flowed, rule, text_of, wrap
-from console.tui.screens.view import Console, View
+from console.tui.screens.view import View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Box, Panel
 from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows, planned_phases
-from console.tui.widgets.picker import GUTTER, Picker, Scrolls
+from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from trainers.contract import flags as registry
 
 WIDE = 110
@@ -50,16 +50,48 @@ def command_rows(title: str, line: str, routes: str, width: int, height: int) ->
     return rows
 
 
-class DraftPanel(Panel):
-    """A panel that shows the launch in progress, or else the draft of a launch."""
+class FlagList(Picker):
+    """The list of flags; the rows are made for the width of the list."""
 
-    def __init__(self, draft: Draft, id: str):
-        super().__init__(id=id)
-        self.draft = draft
+    def on_resize(self) -> None:
+        super().on_resize()
+        self.query_ancestor(Launch).fill()
 
 
-class Phases(DraftPanel):
-    def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
+class Launch(Scrolls, View):
+    """The view of a launch in progress, or else of the draft of a launch."""
+
+    DEFAULT_CSS = """
+    Launch { layout: vertical; }
+    Launch #plan { layout: vertical; height: 1fr; }
+    Launch #plan.wide { layout: horizontal; }
+    Launch #plan.wide #phases { width: 1fr; height: 1fr; margin-right: 2; }
+    Launch #plan Picker { height: 1fr; width: 1fr; }
+    """
+
+    def __init__(self, console: Console, id: str):
+        super().__init__(console, id)
+        self.draft = console.draft
+        self._items: list[flag_list.Item] = []
+        self._later = "next"
+        """The phases for which changed flags are sent to a running launch."""
+        self._plan = Box(id="plan")
+        self._phases = Panel("phases", self._phase_rows)
+        self._training = Panel("training", self._training_rows)
+        self._command = Panel("command", self._command_rows)
+        self._checks = Panel("checks", self._check_rows)
+
+    def compose(self) -> ComposeResult:
+        with self._plan:
+            yield self._phases
+            yield FlagList("flags", "flags")
+        yield self._training
+        yield self._command
+        yield self._checks
+
+    # --- the panels ------------------------------------------------------------------------------
+
+    def _phase_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         if live := live_launch(snapshot):
             state, launch = live
             return phase_rows(launch.phases, launch.phase, launch.between, width, height,
@@ -71,9 +103,15 @@ class Phases(DraftPanel):
         note = f"{counted(len(plan.phases), 'phase')}, L launches"
         return [rule(f"plan {plan.name}", width, note), *rows[1:]]
 
+    def _training_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
+        """Returns facts about the prepared training, or no row for a launch in progress."""
+        prepared = self.draft.prepared
+        if prepared is None or live_launch(snapshot):
+            return []
+        parts = [((f"{label} ", "dim"), (text, "")) for label, text in prepared.training]
+        return [rule("training", width, detail="first phase"), *flowed(parts, width)][:height]
 
-class Command(DraftPanel):
-    def line(self, snapshot: ScreenData) -> tuple[str, str]:
+    def _line(self, snapshot: ScreenData) -> tuple[str, str]:
         """Returns two values: a title, and the running command or else the command of the draft."""
         if live := live_launch(snapshot):
             state, launch = live
@@ -83,35 +121,25 @@ class Command(DraftPanel):
         prepared = self.draft.prepared
         return "command of the first phase", prepared.shell(0) if prepared else ""
 
-    def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
-        title, line = self.line(snapshot)
+    def _command_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
+        title, line = self._line(snapshot)
         live = live_launch(snapshot)
         return command_rows(title, line or "…", live[0].backend if live else "", width, height)
 
+    def _check_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
+        """Returns the gates of a launch in progress, or else the checks of the draft.
 
-class Training(DraftPanel):
-    """Shows facts about the prepared training; empty while a launch is in progress."""
-
-    def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
-        prepared = self.draft.prepared
-        if prepared is None or live_launch(snapshot):
-            return []
-        parts = [((f"{label} ", "dim"), (text, "")) for label, text in prepared.training]
-        return [rule("training", width, detail="first phase"), *flowed(parts, width)][:height]
-
-
-class Checks(DraftPanel):
-    def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
-        if live := live_launch(snapshot):
-            state, launch = live
-            heading = f"gates of {launch.current}"
-            return gate_rows(state.gates, state.bounds, width, height, heading)
+        The gates of a launch that has ended stand above the checks.
+        """
         state, rows = snapshot.state, []
-        if state is not None and state.gates:
+        is_live = live_launch(snapshot) is not None
+        if state is not None and (is_live or state.gates):
             name = state.launch.current if state.launch else state.id
-            heading = f"gates of {name}, which ended"
-            height //= 2
-            rows = gate_rows(state.gates, state.bounds, width, height, heading)
+            height //= 1 if is_live else 2
+            rows = gate_rows(state.gates, state.bounds, width, height,
+                             f"gates of {name}{'' if is_live else ', which ended'}")  # fmt: skip
+        if is_live:
+            return rows
         draft = self.draft
         if draft.is_checked and draft.trouble:
             rows.append(rule(CHECKS, width, "the launch would be rejected"))
@@ -123,38 +151,7 @@ class Checks(DraftPanel):
             found = [rule(CHECKS, width, "in progress …"), *before]
         return rows + found
 
-
-class FlagList(Picker):
-    """The list of flags; the rows are made for the width of the list."""
-
-    def on_resize(self) -> None:
-        super().on_resize()
-        self.query_ancestor(Launch).fill()
-
-
-class Launch(Scrolls, View):
-    DEFAULT_CSS = """
-    Launch { layout: vertical; }
-    Launch #plan { layout: vertical; height: 1fr; }
-    Launch #plan.wide { layout: horizontal; }
-    Launch #plan.wide Phases { width: 1fr; height: 1fr; margin-right: 2; }
-    Launch #plan Picker { height: 1fr; width: 1fr; }
-    """
-
-    def __init__(self, console: Console, id: str):
-        super().__init__(console, id)
-        self.draft = console.draft
-        self._items: list[flag_list.Item] = []
-        self._phases = "next"
-        """The phases for which changed flags are sent to a running launch."""
-
-    def compose(self) -> ComposeResult:
-        with Box(id="plan"):
-            yield Phases(self.draft, "phases")
-            yield FlagList("flags", "flags")
-        yield Training(self.draft, "training")
-        yield Command(self.draft, "command")
-        yield Checks(self.draft, "checks")
+    # --- the flags and keys ----------------------------------------------------------------------
 
     def focus_default(self) -> None:
         self.picker.focus()
@@ -176,7 +173,7 @@ class Launch(Scrolls, View):
             now = {**state.decided, **state.environment}
             self._items = flag_list.items(now, snapshot.coming or None, changed)
             why_not = snapshot.coming_trouble and f": not available: {snapshot.coming_trouble}"
-            later = " and later" if self._phases == "all" else ""
+            later = " and later" if self._later == "all" else ""
             heading = f"flags now → {when}{later}{why_not}" if when else "flags now, no phase left"
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
@@ -185,41 +182,25 @@ class Launch(Scrolls, View):
                 self.console.operator.prepare()
         self.picker.heading = heading
         rows = flag_list.item_rows(self._items, when, self.picker.size.width - GUTTER)
-        self.picker.fill(rows, self._help())
-
-    def _help(self) -> str:
-        if (item := self._chosen()) is None:
-            return ""
-        return (
-            item.flag.help
-            if item.flag
-            else "after each phase: wait for L, or start the next phase if all gates passed"
-        )
+        self.picker.fill(rows, notes=[item.help for item in self._items])
 
     def fit_panels(self) -> None:
         snapshot, (width, height) = self.snapshot, self.size
         if snapshot is None or not height:
             return
         wide, tall = width >= WIDE, height >= 30
-        self.query_one("#plan").set_class(wide, "wide")
-        phases, checks = self.query_one(Phases), self.query_one(Checks)
-        command, training = self.query_one(Command), self.query_one(Training)
+        self._plan.set_class(wide, "wide")
         state = snapshot.state
         both = 2 if state and state.gates and not live_launch(snapshot) else 1
-        line = len(command.rows(snapshot, width, 8 if tall else 3))
-        check = max(2, len(checks.rows(snapshot, width, (9 if tall else 3) * both)))
-        size = len(training.rows(snapshot, width, 3)) if height >= LEAST_HEIGHT else 0
-        training.display = size > 0
+        line = len(self._command_rows(snapshot, width, 8 if tall else 3))
+        check = max(2, len(self._check_rows(snapshot, width, (9 if tall else 3) * both)))
+        size = len(self._training_rows(snapshot, width, 3)) if height >= LEAST_HEIGHT else 0
+        self._training.display = size > 0
         room = max(2, height - LEAST_FLAGS - line - check - size)
-        phase = "1fr" if wide else len(phases.rows(snapshot, width, room))
-        for panel, rows in ((command, line), (checks, check), (phases, phase), (training, size)):
+        phase = "1fr" if wide else len(self._phase_rows(snapshot, width, room))
+        for panel, rows in ((self._command, line), (self._checks, check), (self._phases, phase),
+                            (self._training, size)):  # fmt: skip
             panel.styles.height = rows
-
-    def scroll_by(self, by: int) -> None:
-        self.picker.focus()
-        self.picker.move(by)
-        self.picker.note = self._help()
-        self.picker.redraw()
 
     def _chosen(self) -> flag_list.Item | None:
         cursor = self.picker.cursor
@@ -232,7 +213,7 @@ class Launch(Scrolls, View):
             return
         if item.flag is None:
             self.draft.between = "go" if self.draft.between == "ask" else "ask"
-            self._changed()
+            self.fill()
             return
         held = item.following if item.changed else None
         decided, value = flag_list.next_value(item.flag, item.now, held)
@@ -243,13 +224,11 @@ class Launch(Scrolls, View):
 
     def do_phases(self) -> None:
         """Chooses whether changed flags are for the next phase or for all later phases."""
-        self._phases = "next" if self._phases == "all" else "all"
+        self._later = "next" if self._later == "all" else "all"
         self.fill()
 
     def do_zoom(self) -> None:
         """Opens the complete content of the panels that are cut."""
-        from console.tui.widgets.reader import Reader
-
         snapshot, width = self.snapshot, self.size.width
         if snapshot is not None:
             rows = [row for p in self.query(Panel) for row in p.rows(snapshot, width, WHOLE)]
@@ -273,17 +252,13 @@ class Launch(Scrolls, View):
 
     def _set(self, name: str, value: str | None) -> None:
         if live := live_launch(self.snapshot):
-            self.console.operator.set_flag(live[1], name, value, self._phases)
+            self.console.operator.set_flag(live[1], name, value, self._later)
             return
         if value is None:
             self.draft.flags.pop(name, None)
         else:
             self.draft.flags[name] = value
-        self._changed()
-
-    def _changed(self) -> None:
         self.fill()
-        self.console.operator.prepare()
 
     def copied(self) -> str:
-        return self.query_one(Command).line(self.snapshot)[1] if self.snapshot else ""
+        return self._line(self.snapshot)[1] if self.snapshot else ""

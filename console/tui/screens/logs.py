@@ -9,10 +9,11 @@ from textual.app import ComposeResult
 
 from console.model import LogLine
 from console.tui.feed import ScreenData
+from console.tui.operator import Console
 from console.tui.rows import Row, rule
-from console.tui.screens.view import Console, View
-from console.tui.widgets.lines import Lines
-from console.tui.widgets.logtail import log_rows
+from console.tui.screens.view import View
+from console.tui.widgets.lines import Panel
+from console.tui.widgets.loglines import log_rows
 from console.tui.widgets.picker import Scrolls
 
 ALL = "all"
@@ -32,12 +33,8 @@ def highlighted(row: Row, needle: str) -> Row:
     return (*head, *((t, s) for t, s in [*spans, (text[start:], style)] if t))
 
 
-class LogPane(Lines, can_focus=True):
+class LogPane(Panel, can_focus=True):
     DEFAULT_CSS = "LogPane { height: 1fr; }"
-
-    def redraw(self) -> None:
-        if isinstance(self.parent, LogView):
-            self.parent.redraw()
 
 
 class LogView(Scrolls, View):
@@ -51,7 +48,7 @@ class LogView(Scrolls, View):
 
     def __init__(self, console: Console, id: str):
         super().__init__(console, id)
-        self.book = console.book
+        self.book, self.pane = console.book, LogPane("pane", self._rows)
         self.source = ALL
         self.needle = ""
         self.bottom: int | None = None
@@ -62,14 +59,10 @@ class LogView(Scrolls, View):
         self._seen: tuple[int, int, str] = (0, 0, "")
 
     def compose(self) -> ComposeResult:
-        yield LogPane("pane")
+        yield self.pane
 
     def focus_default(self) -> None:
-        self.query_one(LogPane).focus()
-
-    def take(self, snapshot: ScreenData) -> None:
-        self.snapshot = snapshot
-        self.redraw()
+        self.pane.focus()
 
     @property
     def page(self) -> int:
@@ -90,7 +83,7 @@ class LogView(Scrolls, View):
         """Shows the lines before `end`; at the end of the log, the view follows again."""
         end = max(min(self.seen, len(self._lines)), end)
         self.bottom = None if end >= len(self._lines) else self._lines[end][0]
-        self.redraw()
+        self.pane.redraw()
 
     def _refresh_lines(self) -> None:
         """Selects the lines of the source again if the lines or the source have changed."""
@@ -105,11 +98,7 @@ class LogView(Scrolls, View):
         every = self.source == ALL
         self._lines = [entry for entry in held if every or entry[1].source == self.source]
 
-    def redraw(self) -> None:
-        pane = self.query_one(LogPane)
-        width, height = pane.size
-        if not width or not height:
-            return
+    def _rows(self, _: ScreenData, width: int, height: int) -> list[Row]:
         self._refresh_lines()
         end = self.end
         start, body = self._body(end, width, height - 1)
@@ -118,8 +107,8 @@ class LogView(Scrolls, View):
         place = f"{start + 1}–{end} of {len(self._lines)}  G: to the end"
         note = "follows" if self.bottom is None else place
         found = f"find {self.needle!r}  " if self.needle else ""
-        rows = [rule(f"log  {names}", width, found + note, focused=pane.has_focus)]
-        pane.show([*rows, *(body or [(("no line yet", "dim"),)])])
+        head = rule(f"log  {names}", width, found + note, focused=self.pane.has_focus)
+        return [head, *(body or [(("no line yet", "dim"),)])]
 
     def _body(self, end: int, width: int, height: int) -> tuple[int, list[Row]]:
         """Returns two values: the index of the first displayed line, and the rows before `end`."""
@@ -138,18 +127,12 @@ class LogView(Scrolls, View):
     def scroll_by(self, by: int) -> None:
         self.scroll_to_line(self.end + by)
 
-    def on_mouse_scroll_down(self) -> None:
-        self.scroll_by(3)
-
-    def on_mouse_scroll_up(self) -> None:
-        self.scroll_by(-3)
-
     def _choose(self, by: int) -> None:
         names = self._sources
         index = names.index(self.source) if self.source in names else 0
         self.source = names[(index + by) % len(names)]
         self.bottom = self.at = None
-        self.redraw()
+        self.pane.redraw()
 
     do_right, do_left = partialmethod(_choose, 1), partialmethod(_choose, -1)
 
@@ -164,7 +147,7 @@ class LogView(Scrolls, View):
         self.needle, self.at = needle, None
         if needle:
             self._step(-1)
-        self.redraw()
+        self.pane.redraw()
 
     def _step(self, by: int) -> None:
         if not self.needle:
@@ -184,6 +167,5 @@ class LogView(Scrolls, View):
     do_find_next, do_find_previous = partialmethod(_step, 1), partialmethod(_step, -1)
 
     def copied(self) -> str:
-        height = self.query_one(LogPane).size.height
-        shown = self._lines[max(0, self.end - height + 1) : self.end]
+        shown = self._lines[max(0, self.end - self.pane.size.height + 1) : self.end]
         return "\n".join(f"{line.source} {line.text}" for _, line in shown)

@@ -13,16 +13,10 @@ from console.tui import format as fmt
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, cut, labelled, rule, text_of, wrap
 from console.tui.screens.view import View
-from console.tui.widgets.lines import Panel
-from console.tui.widgets.picker import GUTTER, Picker, Scrolls
+from console.tui.widgets.lines import Panel, of_run
+from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured
-from console.tui.widgets.stacks import (
-    needs_tree,
-    stack_rows,
-    top_frame,
-    tree_rows,
-    whole_rows,
-)
+from console.tui.widgets.stacks import LEAST_WIDTH, grouped, stack_rows, top_frame, whole_rows
 
 VERDICT = "VERDICT  "
 STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
@@ -98,8 +92,8 @@ def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: flo
 
 def _rank_cells(rank: Rank, style: str) -> Cells:
     pulse, gpu = rank.pulse, rank.gpu
-    use = fmt.percent(gpu.util_pct if gpu else rank.cpu_pct)
-    power = fmt.watts(gpu.power_w) if gpu else ""
+    use = fmt.whole(gpu.util_pct if gpu else rank.cpu_pct, "%")
+    power = fmt.whole(gpu.power_w, "W") if gpu else ""
     if gpu is not None and gpu.state != "ok":
         use, power = gpu.state, "GPU"
     process = rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
@@ -138,18 +132,17 @@ def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list
 
 class StacksPanel(Panel):
     first = 0
+    """The leftmost group of ranks."""
 
     def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         state = snapshot.state
         if state is None:
             return []
         odd = state.verdict.rank if state.verdict else None
-        ranks = [rank.rank for rank in state.ranks]
-        stacks, is_tree = snapshot.stacks, needs_tree(snapshot.stacks, ranks, width)
-        self.first = min(self.first, max(0, max(len(ranks), len(stacks)) - 1 + is_tree))
-        if is_tree and not self.first:
-            return tree_rows(stacks, ranks, odd, width, height, snapshot.now)
-        return stack_rows(stacks, ranks, odd, width, height, snapshot.now, self.first - is_tree)
+        groups = grouped(snapshot.stacks, [rank.rank for rank in state.ranks], odd)
+        last = len(groups) - max(1, width // LEAST_WIDTH)
+        self.first = max(0, min(self.first, last))
+        return stack_rows(groups, odd, width, height, snapshot.now, self.first)
 
 
 class Stall(Scrolls, View):
@@ -160,10 +153,10 @@ class Stall(Scrolls, View):
     """
 
     def compose(self) -> ComposeResult:
-        yield Panel("verdict", verdict_rows)
+        yield Panel("verdict", of_run(verdict_rows))
         yield Picker("stall-ranks", "ranks")
         yield StacksPanel("stacks")
-        yield Panel("evidence", evidence_rows)
+        yield Panel("evidence", of_run(evidence_rows))
 
     def focus_default(self) -> None:
         self.picker.focus()
@@ -195,8 +188,6 @@ class Stall(Scrolls, View):
 
     def do_open(self) -> None:
         """Opens the whole stack of the rank under the cursor."""
-        from console.tui.widgets.reader import Reader
-
         app = self.console
         snapshot = self.snapshot
         ranks = snapshot.state.ranks if snapshot and snapshot.state else ()

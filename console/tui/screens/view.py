@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
-
 from textual.geometry import Size
 from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
 
-from console.tui import background
-from console.tui.draft import Draft
 from console.tui.feed import ScreenData
-from console.tui.operator import Operator
+from console.tui.operator import Console
 from console.tui.rows import text_of
-from console.tui.terminal import Terminal
 from console.tui.widgets.lines import Box, Lines, Panel
-from console.tui.widgets.logtail import LogBook
-from console.tui.widgets.overlay import Overlay
-
-
-def shown_text(panels: Iterable[Lines]) -> str:
-    """Returns the text that these panels show."""
-    return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
 
 
 class Main(Screen[None], inherit_bindings=False):
@@ -40,18 +27,6 @@ class Body(Box):
     """Contains the views, so that a change of view repaints nothing outside this widget."""
 
     DEFAULT_CSS = "Body { height: 1fr; width: 1fr; }"
-
-
-class Console(background.Screen, Protocol):
-    """The part of the app that a view may use."""
-
-    snapshot: ScreenData | None
-    book: LogBook
-    draft: Draft
-    terminal: Terminal
-    operator: Operator
-
-    def open_overlay(self, overlay: Overlay) -> None: ...
 
 
 class View(Box):
@@ -80,7 +55,12 @@ class View(Box):
 
     def on_resize(self) -> None:
         """Draws the view for another size; a view that is shown again has its old size."""
-        if self.snapshot is not None and self.size != self._fitted:
+        if self.size != self._fitted:
+            self.draw_again()
+
+    def draw_again(self) -> None:
+        """Draws the newest snapshot again."""
+        if self.snapshot is not None:
             self.take(self.snapshot)
 
     def focus_default(self) -> None:
@@ -88,4 +68,5 @@ class View(Box):
 
     def copied(self) -> str:
         """Returns the text that the key `y` copies."""
-        return shown_text(self.query(Lines))
+        shown = [panel for panel in self.query(Lines) if panel.is_on_screen]
+        return "\n".join(text_of(row).rstrip() for panel in shown for row in panel.shown)

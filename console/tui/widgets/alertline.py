@@ -13,14 +13,14 @@ from console.tui.background import Pending
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, clip, flow, spread, width_of
 from console.tui.styles import LEVEL_STYLE
-from console.tui.widgets.footer import HEIGHT
+from console.tui.widgets.bars import HEIGHT
 from console.tui.widgets.lines import Panel
 
 BLOCKED_S = 2.0
 SILENT_S = 5.0
 MOST_LINES = 3
 LEAST_ROOM = 24
-"""Least cells for the text beside the keys; with fewer cells, the keys go below or are left out."""
+"""Least cells for the text beside the keys; with fewer cells, the keys are left out."""
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 
@@ -88,20 +88,17 @@ def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
     if state.state == "stalled":
         said = state.verdict.sentence if state.verdict else state.why or "no rank makes progress"
         return [] if is_stall_told else [Notice("crit", said, "3 diagnose")]
-    if state.state in BAD_STATES:
-        return [Notice("crit", f"{state.state}: {state.why or 'no reason recorded'}", "4 logs")]
     if state.state == "unsupervised":
         why = state.why or "the supervisor is not running; ranks are alive"
         return [Notice("warn", why, "R new supervisor")]
+    text = f"{state.state}: {state.why or 'no reason recorded'}"
+    if state.state in BAD_STATES:
+        return [Notice("crit", text, "4 logs")]
     if state.state == "restarting":
-        begins, _, cause = state.why.partition(": ")
-        why = f"{cause}; {begins}" if cause else begins
-        return [Notice("warn", f"restarting: {why}", "H halt")]
+        return [Notice("warn", text, "H halt")]
     early = state.state == "completed" and (state.step or 0) < (state.steps_planned or 0)
     told = state.state in ("halting", "halted", "stopping", "stopped")
-    if (told or early) and state.why:
-        return [Notice("info", f"{state.state}: {state.why}")]
-    return []
+    return [Notice("info", text)] if (told or early) and state.why else []
 
 
 def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
@@ -110,11 +107,8 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
     rest = ", ".join(phase.name for phase in launch.rest)
     if launch.state == "waiting":
         name = launch.rest[0].numbered if rest else "the next phase"
-        return [
-            Notice(
-                "warn", f"waiting for confirmation before phase {name}", "L start  E flags  H halt"
-            )
-        ]
+        text = f"waiting for confirmation before phase {name}"
+        return [Notice("warn", text, "L start  E flags  H halt")]
     if not rest:
         return []
     missed, why = not_passed(state.gates), f"{launch.current} {state.state}"
@@ -129,11 +123,8 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
         return [Notice("warn", missed, "2 gates")]
     overridden = sum(gate.result != "pass" for gate in gates)
     text = f"all gates of this phase passed ({len(gates)})"
-    text = (
-        f"{overridden} of {len(gates)} gates did not pass, and the plan overrides them"
-        if overridden
-        else text
-    )
+    if overridden:
+        text = f"{overridden} of {len(gates)} gates did not pass, and the plan overrides them"
     return [Notice("info", text)] if gates else []
 
 
@@ -151,14 +142,12 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
     word, style = WORDS[notice.level], LEVEL_STYLE[notice.level]
     indent = len(word) + 1
     room = width - width_of(tail) - 2 - indent
-    below: list[Row] = []
     if room < LEAST_ROOM:
-        below = [((" " * indent, ""), *tail)] if limit > 1 else []
-        room, tail, limit = width - indent, (), max(1, limit - 1)
+        room, tail = width - indent, ()
     lines = flow(notice.text, room, width - indent, limit)
     first = spread(((word, style), (" ", ""), (lines[0], style)), tail, width)
     rest: list[Row] = [((" " * indent, ""), (line, style)) for line in lines[1:]]
-    return [clip(row, width) for row in (first, *rest, *below)]
+    return [clip(row, width) for row in (first, *rest)]
 
 
 class AlertLine(Panel):

@@ -11,8 +11,6 @@ from console.tui.rows import Row, labelled, safe, wrap
 from console.tui.widgets.lines import Lines
 
 KEEP_S = {"ok": 6.0, "error": 12.0, "wait": 20.0}
-LATE_S = 60.0
-"""Time for which a late result stays on the screen."""
 MOST_LINES = 3
 
 
@@ -39,10 +37,6 @@ class Answer(Lines):
         self.styles.height = len(self.shown)
         self._strips.clear()
         self.refresh()
-
-    def show_longer(self) -> None:
-        """Shows the present text for a longer time."""
-        self._until = time.monotonic() + LATE_S
 
     def clear(self) -> None:
         self.text = ""

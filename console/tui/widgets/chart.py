@@ -42,7 +42,7 @@ def chart_rows(
         return [rule(chart.title, width, "no data yet", selected, detail=chart.unit_word)]
     room, has_axis = width - LABEL - 1, height >= AXIS_HEIGHT
     body_height = height - 1 - has_axis
-    curves = _curves(chart, held, window, chartmath.columns_of(mode, room))
+    curves = _curves(chart, held, window, room * 2 if mode == "braille" else room)
     low, high = chartmath.bounds(chartmath.merge(curves), chart.from_zero)
     high = max(high, LEAST_HIGH.get(chart.unit, high))
     gap = ", " if width >= WIDE else " "
@@ -108,7 +108,7 @@ def scale_label(value: float, unit: str) -> str:
     if unit == "share":
         return f"{value * 100:.0f}%"
     if unit == "%":
-        return fmt.percent(value)
+        return fmt.whole(value, "%")
     if unit == "GiB":
         return fmt.short_gib(value * 1024) if value else "0"
     if unit == "s":
@@ -167,12 +167,8 @@ def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: 
 
 def value_words(value: float, unit: str) -> str:
     """Returns a value with its unit and enough digits for the crosshair."""
-    if unit == "%":
-        return f"{value:.0f} %"
-    if unit == "GiB":
-        return fmt.gib(value * 1024)
     text = fmt.figure(value, unit)
-    return text if unit in ("s", "share", "") else f"{text} {unit}"
+    return text if unit in ("s", "share", "%", "GiB", "") else f"{text} {unit}"
 
 
 def nearest(points: Points, at: float | None) -> Point:

@@ -1,21 +1,23 @@
-"""The list of runs to watch and plans to launch, including runs that were started by hand."""
+"""The lists to choose from: runs to watch with plans to launch, and the charts to show."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from console.tui import format as fmt
 from console.tui.background import run_in_background
+from console.tui.charts import CATALOG
 from console.tui.rows import Row, columns
-from console.tui.widgets.reader import Reader
+from console.tui.widgets.picker import Reader
 from trainers.contract import jsonl, rundir
 
 MOST_RUNS = 30
 HINT = "enter opens, esc closes"
+CHARTS_HINT = "space shows or hides, enter saves (none: default charts), esc cancels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +80,32 @@ class Chooser(Reader):
         if self._entries:
             self.close()
             self._then(self._entries[self.list.cursor])
+
+
+class ChartList(Reader):
+    """A list of charts; calls `then` with the chosen titles in order; () means the defaults."""
+
+    def __init__(self, shown: Sequence[str], then: Callable[[Sequence[str]], object]):
+        self._shown, self._then = list(shown), then
+        super().__init__("charts", self._rows(), CHARTS_HINT, cursor=True)
+
+    def _rows(self) -> list[Row]:
+        places = {title: str(place) for place, title in enumerate(self._shown, 1)}
+        return [
+            columns([(places.get(chart.title, "–"), -2, "strong"), (chart.title, 14, ""),
+                     (chart.unit_word, 12, "dim")])
+            for chart in CATALOG
+        ]  # fmt: skip
+
+    def do_toggle(self) -> None:
+        """Shows the chart under the cursor after the other charts, or hides it."""
+        title = CATALOG[self.list.cursor].title
+        if title in self._shown:
+            self._shown.remove(title)
+        else:
+            self._shown.append(title)
+        self.list.fill(self._rows(), CHARTS_HINT)
+
+    def do_open(self) -> None:
+        self.close()
+        self._then(tuple(self._shown))

@@ -19,7 +19,7 @@ MOST_WIDTH = 110
 
 def question_rows(question: Question, width: int) -> list[Row]:
     """Returns the title and the facts of a question, wrapped."""
-    head = rule(f"── {question.title}", width, line="─")
+    head = rule(f"── {question.title}", width)
     rows: list[Row] = [tuple((text, "warn") for text, _ in head)]
     for label, text in question.facts:
         lines = wrap(text, min(MOST_WIDTH, width) - LABEL - 3, 4) or [""]

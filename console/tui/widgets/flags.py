@@ -26,26 +26,30 @@ class Item:
     """The value in the next phase, or None if there is no next phase or the value is unknown."""
     changed: bool
 
+    @property
+    def help(self) -> str:
+        """A sentence about the flag or choice."""
+        if self.flag is not None:
+            return self.flag.help
+        return "after each phase: wait for L, or start the next phase if all gates passed"
+
 
 def items(
     now: Mapping[str, str], coming: Mapping[str, str] | None, changed: Mapping[str, str],
     between: str | None = None,
 ) -> list[Item]:  # fmt: skip
-    """Returns all flags of the registry by group, each with its present and its next value.
+    """Returns all flags of the registry, each with its present and its next value.
 
     `coming` has the values of the next phase, or None if there is no next phase or the values are
     unknown; `changed` has the values that the operator set for that phase. `between` comes first,
     unless it is None.
     """
     found = [] if between is None else [Item(None, between, between, False)]
-    for flag in sorted(TABLE, key=lambda flag: _GROUPS.index(flag.group)):
+    for flag in TABLE:
         here = now.get(flag.name, "")
         planned = None if coming is None else coming.get(flag.name, "")
         found.append(Item(flag, here, changed.get(flag.name, planned), flag.name in changed))
     return found
-
-
-_GROUPS = list(dict.fromkeys(flag.group for flag in TABLE))
 
 
 def item_rows(found: list[Item], when: str, width: int) -> list[Row]:

@@ -12,7 +12,6 @@ from console.tui.styles import STATE_STYLE
 from console.tui.widgets.lines import Panel
 
 AMBER_S, RED_S = 3.0, 10.0
-FULL_NAME_WIDTH = 150
 LONGEST, GAP = 999, 2
 PUNCTUAL_S = 2.5
 """A snapshot is due each second. A delay that is longer than this is added to the shown age."""
@@ -23,10 +22,9 @@ def header_row(snapshot: ScreenData, width: int, late_s: float = 0.0, paused: bo
     state = snapshot.state
     if state is None:
         return fit([_part(9, "strong", "NSA console"), _part(8, "dim", "no run")], width)
-    words = ("attempt", "att") if state.attempt > 1 else ()
-    attempt = [f"{word} {state.attempt}" for word in words]
+    attempt = [f"attempt {state.attempt}", f"att {state.attempt}"] if state.attempt > 1 else []
     parts = [
-        _part(9, "strong", *_names(state, width)),
+        _part(9, "strong", *_names(state)),
         _part(10, *_state(state, snapshot.now)),
         _part(10, "caution", *(("display paused", "paused") if paused else ())),
         _part(7, "warn", *attempt),
@@ -44,18 +42,15 @@ def _part(weight: int, style: str, *forms: str) -> Part:
     return weight, [((form, style),) if form else BLANK for form in forms]
 
 
-def _names(state: RunState, width: int) -> list[str]:
-    """Returns the forms of the name: the id; plan, time and phase; plan and phase."""
-    long = state.id or state.path
+def _names(state: RunState) -> list[str]:
+    """Returns the forms of the name: plan, time and phase; plan and phase. Else the run's id."""
     launch = state.launch
     if launch is None or not launch.phases:
-        return [cut(long, limit) for limit in (64, 30)]
+        return [cut(state.id or state.path, limit) for limit in (64, 30)]
     stamp = launch.id.removeprefix(f"{launch.plan}-").partition("-")[2]
     forms = [f"{launch.plan} {launch.current}"]
     if len(stamp) >= 6 and stamp[:6].isdigit():
         forms.insert(0, f"{launch.plan} {stamp[:4]} {launch.current}")
-    if width >= FULL_NAME_WIDTH:
-        forms.insert(0, long)
     return [cut(form, 64) for form in forms]
 
 

@@ -48,8 +48,8 @@ class Lines(Plain):
     DEFAULT_CSS = "Lines { height: 1; }"
     ALLOW_SELECT = False
 
-    def __init__(self, id: str | None = None, classes: str | None = None):
-        super().__init__(id=id, classes=classes)
+    def __init__(self, id: str | None = None):
+        super().__init__(id=id)
         self.shown: tuple[Row, ...] = ()
         self._strips: dict[int, Strip] = {}
         self._drawn_size: Size | None = None
@@ -113,8 +113,15 @@ class Lines(Plain):
         return strip
 
 
-Draw = Callable[[RunState, int, int, float], Sequence[Row]]
-"""Returns the rows for a run, a width, a height and a moment."""
+Draw = Callable[[ScreenData, int, int], Sequence[Row]]
+"""Returns the rows for a snapshot, a width and a height."""
+
+
+def of_run(draw: Callable[[RunState, int, int, float], Sequence[Row]]) -> Draw:
+    """Returns `draw` for snapshots; it gets run, width, height and time, if there is a run."""
+    return lambda data, width, height: (
+        draw(data.state, width, height, data.now) if data.state else []
+    )
 
 
 class Panel(Lines):
@@ -129,7 +136,7 @@ class Panel(Lines):
     def rows(self, snapshot: ScreenData, width: int, height: int) -> Sequence[Row]:
         """Returns the panel's rows for a snapshot; by default, the rows that `draw` returns."""
         assert self._draw is not None
-        return self._draw(snapshot.state, width, height, snapshot.now) if snapshot.state else []
+        return self._draw(snapshot, width, height)
 
     def take(self, snapshot: ScreenData) -> None:
         """Shows a snapshot; a hidden panel, or one before the first layout, only stores it."""

@@ -63,9 +63,9 @@ def _phase_row(
     done = step if step is not None else phase.steps
     if done is None and not phase.started_ts:
         done = 0
-    steps = fmt.count(done) if done else ""
+    steps = fmt.whole(done) if done else ""
     if phase.steps_planned:
-        steps = f"{fmt.count(done)}/{phase.steps_planned:,}"
+        steps = f"{fmt.whole(done)}/{phase.steps_planned:,}"
         if len(steps) > STEPS:
             steps = f"{fmt.short(done)}/{fmt.short(phase.steps_planned)}"
     took = ""

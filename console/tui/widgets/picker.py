@@ -1,4 +1,7 @@
-"""A list with a cursor and the keys that scroll it; only its visible rows are drawn."""
+"""A list with a cursor, the keys that scroll it, and an overlay with a list.
+
+Only the visible rows of a list are drawn.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from functools import partialmethod
 from typing import Any
 
 from textual import events
+from textual.app import ComposeResult
 
 from console.tui.rows import Row, fill, rule, safe, text_of
 from console.tui.widgets.lines import Lines
+from console.tui.widgets.overlay import Overlay
 
 MARK = "› "
 """Marks the chosen row, also without colour and without the focus."""
@@ -24,15 +29,17 @@ class Picker(Lines, can_focus=True):
     def __init__(self, id: str, title: str = "", cursor: bool = True):
         super().__init__(id=id)
         self.heading, self.note = title, ""
+        self.notes: Sequence[str] = ()
+        """A note for each item, which is shown while the cursor is on the item."""
         self.items: tuple[Row, ...] = ()
         self.cursor = 0 if cursor else -1
         self.top = 0
         self.always = False
         """True if the chosen row is in reverse video even without the focus."""
 
-    def fill(self, items: Sequence[Row], note: str = "") -> None:
+    def fill(self, items: Sequence[Row], note: str = "", notes: Sequence[str] = ()) -> None:
         """Replaces the items; the cursor remains at its place if possible."""
-        self.items, self.note = tuple(items), note
+        self.items, self.note, self.notes = tuple(items), note, notes
         self.move(0)
 
     @property
@@ -76,17 +83,12 @@ class Picker(Lines, can_focus=True):
     def _note(self, room: int) -> str:
         hidden = len(self.items) - room
         more = f"{self.top + 1}–{min(len(self.items), self.top + room)} of {len(self.items)}"
-        return "  ".join(part for part in (more if hidden > 0 else "", self.note) if part)
+        note = self.notes[self.cursor] if self.notes else self.note
+        return "  ".join(part for part in (more if hidden > 0 else "", note) if part)
 
     def on_resize(self) -> None:
         super().on_resize()
         self.move(0)
-
-    def on_mouse_scroll_down(self) -> None:
-        self.move(3)
-
-    def on_mouse_scroll_up(self) -> None:
-        self.move(-3)
 
     def on_click(self, event: events.Click) -> None:
         index = self.top + event.y - bool(self.heading)
@@ -95,7 +97,7 @@ class Picker(Lines, can_focus=True):
 
 
 class Scrolls:
-    """Adds the scrolling keys to a widget. By default the keys move the widget's only `Picker`."""
+    """Adds the scrolling keys and the mouse wheel; by default these move the only `Picker`."""
 
     def scroll_by(self, by: int) -> None:
         """Scrolls by rows, as far as possible; before the widget is mounted, does nothing."""
@@ -114,6 +116,12 @@ class Scrolls:
         widget: Any = self
         return widget.query_one(Picker)
 
+    def on_mouse_scroll_down(self) -> None:
+        self.scroll_by(3)
+
+    def on_mouse_scroll_up(self) -> None:
+        self.scroll_by(-3)
+
     def _scroll(self, by: int) -> None:
         self.scroll_by(by)
 
@@ -123,3 +131,30 @@ class Scrolls:
     do_down, do_up = partialmethod(_scroll, 1), partialmethod(_scroll, -1)
     do_top, do_bottom = partialmethod(_scroll, -END), partialmethod(_scroll, END)
     do_page_down, do_page_up = partialmethod(_scroll_pages, 1), partialmethod(_scroll_pages, -1)
+
+
+class Reader(Scrolls, Overlay):
+    """An overlay with a list; if `cursor` is set, a row of the list can be chosen."""
+
+    gives_way = True
+    least, below = 0, 5
+    """The least height of the list, and the rows of the screen below the overlay."""
+
+    def __init__(
+        self, title: str, rows: list[Row], note: str = "esc closes", cursor: bool = False
+    ):  # fmt: skip
+        super().__init__(id="reader")
+        self.list = Picker("reading", title, cursor)
+        self.list.items, self.list.note, self.list.always = tuple(rows), note, cursor
+
+    def compose(self) -> ComposeResult:
+        size = self.app.size
+        wanted = max(self.least, len(self.list.items) + 1)
+        self.list.prepare(size.width, min(wanted, max(4, size.height - self.below)))
+        yield self.list
+
+    def on_mount(self) -> None:
+        self.children[-1].focus()
+
+    do_open = do_zoom = do_help = Overlay.close
+    do_toggle = Scrolls.do_page_down

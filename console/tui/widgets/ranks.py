@@ -94,7 +94,7 @@ def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[C
     if not has_gpus:
         memory = fmt.gib if wide else fmt.short_gib
         cells |= {
-            "cpu": (fmt.percent(rank.cpu_pct), base), BAR: _bar_cell(rank.cpu_pct, bar, base),
+            "cpu": (fmt.whole(rank.cpu_pct, "%"), base), BAR: _bar_cell(rank.cpu_pct, bar, base),
             "mem": (memory(rank.rss_mib), base),
         }  # fmt: skip
     elif rank.gpu is not None and rank.gpu.state == "ok":
@@ -118,14 +118,17 @@ def _gpu_cells(gpu: Gpu, bar: int, wide: bool, base: str) -> Cells:
     used, total = (fmt.DASH if mib is None else f"{mib / 1024:.0f}"
                    for mib in (gpu.mem_used_mib, gpu.mem_total_mib))  # fmt: skip
     memory = f"{used}/{total}{' GiB' if wide else 'G'}"
-    degrees = fmt.DASH if gpu.temp_c is None else f"{gpu.temp_c:.0f}"
+    power = fmt.whole(gpu.power_w)
+    if gpu.power_w is not None:
+        power += f"/{fmt.whole(gpu.power_limit_w)} W" if gpu.power_limit_w else "W"
+    degrees = fmt.whole(gpu.temp_c)
     heat = "warn" if gpu.temp_c is not None and gpu.temp_c >= 85 else base
     return {
-        "util": (fmt.percent(gpu.util_pct), base),
+        "util": (fmt.whole(gpu.util_pct, "%"), base),
         BAR: _bar_cell(gpu.util_pct, bar, base),
         "mem": (memory if gpu.mem_total_mib or not wide else fmt.gib(gpu.mem_used_mib), base),
-        "power": (fmt.watts(gpu.power_w, gpu.power_limit_w), base),
-        "watt": (fmt.watts(gpu.power_w), base),
+        "power": (power, base),
+        "watt": (fmt.whole(gpu.power_w, "W"), base),
         "temp": (degrees if gpu.temp_c is None else f"{degrees} C", heat),
         "°C": (degrees, heat),
     }
@@ -154,7 +157,7 @@ def unmeasured(rank: Rank, state: RunState) -> Rank:
 def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
     """Returns three cells of a rank: its step, its phase or error, and the time in this phase."""
     pulse = rank.pulse
-    step = fmt.count(pulse.step) if pulse else fmt.DASH
+    step = fmt.whole(pulse.step) if pulse else fmt.DASH
     phase = wrong.removeprefix("killed by ") or (pulse.phase if pulse else fmt.DASH)
-    since = fmt.span(pulse.since_s) if pulse else fmt.DASH
+    since = fmt.age(pulse.since_s) if pulse else fmt.DASH
     return {"step": (step, base), "phase": (phase, style), "for": (since, style)}

@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.diagnose.causes import CAUSES, explain
+from console.diagnose.causes import CAUSES, diagnose
 from console.diagnose.evidence import Evidence
 from console.diagnose.stack_classes import _DATA
 from console.diagnose.stall import RankEvidence
-from console.diagnose.verdict import case_of, diagnose
-from console.sources.descriptors import BlockedOn
+from console.sources.descriptors import BlockedOn, Connection
 from console.sources.flight import Collective, FlightRecord
 from console.sources.kernel_evidence import ChildEvidence, ProcessEvidence, ThreadEvidence
 from console.sources.stacks import Frame, Stack, Thread
-from console.sources.tcp import Connection
 from trainers.contract.plan import Watch
 
 WATCH, NOW = Watch(stall_floor_s=5.0), 1_800_000_000.0
@@ -80,8 +78,7 @@ def evidence(first=PEERS, ticks=100, last=10, **process):
 
 
 def explained(found, *ranks):
-    case = case_of(ranks, WATCH, NOW)
-    return explain(diagnose(ranks, WATCH, NOW), case, found)
+    return diagnose(ranks, WATCH, NOW, found)
 
 
 def runs(*given, **more):
@@ -265,11 +262,6 @@ def test_the_sentence_names_the_object_and_the_line():
     assert "worker 5121 (pt_data_worker) is in state T" in loader.sentence
 
 
-def test_a_zombie_is_the_cause_and_not_the_rank_that_waits_for_it():
-    found = explained(evidence(None, state="Z"), rank(0), rank(1, state="Z"))
-    assert (found.cause, found.rank) == ("exited", 1)
-
-
 def test_a_traced_rank_is_not_advised_to_continue():
     found = explained(CASES["traced"], rank(0), rank(1))
     assert "traced by pid 77 (gdb)" in found.sentence
@@ -289,7 +281,7 @@ def test_without_any_evidence_the_verdict_of_the_pulses_stays():
     base = diagnose((rank(0), rank(1, "forward")), WATCH, NOW)
     found = explained(Evidence(gaps=("no stack of rank 1",)), rank(0), rank(1, "forward"))
     assert (found.cause, found.rank) == (base.cause, base.rank)
-    assert base.sentence.startswith(found.sentence)
+    assert base.sentence == found.sentence
     assert found.sure != "high"
     assert "no stack of rank 1" in found.against
 
@@ -420,7 +412,8 @@ def test_a_process_that_cannot_run_is_sure_where_all_others_wait_and_it_cannot_a
     answers = replace(found, stacks={**found.stacks, 3: stack(3, OWN)})
     assert explained(answers, *ranks).sure != "high"
     alone = four((), (), before=process, after=process)
-    assert explained(alone, *ranks).sure == "medium"
+    is_sure = ill.get("state", "D") != "D"
+    assert explained(alone, *ranks).sure == ("high" if is_sure else "medium")
 
 
 def test_a_rank_whose_native_code_holds_the_gil_is_sure_where_all_others_wait():
@@ -677,7 +670,6 @@ def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
         {n: stack(n, joins, OWN) for n in (0, 1)},
     )  # fmt: skip
     ranks = [rank(n, "boot", 0) for n in (0, 1)]
-    case = case_of(ranks, replace(WATCH, startup_s=5.0), NOW)
-    verdict = explain(diagnose(ranks, replace(WATCH, startup_s=5.0), NOW), case, found)
+    verdict = diagnose(ranks, replace(WATCH, startup_s=5.0), NOW, found)
     assert (verdict.cause, verdict.rank, verdict.sure) == ("startup", None, "medium")
     assert "each waits for its peers to join" in verdict.sentence

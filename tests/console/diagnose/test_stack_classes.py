@@ -1,4 +1,4 @@
-"""The class of a stack names the object that a rank waits for; the tree shows the odd rank first.
+"""The class of a stack names the object that a rank waits for.
 
 The stacks are dumps of `tests/programs/blocked.py`, which `record_stacks` wrote.
 """
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from console.diagnose.stack_classes import WAITS, Node, merge, missing_threads, where
-from console.sources.stacks import MAX_FRAMES, Frame, Stack, Thread, parse
+from console.diagnose.stack_classes import WAITS, missing_threads, where
+from console.sources.stacks import Frame, Stack, Thread, parse
 
 STACKS = Path(__file__).with_name("stacks")
 BLOCKED = {
@@ -140,17 +140,6 @@ def test_frames_of_the_contract_are_no_own_code_where_there_is_other_code():
     assert where(dump(helper)).own == made(helper)[0]
 
 
-def test_the_odd_ranks_come_first_and_a_common_frame_appears_once():
-    stacks = {rank: recorded("get_from_queue", int(rank == 5)) for rank in range(8)}
-    root = merge(stacks)
-    assert root.frame is None
-    odd, rest = root.children
-    assert (odd.ranks, rest.ranks) == ((5,), (0, 1, 2, 3, 4, 6, 7))
-    assert odd.frame is not None
-    assert odd.frame.short == "blocked.py:157 <module>"
-    assert odd.children[0].children[0].frame == recorded("get_from_queue", 1).threads[0].frames[1]
-
-
 def test_a_thread_that_only_one_rank_lacks_is_missing():
     def threads(rank: int, *names: str) -> Stack:
         return dump(rank=rank, also=tuple(Thread(name, ()) for name in names))
@@ -176,36 +165,13 @@ TEXTS = st.one_of(
 )
 
 
-def check(node: Node) -> None:
-    """Checks that siblings share no rank, and hold none that their parent lacks."""
-    below = [rank for child in node.children for rank in child.ranks]
-    assert len(set(below)) == len(below)
-    assert set(below) <= set(node.ranks)
-    sizes = [len(child.ranks) for child in node.children]
-    assert sizes == sorted(sizes)
-    assert all(sizes)
-    for child in node.children:
-        check(child)
-
-
 @settings(max_examples=60)
 @given(st.dictionaries(st.integers(0, 9), TEXTS, max_size=4))
 @example({0: "Stack (most recent call first):\n" + FRAMES[0].replace("7", "9" * 30) + "\n"})
-def test_any_text_has_a_class_a_place_in_the_tree_and_threads(texts):
+def test_any_text_has_a_class_and_threads(texts):
     stacks = {rank: Stack(rank, 1.0, "", parse(text)) for rank, text in texts.items()}
     for stack in stacks.values():
         found = where(stack)
         assert (found.kind == "none") == (found.frame is None)
         assert found.text
-    root = merge(stacks)
-    assert sorted(root.ranks) == sorted(stacks)
-    check(root)
     assert missing_threads(stacks).keys() <= stacks.keys()
-
-
-def test_the_longest_stack_fits_into_the_tree():
-    frames = tuple(Frame("/src/a.py", line, "f") for line in range(2 * MAX_FRAMES))
-    node, depth = merge({0: Stack(0, 1.0, "", (Thread("main", frames),))}), 0
-    while node.children:
-        node, depth = node.children[0], depth + 1
-    assert depth == MAX_FRAMES

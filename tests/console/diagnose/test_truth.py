@@ -137,7 +137,7 @@ TRUE = {
     "imbalance": (
         Told(slow({1}, "forward", 2.0), seconds=UNTIL_SLOW, jitter=0.0),
         "rank 1 takes 1.9 times as long as the other ranks in fetch and forward, mostly in forward "
-        "(0.6 s against 0.3 s, median of 16 records); the others wait for it in backward; ",
+        "(0.6 s against 0.3 s, median of 16 records); ",
     ),
     "random_loss": (
         Told(lambda r: r.update(loss=r["loss"] - 0.1)), "over 3 records and chance is 5.5452",
@@ -226,11 +226,6 @@ HEALTHY = {
     "counts of parameters that contradict each other": Told(env={"parameters": 254_499}),
     "a config without a size": Told(env={"config": "configs/tiny_cpu.yaml", "parameters": 250_000,
                                          "parameters_counted": 250_000}),
-    "minutes in the name of a plan": Told(env={"config": "", "run": "soak-30m-2026/0-warm-5m",
-                                               "parameters": 4e9, "parameters_counted": 4e9}),
-    "a program that does not name its config": Told(
-        env={"config": None, "run": "m7c-125m/0-a", "parameters": 1, "parameters_counted": 1}
-    ),
     "an evaluation with idle GPUs": Told(gpu={"util_pct": 5.0}, phase="eval"),
     "GPUs that other jobs use": Told(gpu={"util_pct": 5.0, "mem_used_mib": 90.0}),
     "idle GPUs without phases": Told(
@@ -327,14 +322,5 @@ def test_a_run_that_gets_slower_says_where():
         record["steps_dt_s"] = [1.0 + 2.0 * late]
 
     said = alerts(Told(rated, seconds=400))["throughput_drop"]
-    assert "; all ranks take " in said
-    assert said.endswith("times as long as before in fetch")
-
-
-def test_a_named_size_is_that_of_the_phase_where_no_config_is_named():
-    env = {"config": "", "run": "m7c-125m-20261123/0-train", "parameters": 254_499,
-           "parameters_counted": 254_499}  # fmt: skip
-    assert (
-        "the plan m7c-125m-20261123, which has no config, names 125 M"
-        in (alerts(Told(env=env, seconds=5))["model_size"])
-    )
+    assert "; fetch takes " in said
+    assert said.endswith("times as long as before on the slowest rank")

@@ -250,13 +250,6 @@ def test_a_gpu_without_values_clears_none_of_its_alerts_and_has_its_own():
     ]
 
 
-def test_all_gpus_without_values_are_one_alert():
-    silent = tuple(replace(GPU, index=i, state="error", why="Unknown Error") for i in range(3))
-    assert gpu_texts(*[silent] * 60) == [
-        (10, "raise", "NVML returns no values for GPU 0, 1, 2 (Unknown Error)")
-    ]
-
-
 def test_memory_errors_are_reported_again_and_clear_after_a_reset():
     worse = [replace(GPU, ecc_uncorrected=count) for count in (3, 4, 7)]
     reset = replace(GPU, ecc_uncorrected=0)

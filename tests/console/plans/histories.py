@@ -12,7 +12,7 @@ from trainers.contract.pulse import Pulse
 Record = dict[str, Any]
 EVERY_BOUND: Record = {
     "steps_done": 1, "loss_finite": True, "grad_norm_above": 0, "no_stall": True, "loss_falls": -1,
-    "bytes_right": 0.5, "toks_per_s_above": 1, "gpu_mem_below_mib": 100, "restarts_at_most": 9,
+    "bytes_right": 0.5, "gpu_mem_below_mib": 100, "restarts_at_most": 9,
     "stalls_at_most": 9, "gpu_mem_growth_below_mib": 9, "toks_per_s_50_above": 1,
     "step_ratio_below": 99, "entropy_above": 0.1, "collapse_below": 0.5, "fetch_below_s": 5,
     "heartbeats_complete": True, "checkpoints_at_least": 1, "checkpoint_mib_above": 1,

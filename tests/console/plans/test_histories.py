@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.plans import gates, measures
+from console.plans import gates
 from console.sources.gate_files import GateFiles
 from console.sources.summary import Summary
 from console.sources.tail import Tail
@@ -51,7 +51,6 @@ class Truth:
     def values(self) -> dict[str, float | None]:
         """Returns the value of each gate, None where there is none."""
         losses = [f["loss"] for f in self.figures if math.isfinite(f["loss"])]
-        speeds = sorted(f["toks_per_s"] for f in self.figures[-measures.MEDIAN_RECORDS :])
         enough, few = len(losses) >= 10, self.figures
         return {
             "steps_done": self.steps,
@@ -64,7 +63,6 @@ class Truth:
             if enough
             else None,
             "bytes_right": few[-1]["bytes_right"] if few else None,
-            "toks_per_s_above": speeds[len(speeds) // 2] if speeds else None,
             "gpu_mem_below_mib": max((value for _, value in self.memory), default=None),
         } | self.extras.values()
 

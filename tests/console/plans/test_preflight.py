@@ -237,23 +237,6 @@ def test_a_leftover_trainer_on_a_gpu_is_refused_by_its_pid(tmp_path):
     assert (result, "pid 20 21;" in text or "pid 21 20;" in text) == ("pass", True), text
 
 
-def test_a_living_trainer_without_a_supervisor_is_found(tmp_path, monkeypatch):
-    script = tmp_path / "train_showcase.py"
-    script.write_text("import time; time.sleep(60)")
-    # Other tests of the same machine may have trainers, which the sentence would name first.
-    monkeypatch.setattr(host_checks, "MAX_SHOWN", 1000)
-    child = subprocess.Popen([sys.executable, str(script)])
-    cmdline = Path(f"/proc/{child.pid}/cmdline")
-    try:
-        while not cmdline.read_bytes():  # Popen returns a moment before the kernel has set it
-            time.sleep(0.01)
-        text = host_checks.leftovers(bare(tmp_path, gpus=2, host=Path("/")))[1]
-        assert str(child.pid) in text
-    finally:
-        child.kill()
-        child.wait()
-
-
 def test_a_phase_that_cannot_fit_into_a_gpu_is_refused(tmp_path):
     gpus = {"gpus": 2, "assume": "2xA100-40"}
     production = {"phase": {"config": "configs/m7c_125m_2xa100_production.yaml"}}
@@ -273,20 +256,11 @@ def test_a_phase_that_cannot_fit_into_a_gpu_is_refused(tmp_path):
     assert less != row("gpu memory", tmp_path, large, **gpus, **production)[1]
 
 
-def test_settings_of_nccl_that_slow_it_down_or_mean_nothing_are_warnings(tmp_path):
-    flags = {
-        "NCCL_DEBUG": "INFO",
-        "NCCL_P2P_DISABLE": 1,
-        "NCCL_ALGO": "Rong",
-        "NCCL_PROTO": "LL,Simple",
-    }
+def test_settings_of_nccl_that_slow_it_down_are_warnings(tmp_path):
+    flags = {"NCCL_DEBUG": "INFO", "NCCL_P2P_DISABLE": 1, "NCCL_PROTO": "LL,Simple"}
     result, text = gpu_checks.nccl(bare(tmp_path, gpus=2, flags=flags))
     assert result == "unknown"
-    for part in (
-        "NCCL_DEBUG=INFO slows",
-        "NCCL_P2P_DISABLE=1 copies",
-        "NCCL_ALGO has unknown words: rong",
-    ):
+    for part in ("NCCL_DEBUG=INFO slows", "NCCL_P2P_DISABLE=1 copies"):
         assert part in text
     assert "PROTO" not in text
     (tmp_path / "etc").mkdir()

@@ -60,8 +60,8 @@ def same_state(run: Path) -> None:
 def bands(series: Series, name: str) -> list[object]:
     """Returns the spans of a series at all resolutions, the open ones last."""
     held = [series._spans.get((name, level)) for level in range(len(SPANS_S))]
-    thinner = series._thinners.get(series._files.get(name, ""))
-    return [*(spans and spans.points() for spans in held), thinner and thinner.as_dict()]
+    thinner = series.thinners.get(series._files.get(name, ""))
+    return [*(spans and spans.points() for spans in held), thinner]
 
 
 class Disk:
@@ -116,15 +116,11 @@ class Observer:
     One that begins anew starts at the snapshot that is there, as one that takes over does.
     """
 
-    def __init__(
-        self, run: Path, warm_up_bytes: int = 0, held: dict[str, Any] | None = None
-    ):  # fmt: skip
+    def __init__(self, run: Path, held: dict[str, Any] | None = None):
         self.run, self.reducer = run, Reducer(Series(keeps=False), timed=True)
         held = held or rundir.read_json(run / rundir.SNAPSHOT)
         self.has_snapshot = snapshot.load(run, held, self.reducer)
-        self._reading = RecordFiles(
-            run, cursors=self.reducer.cursors, warm_up_bytes=warm_up_bytes
-        )  # fmt: skip
+        self._reading = RecordFiles(run, cursors=self.reducer.cursors)
         self.disk: Any = Disk()
         self._snapshots = Snapshots(self.disk, run, "toy/0-first", self.reducer, self.disk)
 

@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console.sources import descriptors, procfs
 from console.sources import kernel_evidence as kernel
-from console.sources import tcp
-from console.sources.descriptors import BlockedOn, number_after
+from console.sources.descriptors import BlockedOn
 from console.sources.kernel_evidence import ProcessEvidence, collect, cpu_share
 from trainers.contract import rundir
 
@@ -427,20 +427,20 @@ def test_no_bytes_break_a_parser(garbage, at):
     for good in (stat, syscall, socket_line, LOCKS % 5):
         for data in (garbage, good[:at] + garbage, good[:at] + garbage + good[at:]):
             text = data.decode("utf-8", "replace")
-            found = kernel._parse_stat(text)
+            found = procfs.parse_stat(text)
             assert found is None or (len(found.state) == 1 and "\n" not in found.name)
             parsed = kernel._parse_syscall(text)
             assert parsed is None or len(parsed[1]) == 6
             assert (kernel._holder(text, 7) or 1) > 0
-            assert len(tcp.entry(text, "3612944")) == 3
-            assert "\x1b" not in tcp.address(text)
-            assert not any(each.is_unacked for each in tcp.connections(text, {"3612944"}))
-            assert number_after(text, "TracerPid") >= 0
+            assert len(descriptors.tcp_entry(text, "3612944")) == 3
+            assert "\x1b" not in descriptors.address(text)
+            assert not any(each.is_unacked for each in descriptors.connections(text, {"3612944"}))
+            assert (procfs.number_after(text, "TracerPid") or 0) >= 0
 
 
 @given(st.text(max_size=40))
 def test_a_name_stays_on_one_line_and_changes_no_field(name):
-    stat = kernel._parse_stat(f"5 ({name}) S 1 {' '.join('9' * 60)}")
+    stat = procfs.parse_stat(f"5 ({name}) S 1 {' '.join('9' * 60)}")
     assert stat is not None
     assert (stat.state, stat.cpu_ticks, stat.start_ticks) == ("S", 18, 9)
     assert not set(stat.name) & set("\n\r\x1b\x00")

@@ -224,24 +224,6 @@ def test_newest_records_are_points_and_older_ones_bands():
     assert len(points) == RAW_RECORDS + 2 * (4000 - RAW_RECORDS) / SPANS_S[0]
 
 
-def test_a_reader_that_asks_at_each_record_gets_the_points_of_one_that_asks_once():
-    often, once = Series(), Series()
-    clock = random.Random(5)
-    for second in range(1500):
-        at = 1e6 + second - (20.0 if clock.random() < 0.01 else 0.0)  # the clock is set back
-        for series in (often, once):
-            series.add("x", at, {"a": float(second % 7)} if second % 3 else {"b": 1.0})
-        points = often.points("a")
-        assert [at for at, _ in points[-300:]] == sorted(at for at, _ in points[-300:])
-    assert points[-300:] == once.points("a")[-300:]
-    assert {at // SPANS_S[0] for at, _ in points} == {
-        at // SPANS_S[0] for at, _ in once.points("a")
-    }
-    often.add("x", 1e6 + 1600, {"a": 3.0})
-    once.add("x", 1e6 + 1600, {"a": 3.0})
-    assert often.points("a") == once.points("a")
-
-
 # --- what a snapshot is not believed for ---------------------------------------------------------
 
 
@@ -351,7 +333,7 @@ def test_a_truncated_file_is_followed(run):
 
 def test_a_warm_up_before_the_snapshot_fills_the_pace(run):
     prepared(run)
-    observer = Observer(run, warm_up_bytes=1 << 20)
+    observer = Observer(run)
     before = observer.reducer.heads(1)[0].records
     observer.read()
     head = observer.reducer.heads(1)[0]
@@ -379,7 +361,7 @@ def test_skipped_lines_are_counted_once(run):
         stream.write(b"garbage\n" * 7)
     directory.beat(run, 0, 90, n=61, mono=1e6)
     for _ in range(3):
-        observer = Observer(run, warm_up_bytes=1 << 10)
+        observer = Observer(run)
         observer.read()
         observer.write()
     found = RunRecords(run, "recent")
@@ -390,13 +372,13 @@ def test_skipped_lines_are_counted_once(run):
 @pytest.mark.parametrize("change", [
     lambda held: held["heads"].clear(), lambda held: held["files"].clear(),
     lambda held: held["folds"].update({"7": held["folds"]["0"]}),
-    lambda held: held["folds"]["0"].update(memory_mib=[[1, None]]),
+    lambda held: held["folds"]["0"].update(memory_mib={"found": [[1, None]]}),
     lambda held: held["folds"]["0"].update(newest=9),
-    lambda held: held["folds"]["0"]["parts"]["1"].update(last=59),
-    lambda held: held["folds"]["0"]["parts"]["1"].update(last=9999),
-    lambda held: held["folds"]["0"]["parts"]["1"].update(step=9999),
+    lambda held: held["folds"]["0"]["attempts"]["1"].update(last=59),
+    lambda held: held["folds"]["0"]["attempts"]["1"].update(last=9999),
+    lambda held: held["folds"]["0"]["attempts"]["1"].update(step=9999),
     lambda held: held.update(v=2),
-    lambda held: held["events"]["alerts"].update(disk=[0, 0, 10]),
+    lambda held: held["events"].update(alerts={"disk": [0, 0, 10]}),
 ])  # fmt: skip
 def test_a_snapshot_that_contradicts_itself_or_its_records_is_not_used(run, change):
     prepared(run)
@@ -447,7 +429,7 @@ HOSTILE = (
 def test_a_window_without_its_records_makes_loss_falls_unknown(run):
     prepared(run)
     held = rundir.read_json(run / rundir.SNAPSHOT) or {}
-    held["folds"]["0"]["window"]["newest"] = []
+    held["folds"]["0"]["window"]["newest"]["rows"] = []
     directory.document(run / rundir.SNAPSHOT, held)
     source = RunSource(run)
     source.poll()

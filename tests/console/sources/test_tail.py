@@ -23,17 +23,6 @@ def drain(tail: Tail) -> list[dict]:
             return records
 
 
-@given(st.binary(max_size=4000))
-@settings(max_examples=300)
-def test_any_bytes_are_read_without_an_error(tmp_path_factory, data):
-    path = tmp_path_factory.mktemp("hb") / "heartbeat_rank0.jsonl"
-    path.write_bytes(data)
-    tail = Tail(path, heartbeat.accept)
-    records = drain(tail)
-    whole = [line for line in data.split(b"\n")[:-1] if line.strip()]
-    assert len(records) + tail.skipped == len(whole)
-
-
 @given(
     st.lists(
         st.one_of(
@@ -129,10 +118,6 @@ def test_what_is_not_a_regular_file_is_not_opened(tmp_path, kind):
     elif kind == "link":
         path.symlink_to(target)
     assert Tail(path, heartbeat.accept).poll() == []
-
-
-def test_a_file_that_does_not_exist_has_no_records(tmp_path):
-    assert Tail(tmp_path / "none" / "x", heartbeat.accept).poll() == []
 
 
 @pytest.mark.parametrize("recent", [None, 1 << 18])

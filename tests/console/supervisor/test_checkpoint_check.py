@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
+from console.sources import procfs
 from console.sources.summary import Summary
 from console.supervisor import program
 from console.supervisor.alerts import Alerts
@@ -80,10 +82,12 @@ def test_a_checkpoint_that_is_removed_while_a_newer_one_exists_is_no_failure(tmp
     assert trial.finish(1, 6)[0] == ("load", 5, "unknown", "info")
 
 
-def test_a_load_without_a_thread_is_a_result_and_ends_the_wait(tmp_path):
+def test_without_a_thread_no_check_is_waited_for(tmp_path):
     trial = Trial(tmp_path)
     trial.check._threads.shutdown()  # no thread starts, as at the limit of processes
-    assert trial.saved(5).finish(1, 5) == [("load", 5, "unknown", "warn")]
+    with pytest.raises(RuntimeError):
+        trial.saved(5)
+    assert (trial.check.doing, trial.results()) == ("", [])
 
 
 def test_a_load_holds_for_the_file_of_its_own_attempt(tmp_path):
@@ -136,15 +140,40 @@ def test_the_newest_checkpoint_replaces_those_that_wait_and_a_stop_ends_it(tmp_p
 
 
 def test_a_program_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("console.supervisor.checkpoint_check.SPARE_S", 0.1)
-    trial = Trial(tmp_path, "sleep 2", load_s=0.05)
-    trial.check._program = lambda *_: time.sleep(2)  # as on a disk that does not answer
+    # KILL comes too late, as on a disk that does not answer.
+    monkeypatch.setattr(program, "GRACE_S", 60.0)
+    monkeypatch.setattr(program, "SPARE_S", -59.7)
+    deaf = "trap '' TERM; exec sleep 5"
+    trial = Trial(tmp_path, deaf, load_s=0.2)
     assert trial.saved(5).finish() == [("load", 5, "unknown", "warn")]
     assert "a hung disk?" in trial.events[0]["text"]
-    trial = Trial(tmp_path, "sleep 2")
-    trial.check._program = lambda *_: time.sleep(2)
-    trial.saved(5).check.stop()
-    assert trial.finish() == [("load", 5, "unknown", "warn")]
+    stopped = Trial(tmp_path, deaf).saved(5)
+    stopped.check.stop()
+    assert stopped.finish() == [("load", 5, "unknown", "info")]
+
+
+@pytest.mark.parametrize(
+    ("group", "used_mib", "cached_mib", "result"),
+    [(1, 600, 0, "unknown"), (1, 600, 200, "pass"), (1, 400, 0, "pass"), (0, 600, 0, "pass")],
+)
+def test_no_load_risks_the_training_where_one_oom_kill_ends_all(
+    tmp_path, monkeypatch, group, used_mib, cached_mib, result
+):
+    place = next(line for line in Path("/proc/self/cgroup").read_text().splitlines()
+                 if line.startswith("0::"))[3:]  # fmt: skip
+    cgroup = tmp_path / "cgroups" / place.strip("/")
+    cgroup.mkdir(parents=True)
+    values = {"memory.events": "oom_kill 0\n", "memory.max": f"{1 << 30}",
+              "memory.oom.group": f"{group}",
+              "memory.current": f"{used_mib << 20}",
+              "memory.stat": f"anon 1\nactive_file {cached_mib << 20}\n"}  # fmt: skip
+    for name, value in values.items():
+        (cgroup / name).write_text(value)
+    (tmp_path / "mounts").write_text(f"none {tmp_path / 'cgroups'} cgroup2 rw 0 0\n")
+    monkeypatch.setattr(procfs, "MOUNTS", str(tmp_path / "mounts"))
+    trial = Trial(tmp_path).saved(5)
+    assert trial.finish()[0][2] == result
+    assert ("memory.oom.group=1" in trial.events[0]["text"]) is (result == "unknown")
 
 
 @pytest.mark.parametrize(

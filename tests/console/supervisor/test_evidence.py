@@ -14,7 +14,6 @@ import pytest
 from console.diagnose.stall import RankEvidence
 from console.supervisor import evidence
 from console.supervisor.evidence import Collector
-from console.supervisor.rundir_io import Directory
 
 RANK = RankEvidence(0, os.getpid(), "S", 5, "forward", 9.0)
 DUMP = 'Stack (most recent call first):\n  File "/job/train.py", line {} in step\n'
@@ -28,12 +27,15 @@ def quick(monkeypatch):
     monkeypatch.setattr(evidence, "UNREAD_AFTER_S", 0.4)
 
 
-def collected(collector, directory, *ranks):
+def made(run, check=lambda: None):
+    return Collector(run, tuple, check)
+
+
+def collected(collector, *ranks):
     """Polls until the evidence is complete, and returns it."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         collector.poll(ranks)
-        directory.deliver()
         if collector.complete is not None:
             return collector.complete
         time.sleep(0.02)
@@ -41,45 +43,41 @@ def collected(collector, directory, *ranks):
 
 
 def test_a_directory_that_does_not_answer_still_gives_the_processes(tmp_path, quick):
-    directory, hung = Directory(), threading.Event()
-    directory.call(hung.wait)
-    found = collected(Collector(directory, tmp_path), directory, RANK)
+    hung = threading.Event()
+    found = collected(made(tmp_path, hung.wait), RANK)
     assert found.after[0].pid == os.getpid()
     assert "cannot read the dumps: the run directory does not answer" in found.gaps
     hung.set()
-    assert directory.close(20)
 
 
 def test_a_dump_from_before_the_stall_or_from_a_later_clock_is_not_used(tmp_path, quick):
-    now_ms, directory = time.time_ns() // 1_000_000, Directory()
+    now_ms = time.time_ns() // 1_000_000
     for line, ms in ((1, now_ms - 60_000), (2, now_ms + 3_600_000)):
         (tmp_path / f"stackdump_rank0_{ms}.txt").write_text(DUMP.format(line))
-    collector = Collector(directory, tmp_path)
-    assert collected(collector, directory, RANK).stacks == {}
+    collector = made(tmp_path)
+    assert collected(collector, RANK).stacks == {}
     collector.clear()
     collector._began_at = -1e9
     collector.poll((RANK,))
     time.sleep(0.01)
     own = tmp_path / f"stackdump_rank0_{time.time_ns() // 1_000_000}.txt"
     own.write_text(DUMP.format(3))
-    found = collected(collector, directory, RANK)
+    found = collected(collector, RANK)
     assert [frame.line for frame in found.stacks[0].threads[0].frames] == [3]
-    assert directory.close(20)
 
 
 def test_only_ranks_with_a_pulse_are_dumped_and_a_place_only_once(tmp_path, quick):
     """A rank without a pulse has not installed the handler: SIGUSR1 would end it."""
-    silent, directory = RankEvidence(1, os.getpid(), "S", 0, "", 9.0), Directory()
-    collector = Collector(directory, tmp_path)
+    silent = RankEvidence(1, os.getpid(), "S", 0, "", 9.0)
+    collector = made(tmp_path)
     collector.poll((RANK, silent))
     assert collector.wants_dump == {0}
     collector.wants_dump = frozenset()
-    collected(collector, directory, RANK, silent)
+    collected(collector, RANK, silent)
     for state in "DSRD":
         collector.poll((RankEvidence(0, os.getpid(), state, 5, "forward", 9.0), silent))
     assert not collector.wants_dump
     assert collector.complete is not None
-    assert directory.close(20)
 
 
 def test_processes_are_sampled_again_while_a_stall_lasts_and_nobody_is_dumped_again(
@@ -87,12 +85,12 @@ def test_processes_are_sampled_again_while_a_stall_lasts_and_nobody_is_dumped_ag
 ):
     """The rank is stopped at first, and is resumed without a change of its pulse."""
     monkeypatch.setattr(evidence, "AGAIN_S", 0.0)
-    child, directory = subprocess.Popen(["sleep", "60"]), Directory()
+    child = subprocess.Popen(["sleep", "60"])
     try:
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        ill, collector = replace(RANK, pid=child.pid), Collector(directory, tmp_path)
-        assert collected(collector, directory, ill).is_abnormal(0)
+        ill, collector = replace(RANK, pid=child.pid), made(tmp_path)
+        assert collected(collector, ill).is_abnormal(0)
         collector.wants_dump = frozenset()
         child.send_signal(signal.SIGCONT)
         deadline = time.monotonic() + 30
@@ -104,4 +102,3 @@ def test_processes_are_sampled_again_while_a_stall_lasts_and_nobody_is_dumped_ag
     finally:
         child.kill()
         child.wait()
-    assert directory.close(20)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from console.sources import liveness, oom_counts, process
+from console.sources import liveness, oom_counts, process, procfs
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import rundir
 
@@ -86,8 +88,8 @@ def test_the_nearest_cgroup_that_counts_tells_a_kill_for_memory(tmp_path, monkey
     inner, mounts, host = tmp_path / own.strip("/"), tmp_path / "mounts", tmp_path / "vmstat"
     mounts.write_text(f"proc /proc proc rw 0 0\ncgroup2 {tmp_path} cgroup2 rw 0 0\n")
     host.write_text("oom_kill 5\n")
-    monkeypatch.setattr(oom_counts, "MOUNTS", str(mounts))
-    monkeypatch.setattr(oom_counts, "VMSTAT", host)
+    monkeypatch.setattr(procfs, "MOUNTS", str(mounts))
+    monkeypatch.setattr(oom_counts, "VMSTAT", str(host))
     inner.mkdir(parents=True, exist_ok=True)
     alone = oom_counts.snapshot()
     assert (alone.cgroup, alone.host, alone.path) == (None, 5, "")
@@ -100,3 +102,36 @@ def test_the_nearest_cgroup_that_counts_tells_a_kill_for_memory(tmp_path, monkey
     counts.write_text("low 0\noom 1\noom_kill 1\n")
     found = oom_counts.since(before)
     assert (found.here, found.words()) == (True, "cgroup oom_kill 0 → 1")
+
+
+def test_a_torchrun_that_rejects_its_command_line_is_quoted(begin, tmp_path):
+    module = tmp_path / "torch" / "distributed" / "run.py"
+    module.parent.mkdir(parents=True)
+    for folder in module.parents[:2]:
+        (folder / "__init__.py").touch()
+    module.write_text("import argparse\nargparse.ArgumentParser('torchrun').parse_args()\n")
+    started = begin(phase("one", "member.py", 5), shell={"PYTHONPATH": str(tmp_path)})
+    started.wait_end()
+    assert started.state()["state"] == "crashed"
+    why = started.state()["why"]
+    assert why.startswith("torchrun started no rank: torchrun: error: unrecognized arguments")
+
+
+def test_torchrun_before_torch_2_12_gets_no_shutdown_timeout(tmp_path):
+    """It rejects the option: with torch 2.11 no launch could start."""
+    program = (
+        "from pathlib import Path\nfrom console.supervisor.launch_spec import argv\n"
+        "from trainers.contract.plan import Phase\n"
+        "print(argv(Phase(name='one', module='trainers.ddp'), 5.0, Path('logs')))"
+    )
+    for version, expected in (("2.11.0", False), ("2.12.0a0+git1", True), ("3.0", True)):
+        folder = tmp_path / version / f"torch-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+            cwd=PROGRAMS.parents[1], env=os.environ | {"PYTHONPATH": str(folder.parent)},
+        )  # fmt: skip
+        assert ("--shutdown-timeout" in done.stdout) is expected, version

@@ -30,7 +30,7 @@ def test_a_new_owner_has_a_new_token_and_its_supervisor_keeps_it(tmp_path):
     for name in ("a" * 300, "b"):
         lock.claim(fd, name, "ann")
         tokens.append(rundir.lock_token(tmp_path))
-        assert lock.take_over(fd) == tokens[-1] == rundir.lock_token(tmp_path)
+        assert lock.LaunchLock(tmp_path, fd).token == tokens[-1] == rundir.lock_token(tmp_path)
         held = rundir.read_json(tmp_path / rundir.LOCK)
         assert (held["launch"], held["user"], held["pid"]) == (name, "ann", os.getpid())
     assert len(set(tokens)) == 2

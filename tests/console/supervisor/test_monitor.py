@@ -24,58 +24,14 @@ WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
 SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None, env={})
 
 
-@pytest.mark.decision("act-on-stall", "lie")
-@pytest.mark.parametrize("late", [True, False])
-def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, monkeypatch, late):
-    """Pulses and records that stand still may be copies: the ranks themselves may step on."""
-    events, second, directory = [], 0, Directory()
-    (tmp_path / rundir.VERDICTS).mkdir()
-
-    def event(kind, text, level="info", **more):
-        events.append((kind, more.get("alert", more.get("rule", "")), text))
-        return {}
-
-    def looks(first: int, step: int) -> None:
-        nonlocal second
-        for second in range(first, first + 60):
-            still = float(second - first)
-            seen = tuple(
-                RankEvidence(rank, 100, "S", step, "forward", still, records_s=still)
-                for rank in (0, 1)
-            )
-            dog.poll(SAMPLE, seen, ending="", halting=False, unread="")
-
-    clock = SimpleNamespace(monotonic=lambda: second, time=time.time)
-    monkeypatch.setattr(monitor, "time", clock)
-    context = SimpleNamespace(
-        watch=WATCH, phase=Phase("one"), actions={"stall": "restart"}, path=tmp_path,
-        reducer=Reducer(Series(keeps=False), Summary(2, 1, 0)),
-        observers=SimpleNamespace(
-            alerts=Alerts(event, directory), run=lambda name, look, otherwise: look()
-        ),
-        services=SimpleNamespace(directory=directory),
-    )  # fmt: skip
-    run = SimpleNamespace(event=event, publish=lambda: None, settings={})
-    dog = Monitor(context, run, dict, late)
-    looks(1000, step=50)
-    directory.close()
-    assert [change.action for change in dog.pop_actions()] == ([] if late else ["restart"])
-    withheld = [text for kind, name, text in events if name == "stall-withheld"]
-    assert ["rank 0 has not changed since the supervisor started" in text for text in withheld] == (
-        [True] if late else []
-    )
-    looks(2000, step=51)
-    assert [change.action for change in dog.pop_actions()] == ["restart"]
-
-
 class Stage:
     """A monitor of two ranks, with the events that it sends."""
 
-    def __init__(self, path, settings=None):
+    def __init__(self, path, settings=None, late=False, actions=None):
         self.events, self.directory, self.path = [], Directory(), path / "run"
         (self.path / rundir.VERDICTS).mkdir(parents=True)
         self.context = SimpleNamespace(
-            watch=WATCH, phase=Phase("one"), actions={}, path=self.path,
+            watch=WATCH, phase=Phase("one"), actions=actions or {}, path=self.path,
             reducer=Reducer(Series(keeps=False), Summary(2, 1, 0)),
             observers=SimpleNamespace(
                 alerts=Alerts(self.event, self.directory),
@@ -84,7 +40,7 @@ class Stage:
             services=SimpleNamespace(directory=self.directory),
         )  # fmt: skip
         run = SimpleNamespace(event=self.event, publish=lambda: None, settings=settings or {})
-        self.dog = Monitor(self.context, run, dict)
+        self.dog = Monitor(self.context, run, dict, late)
 
     def event(self, kind, text, level="info", **more):
         self.events.append((kind, level, text))
@@ -102,6 +58,28 @@ class Stage:
         self.directory.close()
         paths = sorted((self.path / rundir.VERDICTS).iterdir(), key=lambda path: int(path.stem))
         return [(rundir.read_json(path) or {}).get("end", "none") for path in paths]
+
+
+@pytest.mark.decision("act-on-stall", "lie")
+@pytest.mark.parametrize("late", [True, False])
+def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, monkeypatch, late):
+    """Pulses and records that stand still may be copies: the ranks themselves may step on."""
+    stage, second = Stage(tmp_path, late=late, actions={"stall": "restart"}), 0
+    clock = SimpleNamespace(monotonic=lambda: second, time=time.time)
+    monkeypatch.setattr(monitor, "time", clock)
+
+    def actions(first: int, step: int) -> list[str]:
+        nonlocal second
+        for second in range(first, first + 60):
+            stage.poll(float(second - first), step=step, phases=("forward", "forward"))
+        return [change.action for change in stage.dog.pop_actions()]
+
+    assert actions(1000, step=50) == ([] if late else ["restart"])
+    texts = [text for kind, _, text in stage.events if kind == "alert"]
+    unseen = [text for text in texts if "rank 0 has not changed since the supervisor" in text]
+    assert len(unseen) == late
+    assert actions(2000, step=51) == ["restart"]
+    stage.directory.close()
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from console.sources import liveness, process
 from console.sources.run import RunSource
 from console.supervisor import link as links
 from console.supervisor import owner as owner_module
-from console.supervisor.child_state import ChildState
-from console.supervisor.link import Channel, Link
+from console.supervisor.link import Channel
 from console.supervisor.run import REPLACED
 from tests import broken
 from tests.launches import STUB, Started, phase
@@ -265,11 +264,3 @@ def test_the_last_messages_of_a_child_are_handled_whatever_their_size():
         pass
     sizes = {name: json.loads(data)["size"] for name, data in owner._state.documents.items()}
     assert sizes == {"small": 2, "large": 120_000}
-
-
-def test_a_signal_that_came_just_before_the_fork_is_handled_once():
-    """The owner sends each signal that it had not counted as sent when it forked."""
-    ours, _ = socket.socketpair()
-    term, interrupt = int(signal.SIGTERM), int(signal.SIGINT)
-    state = ChildState(identity={}, signals=[term, interrupt], forwarded=1)
-    assert Link(Channel(ours), state).state.signals == [term]

@@ -6,13 +6,11 @@ import gzip
 import json
 import os
 import shutil
-import threading
-import time
 
 import pytest
 
 from console.sources.run_records import Reads, RunRecords
-from console.supervisor.rotation import Parts
+from console.supervisor.rotation import divide
 from console.supervisor.rundir_io import Directory
 from tests.mounts import tmpfs
 from trainers.contract import jsonl, rundir
@@ -28,19 +26,10 @@ def sample(number: int) -> dict[str, object]:
 def fill(path, count: int = COUNT) -> None:
     """Writes records as a supervisor does, and looks at the parts between them."""
     directory = Directory()
-    parts = Parts(directory, path, PART_BYTES)
     for number in range(count):
         directory.put(path, jsonl.encode(sample(number)))
         if number % 100 == 99:
-            directory.call(parts.poll)
-    drained = threading.Event()
-    directory.call(drained.set)
-    assert drained.wait(60)
-    until = time.monotonic() + 20
-    while any(p.suffix != rundir.GZIP for _, p in rundir.parts(path)):
-        assert time.monotonic() < until
-        directory.call(parts.poll)
-        time.sleep(0.02)
+            directory.call(lambda: divide(directory, path, PART_BYTES))
     assert directory.close()
     assert not directory.replaced
 
@@ -126,11 +115,8 @@ def test_a_full_disk_leaves_the_plain_part(tmp_path):
         filler = mount / "filler"
         filler.write_bytes(bytes((room.f_bavail - 2) * room.f_frsize))
         directory = Directory()
-        parts = Parts(directory, path, PART_BYTES)
-        directory.call(parts.poll)
+        divide(directory, path, PART_BYTES)
         assert directory.close()
-        assert parts._thread is not None
-        parts._thread.join(20)
         ((_, part),) = rundir.parts(path)
         assert part.read_bytes() == data
         assert sorted(os.listdir(mount)) == ["filler", part.name]
@@ -144,11 +130,8 @@ def test_a_fifo_is_no_part_and_no_link_is_written_through(tmp_path):
     second.write_bytes(b"x" * PART_BYTES)
     (tmp_path / f".{second.name}{rundir.GZIP}.tmp").symlink_to(victim)
     directory = Directory()
-    parts = Parts(directory, path, PART_BYTES)
-    directory.call(parts.poll)
+    divide(directory, path, PART_BYTES)
     assert directory.close()
-    assert parts._thread is not None
-    parts._thread.join(20)
     assert victim.read_bytes() == b"untouched"
     assert gzip.decompress(rundir.parts(path)[1][1].read_bytes()) == b"x" * PART_BYTES
     assert sorted(os.listdir(tmp_path)) == [first.name, f"{second.name}{rundir.GZIP}", "victim"]

@@ -118,7 +118,8 @@ def test_a_rank_that_fails_after_torchrun_has_exited_ends_the_others_and_a_new_a
     assert started.wait_end(20)["phases"][0]["state"] == "stopped"
 
 
-def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin):
+def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])  # also for the second phase
     started = begin(phase("one", "member.py", 250), phase("two", "member.py", 5), shell=STUB)
     started.wait_steps(3)
     with pytest.raises(RefusedError, match="has a supervisor"):
@@ -223,12 +224,6 @@ def waiting(begin, backoff_s: float, attempts: int = 2):
     )  # fmt: skip
     started.wait_state("restarting")
     return started
-
-
-def test_a_program_that_always_fails_is_given_up(begin):
-    looping = waiting(begin, 0.1)
-    assert "not restarted" in looping.wait_end(90)["why"]
-    assert looping.state()["state"] == "crashed"
 
 
 def test_a_halt_ends_the_wait_for_the_next_attempt(begin):

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -18,12 +17,6 @@ from tests.mounts import tmpfs
 from trainers.contract import rundir
 
 LIMIT = 1 << 16
-WRITER = """
-import os, sys
-fd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-for n in range(int(sys.argv[2])):
-    os.write(fd, b"line %08d %s\\n" % (n, b"x" * 80))
-"""
 
 
 @pytest.fixture
@@ -75,25 +68,6 @@ def test_one_former_part_is_kept_and_of_a_much_longer_log_its_end(run):
     assert rundir.rotated_log(log).stat().st_size == 2 * LIMIT
     assert lines_of(rundir.rotated_log(log))[-1] == 7999
     assert sorted(os.listdir(log.parent)) == ["torchrun.log", "torchrun.log.1"]
-
-
-def test_a_writer_that_never_pauses_loses_lines_only_at_a_cut(run):
-    log, count = rundir.rank_log(run, 1, 0), 200_000
-    rotates = Rotation(rundir.logs(run, 1), 1 << 20, reserve_bytes=0)
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(log), str(count)])
-    seen: set[int] = set()
-    said: list[str] = []
-    while writer.poll() is None:
-        if new := rotates.poll():
-            said.append(new)
-            seen |= set(lines_of(rundir.rotated_log(log)))
-        time.sleep(0.001)
-    seen |= set(lines_of(log))
-    gaps = sum(n - 1 in seen and n not in seen for n in range(count))
-    assert len(said) > 3
-    assert gaps <= 2 * len(said), "lines are lost only where the log was cut or too long"
-    assert len(seen) > count // 2
-    assert not log.read_bytes().startswith(b"\0"), "the writer appends, so there is no hole"
 
 
 def test_what_is_written_during_the_copy_is_copied_too(run, monkeypatch):

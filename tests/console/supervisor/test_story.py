@@ -7,6 +7,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from console.diagnose.causes import diagnose
 from console.diagnose.rules import HALTING
 from console.diagnose.stall import (
     RankEvidence,
@@ -15,7 +16,6 @@ from console.diagnose.stall import (
     why_unconfirmed,
     with_records,
 )
-from console.diagnose.verdict import diagnose
 from console.diagnose.watchdog import Watchdog
 from console.plans import gates
 from console.sources.reducer import NO_RECORDS

@@ -25,6 +25,7 @@ from console.model import (
 )
 from console.sources.series import Series
 from console.tui.app import ConsoleApp
+from console.tui.operator import Operator
 from console.tui.terminal import Terminal
 from trainers.contract.errors import RefusedError
 
@@ -227,10 +228,11 @@ def app_on(
     """Returns the app on recorded states; without one there is no run."""
     source = Recorded(*states, run=run) if states else None
     actions = actions or Asked()
-    return ConsoleApp(
-        Path("/nowhere") if states else None, "cpu_smoke", root or Path("/nowhere/artifacts"),
-        Terminal(), actions, actions.request, opener=lambda path: source or Recorded(running()),
-    )  # fmt: skip
+    path, root = Path("/nowhere") if states else None, root or Path("/nowhere/artifacts")
+    app = ConsoleApp(path, "cpu_smoke", root, Terminal())
+    app.operator = Operator(app, actions.request, actions)
+    app.feed._open = lambda _: source or Recorded(running())
+    return app
 
 
 def drive(

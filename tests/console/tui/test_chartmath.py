@@ -25,14 +25,6 @@ def test_the_window_holds_now_and_is_at_least_three_quarters_full_once_it_jumped
         assert shown >= 0.75 * span - 1e-6
 
 
-@given(st.floats(0, 1e5), spans)
-def test_the_window_jumps_by_a_quarter_and_otherwise_stands(past, span):
-    before = chartmath.window_start(0.0, past, span)
-    after = chartmath.window_start(0.0, past + 1.0, span)
-    jump = after - before
-    assert math.isclose(jump, 0.0, abs_tol=1e-6) or math.isclose(jump, span / 4, rel_tol=1e-6)
-
-
 @given(st.lists(st.tuples(st.floats(0, 600), reals), max_size=200), st.integers(1, 120))
 @example([(600.0, 0.0)], 55)
 def test_bins_hold_every_point_and_nothing_else(points, count):

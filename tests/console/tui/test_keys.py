@@ -10,11 +10,11 @@ from console.tui.app import ConsoleApp
 from console.tui.operator import Operator
 from console.tui.rows import text_of, width_of
 from console.tui.screens.dashboard import Dashboard
-from console.tui.screens.help import help_rows
 from console.tui.screens.launch import Launch
 from console.tui.screens.logs import LogView
 from console.tui.screens.stall import Stall
-from console.tui.widgets.footer import footer_row
+from console.tui.widgets.bars import footer_row
+from console.tui.widgets.keylist import help_rows
 
 CLASSES = {"dashboard": Dashboard, "launch": Launch, "stall": Stall, "logs": LogView}
 TAKEN_BY_TERMINALS = {"ctrl+a", "ctrl+b", "ctrl+s", "ctrl+q", "ctrl+z"}

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from console.tui import background
 from console.tui.confirmations import CannotAsk
-from console.tui.feed import Feed, ScreenData
 from tests.console.tui import recorded
 from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, until
 from tests.terminal import Terminal
@@ -87,33 +83,6 @@ def test_a_launch_that_takes_long_is_told_and_no_second_one_is_asked_about(tmp_p
         assert len(asked.launched) == 1
 
     drive(app, body)
-
-
-def test_after_a_launch_nothing_is_asked_before_it_has_been_read(tmp_path):
-    app = app_on(root=tmp_path, actions=Slow())
-
-    async def body(pilot):
-        await until(pilot, lambda: "✓ python" in picture(app), 20)
-        app.feed.stop()
-        app.feed.follow(Path("/nowhere/launched"))
-        await pilot.press("L")
-        await until(pilot, lambda: "the new launch is not read yet" in picture(app))
-        app.take(ScreenData(time.monotonic(), time.time()))
-        await pilot.press("L")
-        await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
-
-    drive(app, body)
-
-
-def test_a_read_that_fails_after_a_launch_is_that_of_the_old_run():
-    def opener(path):
-        feed.follow(Path("/nowhere/launched"))
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    feed = Feed(lambda _: None, lambda *_: (), Path("/nowhere/old"), Path("/nowhere"), opener)
-    snapshot = feed._take_or_say()
-    assert snapshot.trouble == "/nowhere/old cannot be read: Input/output error"
-    assert snapshot.at < feed.followed_at
 
 
 @pytest.mark.parametrize(("key", "ok"), [("H", True), ("D", False)])

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from console.model import LogLine
-from console.tui.widgets.logtail import BACKLOG
+from console.tui.widgets.loglines import BACKLOG
 from tests.console.tui import recorded
 from tests.console.tui.recorded import app_on, drive, lines, picture, until
 

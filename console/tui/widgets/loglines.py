@@ -1,15 +1,13 @@
-"""The buffer of log lines (`LogBook`), and the panel that shows the newest lines."""
+"""The buffer of log lines (`LogBook`), and the rows of its newest lines."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from itertools import islice
 
 from console.model import LogLine
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, chop, fill, labelled, rule
-from console.tui.widgets.lines import Panel
 
 SOURCE_WIDTH = 5
 BACKLOG = 20_000
@@ -54,17 +52,10 @@ class LogBook:
         self.total += len(snapshot.log)
 
 
-class LogTail(Panel):
-    """The newest lines, at the bottom of the Dashboard."""
-
-    def __init__(self, book: LogBook, id: str):
-        super().__init__(id=id)
-        self.book = book
-
-    def rows(self, snapshot: ScreenData, width: int, height: int) -> Sequence[Row]:
-        rows = [rule("log", width, "4 all lines")]
-        held = self.book.lines
-        if not held:
-            rows.append((("no log lines yet", "dim"),))
-        newest = islice(held, max(0, len(held) - height + 1), None)
-        return rows + [row for _, line in newest for row in log_rows(line, width, 1)]
+def newest_rows(book: LogBook, width: int, height: int) -> list[Row]:
+    """Returns a heading and the newest lines."""
+    rows = [rule("log", width, "4 all lines")]
+    if not book.lines:
+        rows.append((("no log lines yet", "dim"),))
+    newest = islice(book.lines, max(0, len(book.lines) - height + 1), None)
+    return rows + [row for _, line in newest for row in log_rows(line, width, 1)]

@@ -1,0 +1,108 @@
+"""Reads files of the kernel about processes and cgroups; no function raises an error.
+
+No read can block, because descriptors are resolved with readlink. A stat of a descriptor would ask
+its file system, which may hang.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from console.sources.sanitize import clean
+
+SMALL_BYTES, TABLE_BYTES = 1 << 12, 1 << 18
+"""Most bytes that are read of a file about one process, and of a table of the host."""
+MAX_PATH_CHARS, MAX_NAME_CHARS, MAX_DEPTH = 300, 64, 32
+MOUNTS = "/proc/self/mounts"
+_FIELDS = (11, 12, 19, 21, 49)
+
+
+class Stat(NamedTuple):
+    """Fields of a stat file; `wait_status` is 0 until the process has ended."""
+
+    name: str
+    state: str
+    cpu_ticks: int
+    start_ticks: int
+    resident_pages: int
+    wait_status: int
+
+
+def read_text(path: str, limit: int = SMALL_BYTES) -> str:
+    """Returns at most `limit` bytes of a file of the kernel as text, "" if not available."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(limit).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def numbers_in(folder: str) -> list[int]:
+    """Returns the names in a directory of /proc that are numbers, [] if not available."""
+    try:
+        return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
+    except OSError:
+        return []
+
+
+def number_after(text: str, key: str) -> int | None:
+    """Returns the number in the line "key: number", or None if there is no such line."""
+    found = re.search(rf"^{key}:?[ \t]+([0-9]{{1,19}})\b", text, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def link_of(pid: int, name: str, proc: str = "/proc") -> str:
+    """Returns the target of a link in /proc/PID, for example a path or "socket:[N]", or ""."""
+    try:
+        return clean(str(Path(f"{proc}/{pid}/{name}").readlink()), MAX_PATH_CHARS)
+    except OSError:
+        return ""
+
+
+def stat(folder: str) -> Stat | None:
+    """Returns the fields of the stat file in a folder of /proc, None for a reaped process."""
+    return parse_stat(read_text(f"{folder}/stat"))
+
+
+def parse_stat(text: str) -> Stat | None:
+    """Returns the fields of a stat file; a name may contain parentheses, spaces and newlines."""
+    head, _, tail = text.rpartition(")")
+    name, fields = head.partition("(")[2], tail.split()
+    try:
+        user, system, *others = (int(fields[at]) for at in _FIELDS)
+    except (IndexError, ValueError):
+        return None
+    state = clean(fields[0])
+    whole = Stat(clean(name, MAX_NAME_CHARS), state, user + system, *others)
+    return whole if len(state) == 1 else None
+
+
+def children(pid: int, threads: Iterable[int] | None = None) -> list[int]:
+    """Returns the direct children of a process, or only those of some of its `threads`."""
+    threads = numbers_in(f"/proc/{pid}/task") if threads is None else threads
+    texts = (read_text(f"/proc/{pid}/task/{each}/children", TABLE_BYTES) for each in threads)
+    return [int(child) for text in texts for child in text.split() if child.isdecimal()]
+
+
+def cgroup_folders(pid: int | str, controller: str = "") -> list[str]:
+    """Returns the directories of a process's cgroup and of its parents, the outermost first.
+
+    Without a controller it is the cgroup of version 2. In a container the mount may begin at a
+    parent of the cgroup, while the path of the cgroup does not.
+    """
+    lines = (line.split(":", 2) for line in read_text(f"/proc/{pid}/cgroup").splitlines())
+    place = next((x[2] for x in lines if len(x) == 3 and controller in x[1].split(",")), "..")
+    mounts = (line.split(" ") for line in read_text(MOUNTS, TABLE_BYTES).splitlines())
+    kind, option = ("cgroup", controller) if controller else ("cgroup2", "")
+    tops = (
+        each[1] for each in mounts
+        if len(each) > 3 and each[2] == kind and option in ("", *each[3].split(","))
+    )  # fmt: skip
+    top, parts = next(tops, ""), [part for part in place.split("/") if part][:MAX_DEPTH]
+    if not top or ".." in parts:
+        return []
+    return ["/".join((top, *parts[:depth])) for depth in range(len(parts) + 1)]
