@@ -79,7 +79,7 @@ class TruthHistory:
         self._added = 0
         self._slow: tuple[float, str] | None = None
         self._slow_at, self._slow_mono, self._mono = 0, -math.inf, 0.0
-        self._usual: dict[str, float] = {}
+        self._usual: dict[int, dict[str, float]] = {}
         self._usual_at, self._usual_step_s = 0, 0.0
         self._busy_step: int | None = None
         self._samples: list[tuple[float, float | None]] = []
@@ -213,11 +213,13 @@ class TruthHistory:
             return 1.0, ""
         parts = {phase: _compared(steps, rank, phase) for phase in phases}
         phase = max(parts, key=lambda name: parts[name][0] - parts[name][1])
+        mine_s, theirs_s = _compared(steps, rank, "backward")
+        waits = "; the others wait for it in backward" if theirs_s - mine_s >= excess_s / 2 else ""
         who = self._in_words([r for r in sorted(usual) if usual[r] >= SLOWER * usual_s] or [rank])
         text = (
             f"{who} takes {ratio:.1f} times as long as the other ranks in {' and '.join(phases)}, "
             f"mostly in {phase} ({parts[phase][0]:.3g} s against {parts[phase][1]:.3g} s, median "
-            f"of {len(steps)} records); compare clocks, temperature, CPU load and data"
+            f"of {len(steps)} records){waits}; compare clocks, temperature, CPU load and data"
         )
         return ratio if bound >= SURELY else bound, text
 
@@ -227,27 +229,33 @@ class TruthHistory:
             return
         steps, self._usual_at = self._complete(), self._added
         if len(steps) >= WINDOW:
-            self._usual = _longest(steps)
+            self._usual = {rank: _medians(steps, rank) for rank in self._newest}
             self._usual_step_s = median(found[min(found)].step_s or 0.0 for found in steps)
 
     def slower(self) -> str:
-        """Returns a text on the phase that takes longer than before, or "".
-
-        In backward a rank also waits for slower ranks, so other phases come first.
-        """
+        """Returns a text on the ranks that are slower than before and on their phase, or ""."""
         steps = self._complete()[-LEAST:]
-        if len(steps) < LEAST:
+        if len(steps) < LEAST or self._usual.keys() != self._newest.keys():
             return ""
-        now, least_s = _longest(steps), MATERIAL * self._usual_step_s
-        found = [
-            (phase != "backward", now[phase] - old, phase) for phase, old in self._usual.items()
-            if now[phase] >= SLOWER * old > 0 and now[phase] - old >= least_s
-        ]  # fmt: skip
+        now = {rank: _medians(steps, rank) for rank in self._newest}
+        found: list[tuple[bool, float, str, dict[int, float]]] = []
+        for phase in TIMED_PHASES:
+            pairs = {rank: (self._usual[rank][phase], now[rank][phase]) for rank in now}
+            growth_s = max(new - old for old, new in pairs.values())
+            ratios = {
+                rank: new / old for rank, (old, new) in pairs.items()
+                if new > old > 0 and new - old >= growth_s / 2
+            }  # fmt: skip
+            material = growth_s >= MATERIAL * self._usual_step_s
+            if material and max(ratios.values(), default=0.0) >= SLOWER:
+                # In backward a rank also waits for slower ranks, so other phases come first.
+                found.append((phase != "backward", growth_s, phase, ratios))
         if not found:
             return ""
-        *_, phase = max(found)
-        ratio = now[phase] / self._usual[phase]
-        return f"; {phase} takes {ratio:.1f} times as long as before on the slowest rank"
+        _, _, phase, ratios = max(found, key=lambda each: each[:2])
+        everyone = len(ratios) == len(self._newest) > 1
+        who = "all ranks take" if everyone else f"{self._in_words(sorted(ratios))} takes"
+        return f"; {who} {median(ratios.values()):.1f} times as long as before in {phase}"
 
     def _in_words(self, ranks: Sequence[int]) -> str:
         """Returns the names of ranks, or the name of a host if these are all ranks of that host."""
@@ -302,12 +310,9 @@ def spent(progress: Progress, phases: Sequence[str]) -> float:
     return math.fsum(s for s in times if s is not None and SHORTEST_S <= s <= LONGEST_STEP_S)
 
 
-def _longest(steps: Sequence[dict[int, Progress]]) -> dict[str, float]:
-    """Returns for each phase the median seconds of the rank that takes longest."""
-    return {
-        phase: max(median(spent(found[rank], (phase,)) for found in steps) for rank in steps[0])
-        for phase in TIMED_PHASES
-    }
+def _medians(steps: Sequence[dict[int, Progress]], rank: int) -> dict[str, float]:
+    """Returns the median seconds of a rank in each phase."""
+    return {p: median(spent(found[rank], (p,)) for found in steps) for p in TIMED_PHASES}
 
 
 def _compared(

@@ -23,8 +23,10 @@ from console.sources.reducer import MAX_ATTEMPT, Events, LatestRecords, Reducer
 from console.sources.sanitize import clean
 from console.sources.series import PACE_WINDOW, SPANS_S, STEP_WINDOW, Span, Thinner
 from console.sources.summary import GpuTotals
-from trainers.contract import VERSION, heartbeat, jsonl, rundir
+from trainers.contract import heartbeat, jsonl, rundir
 
+VERSION = 2
+"""The format of snapshot.json; a reader without a snapshot of its version reads the files."""
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
 """The largest size of a snapshot; for more than 16 ranks, the largest size for each rank."""
 HISTORY_BYTES = 4 << 20
