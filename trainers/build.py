@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from nsa.model import Transformer
-from trainers import changes, checkpoint, drills, facts, initial_weights, manifest, optim, precision
+from trainers import changes, checkpoint, drills, initial_weights, inventory, manifest, optim
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
-from trainers.contract import jsonl, rundir
+from trainers.contract import jsonl
 from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CheckpointError
@@ -24,7 +24,7 @@ from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.manifest import Manifest
 from trainers.parallel import Single, make_strategy
 from trainers.phases import Phases
-from trainers.precision import LossScale
+from trainers.precision import LossScale, allow_tf32, peak_flops, weights_dtype
 from trainers.profiling import Profiler
 from trainers.refusals import recomputed
 from trainers.report import Report
@@ -37,67 +37,43 @@ PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export
 """Settings that are paths, which may differ between hosts."""
 
 
-@dataclass(slots=True)
 class Training:
-    """The parts of a training that a step uses."""
+    """The parts of a training that a step uses; restores a checkpoint if the settings name one."""
 
-    settings: Settings
-    member: Member
-    report: Report
-    parallel: Single
-    plain: Transformer
-    model: nn.Module
-    optimizer: torch.optim.AdamW
-    loss_scale: LossScale
-    loader: Loader
-    held_out: list[Batch]
-    phases: Phases
-    reduction: StepReduction
-    guard: Guard
-    spikes: Spikes
-    saver: Saver
-    profiler: Profiler
-    first_step: int
-
-
-def build(settings: Settings, member: Member, report: Report) -> Training:
-    """Returns the parts of a training; restores a checkpoint if the settings name one."""
-    train, parallel = settings.train, make_strategy(settings, member)
-    refuse_other_settings(settings, parallel)
-    source = open_on_all_ranks(settings, member.run, parallel)
-    precision.allow_tf32(train.tf32)
-    if parallel.device.type == "cpu":
-        keep_freed_memory()
-    plain, model = make_model(settings, parallel)
-    optimizer = optim.build(plain, settings.optim)
-    loss_scale = LossScale(settings.scaler, train.precision == "fp16", parallel.device)
-    random_bytes = settings.data.source == "synthetic"
-    chance_nats = math.log(settings.model.vocab_size) if random_bytes else 0.0
-    guard = Guard(train.max_nonfinite_steps, chance_nats)
-    spikes = Spikes(settings.optim.skip_spikes_sigma, parallel.device)
-    parts = Parts(parallel, model, optimizer, loss_scale, spikes)
-    resumed = resume(settings, member, report, parts, source.fingerprint)
-    drills.arm(settings, member, report, plain, source)
-    name = facts.device_name(parallel.device)
-    report.write_environment(
-        facts.collect(parallel, plain, source, settings),
-        precision.peak_flops(name, train.precision),
-    )
-    on_cuda = parallel.device.type == "cuda"
-    return Training(
-        settings, member, report, parallel, plain, model, optimizer, loss_scale,
-        Loader(source, settings, parallel.rank, parallel.world, parallel.device, resumed),
-        draw_held_out(settings, member.run, parallel),
-        Phases(member.pulse, torch.cuda if on_cuda else None, settings.report.nvtx),
-        StepReduction(parallel.reduce, parallel.device), guard,
-        spikes,
-        Saver(member.run, parts, settings.checkpoint, member.home.is_there),
-        Profiler(
-            member, report, settings.report, on_cuda,
-            Inventory(member, parallel, plain, optimizer, settings.report.memory_every),
-        ),
-        report.steps_done + 1,
-    )  # fmt: skip
+    def __init__(self, settings: Settings, member: Member, report: Report):
+        self.settings, self.member, self.report = settings, member, report
+        self.parallel = parallel = make_strategy(settings, member)
+        refuse_other_settings(settings, parallel)
+        train, device, run = settings.train, parallel.device, member.run
+        on_cuda = device.type == "cuda"
+        source = open_on_all_ranks(settings, run, parallel)
+        allow_tf32(train.tf32)
+        if not on_cuda:
+            keep_freed_memory()
+        self.plain, self.model = make_model(settings, parallel)
+        self.optimizer = optim.build(self.plain, settings.optim)
+        self.loss_scale = LossScale(settings.scaler, train.precision == "fp16", device)
+        self.spikes = Spikes(settings.optim.skip_spikes_sigma, device)
+        random_bytes = settings.data.source == "synthetic"
+        chance_nats = math.log(settings.model.vocab_size) if random_bytes else 0.0
+        self.guard = Guard(train.max_nonfinite_steps, chance_nats)
+        parts = Parts(parallel, self.plain, self.optimizer, self.loss_scale, self.spikes)
+        resumed = resume(settings, member, report, parts, source.fingerprint)
+        self.first_step = report.steps_done + 1
+        drills.arm(settings, member, report, self.plain, source)
+        report.write_environment(
+            inventory.collect(parallel, self.plain, source, settings),
+            peak_flops(inventory.device_name(device), train.precision),
+        )
+        self.loader = Loader(source, settings, parallel.rank, parallel.world, device, resumed)
+        self.held_out = draw_held_out(settings, run, parallel)
+        cuda = torch.cuda if on_cuda else None
+        self.phases = Phases(member.pulse, cuda, settings.report.nvtx)
+        self.reduction = StepReduction(parallel.reduce, device)
+        self.saver = Saver(run, parts, settings.checkpoint, member.home.is_there)
+        every = settings.report.memory_every
+        self.inventory = Inventory(member, parallel, self.plain, self.optimizer, every)
+        self.profiler = Profiler(member, report, settings.report)
 
 
 def refuse_other_settings(settings: Settings, parallel: Single) -> None:
@@ -107,7 +83,7 @@ def refuse_other_settings(settings: Settings, parallel: Single) -> None:
     """
     values = ((key, json.dumps(value)) for key, value in flatten(asdict(settings)))
     mine = {key: value for key, value in values if key not in PLACES}
-    first, *others = map(json.loads, parallel.gather_text(json.dumps(mine)))
+    first, *others = map(json.loads, parallel.gather(json.dumps(mine)))
     for rank, theirs in enumerate(others, 1):
         wrong = [key for key in theirs if theirs[key] != first.get(key)]
         text = "; ".join(f"{key} is {theirs[key]} instead of {first.get(key)}" for key in wrong)
@@ -123,7 +99,7 @@ def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Mo
     train = settings.train
     with torch.device("meta"):
         plain = Transformer(settings.model, settings.attention)
-    plain.to(precision.weights_dtype(train.precision))
+    plain.to(weights_dtype(train.precision))
     if not (parallel.name == "ddp" and settings.ddp.disable_gc):
         plain.recompute = recomputed(train.recompute, settings.model.n_layers) or range(0)
     for layer in plain.attention_layers():
@@ -161,17 +137,8 @@ def resume(
     `stream` is the fingerprint of the data. If the data changed and this is allowed, they start
     from the beginning. Raises CheckpointError, and UsageError for a change that is not allowed.
     """
-    unknown, changed = [], set()
-
-    def accept(path: Path, found: Manifest) -> None:
-        before_stream = jsonl.text(found.data, "fingerprint")
-        before = changes.compared(found.settings, found.world, before_stream)
-        now = changes.compared(report.values(), parts.parallel.world, stream)
-        names, groups = changes.refuse(path, before, now, settings.checkpoint.allow_change)
-        unknown.extend(names)
-        changed.update(groups)
-
-    restored = checkpoint.restore(parts, lambda: choose(settings, member), accept)
+    parallel = parts.parallel
+    restored = checkpoint.choose_on_all_ranks(parallel, lambda: choose(settings, member))
     if restored is None:
         if settings.checkpoint.resume:
             report.record_event(
@@ -179,6 +146,12 @@ def resume(
             )
         return None
     path, found, skipped = restored
+    before = changes.compared(
+        found.settings, found.world, jsonl.text(found.data, "fingerprint")
+    )  # fmt: skip
+    now = changes.compared(report.values(), parallel.world, stream)
+    unknown, changed = changes.refuse(path, before, now, settings.checkpoint.allow_change)
+    checkpoint.on_all_ranks(parallel, lambda: checkpoint.load(path, parts))
     for error in skipped:
         report.record_event(
             "checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error)
@@ -203,8 +176,6 @@ def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointErr
     if not named:
         return None
     run = member.run if named == AUTO else Path(named)
-    if manifest.step_of(run) is not None and run.parent.name == rundir.CHECKPOINTS:
-        step, run = manifest.step_of(run) or 0, run.parent.parent
     if named == AUTO and not step and not manifest.newest_first(run):
         return None
     return manifest.choose(run, step)

@@ -37,20 +37,19 @@ def allowed(text: str) -> frozenset[str] | None:
     return named if named <= groups else None
 
 
-def compared(settings: Any, world: int, stream: str) -> dict[str, Any]:
+def compared(settings: Mapping[str, Any], world: int, stream: str) -> dict[str, Any]:
     """Returns the values that belong to `GROUPS`; values that are not available are left out.
 
     `settings` is a mapping of values by key. `stream` is the fingerprint of the data, or "" if no
     fingerprint is available.
     """
-    values = dict(settings) if isinstance(settings, Mapping) else {}
-    found = {key: value for key, value in values.items() if _group(key) and key not in FREE}
-    sizes = [jsonl.integer(values, key) for key in BATCH]
+    found = {key: value for key, value in settings.items() if _group(key) and key not in FREE}
+    sizes = [jsonl.integer(settings, key) for key in BATCH]
     if None not in sizes:
         found[SEQUENCES] = (sizes[0] or 0) * (sizes[1] or 0) * world
-    if "train.min_lr_ratio" in values and "train.steps" in values:
-        end = values.get("train.schedule_steps") or values["train.steps"]
-        found["end of the schedule"] = end if values["train.min_lr_ratio"] != 1 else "none"
+    if "train.min_lr_ratio" in settings and "train.steps" in settings:
+        end = settings.get("train.schedule_steps") or settings["train.steps"]
+        found["end of the schedule"] = end if settings["train.min_lr_ratio"] != 1 else "none"
     return found | ({STREAM: stream} if stream else {})
 
 

@@ -52,21 +52,21 @@ class Parts:
 
     parallel: Single
     model: nn.Module
+    """The model without the wrapper of DDP."""
     optimizer: torch.optim.AdamW
     loss_scale: LossScale
     spikes: Spikes
 
     def state(self) -> State:
         """Returns views of all tensors except the generators, by section and parameter name."""
-        plain = self.parallel.plain(self.model)
-        for p in plain.parameters():
+        for p in self.model.parameters():
             if not self.optimizer.state[p]:
                 self.optimizer.state[p] = optim.empty_state(p)
-        averages = {name: self.optimizer.state[p] for name, p in plain.named_parameters()}
+        averages = {name: self.optimizer.state[p] for name, p in self.model.named_parameters()}
         scale = {"scale": self.loss_scale.scale, "finite_steps": self.loss_scale.finite_steps}
         window = {"norms": self.spikes.norms, "seen": self.spikes.seen}
         return {
-            "model": plain.state_dict(), "optimizer": averages, "loss_scale": scale,
+            "model": self.model.state_dict(), "optimizer": averages, "loss_scale": scale,
             SPIKES: window,
         }  # fmt: skip
 
@@ -88,25 +88,21 @@ def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -
         named = parallel.world > 1 and not isinstance(error, CheckpointException)
         rank = f"rank {parallel.rank}: " if named else ""
         failure, reason = error, f"{rank}{reason_of(error)}"
-    for each in parallel.gather_text(reason):
+    for each in parallel.gather(reason):
         if each:
             raise CheckpointError(f"{what}: {each}" if what else each) from failure
     return results[0]
 
 
-def restore(
-    parts: Parts,
-    choose: Callable[[], tuple[Path, list[CheckpointError]] | None],
-    accept: Callable[[Path, Manifest], None],
+def choose_on_all_ranks(
+    parallel: Single, choose: Callable[[], tuple[Path, list[CheckpointError]] | None]
 ) -> tuple[Path, Manifest, list[CheckpointError]] | None:
-    """Restores, on all ranks, the checkpoint that `choose` returns on rank 0.
+    """Returns, on all ranks, the checkpoint that `choose` returns on rank 0.
 
     Returns three values: the path and the manifest of the checkpoint, and the errors of the
-    checkpoints that rank 0 skipped. Returns None if there is no checkpoint. `accept` may raise an
-    error, which must then occur on all ranks. Raises CheckpointError on all ranks if a rank cannot
-    read the checkpoint, or finds another checkpoint at this path.
+    checkpoints that rank 0 skipped. Returns None if there is no checkpoint. Raises CheckpointError
+    on all ranks if a rank finds no checkpoint, or another one, at this path.
     """
-    parallel = parts.parallel
 
     def decide() -> tuple[str, list[CheckpointError]]:
         chosen = choose() if parallel.rank == 0 else None
@@ -119,14 +115,11 @@ def restore(
         return found
 
     decision, skipped = on_all_ranks(parallel, decide)
-    digest, _, name = parallel.gather_text(decision)[0].partition(" ")
+    digest, _, name = parallel.gather(decision)[0].partition(" ")
     if not name:
         return None
     path = Path(name)
-    found = on_all_ranks(parallel, read)
-    accept(path, found)
-    on_all_ranks(parallel, lambda: load(path, parts))
-    return path, found, skipped
+    return path, on_all_ranks(parallel, read), skipped
 
 
 def load(path: Path, parts: Parts) -> None:
@@ -137,7 +130,7 @@ def load(path: Path, parts: Parts) -> None:
     """
     state = parts.state()
     with _readable(path) as (reader, index):
-        wholes = _use_saved_names(state, parts.parallel.plain(parts.model), index)
+        wholes = _use_saved_names(state, parts.model, index)
         _compare(path, state, index)
         if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
             del state[SPIKES]
@@ -195,7 +188,7 @@ def load_model(path: Path) -> Transformer:
         switches = settings.section(Switches, "attention.", saved, MANIFEST)
         model = Transformer(shape, switches).to(weights_dtype(str(saved.get("train.precision"))))
         model.load_state_dict(load_weights(path))
-    except (AttributeError, RuntimeError, TypeError, ValueError, UsageError) as error:
+    except (RuntimeError, TypeError, ValueError, UsageError) as error:
         raise CheckpointError(f"{path} does not describe its model: {reason_of(error)}") from error
     return model
 
@@ -286,11 +279,11 @@ def reason_of(error: BaseException) -> str:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Returns the states of this rank's generators as one uint8 vector on `device`."""
+    """Returns the states of this rank's generators as one uint8 vector on the CPU."""
     parts = [torch.get_rng_state()]
     if device.type == "cuda":
         parts.append(torch.cuda.get_rng_state(device))
-    return torch.cat(parts).to(device)
+    return torch.cat(parts)
 
 
 def _restore_random(state: Tensor) -> None:

@@ -26,11 +26,9 @@ from nsa.backends import BRANCHES
 from nsa.config import ModelConfig
 from nsa.functional import routes_of
 from nsa.model import Block
-from nsa.select import block_scores, top_blocks
-from trainers import facts, failures, fwe_smoke, settings
+from trainers import failures, fwe_smoke, inventory, settings
 from trainers.entry import exit_now
 from trainers.precision import AUTOCAST, allow_tf32, autocast, weights_dtype
-from trainers.reference import nsa_layer
 from trainers.schema import Settings
 
 REPEATS, BATCHES = 6, 2
@@ -42,13 +40,13 @@ COLLECTIVE_S, BATCH_S, CAUSALITY_S = 60.0, 30.0, 120.0
 """Time limits; that of the causality is divided among the distinct layers of the plan."""
 ROWS_AT_ONCE, CUTS_AT_ONCE = {"cuda": 16_384, "cpu": 4096}, 32
 SEQUENTIAL_TOKENS, SHORT, FUTURE_SCALE = 96, 24, 8.0
-"""Tokens that are computed one by one, tokens for the oracle, and the scale of the changed tokens,
+"""Tokens that are computed one by one, tokens for the parity, and the scale of the changed tokens,
 so that rounding does not hide a leak."""
 ROUNDING = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Largest change of an output, relative to the largest output, where the tiles that compute it
 depend on the selection of other tokens."""
 PARITY = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
-"""Largest difference from the oracle, relative to its norm."""
+"""Largest difference from float64, relative to its norm."""
 Found = tuple[str, str, dict[str, Any]]
 
 
@@ -102,7 +100,7 @@ def matmul(phase: Phase, world: int, store: Path, rank: int) -> Found:
     speeds = [round(2e-12 * size**3 / best_s(device, lambda: a @ a), 3)] * world
     if world > 1:
         dist.all_gather_object(speeds, speeds[0])
-    kind = f"{facts.device_name(device)}, {precision}, {size} × {size}"
+    kind = f"{inventory.device_name(device)}, {precision}, {size} × {size}"
     return compared(speeds, kind, device.type == "cuda")
 
 
@@ -235,15 +233,15 @@ def find_leak(phase: Phase, layer: Any, x: Tensor, future: Tensor, cuts: Tensor)
 
 
 def parity(phases: Sequence[Phase]) -> Found:
-    """Compares each distinct layer with the oracle, on its routes, at a short length."""
+    """Compares each distinct layer, on its routes and device, with float64 on the CPU."""
     texts = dict[str, None]()
     for phase in distinct(phases, Phase.attention):
         train = phase.settings.train
         if phase.settings.model.attention == "dense":
-            return "unknown", f"phase {phase.name!r}: dense attention has no oracle", {}
+            return "unknown", f"phase {phase.name!r}: dense attention is not compared", {}
         kind = "tf32" if train.tf32 and train.precision == "fp32" else train.precision
         error = difference(phase)
-        text = f"{error:.1e} from the oracle ({kind}, {SHORT} tokens)"
+        text = f"{error:.1e} from float64, token by token ({kind}, {SHORT} tokens)"
         if not error <= PARITY[kind]:
             return "fail", f"phase {phase.name!r}: {text}, at most {PARITY[kind]:g} is right", {}
         texts[text] = None
@@ -251,27 +249,28 @@ def parity(phases: Sequence[Phase]) -> Found:
 
 
 def difference(phase: Phase) -> float:
-    """Returns the difference of a layer's outputs from the oracle, relative to their norm.
+    """Returns the difference of a layer's outputs from float64 on the CPU, relative to their norm.
 
-    Blocks and window are so short that the tokens need the selection, if those of the phase do.
+    There the tokens are computed one by one through the cache. Every block is selected, because
+    rounding may select other blocks; the window is short, if the route of the phase needs that.
     """
     of = phase.settings
     routes = make_layer(phase).routes(torch.empty(1, of.data.seq_len, 1))
-    short = {name: SHORT if routes[branch].name == "causal" else value
-             for branch, name, value in (("sel", "n_select", 4), ("win", "window", 6))}  # fmt: skip
-    nsa = replace(of.model.nsa, block_size=4, block_stride=2, select_block_size=4, **short)
-    model, blocks = replace(of.model, nsa=nsa), list[Tensor]()
+    window = SHORT if routes["win"].name == "causal" else SHORT // 4
+    nsa = replace(
+        of.model.nsa, block_size=4, block_stride=2, select_block_size=4, n_select=SHORT,
+        window=window,
+    )  # fmt: skip
+    model = replace(of.model, nsa=nsa)
     layer = make_layer(phase, model)
-    layer.collecting = True
-    layer.collect = lambda _, q, k: blocks.append(top_blocks(block_scores(q, k, nsa), nsa).cpu())
-    x = torch.randn(1, SHORT, model.dim).to(layer.out.weight)
-    with torch.no_grad(), autocast(of.train.precision, phase.device):
-        found = layer(x).cpu()
-        weights = {name: p.detach().cpu() for name, p in layer.named_parameters()}
-        rows = layer.qkv.rows(weights.pop("qkv.weight"))
-        weights |= {f"{name}.weight": row for name, row in rows.items()}
-    right = nsa_layer(weights, x.cpu(), model, blocks[0]).out
-    return float((found - right).norm() / right.norm())
+    right = NSAttention(model, replace(of.attention, prefill_batched=False)).double()
+    right.load_state_dict(layer.state_dict())
+    x = torch.randn(1, SHORT, model.dim)
+    with torch.no_grad():
+        expected = right(x.double())
+        with autocast(of.train.precision, phase.device):
+            found = layer(x.to(layer.out.weight)).cpu()
+    return float((found - expected).norm() / expected.norm())
 
 
 # --- the process -------------------------------------------------------------------------------

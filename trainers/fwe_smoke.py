@@ -71,14 +71,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--seq-len", type=int, default=1024, help="tokens per sequence (default 1024)")
     add("--batch", type=int, default=1, help="sequences per batch (default 1)")
-    add("--batches", type=int, default=20, help="batches to fetch, 2 or more (default 20)")
+    add("--batches", type=int, default=20, help="batches to fetch (default 20)")
     add("--timeout", type=float, default=60.0, help="longest wait in seconds (default 60)")
     add("--tokenizer", choices=sorted(VOCABULARIES), default="byte", help="default: byte")
     add("--local-path", default="", help="folder that mirrors the dataset (default: the hub)")
-    arguments = parser.parse_args(argv)
-    if arguments.batches < 2:
-        parser.error("--batches must be at least 2")
-    return arguments
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes what a run consists of: dtypes, optimizer memory, CUDA memory, libraries and driver.
+"""What a run consists of: dtypes, optimizer memory, CUDA memory, libraries, driver, device.
 
 The recorder's thread writes all files, so a slow or full disk does not stall a step. Under FSDP the
 names contain `_fsdp`, because the figures are those of one shard.
@@ -10,15 +10,21 @@ import platform
 import subprocess
 import threading
 from collections import Counter
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nsa.backends import in_words
+from nsa.functional import routes_of
 from trainers.contract import rundir
 from trainers.contract.member import Member
 from trainers.parallel import Single
+from trainers.precision import AUTOCAST, MFU_FORMULA, weights_dtype
+from trainers.schema import Settings
+from trainers.sequences import Source
 
 NVIDIA_SMI, NVIDIA_SMI_S = ("nvidia-smi", "-q", "-x"), 60.0
 MIB = 1 << 20
@@ -131,3 +137,50 @@ def nvidia_smi() -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"<!-- not available: {str(error).replace('--', '- -')} -->\n"
     return done.stdout.decode("utf-8", "replace")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def collect(
+    parallel: Single, model: nn.Module, source: Source, settings: Settings
+) -> dict[str, Any]:
+    """Returns facts about this run that are not among its settings."""
+    on_cuda = parallel.device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("torch", "datasets")},
+        "cuda": torch.version.cuda,
+        "device": {"type": parallel.device.type, "name": device_name(parallel.device)},
+        "device_count": torch.cuda.device_count() if on_cuda else 0,
+        "threads_per_rank": torch.get_num_threads(),
+        "strategy": parallel.name,
+        "backend": attention(parallel.device, settings),
+        "comm_backend": parallel.backend,
+        "comm_hook": parallel.comm_hook,
+        "data": {"about": source.about, "fingerprint": source.fingerprint},
+        "parameters_counted": sum(p.numel() for p in model.parameters()),
+        "mfu_formula": MFU_FORMULA,
+    }
+
+
+def attention(device: torch.device, settings: Settings) -> dict[str, str]:
+    """Returns the route of each attention branch in words."""
+    precision = settings.train.precision
+    dtype = AUTOCAST.get(precision, weights_dtype(precision))
+    routes = routes_of(
+        settings.model, settings.data.seq_len, device, dtype, settings.attention,
+        batch=settings.train.batch_size,
+    )  # fmt: skip
+    return in_words(routes)
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """Returns the GPU memory of this rank in MiB, or {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "gpu_mem_alloc": torch.cuda.memory_allocated(device) >> 20,
+        "gpu_mem_reserved": torch.cuda.memory_reserved(device) >> 20,
+    }

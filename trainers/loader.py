@@ -28,8 +28,7 @@ from trainers.manifest import Manifest
 from trainers.parallel import Single
 from trainers.refusals import step_range
 from trainers.schema import DataSettings, Settings
-from trainers.sequences import Source, State
-from trainers.synthetic import Recall, Synthetic
+from trainers.sequences import Recall, Source, State, Synthetic
 from trainers.timeout import within
 
 CLOSE_TIMEOUT_S = 5.0
@@ -231,7 +230,7 @@ def open_on_all_ranks(
                 source = open_source(settings, run, held_out)
             except Exception as error:  # any error: the other ranks wait for this rank
                 failed = error
-        prints = parallel.gather_text(FAILED if failed else source.fingerprint if source else "")
+        prints = parallel.gather(FAILED if failed else source.fingerprint if source else "")
         if failed or FAILED in prints:
             raise failed or DataError(f"rank {prints.index(FAILED)} cannot open the data")
     for rank, fingerprint in enumerate(prints):

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from trainers import facts, guard, manifest, optim, precision
-from trainers.build import Training, build
+from trainers import guard, inventory, manifest, optim, precision
+from trainers.build import Training
 from trainers.contract.member import Member
 from trainers.contract.rundir import CHECKPOINT_NOW, CHECKPOINTS, PROFILE_NOW
-from trainers.evaluation import evaluate, score
 from trainers.export import export
 from trainers.failures import CheckpointError
 from trainers.loader import Batch
@@ -33,7 +33,7 @@ def train(settings: Settings, member: Member, report: Report) -> str:
     """
     member.pulse.nonfinite_steps = 0
     member.pulse.set(0, "load")
-    training = build(settings, member, report)
+    training = Training(settings, member, report)
     try:
         began = time.perf_counter()
         training.loader.wait_for_first()
@@ -62,6 +62,7 @@ def run_steps(t: Training) -> str:
     """Trains step by step. Returns the reason of the end; all ranks end at the same step."""
     for step in range(t.first_step, t.settings.train.steps + 1):
         t.report.begin(step)
+        t.inventory.begin(step)
         t.profiler.begin(step)
         rate = optim.learning_rate(step, t.settings.train)
         batches = fetch(t, step)
@@ -81,6 +82,7 @@ def run_steps(t: Training) -> str:
         t.report.end(step)
         right = log(t, step, rows, rate, norm, stats) if t.report.due(step) else None
         t.guard.check(rows)
+        t.inventory.end(step)
         t.profiler.end(step)
         run_requests(t, step, rows)
         reason = halt_reason(t, rows, right)
@@ -162,7 +164,7 @@ def log(
     t: Training, step: int, rows: list[Row], rate: float, norm: Tensor, stats: dict[str, Tensor]
 ) -> float | None:
     """Writes a progress record; returns the share of right bytes since the last record (recall)."""
-    extra = facts.memory(t.parallel.device) | {name: numbers(x) for name, x in stats.items()}
+    extra = inventory.memory(t.parallel.device) | {name: numbers(x) for name, x in stats.items()}
     if fallbacks := t.plain.fallbacks():
         extra["fb_total"] = fallbacks.total()
     return t.report.progress(
@@ -170,6 +172,44 @@ def log(
         overflow_steps=t.guard.overflow, spike_steps=t.guard.spikes,
         phases_s=t.phases.take(), **extra,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def evaluate(t: Training, step: int) -> None:
+    """Records the token-weighted mean loss on the held-out batches of all ranks.
+
+    The evaluation runs uncompiled, because a second compilation without gradients takes minutes.
+    """
+    compiled = t.settings.train.compile
+    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    t.phases.enter(step, "eval")
+    began = time.perf_counter()
+    recall = t.settings.data.source == "recall"
+    figures = torch.zeros(3, dtype=torch.float64, device=t.parallel.device)
+    for batch in t.held_out:
+        with eager, precision.autocast(t.settings.train.precision, t.parallel.device):
+            logits = t.model(*batch.arguments)
+        figures += torch.stack([part.double() for part in score(logits, batch, recall)])
+    t.parallel.reduce(figures)()
+    loss_sum, tokens, right = figures.tolist()
+    took = time.perf_counter() - began
+    t.report.paused(took)
+    t.report.evaluated(
+        step, loss_sum / max(tokens, 1), int(tokens), right if recall else None, took
+    )
+
+
+def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns three values: loss sum in nats, number of scored and number of right predictions."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    each = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+    counts = torch.ones_like(each) if batch.scored is None else batch.scored.flatten().to(each)
+    right = torch.zeros((), dtype=torch.float64, device=logits.device)
+    if count_right:
+        hits = logits.detach().argmax(-1).flatten() == batch.targets.flatten()
+        right = (hits * counts).sum(dtype=torch.float64)
+    return (each * counts).sum(), counts.sum(dtype=torch.float64), right
 
 
 def numbers(values: Tensor) -> float | list[float]:
@@ -205,8 +245,6 @@ def save(t: Training, step: int) -> None:
     """Saves a checkpoint. If the save fails, this is reported, and the training continues."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
-    t.saver.wait()
-    report_save(t, step, *t.saver.collect())
     try:
         if t.saver.in_background:
             t.saver.save_async(position(t))
@@ -234,7 +272,7 @@ def finish_save(t: Training) -> None:
     """Waits for a background save after an error, for a limited time."""
     if t.saver.busy:
         t.member.pulse.set(t.report.steps_done, "save")
-    report_save(t, t.report.steps_done, *t.saver.finish(lambda: bool(t.member.halt_reason)))
+    report_save(t, t.report.steps_done, *t.saver.finish())
 
 
 def position(t: Training) -> Manifest:

@@ -192,7 +192,8 @@ def read(path: Path) -> Manifest:
         files = {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
         manifest = Manifest(**record, files=files)
         sound = min(manifest.step, manifest.tokens_total, manifest.world) >= 0
-        sound = sound and isinstance(manifest.data, dict)
+        parts = (manifest.data, manifest.report, manifest.settings)
+        sound = sound and all(isinstance(each, dict) for each in parts)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} has a missing or wrong part: {error}") from None
     if not sound or not files or any("/" in name or name.startswith("..") for name in files):

@@ -1,7 +1,7 @@
 """Strategies for one or several ranks: single process, DDP, FSDP2.
 
-A strategy wraps the model, selects when gradients are reduced, sums small vectors over ranks and
-returns the plain module. `scale` is the factor for a rank's loss sum; with it, the reduced gradient
+A strategy wraps the model, selects when gradients are reduced and sums small vectors over ranks.
+`scale` is the factor for a rank's loss sum; with it, the reduced gradient
 is the gradient of the token-weighted mean loss over all ranks.
 """
 
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from trainers.failures import CollectiveError
 from trainers.precision import AUTOCAST
 from trainers.schema import DdpSettings, Settings
 
+Value = TypeVar("Value")
 SAFE_BUCKET_MB = 2
 NORM_DTYPES = "Mismatch dtype between input and weight"
 """Start of torch's warning that a norm of fp32 activations with a bf16 weight is not fused."""
@@ -46,10 +47,6 @@ class Single:
         """Returns the module to call."""
         return model
 
-    def plain(self, model: nn.Module) -> nn.Module:
-        """Returns the unwrapped module, whose state has the plain names."""
-        return model
-
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Returns the context of a micro-batch; gradients are reduced only in the `last` one."""
         del model, last
@@ -65,13 +62,9 @@ class Single:
         del vector
         return lambda: None
 
-    def gather(self, vector: Tensor) -> list[Tensor]:
-        """Returns the vectors of all ranks, which must have the same length."""
-        return [vector]
-
-    def gather_text(self, text: str) -> list[str]:
-        """Returns the texts of all ranks, in their order."""
-        return [text]
+    def gather(self, value: Value) -> list[Value]:
+        """Returns the values of all ranks, in their order."""
+        return [value]
 
 
 class Group(Single):
@@ -99,17 +92,11 @@ class Group(Single):
         self._member.pulse.collectives += 1
         return cast(dist.Work, dist.all_reduce(vector, async_op=True)).wait
 
-    def gather(self, vector: Tensor) -> list[Tensor]:
+    def gather(self, value: Value) -> list[Value]:
         self._member.pulse.collectives += 1
-        vectors = [torch.empty_like(vector) for _ in range(self.world)]
-        dist.all_gather(vectors, vector)
-        return vectors
-
-    def gather_text(self, text: str) -> list[str]:
-        self._member.pulse.collectives += 1
-        texts = [""] * self.world
-        dist.all_gather_object(texts, text)
-        return texts
+        values = [value] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
 
 class Ddp(Group):
@@ -118,10 +105,6 @@ class Ddp(Group):
     name = "ddp"
 
     def __init__(self, device: torch.device, member: Member, settings: DdpSettings):
-        if settings.compress == "bf16" and device.type != "cuda":
-            raise UsageError(
-                "ddp.compress=bf16 needs NCCL, but this run uses gloo; use fp16 or none"
-            )
         super().__init__(device, member, settings.timeout_min)
         self._settings = settings
         self.comm_hook = settings.compress
@@ -147,13 +130,10 @@ class Ddp(Group):
             wrapped.register_comm_hook(None, hook)
         return wrapped
 
-    def plain(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        if last or not isinstance(model, DistributedDataParallel):
-            return contextlib.nullcontext()
-        return model.no_sync()
+        return (
+            contextlib.nullcontext() if last else cast("DistributedDataParallel", model).no_sync()
+        )
 
 
 class Fsdp(Group):

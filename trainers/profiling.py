@@ -12,7 +12,6 @@ import torch
 from nsa.profiler_ranges import PREFIX
 from trainers.contract import rundir
 from trainers.contract.member import Member
-from trainers.inventory import Inventory
 from trainers.refusals import step_range
 from trainers.report import Report
 from trainers.schema import ReportSettings
@@ -33,12 +32,9 @@ KERNELS = {
 class Profiler:
     """Profiles the steps that the settings or an operator's request select."""
 
-    def __init__(
-        self, member: Member, report: Report, settings: ReportSettings, on_cuda: bool,
-        inventory: Inventory,
-    ):  # fmt: skip
-        self._member, self._report, self._on_cuda = member, report, on_cuda
-        self._window, self._inventory = step_range(settings.profile) or range(0), inventory
+    def __init__(self, member: Member, report: Report, settings: ReportSettings):
+        self._member, self._report = member, report
+        self._window = step_range(settings.profile) or range(0)
         self._audit = settings.sdpa_audit and member.rank == 0
         """True until the kernels of the first step are reported."""
         self._open: Any = None
@@ -53,19 +49,14 @@ class Profiler:
 
     def begin(self, step: int) -> None:
         """Opens the profile window (or the audit window) that begins with this step."""
-        self._inventory.begin(step)
         starts = step in self._window[:1]
         if self._open is None and (starts or self._audit):
             self._steps = self._window if starts else range(step, step + 1)
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            if self._on_cuda:
-                kinds.append(torch.profiler.ProfilerActivity.CUDA)
-            self._open = torch.profiler.profile(activities=kinds, record_shapes=True)
+            self._open = torch.profiler.profile(record_shapes=True)
             self._open.start()
 
     def end(self, step: int) -> None:
         """Closes the profile window that ends with this step."""
-        self._inventory.end(step)
         if self._open is not None and step == self._steps.stop - 1:
             self._close(step)
 

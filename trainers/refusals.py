@@ -11,7 +11,7 @@ from trainers import changes
 from trainers.contract.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainers.schema import DataSettings, Settings
+    from trainers.schema import Settings
 
 VOCABULARIES = {
     "byte": {256},
@@ -36,23 +36,17 @@ def _without_nccl(settings: Settings) -> bool:
     return device == "cpu" or (device == "auto" and not NVIDIA_DRIVER.exists())
 
 
-def _within_window(settings: Settings) -> bool:
+def _recall_does_not_fit(settings: Settings) -> bool:
     model, data = settings.model, settings.data
-    return (
-        data.source == "recall"
-        and model.attention == "nsa"
-        and data.recall_distance <= model.nsa.window
-    )
+    near, window = data.recall_distance, model.nsa.window if model.attention == "nsa" else 0
+    farthest = max(near, data.recall_distance_max)
+    fits = max(data.recall_span, window + 1) <= near and data.recall_span + farthest <= data.seq_len
+    return data.source == "recall" and not fits
 
 
 def _missing_folder(settings: Settings) -> bool:
     data = settings.data
     return data.source not in DRAWN and data.path != "" and not Path(data.path).is_dir()
-
-
-def _does_not_fit(data: DataSettings) -> bool:
-    farthest = max(data.recall_distance, data.recall_distance_max)
-    return data.recall_span + farthest > data.seq_len
 
 
 def recomputed(blocks: str, n_layers: int) -> range | None:
@@ -73,24 +67,18 @@ def step_range(text: str) -> range | None:
 
 TABLE: tuple[Refusal, ...] = (
     Refusal(
-        ("model.vocab_size",),
-        lambda s: s.data.tokenizer == "byte" and s.model.vocab_size != 256,
-        "tokens are bytes, so the vocabulary is exactly 256",
-    ),
-    Refusal(
         ("data.tokenizer", "model.vocab_size"),
-        lambda s: s.data.tokenizer == "gpt2" and s.model.vocab_size not in VOCABULARIES["gpt2"],
-        "gpt2 has 50257 tokens, which may be rounded up to a multiple of 64 (50304) to 1024",
+        lambda s: s.model.vocab_size not in VOCABULARIES[s.data.tokenizer],
+        "the vocabulary of byte is exactly 256; gpt2 has 50257 tokens, which may be rounded up to "
+        "a multiple of 64 (50304) to 1024",
     ),
     Refusal(
-        ("data.tokenizer", "data.source"),
-        lambda s: s.data.tokenizer != "byte" and s.data.source in DRAWN,
-        "random bytes need no tokenizer; use data.tokenizer=byte",
-    ),
-    Refusal(
-        ("data.documents", "data.source"),
-        lambda s: s.data.documents == "separate" and s.data.source in DRAWN,
-        "random bytes have no documents; use data.documents=joined",
+        ("data.source", "data.tokenizer", "data.documents"),
+        lambda s: (
+            s.data.source in DRAWN and (s.data.tokenizer, s.data.documents) != ("byte", "joined")
+        ),
+        "random bytes have no documents and need no tokenizer; use data.documents=joined and "
+        "data.tokenizer=byte",
     ),
     Refusal(
         ("data.documents", "train.compile"),
@@ -108,11 +96,6 @@ TABLE: tuple[Refusal, ...] = (
         "a static graph with no_sync crashes torch (pytorch#143580); use NSA_DDP_STATIC_GRAPH=0, "
         "or NSA_ACCUM=1 with that many times the train.batch_size "
         "(configs/m7c_125m_2xa100_production_tuned.yaml)",
-    ),
-    Refusal(
-        ("ddp.static_graph", "ddp.find_unused"),
-        lambda s: s.ddp.static_graph and s.ddp.find_unused,
-        "a static graph finds unused parameters by itself; turn one of the two off",
     ),
     Refusal(
         ("ddp.compress", "train.device"),
@@ -146,19 +129,16 @@ TABLE: tuple[Refusal, ...] = (
         "it takes a range of steps A:B, B excluded",
     ),
     Refusal(
-        ("data.recall_span", "data.recall_distance", "data.recall_distance_max", "data.seq_len"),
-        lambda s: s.data.source == "recall" and _does_not_fit(s.data),
-        "the span and its repetition need span + distance bytes in one sequence; lengthen seq_len",
-    ),
-    Refusal(
-        ("data.recall_span", "data.recall_distance"),
-        lambda s: s.data.source == "recall" and s.data.recall_span > s.data.recall_distance,
-        "the span would overlap its repetition; raise the distance",
-    ),
-    Refusal(
-        ("data.recall_distance", "model.nsa.window"),
-        _within_window,
-        "the repetition is inside the window, so recall would prove nothing; raise the distance",
+        (
+            "data.recall_span",
+            "data.recall_distance",
+            "data.recall_distance_max",
+            "data.seq_len",
+            "model.nsa.window",
+        ),
+        _recall_does_not_fit,
+        "recall needs a distance above the window and at least as long as the span, and span + "
+        "distance in one sequence; change the distance, or lengthen seq_len",
     ),
     Refusal(
         ("train.stop_at_bytes_right", "data.source"),

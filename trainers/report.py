@@ -6,9 +6,9 @@ numbers, so this module needs no torch.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -66,19 +66,16 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._member = member
-        self._writer: Any = None
-        self._make = lambda: SummaryWriter(str(member.run / TENSORBOARD))
+        self._writer = functools.cache(lambda: SummaryWriter(str(member.run / TENSORBOARD)))
 
     def add(self, step: int, fields: Mapping[str, Any]) -> None:
         self._member.recorder.call(lambda: self._write(step, dict(fields)))
 
     def _write(self, step: int, fields: Mapping[str, Any]) -> None:
-        if self._writer is None:
-            self._writer = self._make()
         for name, value in fields.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer.add_scalar(f"train/{name}", value, step)
-        self._writer.flush()
+                self._writer().add_scalar(f"train/{name}", value, step)
+        self._writer().flush()
 
 
 class Report:
@@ -211,7 +208,7 @@ class Report:
             fields["bytes_right"] = round(right / max(tokens, 1), 4)
         text = f"eval at step {step}: loss {loss:.4f} on {tokens:,} held-out tokens"
         self.record_event("eval", step, text, **fields)
-        for sink in (each for each in self._sinks if isinstance(each, Csv)):
+        for sink in self._sinks:
             sink.add(step, {"val_loss": loss, "ppl": math.exp(min(loss, LARGEST_EXPONENT))})
 
     def paused(self, took_s: float) -> None:
@@ -317,9 +314,7 @@ def write_metrics(member: Member, **figures: Any) -> None:
 def percentile_ms(seconds: Iterable[float], percent: int) -> float:
     """Returns a percentile of `seconds` in milliseconds, or 0 if there are none."""
     values = sorted(seconds)
-    if len(values) < 2:
-        return round(values[0] * 1e3, 3) if values else 0.0
-    return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1] * 1e3, 3)
+    return round(values[round((len(values) - 1) * percent / 100)] * 1e3, 3) if values else 0.0
 
 
 def _rss_mib() -> float:

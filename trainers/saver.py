@@ -7,8 +7,6 @@ of the training, the wait for the save is at most `FINISH_S`.
 
 from __future__ import annotations
 
-import contextlib
-import time
 import warnings
 from collections.abc import Callable
 from concurrent import futures
@@ -19,7 +17,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -39,9 +36,8 @@ from trainers.failures import CheckpointError
 from trainers.manifest import Manifest
 from trainers.schema import CheckpointSettings
 
-FINISH_S, HURRY_S = 60.0, 10.0
-"""Longest wait for a background save after an error: usually, and if this rank must halt."""
-REMOVE_S, POLL_S = 5.0, 0.1
+FINISH_S = 25.0
+"""Longest wait for a background save after an error; torchrun kills a halting rank after 30 s."""
 
 
 class Saver:
@@ -65,32 +61,28 @@ class Saver:
             "dist.ProcessGroup | None",
             dist.new_group(backend="gloo") if parts.parallel.world > 1 else None,
         )
-        # The second worker removes the files of a save that hangs in the first worker.
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="nsa-saver")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="nsa-saver")
         self._pending: tuple[Future[Path], Path] | None = None
         self._ended: list[Path | CheckpointError] = []
-        self._sealed: Path | None = None
         self.remarks: list[str] = []
         """Sentences on old checkpoints that could not be removed (rank 0)."""
 
     def save(self, position: Manifest) -> Path:
         """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks."""
-        target, random = self._begin(position)
+        target, state = self._begin(position)
         writer = FileSystemWriter(_temporary(target))
-        return self._alike(
-            target, lambda: self._write(self._state(random), writer, position, target)
-        )
+        return self._alike(target, lambda: self._write(state, writer, position, target))
 
     def save_async(self, position: Manifest) -> None:
         """Copies the state and writes it in the background; `collect` returns the result.
 
         Raises CheckpointError on all ranks if the save cannot start.
         """
-        target, random = self._begin(position)
+        target, state = self._begin(position)
         writer = FileSystemWriter(_temporary(target))
-        copy = self._alike(target, lambda: writer.stage(self._state(random)))
+        copy = self._alike(target, lambda: writer.stage(state))
         # The future finishes with any exception, so `wait` always returns.
-        written = self._workers.submit(self._write, copy, writer, position, target)
+        written = self._worker.submit(self._write, copy, writer, position, target)
         self._pending = written, target
 
     @property
@@ -113,34 +105,20 @@ class Saver:
         error = written.exception()
         self._ended.append(target if error is None else _failed(target, reason_of(error)))
 
-    def finish(self, hurry: Callable[[], bool] = lambda: False) -> list[Path | CheckpointError]:
+    def finish(self) -> list[Path | CheckpointError]:
         """Waits for the background save of a training that failed; raises nothing.
 
-        After `FINISH_S` seconds (`HURRY_S` once `hurry` returns True) the unfinished checkpoint is
-        removed. Returns the same as `collect`.
+        Returns the same as `collect`. The next save of the run removes the files of a save that was
+        not finished within `FINISH_S`.
         """
-        began = time.monotonic()
-        while self._pending is not None and not self._pending[0].done():
-            if time.monotonic() - began > (HURRY_S if hurry() else FINISH_S):
-                (_, target), self._pending = self._pending, None
-                self._ended.append(self._give_up(target, time.monotonic() - began))
-            else:
-                futures.wait((self._pending[0],), POLL_S)
+        if self._pending is not None and not futures.wait((self._pending[0],), FINISH_S).done:
+            (_, target), self._pending = self._pending, None
+            late = f"it was not finished within {FINISH_S:g} s after the training failed"
+            self._ended.append(_failed(target, late))
         return self.collect()
 
-    def _give_up(self, target: Path, waited_s: float) -> Path | CheckpointError:
-        late = f"it was not finished within {waited_s:.0f} s after the training failed"
-        if self._parts.parallel.rank == 0:
-            try:
-                self._workers.submit(self._discard, target).result(REMOVE_S)
-            except (TimeoutError, RuntimeError):
-                late += f", and {_temporary(target).name} could not be removed"
-            if self._sealed == target:
-                return target
-        return _failed(target, late)
-
-    def _begin(self, position: Manifest) -> tuple[Path, Tensor]:
-        """Removes the files of a killed save. Returns two values: target, all generator states."""
+    def _begin(self, position: Manifest) -> tuple[Path, State]:
+        """Removes the files of a killed save. Returns two values: the target, and the state."""
         self.wait()
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)
@@ -152,11 +130,8 @@ class Saver:
                 manifest.clear_leftovers(self._run)
 
         self._alike(target, clear)
-        random = torch.stack(parallel.gather(random_state(parallel.device))).cpu()
-        return target, random
-
-    def _state(self, random: Tensor) -> State:
-        return self._parts.state() | {RANDOM: random}
+        random = torch.stack(parallel.gather(random_state(parallel.device)))
+        return target, self._parts.state() | {RANDOM: random}
 
     def _alike(self, target: Path, work: Callable[[], Result]) -> Result:
         return on_all_ranks(self._parts.parallel, work, _not_written(target))
@@ -172,8 +147,8 @@ class Saver:
             )  # fmt: skip
             self._seal(position, target)
         except BaseException:
-            if self._parts.parallel.rank == 0:
-                self._discard(target)
+            if self._parts.parallel.rank == 0 and self._ours():
+                rundir.remove_tree(_temporary(target))
             raise
         return target
 
@@ -185,7 +160,6 @@ class Saver:
                 self._refuse_another_run()
                 whole = replace(position, world=parallel.world)
                 manifest.complete(_temporary(target), target, whole)
-                self._sealed = target
             except BaseException as error:
                 reason = reason_of(error)
             else:
@@ -194,12 +168,7 @@ class Saver:
                 self.remarks += manifest.retain(self._run, keep.keep_last, keep.keep_every)
         if self._group is not None:
             message = [reason]
-            try:
-                dist.broadcast_object_list(message, group=self._group, group_src=0)
-            except RuntimeError:
-                # On rank 0 the result is final, even if another rank has exited.
-                if parallel.rank:
-                    raise
+            dist.broadcast_object_list(message, group=self._group, group_src=0)
             reason = message[0]
         if reason:
             raise CheckpointError(reason)
@@ -207,20 +176,6 @@ class Saver:
     def _refuse_another_run(self) -> None:
         if not self._ours():
             raise CheckpointError(f"the run directory {self._run} was moved or replaced")
-
-    def _discard(self, target: Path) -> None:
-        """Removes an unfinished checkpoint (rank 0).
-
-        It renames the checkpoint first, because only one of two renames can succeed: this rename
-        or the rename in `_seal`.
-        """
-        if not self._ours():
-            return
-        temporary = _temporary(target)
-        gone = temporary.with_suffix(".gone")
-        with contextlib.suppress(OSError):
-            temporary.rename(gone)
-        rundir.remove_tree(gone)
 
 
 def _not_written(target: Path) -> str:

@@ -1,15 +1,16 @@
-"""The interface of a source of training sequences, with its position for checkpoints."""
+"""Sources of training sequences: their interface, random bytes, and bytes with a repeated span."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainers import changes
 from trainers.failures import DataError
+from trainers.schema import DataSettings
 
 RankRows = tuple[Tensor, Tensor | None]
 State = dict[str, Any]
@@ -45,14 +46,8 @@ class Source:
         return {"fingerprint": self.fingerprint, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a position. Raises DataError if the position belongs to another stream."""
+        """Continues from a position of this stream. Raises DataError if the position is invalid."""
         try:
-            different = changes.stream_differences(state["fingerprint"], self.fingerprint)
-            if different:
-                raise DataError(
-                    f"the checkpoint belongs to other data than {self.about}: "
-                    f"{', '.join(different)}; restore these, or start a new run"
-                )
             self.seek(state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
@@ -71,3 +66,71 @@ def stack(sequences: Sequence[bytes | bytearray], length: int, kind: torch.dtype
         return torch.empty(0, length, dtype=kind)
     flat = torch.frombuffer(bytearray().join(sequences), dtype=kind)
     return flat.view(len(sequences), length)
+
+
+class Synthetic(Source):
+    """Uniform random bytes, from which nothing can be learned; the loss stays at ln 256.
+
+    A sequence depends only on seed and index, so a position is one number. The held-out part has
+    another seed.
+    """
+
+    name = "synthetic"
+
+    def __init__(self, data: DataSettings, seed: int, held_out: bool = False):
+        self.seq_len = self.scored = data.seq_len
+        self._seed = f"{'held-out/' if held_out else ''}{seed}"
+        self.about = "synthetic random bytes"
+        self.fingerprint = f"source={self.name} seed={self._seed} seq_len={data.seq_len}"
+
+    def read(self, count: int, rank: int, world: int) -> RankRows:
+        first = self.position
+        mine = range(first + (rank - first) % world, first + count, world)
+        mask = torch.zeros(len(mine), self.seq_len, dtype=torch.bool)
+        sequences = [self.sequence(index, mask[row]) for row, index in enumerate(mine)]
+        self.position += count
+        tokens = stack(sequences, self.seq_len + 1, torch.uint8)
+        return tokens, None if self.scored == self.seq_len else mask
+
+    def sequence(self, index: int, scored: Tensor) -> bytearray:
+        """Returns S + 1 bytes; marks in `scored` (bool `[S]`) the predictions that are scored."""
+        del scored
+        return self.draw(index)[0]
+
+    def draw(self, index: int) -> tuple[bytearray, random.Random]:
+        """Returns two values: S + 1 bytes for the seed and an index, and their generator."""
+        generator = random.Random(f"{self._seed}/{index}")
+        return bytearray(generator.randbytes(self.seq_len + 1)), generator
+
+
+class Recall(Synthetic):
+    """Random bytes in which a random span is repeated `recall_distance` bytes later.
+
+    Only the repeated span is scored. The distance exceeds the window, so only attention that
+    reaches further can predict the repeated span. With `recall_distance_max`, the distance is drawn
+    for each sequence. The first byte of the repeated span is not scored, because it cannot be
+    predicted.
+    """
+
+    name = "recall"
+
+    def __init__(self, data: DataSettings, seed: int, held_out: bool = False):
+        super().__init__(data, seed, held_out)
+        self.span, self.nearest = data.recall_span, data.recall_distance
+        self.farthest = max(data.recall_distance, data.recall_distance_max)
+        self.scored = data.recall_span - 1
+        far = f" to {self.farthest}" if self.farthest > self.nearest else ""
+        self.about = f"recall of {self.span} bytes over a distance of {self.nearest}{far}"
+        self.fingerprint += f" span={self.span} distance={self.nearest}..{self.farthest}"
+
+    def sequence(self, index: int, scored: Tensor) -> bytearray:
+        sequence, generator = self.draw(index)
+        distance = self.nearest
+        if self.farthest > self.nearest:
+            distance = generator.randint(self.nearest, self.farthest)
+        origin = generator.randint(0, self.seq_len + 1 - distance - self.span)
+        back = origin + distance
+        sequence[back : back + self.span] = sequence[origin : origin + self.span]
+        # Position t predicts byte t + 1.
+        scored[back : back - 1 + self.span] = True
+        return sequence

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from trainers.contract import drill, flags, yamlfile
+from trainers.contract import drill, flags, values, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
-from trainers.contract.values import accepted_values, convert
 from trainers.refusals import refuse
 from trainers.schema import DRILL, STRATEGY, Key, Settings, keys, section_keys
 
@@ -49,7 +48,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "nsa.phi": {"avg": "mean"},
 }
 """The translations of values of other systems, by the name of the key in those systems."""
-INCLUDE, MOST_INCLUDES = "include", 4
+INCLUDE = "include"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,8 @@ class Resolved:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Returns `{key: {"value": …, "origin": …}}` as plain data, for run.json."""
-        values = dict(flatten(asdict(self.settings)))
-        return {key: {"value": values[key], "origin": self.origins[key]} for key in values}
+        plain = dict(flatten(asdict(self.settings)))
+        return {key: {"value": plain[key], "origin": self.origins[key]} for key in plain}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -89,10 +88,10 @@ def resolve(
     UsageError with the file, flag or key, and the accepted values.
     """
     known, named = keys(), origins or {}
-    values = dict(flatten(asdict(Settings())))
-    found = dict.fromkeys(values, DEFAULT)
+    plain = dict(flatten(asdict(Settings())))
+    found = dict.fromkeys(plain, DEFAULT)
     if entry in STRATEGIES:
-        values[STRATEGY], found[STRATEGY] = STRATEGIES[entry], f"entry {entry}"
+        plain[STRATEGY], found[STRATEGY] = STRATEGIES[entry], f"entry {entry}"
     layers: list[tuple[str, Any, str]] = []
     if config is not None:
         layers += _from_yaml(Path(config), known)
@@ -104,23 +103,24 @@ def resolve(
             raise UsageError(f"--set {key}: there is no such setting{did_you_mean(key, known)}")
         layers.append((key, value, named.get(key, COMMAND_LINE)))
     for key, value, origin in layers:  # from the weakest source to the strongest
-        values[key] = _convert(key, value, known[key], origin)
+        plain[key] = _convert(key, value, known[key], origin)
         found[key] = origin
-    settings = _build(Settings, "", values, str(config) if config else "settings")
+    settings = _build(Settings, "", plain, str(config) if config else "settings")
     refuse(settings, found)
     drill.parse(settings.train.drill, _source(found[DRILL], DRILL))
     return Resolved(settings, found, str(config or ""))
 
 
-def _from_yaml(
-    path: Path, known: Mapping[str, Key], includers: tuple[Path, ...] = ()
-) -> Iterator[tuple[str, Any, str]]:
+def _from_yaml(path: Path, known: Mapping[str, Key]) -> Iterator[tuple[str, Any, str]]:
     """Yields three values per setting in a file: key, value, origin. Included files come first."""
-    document, names = yamlfile.load(path), known.keys() | ALIASES.keys()
-    if INCLUDE in document:
-        included = _included(path, document.pop(INCLUDE), includers)
-        yield from _from_yaml(included, known, (*includers, path))
-    unknown = []
+    for file, document in yamlfile.load_chain(path, INCLUDE, lambda at, name: (at.parent / name,)):
+        yield from _from_document(file, document, known)
+
+
+def _from_document(
+    path: Path, document: Mapping[str, Any], known: Mapping[str, Key]
+) -> Iterator[tuple[str, Any, str]]:
+    names, unknown = known.keys() | ALIASES.keys(), []
     for written, value in flatten(document):
         if written in names:
             if isinstance(value, str | bool):
@@ -134,29 +134,9 @@ def _from_yaml(
         raise UsageError(f"{path}: {'; '.join(unknown)}")
 
 
-def _included(path: Path, name: Any, includers: tuple[Path, ...]) -> Path:
-    """Returns the file that `path` includes; `name` is relative to `path`. Raises UsageError."""
-    if not isinstance(name, str) or not name:
-        raise UsageError(f"{path}: {INCLUDE!r} must be the path of one YAML file, not {name!r}")
-    included, chain = path.parent / name, (*includers, path)
-    if any(included.resolve() == each.resolve() for each in chain):
-        raise UsageError(f"{path}: {INCLUDE} {name}: the files include each other; remove one")
-    if len(chain) > MOST_INCLUDES:
-        raise UsageError(f"{path}: {INCLUDE} {name}: more than {MOST_INCLUDES} files deep")
-    if not included.is_file():
-        raise UsageError(f"{path}: {INCLUDE}: there is no file {included}; correct the path")
-    return included
-
-
 def _convert(name: str, value: Any, key: Key, origin: str) -> Any:
     """Returns `value` with its key's type. Raises UsageError with the accepted values."""
-    expected = key.kind, key.low, key.high
-    try:
-        return convert(value, *expected)
-    except ValueError:
-        raise UsageError(
-            f"{_source(origin, name)} cannot be {value!r}; it takes {accepted_values(*expected)}"
-        ) from None
+    return values.read(value, key.kind, key.low, key.high, _source(origin, name))
 
 
 def _source(origin: str, key: str) -> str:
@@ -174,24 +154,24 @@ def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> 
     A missing key gets its default. Raises UsageError, and TypeError if a missing key has no
     default.
     """
-    known, values = dict(section_keys(cls, prefix)), {}
+    known, found = dict(section_keys(cls, prefix)), {}
     for key, value in plain.items():
         if key in known:
-            values[key] = _convert(key, value, known[key], where)
+            found[key] = _convert(key, value, known[key], where)
         elif key.startswith(prefix):
             raise UsageError(f"{where}: there is no setting {key!r}{did_you_mean(key, known)}")
-    return _build(cls, prefix, values, where)
+    return _build(cls, prefix, found, where)
 
 
-def _build(cls: Any, prefix: str, values: Mapping[str, Any], where: str) -> Any:
+def _build(cls: Any, prefix: str, plain: Mapping[str, Any], where: str) -> Any:
     """Returns a frozen section with its subsections. Raises UsageError if a rule is broken."""
     hints, arguments = get_type_hints(cls), {}
     for each in fields(cls):
         key, kind = f"{prefix}{each.name}", hints[each.name]
         if is_dataclass(kind):
-            arguments[each.name] = _build(kind, f"{key}.", values, where)
-        elif key in values:
-            arguments[each.name] = values[key]
+            arguments[each.name] = _build(kind, f"{key}.", plain, where)
+        elif key in plain:
+            arguments[each.name] = plain[key]
     try:
         return cls(**arguments)
     except ValueError as error:

@@ -7,6 +7,7 @@ the file, in every format except gzip.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import json
@@ -49,8 +50,8 @@ class Documents:
     """Paths, or `hf://` addresses with their revision."""
     digest: str
     """Hash of names and sizes of all files in both parts."""
-    keep: Callable[[bytes], bool]
-    """Returns whether a document is in this part; always True if whole files are held out."""
+    keep: Callable[[bytes], bool] | None
+    """Returns whether a document is in this part; None if whole files are held out."""
     reader: Reader
     text_key: str
 
@@ -58,7 +59,7 @@ class Documents:
         """Yields the pieces of a file from `cursor` on. Raises DataError with the file's name."""
         try:
             for piece in self.reader(file, cursor, self.text_key):
-                if self.keep(piece[1]):
+                if self.keep is None or self.keep(piece[1]):
                     yield piece
         except READ_ERRORS as error:
             raise DataError(
@@ -85,11 +86,11 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
         names = [str(path) for path in paths]
         contents = [fingerprint_entry(name, root) for name in names]
     digest = hashlib.sha256(os.fsencode("\0".join(contents))).hexdigest()
-    keep = _always
+    keep = None
     if source == "text":
         names = _part_of_files(names, contents, data.held_out, held_out)
     else:
-        keep = _part_of_documents(data.held_out, held_out)
+        keep = functools.partial(_is_in_part, round(data.held_out * (1 << 32)), held_out)
     if not names or (held_out and not data.held_out):
         raise DataError(
             f"nothing of {about} is held out (data.held_out={data.held_out:g}); "
@@ -150,15 +151,8 @@ def _part_of_files(
     return [names[i] for i in (order[:count] if held_out else order[count:])]
 
 
-def _part_of_documents(fraction: float, held_out: bool) -> Callable[[bytes], bool]:
-    border = round(fraction * (1 << 32))
-    if not border:
-        return _always
-    return lambda document: (zlib.crc32(document) < border) == held_out
-
-
-def _always(_document: bytes) -> bool:
-    return True
+def _is_in_part(border: int, held_out: bool, document: bytes) -> bool:
+    return (zlib.crc32(document) < border) == held_out
 
 
 def _text(file: str, cursor: int, _key: str) -> Iterator[Piece]:

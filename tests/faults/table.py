@@ -159,7 +159,7 @@ ROWS: tuple[Row, ...] = (
     Row("s", "A", "a background save and the error, the peer or the disk that meets it", elsewhere=(
         f"{SAVER}::test_whatever_is_raised_in_the_background_ends_the_wait_and_is_told",
         f"{SAVER}::test_an_error_of_the_training_lets_a_background_save_end",
-        f"{SAVER}::test_a_save_that_a_peer_leaves_is_given_up_in_time_and_removed",
+        f"{SAVER}::test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next",
         f"{SAVER}::test_a_second_save_keeps_the_failure_of_the_first",
     )),
     Row("t", "A", "ranks that see different checkpoints", elsewhere=(

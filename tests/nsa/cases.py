@@ -13,7 +13,7 @@ from nsa.config import ModelConfig, NSAConfig
 from nsa.projection import Projection
 from nsa.rope import rotate
 from nsa.select import block_scores, top_blocks
-from trainers.reference import Reference, nsa_layer
+from tests.nsa.reference import Reference, nsa_layer
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 

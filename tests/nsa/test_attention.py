@@ -26,7 +26,7 @@ from tests.nsa.cases import (
     routed,
     selected_blocks,
 )
-from trainers.reference import nsa_layer
+from tests.nsa.reference import nsa_layer
 
 SHORTER_THAN_BLOCK = model_config(block_size=8, block_stride=3, window=12, n_select=3)
 

@@ -87,15 +87,6 @@ def slow_after_20(model: Transformer, tokens: Tensor) -> Tensor:
     return plain_forward(model, tokens)
 
 
-def first_seal_fails(*arguments: Any) -> None:
-    """The first seal runs out of memory, so late that the next save waits for it."""
-    calls.append(1)
-    if len(calls) == 1:
-        time.sleep(1)
-        raise MemoryError
-    plain_complete(*arguments)
-
-
 def bug_while_saving(*arguments: Any) -> None:
     """A seal takes two seconds, and the next forward pass meets a bug."""
     Transformer.forward = bug
@@ -111,7 +102,6 @@ MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
     "sees_the_next_byte": (Transformer, "forward", sees_the_next_byte),
     "slow_after_20": (Transformer, "forward", slow_after_20),
-    "first_seal_fails": (manifest, "complete", first_seal_fails),
     "bug_while_saving": (manifest, "complete", bug_while_saving),
     "compile_without_code": (Block, "compile", compile_without_code),
     "bug": (Transformer, "forward", bug),

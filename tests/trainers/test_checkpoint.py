@@ -159,28 +159,6 @@ def test_a_sharded_checkpoint_with_separate_projections_loads_sharded_and_whole(
     assert together([run, run], work) == [len(whole(made(1)))] * 2
 
 
-def test_a_checkpoint_with_separate_projections_goes_on_bitwise(tmp_path):
-    parts, other = made(1), made(2)
-    train(parts, 0, 3)
-    old = Separate(*(getattr(parts, each.name) for each in fields(parts)))
-    (path,) = saved(tmp_path, old, 3)
-    assert "blocks.0.attn.k_slc.weight" in checkpoint.load_weights(path)
-    train(parts, 3, 6)
-    checkpoint.load(path, other)
-    train(other, 3, 6)
-    mine, theirs = parts.model.state_dict(), other.model.state_dict()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    third = Transformer(RESOLVED.model)
-    third.load_state_dict(checkpoint.load_weights(path))
-    checkpoint.load(path, other)
-    weights = third.state_dict()
-    assert all(torch.equal(x, weights[name]) for name, x in other.model.state_dict().items())
-    with pytest.raises(RuntimeError, match="k_slc"):  # one of them is missing
-        third.load_state_dict(
-            {name: x for name, x in checkpoint.load_weights(path).items() if "k_win" not in name}
-        )
-
-
 def test_saving_the_same_step_again_replaces_it_and_leaves_nothing_else(tmp_path):
     saved(tmp_path, made(1), 7)
     (path,) = saved(tmp_path, made(2), 7)

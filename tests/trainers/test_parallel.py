@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.trainers.files import write
 from tests.trainers.ranks import sharded, together
 from tests.trainers.runs import CONFIG, Run, small
-from trainers import build, checkpoint, manifest, settings
+from trainers import build, manifest, settings
 from trainers.parallel import Ddp, Single
 from trainers.precision import autocast
 
@@ -279,35 +277,3 @@ def assert_step_equal(run: Run, whole: Run, step: int, close: float = 1e-5) -> N
     )
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=close)
     assert mine["tokens_total"] == theirs["tokens_total"]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_two_ranks_of_fsdp_resume_a_checkpoint_with_separate_projections(tmp_path):
-    changes = RESUMED | {"train.strategy": "fsdp", "train.steps": 8, "checkpoint.every": 4}
-    run = Run(tmp_path, changes, name="whole").done()
-    path = manifest.newest_first(run.path)[1]
-    to_separate_projections(path)
-    more = {"checkpoint.resume": str(run.path), "checkpoint.from_step": 4}
-    again = Run(tmp_path, changes | more, name="again").done()
-    expected = {record["step"]: record for record in run.records(0, "progress")}
-    for record in (resumed := again.records(0, "progress")):
-        for name in ("loss", "grad_norm", "tokens_total"):
-            assert record[name] == expected[record["step"]][name]
-    assert [record["step"] for record in resumed] == [5, 6, 7, 8]
-
-
-def to_separate_projections(path: Path) -> None:
-    """Writes a checkpoint again as it was before the projections of a layer were one parameter."""
-    model, _ = build.make_model(settings.resolve(CONFIG, {}, RESUMED).settings, Single(CPU))
-    with checkpoint._readable(path) as (reader, index):
-        state = {name: checkpoint._empty(index, name) for name in index.state_dict_metadata}
-        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
-    for name in [name for name in state if ".qkv." in name]:
-        tensor, projection = state.pop(name), model.attention_layers()[0].qkv
-        for part in projection.widths:
-            own = projection.rows(tensor)[part].clone() if tensor.dim() else tensor
-            state[name.replace(".qkv.", f".{part}.")] = own
-    temporary = path.with_name(f".{path.name}.tmp")
-    state_dict_saver.save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
-    manifest.complete(temporary, path, manifest.read(path))

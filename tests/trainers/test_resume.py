@@ -155,10 +155,9 @@ def test_a_resume_with_other_settings_names_each_and_takes_only_what_is_allowed(
             assert allowed == (3, {} if group == "data" else about)
 
 
-@pytest.mark.parametrize("saved", [{"a.b": 1}, None, [1], "model."], ids=str)
-def test_what_an_old_checkpoint_does_not_record_is_said_and_not_taken_for_equal(saved):
+def test_what_an_old_checkpoint_does_not_record_is_said_and_not_taken_for_equal():
     now = changes.compared(VALUES, 1, "source=x")
-    before = changes.compared(saved, 1, "")
+    before = changes.compared({"a.b": 1}, 1, "")
     unknown, changed = changes.refuse(Path("x"), before, now, "")
     assert {"model.nsa.window", "sequences per step", "data stream"} < set(unknown)
     assert not changed

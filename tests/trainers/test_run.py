@@ -18,6 +18,7 @@ import torch
 
 from nsa.config import flops_per_token, parameter_count
 from nsa.model import Transformer
+from tests.mounts import tmpfs
 from tests.trainers.runs import (
     CONFIG,
     ROOT,
@@ -353,15 +354,10 @@ def test_out_of_memory_is_11_for_the_host_and_for_the_device():
 
 
 @pytest.fixture
-def disk(tmp_path, request):
-    """A small file system; its size in bytes is the fixture's parameter."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(path)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=False)
+def disk(tmp_path):
+    """A file system of 4 MiB."""
+    with tmpfs(tmp_path, 4) as mounted:
+        yield mounted
 
 
 def fill(disk: Path) -> Path:
@@ -372,11 +368,10 @@ def fill(disk: Path) -> Path:
     return disk / "filler"
 
 
-@pytest.mark.parametrize("disk", [512 << 10], indirect=True)
 def test_a_full_disk_costs_records_and_nothing_else(tmp_path, disk):
     """Steps continue while the disk is full; later records have the number of the lost ones."""
     changes = small(train__steps=100_000, report__log_every=1, checkpoint__at_end=False)
-    run = Run(tmp_path, changes, nproc=1, name="disk")
+    run = Run(tmp_path, changes, nproc=1, name=disk.name)
     run.until_step(5)
     filler = fill(disk)
     run.until(lambda: "records are dropped and counted" in run.text())
@@ -403,9 +398,8 @@ SAVING = small(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("disk", [4 << 20], indirect=True)
 def test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named(tmp_path, disk):
-    run = Run(tmp_path, SAVING, nproc=1, name="disk")
+    run = Run(tmp_path, SAVING, nproc=1, name=disk.name)
     first = run.until(lambda: manifest.newest_first(disk))[0]
     filler = fill(disk)
     run.until(lambda: "the save of the checkpoint" in run.text())
@@ -419,31 +413,6 @@ def test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named(tmp_
     assert run.wait() == 15
     assert "Traceback" not in run.text()
     assert f"the checkpoint {disk / 'checkpoints'}" in run.metrics()["reason"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a read-only mount needs root")
-def test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays_good(tmp_path):
-    run = Run(tmp_path, SAVING, nproc=1, name="ro")
-    folder = run.path / "checkpoints"
-    run.until(lambda: manifest.newest_first(run.path))
-    if subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode:
-        pytest.skip("this machine does not let root mount a directory read-only")
-    try:
-        # Busy while a save is being written.
-        read_only = ["mount", "-o", "remount,ro,bind", folder]
-        run.until(lambda: not subprocess.run(read_only, capture_output=True).returncode)
-        run.until(lambda: "Read-only file system" in run.text())
-        good = manifest.newest_first(run.path)[0]
-        manifest.verify(good)
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-    run.until(lambda: manifest.newest_first(run.path)[0] > good)
-    # Out of the way first, or a save in the middle of it makes parts of it again.
-    shutil.rmtree(run.path.rename(tmp_path / "away"), ignore_errors=True)
-    os.kill(run.process.pid, signal.SIGTERM)
-    assert run.wait() == 15
-    assert "Traceback" not in run.text()
-    assert any(f"the checkpoint {folder}" in line for line in run.text().splitlines()[-4:])
 
 
 def readable(run: Path) -> list[dict]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -102,14 +101,6 @@ def test_a_second_save_keeps_the_failure_of_the_first(tmp_path):
     assert saver.collect() == []
 
 
-def test_a_failure_that_only_the_next_save_meets_is_recorded(tmp_path):
-    changes = small(train__steps=4, checkpoint__every=1, checkpoint__background="on")
-    run = Run(tmp_path, changes, nproc=1, broken="first_seal_fails").done()
-    (failed,) = run.records(0, "checkpoint_failed")
-    assert "step_00000001 failed: MemoryError" in failed["error"]
-    assert [record["step"] for record in run.records(0, "checkpoint")] == [2, 3, 4]
-
-
 def test_an_error_of_the_training_lets_a_background_save_end(tmp_path):
     changes = small(train__steps=100, checkpoint__every=5, checkpoint__background="on")
     run = Run(tmp_path, changes, nproc=1, broken="bug_while_saving")
@@ -140,7 +131,9 @@ class Dies(Leaves):
 
 
 @pytest.mark.parametrize("peer", [Leaves, Dies])
-def test_a_save_that_a_peer_leaves_is_given_up_in_time_and_removed(tmp_path, peer, monkeypatch):
+def test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next(
+    tmp_path, peer, monkeypatch
+):
     monkeypatch.setattr(saver, "FINISH_S", 2.0)
     run = tmp_path / "run"
 
@@ -152,37 +145,14 @@ def test_a_save_that_a_peer_leaves_is_given_up_in_time_and_removed(tmp_path, pee
             time.sleep(60)
         began = time.monotonic()
         (failed,) = mine.finish()
-        return time.monotonic() - began, str(failed), names(run)
+        return time.monotonic() - began, str(failed)
 
     run.mkdir()
-    took_s, failed, left = together([run, run], work, first_only=True)[0]
+    took_s, failed = together([run, run], work, first_only=True)[0]
     assert took_s < 10
     assert "step_00000001 failed" in failed
-    assert left == []
-
-
-class Blocks:
-    """A value of the manifest whose copy waits: the seal is under way meanwhile."""
-
-    def __init__(self, go: threading.Event):
-        self.go = go
-
-    def __deepcopy__(self, memo):
-        self.go.wait(60)
-        return "copied"
-
-
-def test_a_process_that_has_to_end_waits_less_and_the_seal_cannot_come_after(tmp_path, monkeypatch):
-    monkeypatch.setattr(saver, "HURRY_S", 0.3)
-    mine, go = Saver(tmp_path, made(1), BACKGROUND), threading.Event()
-    mine.save_async(replace(at(1), data={"x": Blocks(go)}))
-    began = time.monotonic()
-    (failed,) = mine.finish(lambda: True)
-    assert time.monotonic() - began < 20
-    assert isinstance(failed, CheckpointError)
-    go.set()
-    mine._workers.shutdown()
-    assert names(tmp_path) == []
+    saved(run, made(1), 2)
+    assert names(run) == ["latest", "step_00000002"]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_next_saves(tmp_path):

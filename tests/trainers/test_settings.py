@@ -181,11 +181,11 @@ def test_an_included_config_is_weaker_relative_to_its_file_and_named_as_origin(t
 @pytest.mark.parametrize(
     ("yaml", "words"),
     [
-        ("include: c.yaml", "include each other"),
-        ("include: other.yaml", "include each other"),
-        ("include: 0.yaml", "more than 4 files deep"),
-        ("include: none.yaml", "there is no file"),
-        ("include: [a.yaml]", "must be the path of one YAML file"),
+        ("include: c.yaml", "name each other"),
+        ("include: other.yaml", "name each other"),
+        ("include: 0.yaml", "more than 5 follow each other"),
+        ("include: none.yaml", "there is no such file"),
+        ("include: [a.yaml]", "there is no such file"),
         ("include: wrong.yaml", "wrong.yaml: there is no setting 'train.stepz'"),
     ],
 )

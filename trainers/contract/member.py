@@ -45,8 +45,6 @@ COUNTING = ("progress", "exit")
 """Records that contain the number of steps with a non-finite loss."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
-RAISED_IN = "nsa_phase"
-"""The attribute that stores, in an exception, the phase in which it was raised."""
 _BOARD = struct.Struct("<qqq")
 _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 """Marks on the board: a requested halt, and a step that rank 0 decided on."""
@@ -214,8 +212,8 @@ class Joined(Member):
         self._last_at = time.monotonic()
         self._in_step = False
         self._reason = "done"
-        self._left_in = ""
-        """The phase in which a SystemExit was raised."""
+        self._raised_in = ""
+        """The phase in which the newest exception was raised, "" after a new step or phase."""
         self.pulse.nonfinite_steps = 0
         self.start()
         self.record("boot", 0)
@@ -236,6 +234,7 @@ class Joined(Member):
             self.record("halt", self._last_step, reason=self._reason)
             return True
         self._last_step, self._last_at, self._in_step = step, time.monotonic(), True
+        self._raised_in = ""
         self.pulse.set(step, "step")
         return False
 
@@ -247,15 +246,12 @@ class Joined(Member):
         """
         if name not in STEP_PHASES:
             raise UsageError(f"there is no phase {name!r}{did_you_mean(name, STEP_PHASES)}")
-        before = self.pulse.phase
+        before, self._raised_in = self.pulse.phase, ""
         self.pulse.set(self._last_step, name)
         try:
             yield
-        except SystemExit:
-            self._left_in = self._left_in or name
-            raise
-        except BaseException as error:
-            error.__dict__.setdefault(RAISED_IN, name)
+        except BaseException:
+            self._raised_in = self._raised_in or name
             raise
         finally:
             self.pulse.set(self._last_step, before)
@@ -282,11 +278,10 @@ class Joined(Member):
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end_step()
-            self.close(self._last_step, self._left_in, reason=self._reason)
+            self.close(self._last_step, self._raised_in, reason=self._reason)
         else:
             reason = f"{type(error).__name__}: {error}"[:400]
-            phase = vars(error).get(RAISED_IN, "")
-            self.close(self._last_step, phase, reason=reason, exit_code=1)
+            self.close(self._last_step, self._raised_in, reason=reason, exit_code=1)
 
 
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:

@@ -10,9 +10,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from trainers.contract import flags, yamlfile
+from trainers.contract import flags, values, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
-from trainers.contract.values import accepted_values, convert
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -195,39 +194,26 @@ def highest_p(variants: int) -> float:
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
 """Keys that a plan may set for all phases. A phase overrides a key, or entries of `MERGED_KEYS`."""
-EXTENDS, MOST_EXTENDED = "extends", 4
 PLANS = Path(__file__).resolve().parents[2] / "configs" / "plans"
 
 
 def load(path: Path) -> Plan:
     """Returns the plan in a YAML file; a plan without a name has the name of the file.
 
-    Raises UsageError with file, key and correction.
+    A plan that extends another is merged into it: phases of the same name are merged, new phases
+    follow, and a null removes an entry. Raises UsageError with file, key and correction.
     """
-    return parse({"name": path.stem} | _extended(path, ()), str(path))
+    document: dict[str, Any] = {}
+    for _, each in yamlfile.load_chain(path, "extends", _files):
+        base = {key: document[key] for key in document if key not in ("name", "about")}
+        document = _merged(base, each)
+    return parse({"name": path.stem} | document, str(path))
 
 
-def _extended(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
-    """Returns the content of a plan file, merged into the plan that it extends, if any.
-
-    Phases of the same name are merged, and new phases follow. A null removes an entry.
-    """
-    document, chain = yamlfile.load(path), (*extending, path)
-    name = document.pop(EXTENDS, None)
-    if name is None:
-        return document
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise UsageError(f"{path}: {EXTENDS!r} must be the name of a plan, not {name!r}")
-    files = (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
-    seen = {each.resolve() for each in chain}
-    other = next((each for each in files if each.resolve() not in seen and each.is_file()), None)
-    if other is None or len(chain) > MOST_EXTENDED:
-        raise UsageError(
-            f"{path}: {EXTENDS} {name}: there is no such plan beside it or in {PLANS}, or the "
-            f"plans extend each other, or are more than {MOST_EXTENDED} deep"
-        )
-    base = _extended(other, chain)
-    return _merged({key: base[key] for key in base if key not in ("name", "about")}, document)
+def _files(path: Path, name: str) -> Iterator[Path]:
+    """Yields where a plan may be that another plan extends."""
+    if NAME.fullmatch(name):
+        yield from (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,24 +345,21 @@ def _read(value: Any, kind: Any, key: str, where: str) -> Any:
         return tuple(str(word) for word in value)
     if NoneType in parts:
         return _read(value, parts[0], key, where)
-    kind, limits = parts or kind, LIMITS.get(key, ANY_SPAN)
-    try:
-        return convert(" ".join(value.split()) if isinstance(value, str) else value, kind, *limits)
-    except ValueError:
-        unit = " seconds" if key.endswith("_s") else ""
-        raise UsageError(
-            f"{where}: {key!r} cannot be {value!r}; it takes {accepted_values(kind, *limits)}{unit}"
-        ) from None
+    plain = " ".join(value.split()) if isinstance(value, str) else value
+    unit = " seconds" if key.endswith("_s") else ""
+    return values.read(
+        plain, parts or kind, *LIMITS.get(key, ANY_SPAN), f"{where}: {key!r}", unit
+    )  # fmt: skip
 
 
 def _flag_values(raw: Any, where: str) -> dict[str, str]:
-    values = {}
+    found = {}
     for name, value in _mapping(raw, where).items():
         try:
-            values[name] = flags.format_value(flags.parse(name, flags.format_value(value)))
+            found[name] = flags.format_value(flags.parse(name, flags.format_value(value)))
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
-    return values
+    return found
 
 
 def _check_printable(value: Any, where: str) -> None:

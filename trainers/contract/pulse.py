@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainers.contract import jsonl
 
-SIZE_BYTES = 256
+SIZE_BYTES, TRIES = 256, 3
 LATEST_S = 1e10
 """Largest uptime of a host; a later time is invalid."""
 MAGIC = 0x4E534150
@@ -154,20 +154,20 @@ def is_blank(fd: int) -> bool:
         return False
 
 
-def read(path: Path, tries: int = 3) -> Pulse | None:
+def read(path: Path) -> Pulse | None:
     """Returns the pulse in a file, or None if it has no valid pulse."""
     with contextlib.suppress(OSError), jsonl.opened(path) as fd:
-        return read_open(fd, tries)
+        return read_open(fd)
     return None
 
 
-def read_open(fd: int, tries: int = 3) -> Pulse | None:
+def read_open(fd: int) -> Pulse | None:
     """Returns the pulse in an open file, or None if it has no valid pulse.
 
     The file is read with `pread`, because a mapping raises SIGBUS if the file shrinks.
     """
     try:
-        for _ in range(tries):
+        for _ in range(TRIES):
             last = os.pread(fd, 8, _END)
             body = os.pread(fd, _BODY.size, 8)
             first = os.pread(fd, 8, 0)

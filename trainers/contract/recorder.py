@@ -18,7 +18,7 @@ from typing import Any
 
 from trainers.contract import heartbeat, rundir
 
-MAX_WAITING = 10_000
+MAX_WAITING, MOST_REPORTED = 10_000, 20
 STDOUT = Path("<stdout>")
 REPLACED = (
     "was removed or replaced during the run: new records go to the file that is there now, "
@@ -45,7 +45,7 @@ class Recorder:
         self._descriptors: dict[Path, tuple[int, float]] = {STDOUT: (1, math.inf)}
         """The descriptor of each file, and the time of its next check."""
         self._torn: set[Path] = set()
-        self._failed: set[Path] = set()
+        self._reported: set[str] = set()
         self.dropped = 0
         self.trouble = ""
         """Why the last dropped record was dropped."""
@@ -93,29 +93,24 @@ class Recorder:
             self._busy_since = time.monotonic()
             try:
                 if callable(item):
-                    self._do(item)
+                    self._check_ours("the run directory")
+                    item()
                 else:
                     self._write(*item)
                     self.failing = ""
-            except OSError as error:
-                self.dropped += 1
-                self.trouble = f"{error.strerror}: {error.filename or 'write failed'}"
-                self.failing = self.trouble
-                self._report_once(error)
             except Exception as error:  # a failed call must not end the writer
                 self.dropped += 1
-                before, self.trouble = self.trouble, f"{type(error).__name__}: {error}"
-                if self.trouble != before:
-                    self._report(f"a record is dropped and counted: {self.trouble}")
+                self.trouble = f"{type(error).__name__}: {error}"
+                if isinstance(error, OSError):
+                    self.trouble = f"{error.strerror}: {error.filename or 'write failed'}"
+                    self.failing = self.trouble
+                if self.trouble not in self._reported and len(self._reported) < MOST_REPORTED:
+                    self._reported.add(self.trouble)
+                    self._report(f"records are dropped and counted: {self.trouble}")
             self._busy_since = 0.0
         for path, (fd, _) in self._descriptors.items():
             if path != STDOUT:
                 os.close(fd)
-
-    def _do(self, work: Callable[[], None]) -> None:
-        if not self._is_ours():
-            raise OSError(errno.ESTALE, MOVED)
-        work()
 
     def _next(self) -> Item | Callable[[], None] | None:
         """Waits for the next record or call; None ends the thread."""
@@ -164,19 +159,16 @@ class Recorder:
         self._replaced(path)
 
     def _open(self, path: Path) -> int:
-        if not self._is_ours():
-            raise OSError(errno.ESTALE, MOVED, str(path))
+        self._check_ours(str(path))
         return rundir.open_append(path)
+
+    def _check_ours(self, what: str) -> None:
+        if not self._is_ours():
+            raise OSError(errno.ESTALE, MOVED, what)
 
     def _replaced(self, path: Path) -> None:
         """Reports that earlier records may be missing in `path`."""
         self._report(f"{path.name} {REPLACED}")
-
-    def _report_once(self, error: OSError) -> None:
-        where = Path(str(error.filename)) if error.filename else Path("run directory")
-        if where not in self._failed:
-            self._failed.add(where)
-            self._report(f"records are dropped and counted, training continues: {error}")
 
     def _report(self, message: str) -> None:
         try:

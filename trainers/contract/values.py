@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trainers.contract.errors import UsageError
+
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 Kind = type | tuple[str, ...]
 
@@ -24,6 +26,16 @@ def convert(value: Any, kind: Kind, low: float = -math.inf, high: float = math.i
     if kind in (int, float) and not (low <= found <= high and abs(found) != math.inf):
         raise ValueError(value)
     return found
+
+
+def read(value: Any, kind: Kind, low: float, high: float, what: str, unit: str = "") -> Any:
+    """Converts like `convert`. Raises UsageError with the accepted values of `what`."""
+    try:
+        return convert(value, kind, low, high)
+    except ValueError:
+        raise UsageError(
+            f"{what} cannot be {value!r}; it takes {accepted_values(kind, low, high)}{unit}"
+        ) from None
 
 
 def _convert(value: Any, kind: Kind) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from trainers.contract.errors import UsageError
 
 MAX_BYTES = 256 << 10
 MAX_DEPTH = 16
+MOST_FILES = 5
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -22,6 +24,32 @@ def load(path: Path) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise UsageError(f"{path} has {len(data)} bytes; the limit is {MAX_BYTES}")
     return parse(data, str(path))
+
+
+def load_chain(
+    path: Path, key: str, places: Callable[[Path, str], Iterable[Path]]
+) -> list[tuple[Path, dict[str, Any]]]:
+    """Returns a file and the files that it builds on, with their content; the last file is first.
+
+    In each file, the value of `key` names the next one, and `places` returns where it may be.
+    Raises UsageError.
+    """
+    found: list[tuple[Path, dict[str, Any]]] = []
+    while True:
+        document = load(path)
+        name = document.pop(key, None)
+        found.insert(0, (path, document))
+        if name is None:
+            return found
+        seen = {each.resolve() for each, _ in found}
+        others = places(path, name) if isinstance(name, str) and name else ()
+        others = [each for each in others if each.resolve() not in seen and each.is_file()]
+        if not others or len(found) == MOST_FILES:
+            raise UsageError(
+                f"{path}: {key} {name!r}: there is no such file, or the files name each other, or "
+                f"more than {MOST_FILES} follow each other"
+            )
+        path = others[0]
 
 
 def parse(data: bytes | str, name: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import contextlib
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,10 +112,3 @@ def test_null_is_not_given_and_a_word_is_when_to_restart():
     loaded = plan.parse({"name": "p", "phases": [phase], "restart": "stall", "watch": None}, "p")
     assert (loaded.phases[0], loaded.watch) == (plan.Phase("a"), plan.Watch())
     assert loaded.restart == plan.Restart("stall")
-
-
-def test_plans_survive_yaml_and_back():
-    loaded = plan.parse(MINIMAL | {"flags": {"NSA_LR": 0.001}}, "p")
-    assert yaml.safe_load(yaml.safe_dump(loaded.as_dict()["phases"][0]["flags"])) == {
-        "NSA_LR": "0.001"
-    }

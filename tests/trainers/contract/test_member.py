@@ -118,22 +118,6 @@ def test_a_blocked_main_thread_is_dumped_with_the_other_threads(tmp_path, live, 
     assert process.poll() is None
 
 
-def test_hundreds_of_dumps_beside_a_busy_thread_kill_nothing(tmp_path, live, start):
-    """Each waits for the GIL, which the busy thread releases every 5 ms."""
-    process, stack = start("run", live), rundir.live_stack(live, 0)
-    wait_for_progress(tmp_path)
-    deadline = time.monotonic() + 60
-    while stack.read_text().count(dumps.END_MARK) < 200:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        for _ in range(50):
-            process.send_signal(signal.SIGUSR1)
-            time.sleep(0.0005)
-    step = pulse.read(rundir.pulse(live, 0)).step
-    wait_for(lambda: pulse.read(rundir.pulse(live, 0)).step > step + 5)
-    assert process.poll() is None
-
-
 @pytest.mark.parametrize("mode", ["gil", "leave"])
 def test_the_last_resort_needs_no_gil_and_never_ends_a_rank(tmp_path, live, start, mode):
     process, stack = start(mode, live), rundir.live_stack(live, 0)

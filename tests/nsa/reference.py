@@ -1,4 +1,4 @@
-"""The oracle of tests and preflight: an NSA layer in float64, one query and one head at a time.
+"""The oracle of the tests: an NSA layer in float64, one query and one head at a time.
 
 The oracle shares no code with the fast path and uses other methods. It gathers the visible keys
 instead of masking hidden keys, and rotates with complex numbers. To score selection blocks, it
