@@ -161,6 +161,8 @@ class RecordFile:
     def poll(self, limit_bytes: int) -> tuple[list[Line], int]:
         """Returns two values: new records, and the number of bytes read (0 at the end)."""
         left, found = limit_bytes, list[Line]()
+        if self.tail.part and self.tail.path == self.path and self.tail.part in parts(self.path):
+            self._next_part()  # the growing file became this part before it was read to its end
         while left > 0:
             taken, offset = self.tail.taken_bytes, self.tail.offset
             found += self.tail.poll_lines(left)
