@@ -1,4 +1,4 @@
-"""Runs the operator's hooks: one process of each at a time, with a time limit and an interval."""
+"""Runs the operator's hooks. Each hook has one process at a time, a time limit and an interval."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Alive(Hooks):
 
 
 def run(argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float) -> str:
-    """Runs the hook once; returns how it failed, or "". Its output is not kept."""
+    """Runs the hook once; returns how the hook failed, or "". The output is not kept."""
     environment = inherited() | variables(alert)
     return program.run(argv, environment, limit_s, folder, jsonl.encode(alert)).failure
 
