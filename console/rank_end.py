@@ -117,7 +117,7 @@ class RankEnd:
         """Returns a text that identifies the cause of this end, or "" if there is no such cause.
 
         If a rank was killed from outside or lost its peer, the cause is not in this rank. If the
-        exit was not observed or has no error text, the cause is not known.
+        exit was not observed, or an exit code has no error text, the cause is not known.
         """
         words = error_patterns.without_numbers(self.error_words)
         if self.signal in NATIVE:

@@ -138,7 +138,8 @@ class Attempt:
     def decided(self) -> tuple[State, str]:
         """Returns the state that follows from the facts, and the reason.
 
-        While the remaining records are read, the result stays the same for `LONG_COLLECTING_S`.
+        While the remaining records are read, the result stays the same for up to
+        `LONG_COLLECTING_S`.
         """
         since_end_s = time.monotonic() - self._ended_at
         if self.stage != "collect" or since_end_s > LONG_COLLECTING_S:
@@ -215,7 +216,7 @@ class Attempt:
             self._sampled = now
             self._sample()
             self._watch_stuck()
-            if not self.tree.agent_over:  # after that, the logs must stay complete
+            if not self.tree.agent_over:  # once torchrun has ended, its logs stay complete
                 self._upkeep.poll(self._run.event)
         if self.tree.is_over():
             self._begin_collecting()

@@ -80,7 +80,7 @@ class CheckpointCheck:
         return {"attempt": attempt, "step": step, "doing": self.doing, **self._results}
 
     def poll(self, attempt: int, newest: int) -> None:
-        """Reports a program that has ended, and starts the next one; never waits.
+        """Reports a program that has ended, and starts the next program; never waits.
 
         `newest` is the step of the newest checkpoint of this attempt, or 0. Raises RuntimeError or
         OSError if no thread, process or descriptor is left; the result is then unknown.

@@ -92,7 +92,7 @@ def confirmed_flags(
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns two values: the confirmed part of `next_flags`, and the other flags as NAME=VALUE.
 
-    `phases` has the names of the phases up to the next one. Raises UsageError for a flag that does
+    `phases` has the names of the phases including the next. Raises UsageError for a flag that does
     not exist.
     """
     kept: dict[str, Any] = {}
@@ -202,7 +202,7 @@ def check_flags(
 ) -> None:  # fmt: skip
     """Raises RefusedError for a flag in run.json that the plan or a running process contradicts.
 
-    The plan does not contain the flags that an operator set after the launch. For each such flag,
+    The plan does not contain the flags that an operator set during the launch. For each such flag,
     the answer to the request or a running process must have the same value.
     """
     planned = spec.flags(index, {})

@@ -121,7 +121,7 @@ class Diagnoser:
             why = "within its stall limit; so far the evidence says:"
             found = replace(found, sure="medium" if found.sure == "high" else found.sure)
         if not (evidence.after or evidence.stacks or evidence.flights):
-            found = replace(found, sure="low")  # one source: pulses or records
+            found = replace(found, sure="low")  # the only source is pulses or records
         doubt = now.stall_doubt if now else ""
         missing = (*evidence.gaps, *filter(None, (doubt,)), *_elsewhere(state))
         return Diagnosis(

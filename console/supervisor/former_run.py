@@ -104,8 +104,8 @@ def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
 def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
     """Returns the counts of the former attempts; the records themselves are read again.
 
-    A count that supervisor.json lacks stays unknown. The number of stalls is at least
-    that in the events of `run`, unless `run` is None.
+    A count that supervisor.json lacks stays unknown. The number of stalls is at least the number in
+    the events of `run`, unless `run` is None.
     """
     stalls = jsonl.integer(state, "stalls")
     if stalls is not None and run is not None:

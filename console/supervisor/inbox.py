@@ -215,9 +215,9 @@ class Poller:
     """Polls the mailboxes of a launch, its `.HALT` and the files of the current attempt.
 
     One poll runs at a time, on the thread of the run directory. A poll is due once a second, and
-    at once when a watched file or a mailbox changes. Only one poll a second reads heartbeats, while
-    there is no backlog. `execute` is called with the requests; `halt` is called while a `.HALT`
-    exists in the launch directory.
+    at once when a watched file or a mailbox changes. Heartbeats are read once a second, or by every
+    poll while there is a backlog. `execute` is called with the requests; `halt` is called while a
+    `.HALT` exists in the launch directory.
     """
 
     def __init__(

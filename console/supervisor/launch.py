@@ -147,7 +147,7 @@ class Launch:
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
         # Published before the run starts, because the next child must know of the run. Written
-        # before run.json, because no run may have begun that plan_state.json does not contain.
+        # before run.json, because plan_state.json must contain each run that has begun.
         self._publish(keeps_place=True)
         run, pending = self.path / entry["dir"], self._next_flags.values()
         try:

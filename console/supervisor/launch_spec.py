@@ -207,7 +207,7 @@ def code_folder(phase: Phase) -> Path:
 
 
 def changed_words(former: Mapping[str, Any], git: Mapping[str, Any]) -> str:
-    """Returns a sentence if two results of `git_facts` differ, or "" if one is missing."""
+    """Returns a sentence if both results of `git_facts` are known and differ, or else ""."""
     if not (former and git) or former == git:
         return ""
     names = [

@@ -102,7 +102,7 @@ class Claim:
             (self.directory / name).unlink(missing_ok=True)
 
     def _check_content(self) -> None:
-        """Raises RefusedError if the directory is in use, or contains files of something else."""
+        """Raises RefusedError if the directory is in use, or contains other files or a launch."""
         try:
             names = os.listdir(self.directory)
         except OSError as error:

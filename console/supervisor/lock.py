@@ -36,7 +36,7 @@ def is_held(launch: Path) -> bool:
 
 @contextlib.contextmanager
 def keep_free(launch: Path) -> Iterator[None]:
-    """Prevents other processes from locking a free launch; does nothing if it is locked."""
+    """Prevents other processes from locking a launch; does nothing if the launch is locked."""
     fd = jsonl.open_regular(launch / rundir.LOCK)
     try:
         if fd is not None:

@@ -44,7 +44,7 @@ class NextFlags:
     def set(
         self, index: int, name: str, value: str | None, by: str, phases: Phases = "next"
     ) -> tuple[bool, str]:
-        """Sets a flag for the phase `index`, or also for all later phases; None removes the flag.
+        """Sets a flag for the phase `index`, or also for all later phases; None resets the flag.
 
         Returns two values: success, and a sentence. A flag that is not valid with the settings of a
         phase is rejected. If a flag is set for all later phases, a change for only the next phase

@@ -20,7 +20,7 @@ from console.sources.sanitize import clean
 GRACE_S, SPARE_S, POLL_S = 2.0, 5.0, 0.02
 """A program gets TERM after its time limit, and KILL after the grace time that follows.
 
-If the program has not ended after a further `SPARE_S` (a hung disk), `run` returns without it.
+If the program has not ended after a further `SPARE_S` (a hung disk), `run` waits no longer.
 """
 TAIL_BYTES, MAX_LINE, PARTS = 4096, 300, 16
 IS_OVER = os.WEXITED | os.WNOWAIT | os.WNOHANG

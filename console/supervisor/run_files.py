@@ -50,7 +50,7 @@ class FinalRead:
     log: bytes = b""
     last: Mapping[int, Crash] = field(default_factory=dict)
     checkpoint: int | None = None
-    """The step of the newest complete checkpoint; 0 if there is none, None if unreadable."""
+    """The step of the newest complete checkpoint; 0 if there is none, None if it is not known."""
     torchrun_signal: str = ""
     """The signal in torchrun's log; the exits of the ranks must confirm this signal."""
     files: GateFiles | None = None
@@ -59,7 +59,7 @@ class FinalRead:
 
 
 def newest_checkpoint(run: Path) -> int | None:
-    """Returns the newest complete checkpoint's step, 0 if there is none, None if unreadable."""
+    """Returns the newest complete checkpoint's step; 0 if there is none, None if not known."""
     try:
         os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
     except FileNotFoundError:
@@ -129,7 +129,7 @@ class Environment:
         self._document, self._attempt = json_documents.Document(run / rundir.ENV), attempt
 
     def poll(self) -> Mapping[str, Any]:
-        """Returns the document, or {} if there is none or another attempt wrote it."""
+        """Returns the document, or {} if this attempt has not written the document."""
         record = self._document.read()
         return record if jsonl.integer(record, "attempt") == self._attempt else {}
 
