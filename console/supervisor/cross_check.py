@@ -92,8 +92,8 @@ def confirmed_flags(
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns two values: the confirmed part of `next_flags`, and the other flags as NAME=VALUE.
 
-    `phases` has the names of the phases including the next. Raises UsageError for a flag that does
-    not exist.
+    `phases` has the names of all phases up to and including the next phase. Raises UsageError for a
+    flag that does not exist.
     """
     kept: dict[str, Any] = {}
     unconfirmed: list[str] = []

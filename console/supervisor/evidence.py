@@ -25,7 +25,7 @@ If the run directory does not answer for `UNREAD_AFTER_S`, the evidence has only
 """
 READ_EVERY_S = 0.5
 CLOCKS_APART_S = 0.1
-"""A file whose time is further in the future was written before the clock was set back."""
+"""A file with a time more than this in the future was written before the clock was set back."""
 AGAIN_S = 10.0
 """Shortest time between two collections. Ranks that move again within this time are only slow and
 need no new evidence."""

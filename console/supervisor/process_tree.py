@@ -291,7 +291,7 @@ class Tree:
         return process.with_token(self.token, self._home)
 
     def _strays(self) -> list[int]:
-        """Returns the orphans that the owner inherited as a subreaper, also without the token."""
+        """Returns the orphans that the owner inherited as subreaper, with or without the token."""
         left = process.children(self._parent) if self._parent else []
         return [pid for pid in left if pid not in (os.getpid(), self.agent_pid)
                 and process.state(pid) not in GONE_STATES]  # fmt: skip
