@@ -68,7 +68,7 @@ def lost_peer(text: str) -> bool:
 
 
 def out_of_memory(text: str, code: int | None = None) -> str:
-    """Returns a text with the requested size, the free size and advice, or "" for another error.
+    """Returns a sentence on an out-of-memory error, with sizes and advice, or "" for other errors.
 
     Exit code 11 means out of memory, whatever the text.
     """
@@ -120,12 +120,12 @@ class OomEvidence:
 
     @property
     def here(self) -> bool:
-        """True if the kernel killed a process in the cgroup of the run."""
+        """True if the kernel ended a process in the cgroup of the run, because memory ran out."""
         return _rose(self.before.cgroup, self.after.cgroup)
 
     @property
     def perhaps(self) -> bool:
-        """True if the kernel killed a process on this host and no cgroup count is available."""
+        """True if no count of the cgroup is available, and the count of the host rose."""
         return self.after.cgroup is None and _rose(self.before.host, self.after.host)
 
     def words(self) -> str:

@@ -1,7 +1,7 @@
 """Ends the trainers that a dead supervisor left behind, when an operator asks for it.
 
-A process gets a signal only if it is certain that it belongs to a launch of this user without a
-living supervisor: see the row `end-leftovers` of docs/decisions.md.
+A process gets a signal only if it certainly belongs to a launch of this user whose supervisor is
+dead. The row `end-leftovers` of docs/decisions.md has the reasons.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A process of a launch without a supervisor, and its name in words."""
+    """A process of a launch whose supervisor is dead; `name` describes it for the operator."""
 
     handle: process.Handle
     name: str
@@ -35,7 +35,7 @@ class Leftover:
 
 
 def find() -> tuple[list[Leftover], list[str]]:
-    """Returns the leftover processes, and a sentence on each trainer that is none."""
+    """Returns the leftovers, and a sentence on each other trainer that seems unsupervised."""
     found, others = [], []
     for pid in unsupervised(PROC):
         variables = process.environment(pid)
@@ -46,12 +46,12 @@ def find() -> tuple[list[Leftover], list[str]]:
             rank = f"rank {variables['RANK']}" if "RANK" in variables else "torchrun"
             found.append(Leftover(handle, clean(f"pid {pid} ({rank} of {run})", 400), run, token))
         else:
-            others.append(clean(f"pid {pid} is not ended: {why or 'it has ended'}", 400))
+            others.append(clean(f"pid {pid} gets no signal: {why or 'it has ended'}", 400))
     return found, others
 
 
 def _why_not(run: Path, token: str) -> str:
-    """Returns why a process in this run with this token is no leftover, or "" if it is one."""
+    """Returns why a process with this run and token is not a leftover, or "" if it is."""
     if not token:
         return "no supervisor started it, or it belongs to another user"
     try:
@@ -78,8 +78,8 @@ def _why_not(run: Path, token: str) -> str:
 def end(found: Sequence[Leftover]) -> Iterator[str]:
     """Sends TERM, and KILL after the grace time; yields how each process ended.
 
-    A process whose run was adopted meanwhile gets no signal. From now on, no run can be adopted
-    until its processes have ended.
+    A process whose run was adopted meanwhile gets no signal. None of these launches can be adopted
+    until this function has ended.
     """
     with contextlib.ExitStack() as locks:
         for launch in {each.run.parent for each in found}:

@@ -25,7 +25,7 @@ SIGNAL_WORDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """The end of one rank, and its error ("" if there is none)."""
+    """The end of one rank. `error` is the error in its records, or "" if there is none."""
 
     rank: int
     code: int | None
@@ -33,26 +33,26 @@ class RankEnd:
     step: int
     error: str = ""
     log: str = ""
-    """The last exception in its log, for a rank without an error record."""
+    """The last exception in the log of the rank, or "" if there is none."""
     killed_after_failure: bool = False
     """True if the supervisor killed the rank after another rank had failed."""
     raised_at: str = ""
-    """Place of the exception in its log: "train.py:41"."""
+    """The place in the code that raised the exception in `log`, for example "train.py:41"."""
     crashed_in: str = ""
-    """Place of a native crash according to faulthandler: "forward (model.py:88)"."""
+    """The place of a native crash as faulthandler wrote it: "forward (model.py:88)"."""
     last_record: str = ""
-    """Kind and reason of its last record."""
+    """The kind and the reason of the last record of the rank."""
     ts: float | None = None
     observed: bool = True
     """True if the kernel reported the exit code or signal, False if only a record or log has it."""
     doubt: str = ""
-    """Evidence that contradicts the success in the exit record, or "" if there is none."""
+    """Why exit code 0 in the exit record is not accepted, or "" if there is no doubt."""
     phase: str = ""
-    """The phase of its last pulse or its exit record, or "" if it is not known."""
+    """The phase in the last pulse or the exit record, or "" if the phase is not known."""
 
     @property
     def unknown(self) -> bool:
-        """True if neither the kernel nor a record of the rank has its exit code."""
+        """True if no exit code, no signal and no error of the rank is known."""
         return self.code is None and self.signal is None and not self.error
 
     @property
@@ -71,13 +71,13 @@ class RankEnd:
 
     @property
     def lost_peer(self) -> bool:
-        """True if the rank failed in a collective. NCCL may then end the rank by SIGABRT."""
+        """True if a collective failed or another rank was lost. NCCL may then raise SIGABRT."""
         found = self.code == COLLECTIVE or error_patterns.lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 
     @property
     def at(self) -> str:
-        """The step and phase of the end as text, " at step 41 in forward", or "" if not known."""
+        """The step and phase of the end: " at step 41 in forward", or "" if no step is known."""
         inside = f" in {self.phase}" if self.phase else ""
         return f" at step {self.step}{inside}" if self.step else ""
 
@@ -114,9 +114,10 @@ class RankEnd:
         return f"no reason recorded,{last} see the log of rank {self.rank}"
 
     def signature(self) -> str:
-        """Returns a text that identifies the cause of this end, or "" if the cause is elsewhere.
+        """Returns a text that identifies the cause of this end, or "" if there is no such cause.
 
-        If a rank was killed from outside or lost its peer, the cause is not in this rank.
+        If a rank was killed from outside or lost its peer, the cause is not in this rank. If the
+        exit was not observed, or an exit code has no error text, the cause is not known.
         """
         words = error_patterns.without_numbers(self.error_words)
         if self.signal in NATIVE:

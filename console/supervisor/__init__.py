@@ -1,4 +1,5 @@
 """The detached supervisor of a launch: an owner process and its working process.
 
-A launch has one supervisor, which has no terminal; its owner process owns torchrun.
+Each launch has one supervisor, without a terminal. The owner starts torchrun and the working
+process.
 """

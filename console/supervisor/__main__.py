@@ -25,7 +25,7 @@ UNHANDLED_SIGNALS = frozenset((
     signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS,
     signal.SIGTRAP,
 ))  # fmt: skip
-"""Signals that cannot be caught, that report a bug of this process, or that end no process."""
+"""Signals without a handler: they cannot be caught, report a bug, or do not end this process."""
 
 
 def log(text: object) -> None:

@@ -1,4 +1,4 @@
-"""The open alerts of a run, across its attempts; each alert is raised once until it is cleared."""
+"""The open alerts of a run, across its attempts. An alert that is open is not raised again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainers.contract.recorder import REPLACED
 
 DROPPED, MOVED = "dropped", "own-directory"
 GATE_ALERT = "gate-"
-"""The prefix of the name of an alert on a gate at a step; the name of the gate follows."""
+"""Prefix of the alert on a gate that has an `at` step; the name of the gate follows."""
 SETTLED_S = 10.0
 """The alert on dropped records is cleared after this time without a new dropped record."""
 

@@ -1,4 +1,4 @@
-"""One attempt of a run: its processes, their records, and the state that these imply."""
+"""One attempt of a run: its processes, its records, and the state that follows from them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ COLLECT_S = 60.0
 """The longest time for reading the remaining records after an attempt has ended."""
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
-"""Records that were read longer ago than this do not confirm the pulses."""
+"""Records confirm the pulses only if they were read within this time."""
 
 
 class Attempt:
     """Owns the processes of one attempt; `tick` does the due work, `decided` returns the state.
 
-    With `former`, torchrun is not started. Instead, the processes of the run that are alive are
-    adopted.
+    With `former`, the processes of the attempt that are alive are adopted. Torchrun is then started
+    only if a former child has not started it yet.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Attempt:
             self._adopt(former)
 
     def _adopt(self, former: FormerRun) -> None:
-        """Finds the processes that are alive, and passes them to an owner that lacks them."""
+        """Finds the processes that are alive; passes them to the owner if it lacks them."""
         context, link = self._context, self._context.services.link
         self.tree.adopt(former.state, self.path, self._number)
         if not link.owns(context.home, self._number):
@@ -109,7 +109,7 @@ class Attempt:
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the ranks unless this was already requested; returns the answer.
 
-        The caller has already written `.HALT`; for a halt, this method only records the request.
+        For a halt, the caller has already written `.HALT`, so this method only records the request.
         """
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
@@ -136,7 +136,11 @@ class Attempt:
         self.tree.close()
 
     def decided(self) -> tuple[State, str]:
-        """Returns the state that the facts imply, or the former state while records are read."""
+        """Returns the state that follows from the facts, and the reason.
+
+        While the remaining records are read, the result stays the same for up to
+        `LONG_COLLECTING_S`.
+        """
         since_end_s = time.monotonic() - self._ended_at
         if self.stage != "collect" or since_end_s > LONG_COLLECTING_S:
             fallback: State = "crashed" if self.stage == "over" else self._decided[0]
@@ -212,7 +216,7 @@ class Attempt:
             self._sampled = now
             self._sample()
             self._watch_stuck()
-            if not self.tree.agent_over:  # after its end, the logs must stay complete
+            if not self.tree.agent_over:  # once torchrun has ended, its logs stay complete
                 self._upkeep.poll(self._run.event)
         if self.tree.is_over():
             self._begin_collecting()
@@ -233,8 +237,8 @@ class Attempt:
     def _watch_ranks(self) -> None:
         """Ends the other ranks within the grace time after a rank has failed.
 
-        torchrun also ends them, but it may send KILL 30 s later, or never if it is stopped or has
-        exited.
+        torchrun also ends them. But it may wait 30 s before it sends KILL, and it sends nothing if
+        it is stopped or has exited.
         """
         if self.known.rank_failure or self.known.requested in ENDED_FROM_HERE:
             return
@@ -293,7 +297,7 @@ class Attempt:
         self._directory.job(lambda: self.files.poll(True), self._add_part, self.path)
 
     def _add_part(self, news: Poll | None, error: Exception | None) -> None:
-        """Adds a part of the records and reads the next; after an error, reads the part again."""
+        """Adds a part of the records and reads the next part; after an error, tries again."""
         unread = f"cannot read the run directory: {error}"
         if news is not None:
             self.take(news)
@@ -351,8 +355,9 @@ class Attempt:
     def checkpoint(self, former: int) -> int:
         """Returns the step of the newest checkpoint at the attempt's end, or 0 if there is none.
 
-        A checkpoint newer than `former` needs both a directory and a record; for a program without
-        records, the directory is enough.
+        A checkpoint newer than `former` counts if it has both a directory and a record. For a
+        program without records, the directory is enough. If the directory cannot be read, the
+        record is enough.
         """
         recorded = max(former, self.saved)
         if self._checkpoint_step is None:
@@ -384,7 +389,7 @@ class Attempt:
 
     @property
     def step(self) -> int:
-        """The newest step in any pulse or record."""
+        """The highest step in any pulse or record."""
         pulsed = max((seen.step for seen in self._sampler.evidence), default=0)
         recorded = (head.step for head in self._heads().values())
         return max(pulsed, self._pulses.newest, *recorded)

@@ -1,7 +1,7 @@
 """Loads each new checkpoint of a run in another process, and then runs the back-up of the plan.
 
-The programs run one at a time in a thread, at the lowest priority; the newest checkpoint replaces
-those that wait. After the working process was replaced, the last program may run again.
+One program runs at a time, at the lowest priority. If several checkpoints wait, only the newest is
+loaded. After the working process was replaced, the last program may run again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ DAMAGED, AGAIN_S = 15, 1.0
 The second try excludes a temporary error of the disk, and a checkpoint that is being removed.
 """
 PROGRAM_BYTES = 512 << 20
-"""Memory of the program that loads, besides the files (294 MiB for 937 MiB of files, on x86)."""
+"""Memory that the loading program needs in addition to the size of the files.
+
+It was 294 MiB for 937 MiB of files, on x86.
+"""
 ALERTS: Mapping[str, str] = {"load": "checkpoint-load", "backup": "checkpoint-backup"}
 Outcome = tuple[Result, Level, str]
 
@@ -62,22 +65,22 @@ class CheckpointCheck:
         """The step of the newest checkpoint."""
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._stopped = False
-        """True if no further program starts."""
+        """True if no further program may start."""
         self._program = partial(program.run, keeps_output=True, stopped=lambda: self._stopped)
 
     @property
     def doing(self) -> str:
-        """The work and the name of its checkpoint as text, or "" if nothing is done now."""
+        """A sentence on the checkpoint that is being loaded or backed up, or ""."""
         verb = {"load": "loaded", "backup": "backed up"}.get(self._doing)
         return f"the checkpoint of step {self._newest[1]} is being {verb}" if verb else ""
 
     def document(self) -> dict[str, Any]:
-        """Returns the key `checkpoint_check` of supervisor.json."""
+        """Returns the value of the key `checkpoint_check` of supervisor.json."""
         attempt, step = self._newest
         return {"attempt": attempt, "step": step, "doing": self.doing, **self._results}
 
     def poll(self, attempt: int, newest: int) -> None:
-        """Reports a program that has ended, and starts the next one; never waits.
+        """Reports a program that has ended, and starts the next program; never waits.
 
         `newest` is the step of the newest checkpoint of this attempt, or 0. Raises RuntimeError or
         OSError if no thread, process or descriptor is left; the result is then unknown.
@@ -94,7 +97,7 @@ class CheckpointCheck:
             self._begin("load", self._load)
 
     def stop(self) -> None:
-        """Ends the running program within its grace time, and starts no other."""
+        """Ends the running program within its grace time, and starts no further program."""
         self._stopped = True
 
     def _begin(self, what: str, work: Callable[[int, Path], Outcome]) -> None:
@@ -152,9 +155,9 @@ class CheckpointCheck:
         return "fail", "warn", f"checkpoint step {step} is not backed up: {why}"
 
     def _harmless(self, step: int, path: Path) -> str:
-        """Returns a cause for a failure that needs no operator, or "".
+        """Returns why a failure needs no operator, or "" if it may need an operator.
 
-        A missing checkpoint is harmless only if there is a newer one.
+        A missing checkpoint is harmless only if there is a newer checkpoint.
         """
         if self._stopped:
             return "the run ends"
@@ -162,7 +165,7 @@ class CheckpointCheck:
 
 
 def _lack_of_memory(path: Path) -> str:
-    """Returns why a load could end the training too, or "" if it cannot."""
+    """Returns why loading could take the memory of the training, or "" if it could not."""
     spare = oom_counts.spare_bytes()
     needed = PROGRAM_BYTES + sum(map(jsonl.size_bytes, path.glob("*")))
     if spare is None or needed <= spare:

@@ -1,4 +1,4 @@
-"""The objects that the runs of a launch share, and those that the attempts of a run share."""
+"""The services of a launch (`Services`), and the fixed data of a run (`RunContext`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Services:
 
     `directory` is the thread of the run directory, `poller` belongs to the main loop, `lock_token`
     is the token in the lock file, `since_ns` is the start of the supervisor by the clock of the
-    disk, and `link` leads to the owner.
+    disk, and `link` is the connection to the owner.
     """
 
     directory: Directory
@@ -57,7 +57,7 @@ class RunContext:
     phase: Phase
     watch: Watch
     actions: Mapping[str, str]
-    """The weakest allowed action of each watch rule, by name. The plan may have a stronger one."""
+    """The least action of each watch rule, by name. The plan may set a stronger action."""
     live: Live
     reducer: Reducer
     reading: RecordFiles

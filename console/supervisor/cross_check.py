@@ -1,8 +1,8 @@
 """Checks the documents of a former supervisor against each other before an adoption.
 
 If a document demands an action, the action is taken only if an event confirms it. Otherwise a
-warning says that the action is not taken. If two documents that must be equal differ, the launch is
-not adopted.
+warning says that the action is not taken. If two documents contradict each other, the launch is not
+adopted.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def confirmed_flags(
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns two values: the confirmed part of `next_flags`, and the other flags as NAME=VALUE.
 
-    `phases` has the names of the phases up to the next one. Raises UsageError for a flag that does
-    not exist.
+    `phases` has the names of all phases up to and including the next phase. Raises UsageError for a
+    flag that does not exist.
     """
     kept: dict[str, Any] = {}
     unconfirmed: list[str] = []
@@ -113,9 +113,8 @@ def check_run(
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Returns three values: run.json, supervisor.json, and warnings about ignored entries.
 
-    If only supervisor.json says that an end was requested, the end is not continued, but no further
-    attempt starts. Raises RefusedError if plan.json or the processes that are alive contradict
-    these documents.
+    A halt, stop or kill that was requested before is not continued, but no further attempt starts.
+    Raises RefusedError if plan.json or the processes that are alive contradict these documents.
     """
     document, record = (
         former_documents.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN)
@@ -137,9 +136,10 @@ def check_run(
 
 
 def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
-    """Raises RefusedError if the phase in plan_state.json is not the newest phase.
+    """Raises RefusedError if the runs contradict the phase or the state in plan_state.json.
 
-    This is the case if a later phase has begun, or if processes of another phase are alive.
+    This is the case if a later phase has begun, if processes of another phase are alive, or if any
+    processes are alive while the plan is `waiting`.
     """
     for number, run in enumerate(runs):
         if number > index and (run / rundir.RUN).exists():
@@ -156,7 +156,7 @@ def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
 
 
 def check_plan(plan_state: Mapping[str, Any], spec: LaunchSpec) -> None:
-    """Raises RefusedError if plan_state.json and plan.json differ."""
+    """Raises RefusedError if plan_state.json and plan.json differ in phases or `between`."""
     mine = [phase.name for phase in spec.plan.phases]
     theirs = [jsonl.text(entry, "name") for entry in jsonl.entries(plan_state, "phases")]
     differ = ["phases"] * (bool(theirs) and mine != theirs)
@@ -165,7 +165,7 @@ def check_plan(plan_state: Mapping[str, Any], spec: LaunchSpec) -> None:
 
 
 def check_copies(record: Mapping[str, Any], spec: LaunchSpec, index: int) -> None:
-    """Raises RefusedError if a key of run.json differs from plan.json."""
+    """Raises RefusedError if a key has different values in run.json and plan.json."""
     phase = spec.plan.phases[index]
     command = {"argv": argv(phase, spec.plan.watch.grace_s, Path())}
     copies = jsonl.decode(jsonl.encode({**spec.copies(index), **command})) or {}
@@ -202,8 +202,8 @@ def check_flags(
 ) -> None:  # fmt: skip
     """Raises RefusedError for a flag in run.json that the plan or a running process contradicts.
 
-    A plan never contains a flag that an operator has set. The answer to the operator's request, or
-    a running process, must confirm such a flag.
+    The plan does not contain the flags that an operator set during the launch. For each such flag,
+    the answer to the request or a running process must have the same value.
     """
     planned = spec.flags(index, {})
     names = [phase.name for phase in spec.plan.phases[: index + 1]]

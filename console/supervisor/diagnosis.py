@@ -1,7 +1,7 @@
 """Diagnoses the present state of a run, for `nsa-console diagnose`, even without a supervisor.
 
-While a supervisor decides the state of a stalled run, the newest verdict of the supervisor is used.
-Otherwise this process collects the evidence itself, with the functions of the supervisor.
+If a supervisor is alive and has detected a stall, its newest verdict is used. Otherwise this
+process collects the evidence itself, with the code of the supervisor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.plan import Watch
 
 Outlook = Literal["stalled", "slow", "no stall", "unknown", "ending", "ended"]
-"""Ranks of a "slow" run have not moved for some seconds and are within their stall limits."""
+"""In a "slow" run, ranks have not moved for some seconds, but are within their stall limits."""
 SLOW_S = 5.0
 POLL_S = 0.1
 SILENT_ALERTS = frozenset(
@@ -36,7 +36,7 @@ SILENT_ALERTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result for one run at one moment; `why` is a sentence if there is no verdict.
+    """The result for one run; `why` explains the outlook, or is "" if the verdict explains it.
 
     `source` says where the verdict comes from; `missing` says which evidence is not available.
     """
@@ -72,7 +72,7 @@ class Diagnoser:
         return state, self._source.of[0] if self._source.of else None, now
 
     def diagnose(self) -> Diagnosis:
-        """Returns the verdict on the run now; takes about 4 s if it collects evidence itself."""
+        """Diagnoses the run; takes about 4 s if this process collects the evidence itself."""
         state, run, now = self._poll()
         if self._source.over:
             return self._of_ended(state, run)
@@ -98,7 +98,7 @@ class Diagnoser:
         )  # fmt: skip
 
     def _own(self, state: RunState, run: Path, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
-        """Returns the verdict, from evidence that this process collects now."""
+        """Diagnoses the run with evidence that this process collects now."""
         watch = self._source.watch
         early = replace(watch, stall_floor_s=min(SLOW_S, watch.stall_floor_s))
         if diagnose(ranks, early, time.time()) is None:
@@ -121,7 +121,7 @@ class Diagnoser:
             why = "within its stall limit; so far the evidence says:"
             found = replace(found, sure="medium" if found.sure == "high" else found.sure)
         if not (evidence.after or evidence.stacks or evidence.flights):
-            found = replace(found, sure="low")  # one source: pulses or records
+            found = replace(found, sure="low")  # the only source is pulses or records
         doubt = now.stall_doubt if now else ""
         missing = (*evidence.gaps, *filter(None, (doubt,)), *_elsewhere(state))
         return Diagnosis(
@@ -132,7 +132,7 @@ class Diagnoser:
     def _without_verdict(
         self, state: RunState, run: Path, ranks: tuple[RankEvidence, ...]
     ) -> Diagnosis:
-        """Returns "no stall" if every rank shows its position, or else "unknown"."""
+        """Returns "no stall" if the run starts or each rank shows progress, or else "unknown"."""
         silent = [each for each in ranks if not each.phase]
         why, missing = "", _elsewhere(state)
         if not ranks:
@@ -154,7 +154,7 @@ class Diagnoser:
     def _ranks(self, state: RunState, run: Path, now: Readings) -> tuple[RankEvidence, ...]:
         """Returns the ranks of the last poll, each with its process.
 
-        The pid is 0 if the supervisor's document does not prove that the process is the rank.
+        The pid of a rank is 0 if supervisor.json does not prove that the process is the rank.
         """
         document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
         here = {key: document.get(key) for key in ("boot_id", "host")}

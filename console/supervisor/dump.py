@@ -38,12 +38,12 @@ class _RankDump:
     position: tuple[int, str] | None
     """The rank's step and phase when it was signalled; None if its pulse is not available."""
     result: str = ""
-    """The result in words, "" while there is none."""
+    """The result in words, or "" until there is a result."""
     data: bytes = b""
     used_last_resort: bool | None = None
-    """True if the signal `LAST_RESORT` was sent, None before the first try."""
+    """True if the signal `LAST_RESORT` was sent, False if not, None before the first try."""
     copy: str = ""
-    """The name of the copy in the run directory, "" before it is written."""
+    """The name of the copy in the run directory, or "" before the copy begins."""
 
 
 def why_not(pid: int) -> str:

@@ -17,11 +17,14 @@ from console.supervisor.shm import LastPulses
 from trainers.contract import jsonl, pulse, rundir
 
 LATE_END_S = 5.0
-"""After this time torchrun has reaped an ended rank, and the rank's last record has arrived."""
+"""Time in which torchrun reaps a rank that has ended, and the last record of the rank arrives."""
 
 
 class Ends:
-    """Finds how the ranks of one attempt ended; `crashes` are read after all ranks have ended."""
+    """Finds how the ranks of one attempt ended.
+
+    After all ranks have ended, `conclude` sets `crashes`, the last error in each log.
+    """
 
     def __init__(
         self, tree: Tree, heads: Callable[[], Mapping[int, LatestRecords]], pulses: LastPulses
@@ -42,7 +45,7 @@ class Ends:
         return [self.of(worker) for worker in over]
 
     def failed(self) -> list[int]:
-        """Returns the ranks whose exit code shows a failure.
+        """Returns the ranks whose exit code or signal shows a failure.
 
         If the exit of a rank was not observed, the exit record is used.
         """
@@ -58,7 +61,7 @@ class Ends:
 
     def without_torchrun(self) -> str:
         """Returns a sentence if torchrun has exited while ranks still run, or "" otherwise."""
-        # A rank that has ended is treated as alive until the owner reports its exit code.
+        # `alive` still has a rank that has ended, until the owner reports its exit code.
         left = [w.rank for w in self._tree.alive() if not w.handle.is_over()]
         if not (self._tree.agent_over and left):
             return ""
@@ -70,7 +73,7 @@ class Ends:
     def conclude(self, crashes: Mapping[int, Crash]) -> None:
         """Stores the last error in each rank's log, and reads the last pulses of all ranks."""
         self.crashes = crashes
-        if self._tree.agent_status is None:  # adopted, and torchrun had ended
+        if self._tree.agent_status is None:  # torchrun ended before the adoption
             self._tree.add_unseen({rank: x.last.record for rank, x in self._heads().items()})
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
         self._pulses.read_all(pids, self._tree.nproc)
@@ -99,15 +102,16 @@ def end_of(
 ) -> RankEnd:
     """Returns how a rank ended, from its exit, its records, and the end of its log (`words`).
 
-    An exit code that the kernel did not report comes from the last record; exit 0 then needs a
-    second source. `step` is the step in the pulse, because a crash may lose the last records.
+    If the kernel did not report the exit, the exit code comes from the last record; exit code 0
+    then needs a second source. `step` is the step in the pulse, because a crash may lose the last
+    records.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal
     doubt = "" if worker.observed or worker.confirmed else _doubt(worker, head, step)
     if doubt:
         code = signal = None
     elif not worker.observed and not code:
-        code = head.code  # exit 0 must be in the record of the rank
+        code = head.code  # exit 0 that was not observed counts only if recorded
     last, record = words or Crash(), head.last.record
     phase = jsonl.text(record, "phase") if record.get("msg") == "exit" else ""
     said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))

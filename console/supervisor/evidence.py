@@ -25,7 +25,7 @@ If the run directory does not answer for `UNREAD_AFTER_S`, the evidence has only
 """
 READ_EVERY_S = 0.5
 CLOCKS_APART_S = 0.1
-"""A file with a time further in the future was written before the clock was set back."""
+"""A file with a time more than this in the future was written before the clock was set back."""
 AGAIN_S = 10.0
 """Shortest time between two collections. Ranks that move again within this time are only slow and
 need no new evidence."""
@@ -51,8 +51,8 @@ def _places(ranks: Sequence[RankEvidence]) -> Places:
 class Collector:
     """Owns the evidence about the present stall; collects new evidence if a rank has moved.
 
-    `poll` is called once a second and never waits. A thread of each collection reads the run
-    directory, after `check` has not raised OSError.
+    `poll` is called once a second and never waits. Each collection has a thread, which reads the
+    run directory unless `check` raises OSError.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class FormerRun:
     number: int
     """The newest attempt."""
     ended: list[AttemptEnd]
-    """The attempts that have ended, including the newest attempt if the next has not begun."""
+    """The attempts that have ended. While a restart is due, the newest attempt is one of them."""
 
     @property
     def is_final(self) -> bool:
@@ -104,8 +104,8 @@ def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
 def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
     """Returns the counts of the former attempts; the records themselves are read again.
 
-    A count that supervisor.json lacks stays unknown. The number of stalls is compared with the
-    events of `run`, unless `run` is None.
+    A count that supervisor.json lacks stays unknown. The number of stalls is at least the number in
+    the events of `run`, unless `run` is None.
     """
     stalls = jsonl.integer(state, "stalls")
     if stalls is not None and run is not None:

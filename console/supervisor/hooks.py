@@ -1,4 +1,4 @@
-"""Runs the operator's hooks: one process of each at a time, with a time limit and an interval."""
+"""Runs the operator's hooks. Each hook has one process at a time, a time limit and an interval."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Hooks:
         return self._run is not None or self._count > 0
 
     def poll(self) -> None:
-        """Reports a hook that has ended, and starts the next one when it is due; never waits."""
+        """Reports a hook that has ended, and starts the next hook when it is due; never waits."""
         if self._run is not None:
             if not self._run.done():
                 return
@@ -114,7 +114,7 @@ class Alive(Hooks):
 
 
 def run(argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float) -> str:
-    """Runs the hook once; returns how it failed, or "". Its output is not kept."""
+    """Runs the hook once; returns how the hook failed, or "". The output is not kept."""
     environment = inherited() | variables(alert)
     return program.run(argv, environment, limit_s, folder, jsonl.encode(alert)).failure
 

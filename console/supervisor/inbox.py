@@ -41,7 +41,7 @@ class Request:
 
     path: Path
     id: str
-    """The id in the file, or else an id made from the file's name; each is executed once."""
+    """The id in the file, or else an id made from the file's name. Each id is executed once."""
     action: str
     args: Mapping[str, Any]
     by: str
@@ -125,7 +125,7 @@ def _read(path: Path, mailbox: Mailbox, found_ns: int) -> Request:
 
 
 def remove(path: Path) -> None:
-    """Removes a request of any file type; if that fails, renames it."""
+    """Removes a request file of any type, or renames it if it cannot be removed."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -197,7 +197,7 @@ class Inbox:
         )  # fmt: skip
 
     def _removed(self, request: Request) -> None:
-        """Records that a file was removed, so that a later file with its name is answered, too."""
+        """Records that a file was removed, so that a later file of the same name is answered."""
         if self._seen.get(request.id) == (request.path, True):
             self._seen[request.id] = None, True
 
@@ -214,9 +214,10 @@ class _Found:
 class Poller:
     """Polls the mailboxes of a launch, its `.HALT` and the files of the current attempt.
 
-    One poll runs at a time, on the thread of the run directory. A poll is due once a second (it
-    then also reads heartbeats), and at once when a watched file or a mailbox changes. `execute` is
-    called with the requests; `halt` is called while a `.HALT` exists in the launch directory.
+    One poll runs at a time, on the thread of the run directory. A poll is due once a second, and
+    at once when a watched file or a mailbox changes. Heartbeats are read once a second, or by every
+    poll while there is a backlog. `execute` is called with the requests; `halt` is called while a
+    `.HALT` exists in the launch directory.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class Poller:
         directory.check_for_changes = self._has_changed
 
     def start(self, runs: Sequence[Path], attempt: Attempt | None, every_s: float) -> bool:
-        """Starts a poll if it is due, or after `every_s`; returns whether a poll was started.
+        """Starts a poll if it is due, or `every_s` after the last; returns whether it was started.
 
         `runs` are the runs that have started; `attempt` is the current attempt.
         """
@@ -271,7 +272,7 @@ class Poller:
         self._has_changed()
         requests = self._scan(folders)
         found = _Found(requests, os.path.lexists(self._launch / rundir.HALT))
-        # Requests are executed even if the run directory is missing or cannot be parsed.
+        # Requests are executed even if the files of the run are missing or cannot be parsed.
         try:
             if attempt is not None:
                 self._directory.check_run(attempt.path)

@@ -27,7 +27,7 @@ from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
-"""The file in the run directory by which each of these actions reaches the ranks."""
+"""The file in the run directory that passes an action to the ranks, by action."""
 
 
 def method(action: str) -> str:
@@ -137,7 +137,7 @@ class Launch:
                 self._end(f"{action} requested by {by} before the next phase")
             return "the plan has ended; no phase was running"
         self._ended_by = self._ended_by or f"{action} requested by {by}"
-        self._publish()  # first, because an adoption needs this second record of the request
+        self._publish()  # first, because an adoption reads `ended_by` of plan_state.json
         return self.run.end(action, by)
 
     # --- phases --------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ class Launch:
         self._index = index
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
-        # Published before the run starts, because the next child must know of the run; and written
-        # before run.json, because an adoption refuses a run that plan_state.json does not know.
+        # Published before the run starts, because the next child must know of the run. Written
+        # before run.json, because plan_state.json must contain each run that has begun.
         self._publish(keeps_place=True)
         run, pending = self.path / entry["dir"], self._next_flags.values()
         try:
@@ -366,7 +366,7 @@ class Launch:
         return self._directory.event(self.path, 1, kind, text, level, **more)
 
     def _steps(self, run: Run) -> int | None:
-        """Returns the number of completed steps; the last known number until records are read."""
+        """Returns the number of completed steps, or the last one known until records are read."""
         return gates.steps_done(run.summary) if run.is_read else self._phases[self._index]["steps"]
 
     def _publish(self, keeps_place: bool = False) -> None:

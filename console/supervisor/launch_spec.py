@@ -87,7 +87,7 @@ class LaunchSpec:
         return resolved.as_dict()
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns the key `phases` of plan_state.json as it is before the first phase begins."""
+        """Returns the key `phases` of plan_state.json, with its value before the first phase."""
         return [
             {"name": phase.name, "state": "next" if i == 0 else "later", "why": "", "result": "",
              "steps": None, "started_ts": None, "ended_ts": None, "dir": f"{i}-{phase.name}"}
@@ -95,7 +95,7 @@ class LaunchSpec:
         ]  # fmt: skip
 
     def copies(self, index: int) -> dict[str, Any]:
-        """Returns the keys of run.json that repeat plan.json; an adoption compares the copies."""
+        """Returns the keys of run.json that repeat plan.json; an adoption compares them with it."""
         phase = self.plan.phases[index]
         return {
             "launch": self.launch, "plan": self.plan.name, "phase": phase.name, "index": index,
@@ -192,9 +192,9 @@ def inherited() -> dict[str, str]:
 def environment(
     phase: Phase, flags: Mapping[str, FlagValue], contract: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the whole environment of torchrun: only inherited variables, flags and contract.
+    """Returns the whole environment of torchrun: inherited variables, flags and the contract.
 
-    The trainers of this project import nothing from the working directory.
+    PYTHONSAFEPATH makes the trainers of this project import nothing from the working directory.
     """
     chosen = {name: flag.value for name, flag in flags.items()}
     ours = {"PYTHONSAFEPATH": "1"} if phase.is_ours else {}
@@ -207,7 +207,7 @@ def code_folder(phase: Phase) -> Path:
 
 
 def changed_words(former: Mapping[str, Any], git: Mapping[str, Any]) -> str:
-    """Returns a sentence if the code has another commit than before, or ""; see `git_facts`."""
+    """Returns a sentence if both results of `git_facts` are known and differ, or else ""."""
     if not (former and git) or former == git:
         return ""
     names = [
@@ -223,7 +223,7 @@ cd "$0" && git rev-parse HEAD && git diff --no-ext-diff --no-textconv HEAD && ec
 
 
 def git_facts(folder: Path) -> dict[str, Any]:
-    """Returns the commit of the code in a folder, or {} if there is no git repository.
+    """Returns the commit of the code in a folder, or {} if git cannot report it.
 
     `diff` is a hash of the local changes, or "" if there are none. The last line of the output
     shows that git succeeded. The exit code may be lost, because a supervisor reaps all its

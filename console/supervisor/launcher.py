@@ -39,7 +39,7 @@ class Claim:
     """A launch directory that belongs to this process while the lock's descriptor is open.
 
     If a launch was interrupted before its supervisor was ready, it never ran, and its files are
-    removed. With `adopt`, the directory is that of a launch whose supervisor has died.
+    removed. With `adopt`, the directory contains a launch that no longer has a supervisor.
     """
 
     def __init__(self, directory: Path, adopt: bool = False):
@@ -102,7 +102,7 @@ class Claim:
             (self.directory / name).unlink(missing_ok=True)
 
     def _check_content(self) -> None:
-        """Raises RefusedError if the directory contains files that do not belong to this launch."""
+        """Raises RefusedError if the directory is in use, or contains other files or a launch."""
         try:
             names = os.listdir(self.directory)
         except OSError as error:
@@ -132,8 +132,8 @@ class Claim:
         owner = rundir.read_json(self.directory / rundir.LOCK) or {}
         if self._adopt:
             return RefusedError(
-                f"{self.directory} has a supervisor ({_owner_words(owner)}); adopt is for launches "
-                "without one"
+                f"{self.directory} has a supervisor ({_owner_words(owner)}); only a launch "
+                "without a supervisor can be adopted"
             )
         return RefusedError(
             f"{self.directory} is in use by {_owner_words(owner)}; "
@@ -229,8 +229,8 @@ def _wait_until_free(claim: Claim, launch: str, former: Mapping[str, Any]) -> No
         time.sleep(POLL_S)
     if claim.is_free() and rundir.is_alive(former):
         raise RefusedError(
-            f"the supervisor of {launch} (pid {former.get('pid')}) is alive, but the lock in "
-            f"{claim.directory} is not its own; move its directory back, or stop it with kill -TERM"
+            f"the supervisor of {launch} (pid {former.get('pid')}) is alive, but does not hold the "
+            f"lock in {claim.directory}; move its directory back, or stop it with kill -TERM"
         )
 
 

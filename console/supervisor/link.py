@@ -1,6 +1,6 @@
 """The socket between the owner of a launch and its child, and the state that the owner passes on.
 
-Each child starts with a copy of that state by fork; messages update it.
+Each child gets a copy of that state by fork. Messages update the copy.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ChildState:
     """
 
     identity: Mapping[str, Any] = field(default_factory=rundir.identity)
-    """The owner's identity, which the documents contain as that of the supervisor."""
+    """The identity of the owner; the documents contain it as the supervisor's identity."""
     documents: dict[str, bytes] = field(default_factory=dict)
     """The newest content of each document, by path."""
     torchrun_pid: int = 0
@@ -145,7 +145,7 @@ class ChildState:
     attempt: tuple[str, str] = ("", "")
     """The run directory and the number of the newest attempt."""
     term_sent: bool = False
-    """The owner sent TERM to the processes of the attempt."""
+    """True if the owner itself sent TERM to the processes of the attempt."""
     exit_codes: dict[int, int] = field(default_factory=dict)
     """The exit codes of the owner's children, in the order in which they were reaped."""
     signals: list[int] = field(default_factory=list)
@@ -190,7 +190,7 @@ class Link:
     # --- the state from the owner --------------------------------------------------------------
 
     def stored(self, path: Path) -> dict[str, Any] | None:
-        """Returns the newest document that a child of this owner stored, or None without one."""
+        """Returns the newest stored version of a document, or None if no child stored one."""
         data = self.state.documents.get(str(path))
         return None if data is None else jsonl.decode(data)
 

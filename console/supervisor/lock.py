@@ -1,4 +1,4 @@
-"""The lock file of a launch, with the process that owns the launch and the token of the ownership.
+"""The lock file of a launch. It contains the owner of the launch and a token of the ownership.
 
 The flock shows whether the owner is alive; the token shows which owner it is. A copy of the
 directory has the token but no flock, and another launch at the same path has another token.
@@ -36,7 +36,7 @@ def is_held(launch: Path) -> bool:
 
 @contextlib.contextmanager
 def keep_free(launch: Path) -> Iterator[None]:
-    """Keeps other processes from taking a lock that is free; does nothing if it is taken."""
+    """Prevents other processes from locking a launch; does nothing if the launch is locked."""
     fd = jsonl.open_regular(launch / rundir.LOCK)
     try:
         if fd is not None:
@@ -75,8 +75,8 @@ def _write(fd: int, record: dict[str, Any]) -> None:
 class LaunchLock:
     """The lock of a launch that this process owns: its file, and the token in the file.
 
-    This process replaces the launcher in the lock; raises OSError if that fails. After a directory
-    was moved away, the directory at its path may belong to another launch.
+    Writes this process into the lock file in place of the launcher. Raises OSError if that fails.
+    After a directory was moved away, the directory at its path may belong to another launch.
     """
 
     def __init__(self, launch: Path, fd: int):
@@ -93,7 +93,7 @@ class LaunchLock:
             same = os.path.samestat(os.stat(self._path), self._file)
         except (FileNotFoundError, NotADirectoryError):
             same = False
-        except OSError:  # it cannot be read now, so the last answer stays
+        except OSError:  # the path cannot be read now, so the last result stays
             return self._lost
         if same:
             fd = jsonl.open_regular(self._path)

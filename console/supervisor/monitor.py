@@ -68,7 +68,7 @@ class Monitor:
         """The ranks whose pulse has changed since the first poll."""
         self._actions: list[Change] = []
         self._evaluated: set[str] = set()
-        """The names of the gates at a step that were evaluated already."""
+        """The names of the gates with an `at` step that were already evaluated."""
         self._evidence = Collector(
             context.path, lambda: context.services.nvml.rows(),
             lambda: context.services.directory.check_run(context.path),
@@ -121,17 +121,17 @@ class Monitor:
         return actions
 
     def pop_dump_wanted(self) -> frozenset[int]:
-        """Returns the ranks whose stacks the evidence has asked for since the last call."""
+        """Returns the ranks whose stacks have become necessary since the last call."""
         wanted, self._evidence.wants_dump = self._evidence.wants_dump, frozenset()
         return wanted
 
     def _evaluate_gates(self) -> None:
-        """Evaluates each gate at a step once, when all ranks have reached that step."""
+        """Evaluates each gate that has an `at` step once, when all ranks have reached that step."""
         summary = self._context.reducer.summary
         for gate in gates.reached(summary, self._context.phase.gates):
             if gate.name not in self._evaluated:
                 self._evaluated.add(gate.name)
-                text = f"gate at a step: {gate_line(gate).strip()}"
+                text = f"gate evaluated at its step: {gate_line(gate).strip()}"
                 if gate.blocks:
                     self._alerts.raise_(f"{GATE_ALERT}{gate.name}", text, "crit")
                 else:
@@ -232,7 +232,7 @@ class Monitor:
         return self._changed[1] != evidence.ts
 
     def _why_over(self, seen: Sequence[RankEvidence]) -> str:
-        """Returns why there is no stall any more, although nothing ends the ranks."""
+        """Returns why the stall has ended, although the ranks are not being ended."""
         running = [each for each in seen if each.phase != "exit" and not each.doubt]
         lasted_s = time.time() - self._stalled_since
         if any(each.unchanged_s < lasted_s - 1 for each in running):
@@ -240,7 +240,7 @@ class Monitor:
         return RUN_AGAIN if running else "the ranks exit, or their pulses cannot be trusted"
 
     def close(self, why: str) -> None:
-        """Closes the verdict, if there is one; `why` is the reason."""
+        """Closes the verdict, if there is a verdict; `why` is the reason."""
         verdict, self.verdict = self.verdict, None
         self._documents, self._sampled_ts, self._changed = 0, 0.0, None
         if verdict is not None:
@@ -316,10 +316,10 @@ def readings(
     gpus: tuple[Gpu, ...], disk: Mapping[str, float], here: bool = True, records_only: bool = False,
     csv: Progress | None = None, stall_doubt: str = "", env: Mapping[str, Any] | None = None,
 ) -> Readings:  # fmt: skip
-    """Returns the readings of one moment, made from samples and records.
+    """Returns the readings of one poll, made from samples and records.
 
-    `here` says that the ranks run on this host. `csv` and `stall_doubt` come from the second
-    sources, as in `Readings`.
+    `here` is True if the ranks run on this host. `csv` and `stall_doubt` come from second sources,
+    as in `Readings`.
     """
     total_mib, free_mib = process.host_memory_mib() if here else (None, None)
     record_ts = [jsonl.number(head.last.record, "ts") or 0.0 for head in heads.values()]

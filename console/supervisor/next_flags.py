@@ -26,7 +26,7 @@ class NextFlags:
     def __init__(self, spec: LaunchSpec):
         self._spec = spec
         self.pending: Mapping[str, dict[str, Any]] = {}
-        """`next_flags` of plan_state.json."""
+        """The value of the key `next_flags` of plan_state.json."""
 
     def values(self) -> dict[str, FlagValue]:
         """Returns the flags with their origin, for the phase that starts now."""
@@ -36,7 +36,7 @@ class NextFlags:
         }
 
     def started(self) -> None:
-        """Removes the flags of the phase that has started; those of all later phases remain."""
+        """Removes the flags of the phase that has started; flags for all later phases remain."""
         self.pending = {
             name: flag for name, flag in self.pending.items() if flag.get("phases") == "all"
         }
@@ -44,11 +44,11 @@ class NextFlags:
     def set(
         self, index: int, name: str, value: str | None, by: str, phases: Phases = "next"
     ) -> tuple[bool, str]:
-        """Sets a flag for the phase `index`, or also for all later phases; None removes the flag.
+        """Sets a flag for the phase `index`, or also for all later phases; None resets the flag.
 
         Returns two values: success, and a sentence. A flag that is not valid with the settings of a
-        phase is rejected, and so is a change for only the next phase of a flag that is set for all
-        later phases.
+        phase is rejected. If a flag is set for all later phases, a change for only the next phase
+        is rejected.
         """
         planned = self._spec.plan.phases
         phase, last = planned[index].name, len(planned) if phases == "all" else index + 1

@@ -73,7 +73,7 @@ class Observers:
     def call(self, name: str, look: Callable[[], T], otherwise: T) -> T:
         """Returns the result of `look`, or `otherwise` after an error; the next call tries again.
 
-        An observer in which former processes died is skipped once.
+        An observer that is switched off is skipped once.
         """
         health = self._health.get(name)
         if health is not None and health.again_at == math.inf:
@@ -95,7 +95,7 @@ class Observers:
             self._link.state.activity.write(MAIN, before)
 
     def switch_off(self, name: str) -> None:
-        """Switches off an observer in which former processes died."""
+        """Switches off an observer in which several former children died."""
         self._health[name] = _Health(again_at=math.inf)
         text = f"{name}: the supervisor's working process died repeatedly in this observer; it is"
         self.alerts.raise_(_alert(name), f"{text} switched off", "crit")

@@ -1,7 +1,8 @@
 """Overrides by request: an operator accepts, with a reason, a gate that did not pass.
 
-The event `override` of the run is the record; every reader evaluates the gates with it. The
-supervisor writes it while the phase runs, and `apply_to_ended` in a launch that has ended.
+An override is stored as an event `override` of the run. Every reader evaluates the gates with these
+events. The supervisor writes the event while the phase runs; `apply_to_ended` writes it after the
+launch has ended.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def _check(found: Sequence[Gate], name: str) -> None:
 def apply(
     run: Run | None, phases: Sequence[str], index: int, args: Mapping[str, Any], by: str
 ) -> Outcome:
-    """Overrides a gate of the running phase `index` that has a result; returns the outcome.
+    """Overrides a gate that has a result, in the running phase `index`; returns the outcome.
 
-    A gate has a result if its step was reached, or if no later record can change its failure.
+    A gate has a result if its `at` step was reached, or if it failed and this cannot change.
     """
     try:
         if run is None or _index(phases, args["phase"], "phase") != index:
@@ -99,7 +100,10 @@ def apply_to_ended(launch: Path, args: Mapping[str, Any], by: str) -> str:
 def _target(
     launch: Path, args: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], Path, RunState]:
-    """Returns plan_state.json, the entry of the phase in it, and its run. Raises RefusedError."""
+    """Returns plan_state.json, its entry of the phase, the run directory and the run's state.
+
+    Raises RefusedError.
+    """
     plan_state = former_documents.document(launch, rundir.PLAN_STATE, NOTHING)
     entries = jsonl.entries(plan_state, "phases")
     names = [jsonl.text(each, "name") for each in entries]
@@ -125,7 +129,7 @@ def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
                 for each in state.gates)  # fmt: skip
     entry["result"], plan_state["why"] = gates.overall(now), f"{plan_state.get('why')}; {text}"
     changed = {"result": entry["result"], "gates": [asdict(each) for each in now]}
-    # gates.json is the last, so that a request which failed halfway can be repeated.
+    # gates.json is written last, so that a request that failed halfway can be repeated.
     rundir.write_json(launch / rundir.PLAN_STATE, plan_state)
     rundir.write_json(run / rundir.GATES, document | changed)
     name = f"{time.time_ns() // 1_000_000}-{os.urandom(4).hex()}"

@@ -3,7 +3,7 @@
 The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that a
 rank wrote. Its child, a fork of this process, reads, writes and decides. A child that ends, or
 sends nothing for `SILENT_S`, is replaced; the next child starts with the documents that this
-process stores. If no child acts, the owner acts alone. After TERM it ends the ranks within the
+process stores. If TERM arrives and no child handles it, the owner itself ends the ranks within the
 grace time.
 """
 
@@ -100,7 +100,7 @@ class Owner:
         ours, theirs = socket.socketpair()
         owner = os.getpid()
         self._state.activity.clear()
-        self._forwarded = len(self._state.signals)  # the child has a copy; later ones are messages
+        self._forwarded = len(self._state.signals)  # the child gets a copy of these by fork
         with theirs:
             pid = os.fork()
             if pid == 0:
@@ -339,7 +339,7 @@ class Owner:
         """Acts for a child that has not acted in time: handles TERM, kills after the grace time."""
         now = time.monotonic()
         if now >= self._handle_at:
-            if self._kill_at == math.inf:  # the child did not send when to kill
+            if self._kill_at == math.inf:  # the child did not send KILL_AFTER
                 self._kill_at = self._handle_at - HANDLE_S + self._grace_s
                 self._terminate()
             self._handle_at = math.inf

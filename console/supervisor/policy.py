@@ -62,7 +62,7 @@ class Policy:
 
         def report(why_not: str) -> None:
             if why_not:
-                then((False, f"{why_not}; stop ends them", []))
+                then((False, f"{why_not}; request stop to end them", []))
             else:
                 then((True, self._end("halt", by), []))
 

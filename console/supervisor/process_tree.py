@@ -1,9 +1,9 @@
 """The processes of one attempt: torchrun, its ranks and everything that they started.
 
-The owner is the subreaper, so a rank that outlives torchrun becomes a child of the owner, and the
-exit status of the rank is known. The kernel reports the exit of ranks that torchrun reaps.
-Processes are found by the attempt's token in their environment. A known rank is still identified by
-its pidfd if it overwrites the token.
+The owner is the subreaper: a rank that outlives torchrun becomes a child of the owner, which then
+reads its exit code. If torchrun reaps a rank, the exit code comes from the pidfd of the rank.
+Processes are found by the token of the run in their environment. A known rank is still identified
+by its pidfd if it overwrites the token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAILED = re.compile(
 )
 GONE_STATES = ("Z", "X", process.GONE)
 LATE_S = 1.0
-"""Within this time, KILL ends a process, and the owner reports the exit code of an ended one."""
+"""Within this time, KILL ends a process, and the owner reports the exit of an ended process."""
 ROOT_CAUSE = b"Root Cause (first observed failure):"
 
 
@@ -44,17 +44,17 @@ class Worker:
     handle: process.Handle
     over_ts: float | None = None
     late: bool = False
-    """The rank ended before this process observed it, so the time of its end is unknown."""
+    """True if the rank ended before this process observed it, so the time is unknown."""
     code: int | None = None
     signal: str | None = None
     observed: bool = False
     """True if the kernel reported the exit, False if it comes from a log or a document."""
     confirmed: bool = False
-    """The kernel did not report the exit, and two other sources agree on it."""
+    """True if the kernel did not report the exit, and two other sources agree on it."""
     killed_after_failure: bool = False
-    """The supervisor killed the rank because another rank had failed."""
+    """True if the supervisor killed the rank because another rank had failed."""
     unreaped: bool = False
-    """The rank is a zombie that its parent (for example, a stopped torchrun) has not reaped."""
+    """True if the rank is a zombie that its parent (perhaps a stopped torchrun) has not reaped."""
 
     def ended(self, code: int) -> None:
         """Sets the exit that the kernel reported; a negative code is a signal."""
@@ -67,7 +67,7 @@ class Worker:
         return self.observed and (self.signal is not None or self.code != 0)
 
     def claimed(self, code: int, confirmed: bool) -> None:
-        """Sets an exit code from a log, unless the kernel reported one."""
+        """Sets an exit code from a log, unless the kernel reported the exit."""
         if not self.observed:
             self.ended(code)
             self.observed, self.confirmed = False, confirmed
@@ -136,7 +136,7 @@ class Tree:
         without the token is checked. The exit codes of processes that ended meanwhile, or that are
         not children of the owner, may stay unknown.
         """
-        # The logs are not read for a document in the owner, because their disk may hang.
+        # If the owner has the document, the logs are not read, because their disk may hang.
         stored = self._link.stored(run / rundir.SUPERVISOR) or {}
         logs = None if stored.get("attempt") == number else rundir.logs(run, number)
         place = {key: document.get(key) for key in ("boot_id", "host")}
@@ -197,7 +197,7 @@ class Tree:
                 self._adopt_named(rank, record, None)
 
     def _watch(self, handle: process.Handle | None) -> process.Handle | None:
-        """Wakes the main loop when the process ends."""
+        """Makes the end of the process wake the main loop; returns the handle."""
         if handle is not None:
             self._poller.register(handle.fd, select.POLLIN)
         return handle
@@ -233,7 +233,7 @@ class Tree:
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
-        """Sends TERM to torchrun, or to the ranks after its end. KILL follows after `grace_s`."""
+        """Sends TERM to torchrun, or to the ranks if it has ended. KILL follows after `grace_s`."""
         if not self.spawned:
             return
         if self._kill_at == math.inf:
@@ -287,11 +287,11 @@ class Tree:
             handle.close()
 
     def _found(self) -> list[int]:
-        """Returns the processes that have the token of this attempt."""
+        """Returns the processes that have the token of the run."""
         return process.with_token(self.token, self._home)
 
     def _strays(self) -> list[int]:
-        """Returns orphans that the owner has inherited as a subreaper, even without the token."""
+        """Returns the orphans that the owner inherited as subreaper, with or without the token."""
         left = process.children(self._parent) if self._parent else []
         return [pid for pid in left if pid not in (os.getpid(), self.agent_pid)
                 and process.state(pid) not in GONE_STATES]  # fmt: skip
@@ -313,8 +313,8 @@ class Tree:
         """Reads the exits of ranks from the summary at the end of torchrun's log.
 
         Only the log has the exit of a rank that ended before the rank was found. An exit from the
-        log never replaces an exit that the kernel reported. Such an exit is confirmed only if
-        torchrun's own exit agrees.
+        log never replaces an exit that the kernel reported. An exit from the log is confirmed
+        only if torchrun's own exit agrees.
         """
         root = log.rfind(ROOT_CAUSE)
         for match in FAILED.finditer(log):
@@ -337,7 +337,7 @@ class Tree:
             self._forget(handle)
 
     def _add_rank(self, pid: int) -> bool:
-        """Adds a process with the rank in its environment, unless the rank is known."""
+        """Adds a process as the rank that its environment names, unless that rank is known."""
         variables = process.environment(pid)
         rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
         if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:

@@ -20,14 +20,14 @@ from console.sources.sanitize import clean
 GRACE_S, SPARE_S, POLL_S = 2.0, 5.0, 0.02
 """A program gets TERM after its time limit, and KILL after the grace time that follows.
 
-A program that does not end within a further `SPARE_S` (on a hung disk) is not waited for.
+If the program has not ended after a further `SPARE_S` (a hung disk), `run` waits no longer.
 """
 TAIL_BYTES, MAX_LINE, PARTS = 4096, 300, 16
 IS_OVER = os.WEXITED | os.WNOWAIT | os.WNOHANG
 
 
 class Ended(NamedTuple):
-    """The end of a program in words ("" after exit code 0), and the last line of its output."""
+    """The exit code, the failure in words ("" after code 0), and the last line of the output."""
 
     code: int | None
     failure: str = ""

@@ -12,11 +12,11 @@ from pathlib import Path
 from console.supervisor.rundir_io import Directory
 
 LIMIT_S = 20.0
-"""The supervisor waits no longer for the report, because a disk may hang or records may be long."""
+"""The longest wait for the report: a disk may hang, or there may be many records."""
 
 
 class ReportWriter:
-    """Builds and writes the report in a thread of its own.
+    """Builds and writes the report in a separate thread.
 
     `event` is called with a sentence if the report is missing or incomplete.
     """

@@ -32,7 +32,7 @@ from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
-"""Seconds between two polls: while something changes fast, usually, and while nothing changes."""
+"""Seconds between two ticks: during fast changes, normally, and while nothing changes."""
 REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
 CODE_CHANGED = "code-changed"
 
@@ -126,8 +126,8 @@ class Run:
 
     def _continue(self, former: FormerRun) -> None:
         """Continues the newest attempt, or continues to wait for the next attempt."""
-        # Only now, because a next child starts torchrun if it finds run.json, but no processes, in
-        # the owner.
+        # Stored only now, because a next child starts torchrun if the owner has run.json, but no
+        # processes.
         self._link.store(self.path / rundir.RUN, self._record)
         self._directory.call(lambda: self._directory.set_run(self.path))
         if not former.is_stored:
@@ -168,7 +168,7 @@ class Run:
 
     @property
     def live(self) -> Path | None:
-        """The directory of the ranks' pulses in shared memory, or None without shared memory."""
+        """The live directory, or None if there is no shared memory."""
         return self._context.live.path
 
     @property
@@ -213,7 +213,7 @@ class Run:
             self._changed_code = ""
 
     def _poll_check(self) -> str:
-        """Checks the newest checkpoint; returns what is done with it, or "" for nothing."""
+        """Checks the newest checkpoint; returns a sentence on the check in progress, or ""."""
         if not self.over:
             self._check.poll(self.number, self.attempt.saved)
         return self._check.doing
@@ -232,7 +232,7 @@ class Run:
         return answer
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-        """Appends to the run's events, with the attempt's number; alerts also reach the hook."""
+        """Appends an event to the run's events; alerts and crit states also reach the hook."""
         record = self._directory.event(self.path, self.number, kind, text, level, **more)
         if kind in ("alert", "clear"):
             self._published_at = 0.0  # publish soon, because the next child needs the open alerts
@@ -274,7 +274,7 @@ class Run:
     def _read_code(self, begins: bool) -> None:
         """Reads the commit of the code, on the thread of the run directory.
 
-        Without `begins` the attempt was adopted, and it keeps its former commit.
+        With `begins` False, the attempt was adopted, and its recorded commit stays.
         """
         found = launch_spec.git_facts(launch_spec.code_folder(self.phase))
         self._changed_code = launch_spec.changed_words(self._git, found)
@@ -334,7 +334,7 @@ class Run:
         self.publish()
 
     def _conclude(self, state: State, why: str) -> None:
-        """Ends the run; writes the gates and the last state, the state also to shared memory."""
+        """Ends the run; writes the gates, the last state and the last supervisor heartbeat."""
         self._next_at, self.over = None, True
         self.gates = gates.unknown(self.phase.gates, "the records were not read")
         if self.is_read:

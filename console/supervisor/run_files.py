@@ -20,7 +20,7 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 LOOK_BYTES = 512 << 10
-"""Most bytes of records that one `poll` reads; a backlog is read in parts, to bound memory."""
+"""One `poll` reads at most this many bytes of records, so that a backlog needs little memory."""
 LOG_TAIL_BYTES = 256 << 10
 ROW_BYTES = 4096
 DEATH = re.compile(rb"Received (1|2|3|15) death signal")
@@ -50,16 +50,16 @@ class FinalRead:
     log: bytes = b""
     last: Mapping[int, Crash] = field(default_factory=dict)
     checkpoint: int | None = None
-    """The step of the newest complete checkpoint; 0 if there is none, None if unreadable."""
+    """The step of the newest complete checkpoint; 0 if there is none, None if it is not known."""
     torchrun_signal: str = ""
     """The signal in torchrun's log; the exits of the ranks must confirm this signal."""
     files: GateFiles | None = None
     former: Summary | None = None
-    """The totals of the run that this run continues, if no step was left for this run."""
+    """The totals of the run from which this run resumed, if no step was left to do."""
 
 
 def newest_checkpoint(run: Path) -> int | None:
-    """Returns the newest complete checkpoint's step, 0 if there is none, None if unreadable."""
+    """Returns the newest complete checkpoint's step; 0 if there is none, None if not known."""
     try:
         os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
     except FileNotFoundError:
@@ -82,7 +82,7 @@ class Disk:
     def poll(self) -> dict[str, float]:
         """Returns `free_gib`, `total_gib` and, if there is a checkpoint, `checkpoint_gib`.
 
-        Raises OSError, even if the directory exists but cannot be read.
+        Raises OSError, also if the directory exists but cannot be read.
         """
         space = os.statvfs(f"{self._run}/.")
         gib = space.f_frsize / (1 << 30)
@@ -106,7 +106,7 @@ class NewestRow:
         self._run, self._path = run, run / rundir.TRAINING_CSV
 
     def poll(self) -> Progress | None:
-        """Returns the row, or None if there is none."""
+        """Returns the row, or None if there is no complete row."""
         first = jsonl.read_bytes(self._path, ROW_BYTES, 0, self._run).partition(b"\n")[0]
         *_, last = b"", *jsonl.read_bytes(self._path, ROW_BYTES, below=self._run).splitlines(True)
         names = first.decode("ascii", "replace").strip().split(",")
@@ -129,7 +129,7 @@ class Environment:
         self._document, self._attempt = json_documents.Document(run / rundir.ENV), attempt
 
     def poll(self) -> Mapping[str, Any]:
-        """Returns the document, or {} if there is none or another attempt wrote it."""
+        """Returns the document, or {} if this attempt has not written the document."""
         record = self._document.read()
         return record if jsonl.integer(record, "attempt") == self._attempt else {}
 
@@ -166,8 +166,8 @@ class Files:
     def read_final(self, resumed_at_end: int) -> FinalRead:
         """Returns the data that are read once, after all processes have ended.
 
-        `resumed_at_end` is that of the run's summary. What only gates need is read last; if that
-        fails, these gates are unknown.
+        `resumed_at_end` comes from the run's summary. Data that only gates need are read last; if
+        they cannot be read, these gates are unknown.
         """
         log = read_end(self._log, LOG_TAIL_BYTES, self._run)
         last = {}

@@ -1,4 +1,4 @@
-"""The only thread that accesses the run directory, so that a hung disk blocks no other thread."""
+"""The thread that accesses the run directory, so that a hung disk cannot block the main loop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Directory(Recorder):
     """
 
     check_every_s = 0.0
-    """Each write checks its file, because events are rare and each answer must be readable."""
+    """Each write checks that the file is still at its path, because every answer must be found."""
 
     def __init__(
         self, on_done: Callable[[], None] = lambda: None, find_loss: Callable[[], str] = lambda: ""
@@ -61,7 +61,7 @@ class Directory(Recorder):
         """Unexpected exceptions of jobs, to be reported."""
         self._home: rundir.OpenDirectory | None = None
         self.replaced_run = ""
-        """Why the current run's path leads to another directory, "" while it does not."""
+        """A sentence while the path of the current run leads to another directory, or ""."""
         self._lock = threading.Lock()
         self.changed = False
         """`check_for_changes` has found a change since this was last set to False."""
@@ -161,7 +161,7 @@ class Directory(Recorder):
         self.replaced.append(path)
 
     def _write_document(self, path: Path, mark: object) -> None:
-        """Writes a document, unless a later call will write it again."""
+        """Writes a document, unless a later call writes a newer version."""
         with self._lock:
             if self._documents[path][0] is not mark:
                 return

@@ -47,7 +47,7 @@ class Sampler:
         attempt: int,
         begun: float,
     ) -> dict[str, Any]:
-        """Returns one sample; sets `evidence`, `gpus` and `rss_mib` to values of that moment."""
+        """Returns one sample; sets `evidence`, `gpus` and `rss_mib` from the same data."""
         now = time.monotonic()
         rows, seen = [], []
         for worker in sorted(workers, key=lambda w: w.rank):

@@ -26,7 +26,7 @@ class Live:
     """Owns the live directory of an attempt; `path` is None if there is no shared memory.
 
     A lock, released when this process ends, marks the directory as owned. Every file is created
-    before the ranks start, so that either every rank has its files or no rank has. With `adopt`,
+    before the ranks start, so that either all ranks have files or no rank has files. With `adopt`,
     the directory of a former supervisor is opened.
 
     Pulses are read through descriptors, because logind with `RemoveIPC=yes` removes the names at
@@ -164,7 +164,7 @@ class LastPulses:
         return last.step if last is not None else 0
 
     def phase(self, rank: int, step: int) -> str:
-        """Returns the phase in which a rank ended, or "" if no pulse reported a phase of `step`."""
+        """Returns the phase in which a rank ended, or "" if its pulse has no phase of `step`."""
         last = self._found.get(rank)
         if last is None or last.step != step or last.phase in ("step", "exit"):
             return ""
@@ -176,7 +176,10 @@ class LastPulses:
         return max((last.step for last in self._found.values() if last is not None), default=0)
 
     def read_all(self, pids: Mapping[int, int], world: int) -> None:
-        """Reads the pulses of all ranks; a rank that never wrote a pulse wrote no record either."""
+        """Reads the pulses of all ranks.
+
+        Reports a rank with a blank pulse as None: it wrote no record, so no record is missing.
+        """
         for rank, pid in pids.items():
             self.step(rank, pid)
         for rank in range(world):

@@ -56,8 +56,8 @@ class Snapshots:
     def write(self) -> None:
         """Replaces the snapshot, after writing the history lines to which the snapshot refers.
 
-        A snapshot that would be too long, because of absurd records, is not written; the former
-        snapshot stays valid.
+        A snapshot that would be too long (because of absurd records) is not written. The last
+        snapshot then stays valid.
         """
         self._written = time.monotonic()
         found = snapshot.document(self._reducer, self._name, time.time())

@@ -1,8 +1,7 @@
 """Reads a run's files into `Readings`, for `nsa-console watchdog`.
 
-This needs no supervisor, and works for new and for legacy runs. The state of a rank
-comes from its pulse, or from the supervisor's last sample if that is recent, or from the age of its
-records.
+No supervisor is needed, and legacy run directories can be read. The state of a rank comes from its
+pulse; else from the supervisor's last sample, if that is recent; else from the age of its records.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch
 
 WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
-"""Files that a training of either system writes besides its records."""
+"""Files that a training writes besides its records, in new and in legacy run directories."""
 ENDING = frozenset(("halting", "stopping", "restarting"))
 """In these states, ranks without progress are not stalled, because they are being ended."""
 
 
 def stall_doubt(run: Path) -> str:
-    """Returns why a run without new records is perhaps not stalled, or "" if no file shows it.
+    """Returns why a run without new records may not be stalled, or "" if it may be stalled.
 
-    The files are CSV files, logs and checkpoints. A file contradicts a stall if it was written more
-    than `RECORDS_LATE_S` after the newest record, unless even more time has passed since then.
+    A CSV file, log or checkpoint contradicts a stall if it was written more than `RECORDS_LATE_S`
+    after the newest record. It no longer does so once the time since then exceeds that difference.
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
     others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
@@ -67,7 +66,7 @@ def _disk(disk: Disk) -> dict[str, float]:
 
 
 class OfflineRun:
-    """A run, or the current run of a launch; `over` says how the run ended, "" before that."""
+    """A run, or the current run of a launch; `over` says how it ended, or is "" before that."""
 
     over, exit_code = "", 0
 
@@ -91,7 +90,7 @@ class OfflineRun:
         self._env = Environment(run, attempt)
 
     def poll(self) -> Readings | None:
-        """Returns the readings of this moment, or None while the launch has no run."""
+        """Polls the run; returns its readings, or None while the launch has no run."""
         state, run = self._source.poll(), self._source.run_path
         if status_text.is_over(state):
             state = poll_confirmed(RunSource(self._path))
@@ -150,7 +149,7 @@ def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | Non
 
 
 def _recorded(heads: Mapping[int, LatestRecords], watch: Watch) -> tuple[RankEvidence, ...]:
-    """Returns the evidence from the records of ranks that record steps, or else of all ranks."""
+    """Returns evidence from the records of the ranks that record steps, or else of all ranks."""
     stepping = {rank: head for rank, head in heads.items() if head.last.record["step"]}
     return tuple(by_records(rank, head, watch) for rank, head in (stepping or heads).items())
 

@@ -145,7 +145,7 @@ def test_without_one_of_the_sources_nothing_is_ended(launch, missing):
     child = launch.start(token="" if missing == "token" else TOKEN)
     ABSENT[missing](launch)
     mine, said = launch.found(child)
-    assert (mine, f"pid {child.pid} is not ended: " in said) == ([], True), said
+    assert (mine, f"pid {child.pid} gets no signal: " in said) == ([], True), said
 
 
 def test_without_a_terminal_the_command_needs_a_confirmation(launch, capsys, monkeypatch):
