@@ -58,7 +58,7 @@ class Action:
     title: str = ""
     """The title of the confirmation that is made from this row, or "" if none is made from it."""
     verb: str = ""
-    """The command that sends this action, with an option if needed ("stop --kill"); or "" for `do`."""
+    """The command for this action, with an option if needed ("stop --kill"); "" means `do`."""
     examples: tuple[str, ...] = ()
 
 

@@ -26,7 +26,10 @@ WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One notice. `hint` shows the keys that handle it; `alert` is the id that A acknowledges."""
+    """One message of the alert line: an alert, or a fact about the run, the launch or the screen.
+
+    `hint` shows the keys that handle it; `alert` is the id of the alert that A acknowledges.
+    """
 
     level: Level
     text: str
@@ -124,7 +127,7 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
     overridden = sum(gate.result != "pass" for gate in gates)
     text = f"all gates of this phase passed ({len(gates)})"
     if overridden:
-        text = f"{overridden} of {len(gates)} gates did not pass, and the plan overrides them"
+        text = f"{overridden} of {len(gates)} gates did not pass, and have an override"
     return [Notice("info", text)] if gates else []
 
 
@@ -151,7 +154,7 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
 
 
 class AlertLine(Panel):
-    """Shows one notice, which `A` acknowledges; if notices change, shows the worst notice again.
+    """Shows one notice; `A` acknowledges its alert. If notices change, the worst is shown again.
 
     The alert line has as many lines as the notice needs, at most `MOST_LINES`.
     """
