@@ -1,6 +1,6 @@
 """The table of actions, from which requests, keys, buttons, commands and help are made.
 
-Confirmations and documents are made from the table too. `check` checks the arguments of a request.
+Confirmations and documents are made from the table too. `check` converts a request's arguments.
 A new action needs one row here, and a method of `console.supervisor.launch.Launch` that executes
 the action.
 """

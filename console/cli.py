@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = build_parser()
         for given in words:
             if given.startswith("--") and given.endswith("=--"):
-                # argparse would parse this value as an empty list
+                # argparse would parse this value as an empty list.
                 parser.error(f"{given}: -- is not a value")
         parser.parse_args(words, options)
         return options.command(options)

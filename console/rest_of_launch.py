@@ -1,4 +1,4 @@
-"""Makes a plan from the rest of an ended launch: from the first phase that did not pass."""
+"""Makes a plan from the rest of an ended launch: its phases from the first that did not pass."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def run_to_halt(path: Path) -> Path | None:
 
 
 def _has_only_ranks(run: Path) -> bool:
-    """Returns whether a run has processes on this host, and no supervisor on this or another."""
+    """Returns whether a run has processes on this host, but no supervisor on any host."""
     top = launches.launch_of(run)
     owners = [rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}]
     if top is not None:

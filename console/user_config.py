@@ -98,7 +98,8 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
     if not found.hook_levels or not set(found.hook_levels) <= set(LEVELS):
         raise UsageError(f"{where}: 'hook_levels' must be a list of {', '.join(LEVELS)}")
     for key, words in (("hook", found.hook), ("alive", found.alive)):
-        if not all(isinstance(word, str) for word in document.get(key) or ()):  # YAML: no is False
+        # YAML reads the word no as False.
+        if not all(isinstance(word, str) for word in document.get(key) or ()):
             raise UsageError(
                 f"{where}: '{key}' must be a list, [program, argument, …]; no shell runs it"
             )

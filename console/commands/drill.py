@@ -79,7 +79,7 @@ class Score:
         return self.over or (self.right_verdict and (not self.truth.right or bool(self.reaction)))
 
     def lines(self) -> Iterator[str]:
-        """Yields the score as text."""
+        """Yields the score as lines of text."""
         yes = {True: "yes", False: "no"}
         if self.fault_ts is None:
             yield "fault     did not happen"

@@ -144,7 +144,7 @@ def _check_plan(options: argparse.Namespace) -> int:
 
 
 def _end_leftovers(confirmed: bool) -> None:
-    """Lists the trainers without a supervisor; after a confirmation, ends those of launches."""
+    """Lists trainers without a supervisor; after a confirmation, ends the leftovers of launches."""
     from console import leftovers
 
     found, others = leftovers.find()

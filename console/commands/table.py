@@ -169,8 +169,8 @@ QUERIES: tuple[Command, ...] = (
         option("--until-waiting", action="store_true",
                help="like --plain; also return when the plan waits for `do RUN proceed`"),
         INTERVAL,
-    ), "Without --plain, --json and --until-waiting, the screen opens. --json prints the\n"
-       "status once, at the end.\n",
+    ), "Without --plain, --json and --until-waiting, the screen opens. --json prints\n"
+       "the status once, at the end.\n",
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),

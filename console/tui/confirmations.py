@@ -25,7 +25,8 @@ class Choice:
 class Question:
     """The confirmation of one or more actions. The screen adds the button No.
 
-    If `typed` is not empty, a choice works only after the operator has typed this text. `path` is the run or launch that an answer acts on, even if the screen then shows another run.
+    If `typed` is not empty, a choice works only after the operator has typed this text. `path` is
+    the run or launch that a choice acts on, even if the screen then shows another run.
     """
 
     title: str

@@ -65,7 +65,7 @@ class Draft:
 
     def options(self) -> Any:
         """Returns the options of the launch. The check does not measure; only the launch does."""
-        from console.actions import LaunchOptions  # the first picture does not need this
+        from console.actions import LaunchOptions  # imported after the first picture
 
         return LaunchOptions(
             plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root,
@@ -94,7 +94,8 @@ class Draft:
         """Returns each flag's value in the first phase, from plan flags or else from settings."""
         if self.prepared is None:
             return {}
-        from console.sources.json_documents import flag_settings  # the first picture does not need this
+        # imported after the first picture
+        from console.sources.json_documents import flag_settings
 
         plan, first = self.prepared.plan, self.prepared.phases[0]
         return {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}

@@ -127,7 +127,7 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
     overridden = sum(gate.result != "pass" for gate in gates)
     text = f"all gates of this phase passed ({len(gates)})"
     if overridden:
-        text = f"{overridden} of {len(gates)} gates did not pass, and have an override"
+        text = f"gates that did not pass and have an override: {overridden} of {len(gates)}"
     return [Notice("info", text)] if gates else []
 
 

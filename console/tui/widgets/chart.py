@@ -228,7 +228,7 @@ class ChartPanel(Panel):
         state, chart, series = snapshot.state, self.chart, snapshot.charts
         if state is None or chart is None or height < 3:
             return []
-        if any(name not in series for name in chart.names):  # data of another view or chart
+        if any(name not in series for name in chart.names):  # polled for another view or chart
             is_same = self._mark is not None and self._mark[0] == chart  # type: ignore[index]
             return self._drawn if is_same else [rule(chart.title, width, detail=chart.unit_word)]
         points = [held for name in chart.names if (held := series.get(name))]

@@ -29,8 +29,8 @@ def top_frame(stack: Stack | None) -> Frame | None:
 def grouped(stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None) -> list[Group]:
     """Returns groups of ranks whose main threads have the same frames in the same dump.
 
-    The group of the blamed rank `odd` comes first, then ranks without a dump, then the other groups, the
-    smallest first; groups of an older dump come last.
+    The group of the blamed rank `odd` comes first, then ranks without a dump, then the other
+    groups, the smallest first; groups of an older dump come last.
     """
     held: dict[tuple[object, ...], list[int]] = {}
     for rank, stack in sorted(stacks.items()):
