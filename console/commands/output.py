@@ -124,7 +124,7 @@ def discard() -> None:
 
 
 def show_progress(share: float | None, text: str = "") -> None:
-    """Draws the progress bar of a long read over the previous bar; the share None removes it."""
+    """Draws a progress bar over the previous bar; the share None removes the bar."""
     if not sys.stderr.isatty():
         return
     bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "

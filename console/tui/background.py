@@ -40,7 +40,7 @@ class Screen(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An action without a result yet. `since` is a monotonic time."""
+    """An action that has no result yet. `since` is a monotonic time."""
 
     label: str
     about: str

@@ -20,7 +20,7 @@ BLOCKED_S = 2.0
 SILENT_S = 5.0
 MOST_LINES = 3
 LEAST_ROOM = 24
-"""Least cells for the text beside the keys; with fewer cells, the keys are left out."""
+"""Least width of the text to the left of the keys; if there is less room, no keys are shown."""
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 

@@ -41,7 +41,7 @@ class Footer(Lines):
 
 
 class ActionBar(Box):
-    """The buttons of the most used actions. Tab and Enter, or a click, press a button."""
+    """The buttons of the most used actions. Tab and Enter, a click or the key press a button."""
 
     DEFAULT_CSS = "ActionBar { layout: horizontal; height: 1; }"
 
