@@ -176,7 +176,7 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
 
 
 def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
-    """Returns the first cell that differs and the end of the range, or None if all are equal."""
+    """Returns the first and the end of the cells that differ, or None if all cells are equal."""
     if old == new:
         return None
     a, b = _cells(old, width), _cells(new, width)
