@@ -2,7 +2,7 @@
 
 import sys
 
-if sys.version_info < (3, 11):  # noqa: UP036 - says so where nothing was installed yet
+if sys.version_info < (3, 11):  # noqa: UP036 - an old Python runs this line before any installation
     sys.exit("nsa-console needs Python 3.11 or newer; this is " + sys.version.split()[0])
 
 if not sys.flags.safe_path:

@@ -1,8 +1,8 @@
 """The table of actions, from which requests, keys, buttons, commands and help are made.
 
-Confirmations and documents are made from the table too; `check` reads the arguments of a request.
-A new action needs one row here, and a
-method of `console.supervisor.launch.Launch` that executes the action.
+Confirmations and documents are made from the table too. `check` converts a request's arguments.
+A new action needs one row here, and a method of `console.supervisor.launch.Launch` that executes
+the action.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PHASES: tuple[Phases, ...] = get_args(Phases)
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of an action. An argument without a `metavar` is a switch; the operator sets the
-    switch with the button of the action.
+    """One argument of an action. An argument without a `metavar` is a switch.
 
-    For a wrong value, `convert` raises UsageError, or ValueError with the accepted values.
+    On the screen, the button of the action sets its switches. For a wrong value, `convert` raises
+    UsageError, or ValueError with the accepted values.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Action:
     """The footer shows keys with a weight above 0; a narrow footer keeps the highest weights."""
     button: bool = False
     neutral: bool = False
-    """The action only looks or saves; as a reaction to a drill it is neither right nor wrong."""
+    """True if a drill does not count this action as the operator's reaction."""
     title: str = ""
     """The title of the confirmation that is made from this row, or "" if none is made from it."""
     verb: str = ""
-    """The command, with the option that selects this action, if one is needed; "" means `do`."""
+    """The command for this action, with an option if needed ("stop --kill"); "" means `do`."""
     examples: tuple[str, ...] = ()
 
 
@@ -169,7 +169,8 @@ TABLE: tuple[Action, ...] = (
         neutral=True, examples=("do latest note text='disk was full'",),
     ),
     Action(
-        "set-flag", "Set a flag of the next phase, or of all; without a value, undo the change.",
+        "set-flag",
+        "Set a flag of the next phase, or of all later phases; without a value, undo the change.",
         ("launch",),
         (Argument("name", "NAME", _flag_name, "name of the flag, see `flags`"),
          Argument("value", "VALUE", _flag_value, "its new value", required=False),
@@ -197,7 +198,7 @@ def check(action: str, args: Mapping[str, Any], mailbox: Mailbox | None = None) 
     known = {argument.name: argument for argument in row.args}
     for name in args:
         if name not in known:
-            takes = did_you_mean(str(name)[:80], known) if known else "; it takes none"
+            takes = did_you_mean(str(name)[:80], known) if known else "; it has no arguments"
             raise UsageError(f"{action} has no argument {str(name)[:80]!r}{takes}")
     found = {}
     for name, argument in known.items():

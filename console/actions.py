@@ -60,7 +60,7 @@ class LaunchOptions:
     assume_gpus: str = ""
     """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
     measure: bool | None = None
-    """Measure the devices; None: if the plan says so."""
+    """Whether the preflight measures the devices; None means that the plan decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Prepared:
     training: tuple[tuple[str, str], ...] = ()
     """Facts about the training, each with a label and a text."""
     assumed: str = ""
-    """The GPUs that the checks assumed; such a launch cannot begin."""
+    """The GPUs that the checks assumed, or ""; a launch with assumed GPUs cannot begin."""
 
     @property
     def ok(self) -> bool:
@@ -102,7 +102,7 @@ class Prepared:
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """Returns checks, commands and environments as text."""
+        """Returns checks, facts about the training, commands and environments as text."""
         found = [f"{item.result:<8} {item.name}: {item.text}" for item in self.checks]
         found += [f"training {label}: {text}" for label, text in self.training]
         for index, phase in enumerate(self.phases):
@@ -297,8 +297,9 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     """Writes a request into the mailbox of a launch or run; returns the id of the request.
 
     Raises UsageError for an unknown action or argument, and RefusedError if no supervisor would
-    answer. If a run has no supervisor, a halt writes `.HALT` directly and returns "". In a launch
-    that has ended, this process executes and answers an override.
+    answer. A halt writes `.HALT` directly and returns "" if the run has no supervisor, or if the
+    supervisor is on this host and the request cannot be written. In a launch that has ended, this
+    process executes and answers an override.
     """
     converted = check(action, args)
     folder, box = targets.mailbox(path, ACTIONS[action])
@@ -355,7 +356,7 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
 
 
 def halt(run: Path, by: str) -> None:
-    """Writes `.HALT` for a run without a supervisor. Raises RefusedError if the write fails."""
+    """Writes `.HALT` directly, without a request. Raises RefusedError if the write fails."""
     rundir.check_ours(run)
     try:
         rundir.write_request(run, rundir.HALT, by)

@@ -45,9 +45,10 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,120}")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Selects the newest `most` files of one kind in a folder, and the last `limit_bytes` of each.
+    """Selects the newest `most` files of one kind in a folder, and the end of each file.
 
-    The bundle gets at most `all_bytes` of these files; if they are larger, less of each is read.
+    The end has at most `limit_bytes`. It also has at most `all_bytes` divided by the number of
+    files, but this second limit is never below `LEAST_TAIL_BYTES`.
     """
 
     folder: str
@@ -118,7 +119,7 @@ _SECRETS: tuple[tuple[str, str], ...] = (
     (rf"""(?<![\w.-])(--?{_WORD}(?:{_QUOTE}\s?,\s?{_QUOTE}|=| +))[^\s"'\\,]+""", r"\1{}"),
     (rf"(?<![\w.-])({_WORD}{_IS})(?![\[{{]){_VALUE}", r"\1{}"),
 )
-"""The forms of secrets on one line: first values with a known form, then values of secret names."""
+"""Patterns of secrets within one line, each with its replacement; {} is `REMOVED`."""
 _FORMS = [(re.compile(form.encode(), re.IGNORECASE), instead.format(REMOVED).encode())
           for form, instead in _SECRETS]  # fmt: skip
 _HINT = re.compile(
@@ -135,7 +136,8 @@ _KEY = re.compile(
 )
 """A private key, or the end of a private key whose beginning was cut off."""
 _SECRET_NAME = re.compile(_WORD + r"|key|auth|pass", re.I)
-"""The names of `_WORD`, and words that occur too often in files: files are searched for `_WORD`."""
+"""Names whose value is a secret: those of `_WORD`, and words that occur too often in files, so that
+files are searched only for `_WORD`."""
 LEAST_SECRET_CHARS = 6
 
 
@@ -156,7 +158,10 @@ class Redactor:
         self._home = re.compile(re.escape(home) + rb"(?![\w.-])") if len(home) > 1 else None
 
     def redact(self, data: bytes) -> tuple[bytes, int]:
-        """Returns two values: the bytes without secrets, and the number of removed secrets."""
+        """Returns two values: the bytes without secrets, and the number of removed secrets.
+
+        `~` replaces the home directory.
+        """
         removed = 0
         for value in self._values:
             removed += data.count(value)
@@ -223,7 +228,7 @@ class _Archive:
 
 
 def _listed(folder: Path, top: Path) -> list[str]:
-    """Returns the names in a directory, newest first, or none if a link leads to the directory."""
+    """Returns the names in a directory, newest first, or [] if a link leads to the directory."""
     fd = jsonl.open_inside(folder, None if folder == top else top)
     if fd is None:
         return []
@@ -253,7 +258,7 @@ def _names(top: Path, row: Row) -> list[str]:
 def _add_row(archive: _Archive, top: Path, row: Row, into: str) -> None:
     names = _names(top, row)
     for name in names[row.most :]:
-        archive.leave_out(into + name, f"only the newest {row.most} are taken")
+        archive.leave_out(into + name, f"only the newest {row.most} files are included")
     names = names[: row.most]
     limit = min(row.limit_bytes, max(LEAST_TAIL_BYTES, row.all_bytes // max(1, len(names))))
     for name in names:
@@ -265,7 +270,7 @@ def _add_row(archive: _Archive, top: Path, row: Row, into: str) -> None:
             archive.leave_out(into + name, error.strerror or "cannot be read")
             continue
         if len(data) < size:
-            data = data.partition(b"\n")[2] or data  # begins with a whole line
+            data = data.partition(b"\n")[2] or data  # drop the first line, which is cut
         archive.add(into + name, data, size)
 
 

@@ -1,4 +1,4 @@
-"""`nsa-console`: parses the command line and runs the command; without one, opens the screen.
+"""`nsa-console`: parses the command line, and runs its command or opens the screen.
 
 Textual, yaml and psutil are imported only by the commands that need them, so that `status --json`
 takes little more time than the start of Python.
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = build_parser()
         for given in words:
             if given.startswith("--") and given.endswith("=--"):
-                parser.error(f"{given}: -- is not a value")  # argparse would make it an empty list
+                # argparse would parse this value as an empty list.
+                parser.error(f"{given}: -- is not a value")
         parser.parse_args(words, options)
         return options.command(options)
     except SystemExit as ended:

@@ -1,4 +1,4 @@
-"""The rest of an ended launch as a plan: the phases that have not passed, with all options."""
+"""Makes a plan from the rest of an ended launch: its phases from the first that did not pass."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ RESUME = "resume"
 
 
 def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
-    """Returns three values: a plan with the rest of an ended launch, the origins of its flags, and
-    the origins of its settings.
+    """Returns three values: a plan, the origins of its flags, and the origins of its settings.
 
-    The plan has the phases that have not passed, the options of that launch, and the flags that an
-    operator set. The first phase begins at its newest checkpoint, if there is one. Raises
-    RefusedError if processes are alive, or if no phase is left.
+    The plan has the phases of an ended launch from the first that did not pass, the options of the
+    launch, and the flags that an operator set. The first phase resumes from its newest checkpoint,
+    if it has a checkpoint. Raises RefusedError if the launch has not ended, for example because
+    processes are alive, or if no phase is left.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -58,11 +58,11 @@ def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
 def _with_operator_flags(
     top: Path, planned: Plan, index: int, plan_state: Mapping[str, Any]
 ) -> tuple[list[Phase], dict[str, str]]:
-    """Returns two values: the phases from `index` on with the operator's flags, and the origins of
-    these flags.
+    """Returns two values: phases with the operator's flags, and the origins of these flags.
 
-    The operator's flags of a phase that began are in run.json, and those of later phases are in
-    plan_state.json. A flag is used only if the answer to its request confirms the flag.
+    The phases are those from `index` on. run.json has the operator's flags of a phase that began;
+    plan_state.json has those of later phases. A flag is used only if the answer to its request
+    confirms the flag.
     """
     run, phases = top / f"{index}-{planned.phases[index].name}", list(planned.phases[index:])
     has_begun, evidence = (run / rundir.RUN).exists(), cross_check.Evidence(top, [run])

@@ -25,9 +25,9 @@ NOT_GOOD = 1
 FIGURES_EVERY_S = 10.0
 DASH = "–"
 COUNTED = ("records", "restarts", "stalls", "steps")
-"""Units with a singular form."""
+"""Units that are shown in the singular for the value 1."""
 RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
-"""The result of a gate in a sentence."""
+"""The words for the result of a gate."""
 
 
 def age(seconds: float | None) -> str:
@@ -117,7 +117,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns a word and a sentence (two values) for an ended launch, or else for its run."""
+    """Returns two values, a word and a sentence: on an ended launch, or else on its run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):
@@ -165,7 +165,7 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
         blocked = age(state.directory_blocked_s)
         yield f"  no write to the run directory has finished for {blocked}; training continues"
     if state.skipped_records:
-        yield f"  {skipped(state)}, skipped"
+        yield f"  {skipped(state)} and are skipped"
     yield from (f"  {rank_line(rank)}" for rank in state.ranks)
     for name, figure in state.figures.items():
         yield f"  {name:<20} {number(figure.value):>12} {figure.unit:<10} {figure.window}"
@@ -274,7 +274,10 @@ class Changes:
         self._figures_at = 0.0
 
     def sentences(self, state: RunState, now: float) -> Iterator[str]:
-        """Yields a sentence for each change since the last call, in the order of the changes."""
+        """Yields a sentence for each change since the last call.
+
+        While the run is running, also yields its figures every `FIGURES_EVERY_S`.
+        """
         for key, value, sentence in _values(state):
             if self._last.get(key) != value:
                 self._last[key] = value

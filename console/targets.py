@@ -22,7 +22,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError
 
 UNSUPERVISED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
-"""States without a supervisor; ranks may be alive, even if this host does not see them."""
+"""States of a run without a supervisor. Its ranks may be alive, perhaps on another host."""
 NOT_SENT = "request not sent"
 
 
@@ -47,7 +47,8 @@ class Supervisor:
 def current_run(launch: Path) -> Path:
     """Returns the run of a launch's current phase.
 
-    Raises NotFoundError if the run does not exist yet, RefusedError if no document names it.
+    Raises NotFoundError if the run does not exist yet. Raises RefusedError if plan_state.json
+    cannot be read, or if the directory in it does not have the name of a run.
     """
     state = _document(launch, rundir.PLAN_STATE)
     index, phases = jsonl.integer(state, "phase"), jsonl.entries(state, "phases")
@@ -64,7 +65,10 @@ def current_run(launch: Path) -> Path:
 
 
 def run_to_halt(path: Path) -> Path | None:
-    """Returns the run that a halt would stop, or None if a launch has no run yet."""
+    """Returns the run that a halt would stop, or None if a launch has no run yet.
+
+    In a launch, this is the newest run with ranks but no supervisor, or else the current run.
+    """
     if not launches.is_launch(path):
         return path
     for run in reversed(launches.run_directories(path)):
@@ -77,7 +81,7 @@ def run_to_halt(path: Path) -> Path | None:
 
 
 def _has_only_ranks(run: Path) -> bool:
-    """Returns whether a run has processes in any state on this host, but no supervisor."""
+    """Returns whether a run has processes on this host, but no supervisor on any host."""
     top = launches.launch_of(run)
     owners = [rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}]
     if top is not None:
@@ -105,7 +109,7 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
     """Returns whether a run has not ended and no supervisor reads its requests.
 
-    A supervisor on another host is assumed to be alive until an answer is missing. Raises
+    A supervisor on another host is assumed to be alive, because this host cannot check it. Raises
     RefusedError if the document that names the supervisor cannot be read and no process of the run
     is alive here.
     """
@@ -143,9 +147,9 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
 
 
 def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
-    """Returns two values: the host of the supervisor for an action, and pids of that supervisor.
+    """Returns two values: the supervisor's host, and the pids of its stopped processes.
 
-    The host is "" for this host. The pids are those of the stopped processes on this host.
+    The host is "" for this host. If the supervisor is on another host, no pids are returned.
     """
     owner, _ = _named(*mailbox(path, action))
     named = (owner.identity, jsonl.mapping(owner.identity, "child"))
@@ -156,10 +160,10 @@ def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
-    """Returns two values: the supervisor in a directory's document, and how the run or launch
-    ended.
+    """Returns two values: the supervisor that a directory's document names, and an end.
 
-    Raises RefusedError if the document cannot be read.
+    The end says how the run or launch ended; it is "" if the run or launch has not ended. Raises
+    RefusedError if the document cannot be read.
     """
     top = launches.launch_of(folder)
     record = _document(folder, rundir.PLAN_STATE if box == "launch" else rundir.SUPERVISOR)

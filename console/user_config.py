@@ -1,7 +1,7 @@
 """The user's configuration file: the hooks of a launch, and the Dashboard's charts.
 
-The file is YAML; a launch reads it at its start. The program in the file runs as this user, so no
-other user may be able to write the file.
+The file is YAML. The hooks are read when a launch starts or is adopted. The file names programs
+that run as this user, so no other user may have write access to it.
 """
 
 from __future__ import annotations
@@ -98,8 +98,11 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
     if not found.hook_levels or not set(found.hook_levels) <= set(LEVELS):
         raise UsageError(f"{where}: 'hook_levels' must be a list of {', '.join(LEVELS)}")
     for key, words in (("hook", found.hook), ("alive", found.alive)):
-        if not all(isinstance(word, str) for word in document.get(key) or ()):  # YAML: no is False
-            raise UsageError(f"{where}: '{key}' must be a list, [program, argument, …]; no shell")
+        # YAML reads the word no as False.
+        if not all(isinstance(word, str) for word in document.get(key) or ()):
+            raise UsageError(
+                f"{where}: '{key}' must be a list, [program, argument, …]; no shell runs it"
+            )
         if len(words) > MAX_WORDS or any(plan.UNPRINTABLE.search(word) for word in words):
             raise UsageError(
                 f"{where}: '{key}' has more than {MAX_WORDS} words, or control characters"
@@ -113,7 +116,7 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
 
 
 def _check_private(place: Path) -> None:
-    """Raises UsageError if another user could change the program that runs as this user."""
+    """Raises UsageError if a user other than root and this user can write `place`."""
     try:
         status = place.stat()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The commands that act: each starts a launch, or sends a request and prints the answer."""
+"""The commands that act: each starts a launch or a supervisor, or sends a request."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _chosen(options: argparse.Namespace) -> LaunchOptions:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Starts a plan; with --wait also waits for its end; with --dry-run only prints the checks."""
+    """Starts a plan; --wait also waits for its end; --dry-run only prints what would start."""
     return _begin(_chosen(options), options)
 
 
@@ -134,11 +134,10 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Runs `work` in a child process, because a disk may hang; returns its result or its error.
+    """Runs `work` in a child process, because a disk may hang; returns its result or raises.
 
-    A process that waits for a hung file system cannot be ended, not even by KILL. So the command
-    can exit without waiting for the child. After `limit_s` seconds it sends KILL and raises
-    TimeoutError; a child in state D ends later.
+    Even KILL does not end a process that waits for a hung file system. So after `limit_s` seconds
+    this function sends KILL and raises TimeoutError, and does not wait for the child.
     """
     reading, writing = Pipe(duplex=False)
     child = os.fork()
@@ -163,7 +162,11 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def _work_in_child(work: Callable[[], T], answer: Callable[[object], None]) -> NoReturn:
-    """Sends the result of `work`. Redirects descriptors 0-2, so no reader waits for the child."""
+    """Sends the result or the error of `work`, and ends the process.
+
+    Descriptors 0-2 lead to /dev/null, so that a reader of the command's output does not wait for
+    this process.
+    """
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):

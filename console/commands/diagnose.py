@@ -1,4 +1,4 @@
-"""The present verdict on a run with its evidence, and an archive of the run for a bug report."""
+"""The commands `diagnose` (verdict and evidence) and `bundle` (an archive for a bug report)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
 
 
 def bundle(options: argparse.Namespace) -> int:
-    """Writes the archive; prints its path, its size and the files that were left out."""
+    """Writes the archive; prints its path and size, and the numbers of files and secrets."""
     path = launches.find(options.run, options.root)
     source = RunSource(path)
     state = source.poll()

@@ -1,4 +1,4 @@
-"""`nsa-console drill`: a small run with one fault, and a score of the operator's reaction."""
+"""`nsa-console drill`: launches a small run with one fault; scores verdict and reaction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ READ_BYTES = 1 << 20
 MAX_VERDICTS = 256
 STARTUP_S, ENDED_S, ANSWER_S = 300.0, 60.0, 15.0
 BY = "drill"
-"""First word of the sender in the drill's own requests."""
+"""The requests that the drill itself sends have a sender that begins with this word."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -47,7 +47,7 @@ class Score:
     truth: Truth
     fault_ts: float | None = None
     said: str = ""
-    """The verdict, end or alert that showed the fault, or "" if nothing showed it."""
+    """The text of the verdict, alert or end of the run that is scored, or "" if there is none."""
     shown_s: float | None = None
     right_rank: bool = False
     right_phase: bool = False
@@ -57,7 +57,7 @@ class Score:
 
     @property
     def reaction(self) -> tuple[str, float] | None:
-        """The first action that is not neutral, with its time, or None without such an action."""
+        """The first action that is not neutral, with its time; None if there is no such action."""
         return next((each for each in self.actions if each[0] not in NEUTRAL), None)
 
     @property
@@ -79,25 +79,26 @@ class Score:
         return self.over or (self.right_verdict and (not self.truth.right or bool(self.reaction)))
 
     def lines(self) -> Iterator[str]:
-        """Yields the score as text."""
+        """Yields the score as lines of text."""
         yes = {True: "yes", False: "no"}
         if self.fault_ts is None:
             yield "fault     did not happen"
             return
         at = time.strftime("%H:%M:%S", time.localtime(self.fault_ts))
         yield f"fault     {self.drill} at {at}"
-        after = "not shown" if self.shown_s is None else f"correct after {self.shown_s:.1f} s"
+        after = "not correct" if self.shown_s is None else f"correct after {self.shown_s:.1f} s"
         yield f"verdict   {after}: {self.said or 'none'}"
-        yield (f"named     rank {yes[self.right_rank]}, phase {yes[self.right_phase]}, "
-               f"cause {yes[self.right_cause]}")  # fmt: skip
+        yield (f"correct   rank: {yes[self.right_rank]}, phase: {yes[self.right_phase]}, "
+               f"cause: {yes[self.right_cause]}")  # fmt: skip
         if not self.truth.right:
-            yield "reaction  none is needed"
+            yield "reaction  not needed"
         else:
             found = (
                 f"{self.reaction[0]} after {self.reaction[1]:.1f} s" if self.reaction else "none"
             )
             wanted = " or ".join(self.truth.right)
-            yield f"reaction  {found}: {'right' if self.right_reaction else f'right is {wanted}'}"
+            result = "correct" if self.right_reaction else f"not correct; correct: {wanted}"
+            yield f"reaction  {found}: {result}"
         yield f"score     {'passed' if self.passed else 'failed'}"
 
 
@@ -155,8 +156,8 @@ def _chosen(options: argparse.Namespace) -> Drill:
     rank = options.nproc - 1 if options.rank is None else options.rank
     if options.nproc > MAX_PROCESSES or rank >= options.nproc:
         raise UsageError(
-            f"--rank {rank} --nproc {options.nproc}: at most {MAX_PROCESSES} processes, and a rank "
-            "below their number"
+            f"--rank {rank} --nproc {options.nproc}: --nproc must be at most {MAX_PROCESSES}, and "
+            "--rank must be below --nproc"
         )
     if not (options.plain or options.json or is_terminal()):
         raise UsageError("the screen needs a terminal; use drill FAULT --plain")
@@ -180,7 +181,7 @@ def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
 
 
 def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Prints each change until the operator reacts, the run ends, or the wait exceeds its limit."""
+    """Prints each change until the score is complete, the run ends, or the time limit passes."""
     source, changes = RunSource(path), status_text.Changes()
     until, reached = time.monotonic() + STARTUP_S, 0
     while True:
@@ -216,7 +217,7 @@ def read_score(path: Path, fault: Drill) -> Score:
     score = Score(fault, truth, fault_ts, actions=given, over=over)
     said, shown_ts, right = "", None, (False, False, False)
     if truth.cause:
-        for found in verdicts.stored(run, MAX_VERDICTS):  # the newest first
+        for found in verdicts.stored(run, MAX_VERDICTS):  # returns the newest first
             if found.ts >= fault_ts and (not score.reaction or _is_before(found.ts, score)):
                 named = (found.rank == rank, found.phase == truth.phase, found.cause == truth.cause)
                 said, right = (said, right) if said else (found.sentence, named)
@@ -251,7 +252,10 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[str, float]]:
-    """Yields the actions of an operator after the fault; "resume" is the end of a stall."""
+    """Yields the operator's actions with their times after the fault.
+
+    If the ranks step again after a stall, this counts as the action "resume".
+    """
     for each in events:
         after_s = (jsonl.number(each, "ts") or 0.0) - fault_ts
         kind, name = each.get("kind"), clean(jsonl.text(each, "action"), 40)
@@ -279,6 +283,6 @@ def _end(path: Path) -> None:
 
 
 def _is_left(path: Path) -> bool:
-    """Returns whether the supervisor of a launch, which ends last, is no longer alive."""
+    """Returns whether the supervisor of a launch has ended; it ends after all other processes."""
     state = rundir.read_json(path / rundir.PLAN_STATE, below=path) or {}
     return not rundir.is_alive(jsonl.mapping(state, "supervisor"))

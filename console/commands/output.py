@@ -37,9 +37,10 @@ class OutputError(ContractError):
 
 
 def prepare() -> None:
-    """Opens closed standard descriptors on the null device; escapes characters without an encoding.
+    """Opens closed standard descriptors on /dev/null; output escapes what it cannot encode.
 
-    If a standard descriptor stayed closed, the next file opened would become a child's output.
+    If a standard descriptor stayed closed, the next opened file would get its number, and a child
+    would write its output into this file.
     """
     for fd in (0, 1, 2):
         try:
@@ -57,7 +58,7 @@ def is_terminal() -> bool:
 
 
 def print_line(text: str) -> None:
-    """Prints a line at once. Raises OutputError."""
+    """Prints a line and flushes it. Raises OutputError."""
     try:
         if sys.stdout is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -72,7 +73,10 @@ def emit(record: Any) -> None:
 
 
 def program() -> str:
-    """Returns the command that starts this program: the name if it is in PATH, else the path."""
+    """Returns the command that starts this program: `python -m console`, its name or its path.
+
+    The name is returned only if the shell would find this program under it.
+    """
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m console"
@@ -107,7 +111,7 @@ def report_error(error: ContractError, as_json: bool) -> int:
 
 
 def print_error(sentence: str) -> None:
-    """Prints a sentence on standard error, safe for a terminal; a failed write is ignored."""
+    """Prints a sentence on standard error, without control characters; ignores a failed write."""
     sentence = clean(sentence, MAX_SENTENCE_CHARS)
     with contextlib.suppress(OSError):
         print(f"nsa-console: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
@@ -120,7 +124,7 @@ def discard() -> None:
 
 
 def show_progress(share: float | None, text: str = "") -> None:
-    """Draws the progress of a long read in place of the old one; `share` None removes the bar."""
+    """Draws a progress bar over the previous bar; the share None removes the bar."""
     if not sys.stderr.isatty():
         return
     bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "

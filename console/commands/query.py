@@ -1,4 +1,8 @@
-"""The commands that only read: runs, status, watch, check, compare, report, logs, flags, plans."""
+"""The commands runs, status, check, compare, report, logs, flags and plans.
+
+They only read, except that `check --end-leftovers` ends processes and `report --output` writes
+files.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +77,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def _resume(state: RunState) -> Iterator[str]:
-    """Yields the command that resumes an ended phase from its checkpoint."""
+    """Yields a line with the command `resume`, if a phase ended early and has a checkpoint."""
     launch = state.launch
     if launch is None or state.state not in ENDED_EARLY or not (state.checkpoint and state.decided):
         return
@@ -83,9 +87,10 @@ def _resume(state: RunState) -> Iterator[str]:
 def follow(
     run: RunSource, as_json: bool, interval_s: float = 1.0, until_waiting: bool = False
 ) -> int:
-    """Prints each change until a run or launch ends; returns the exit code of that end.
+    """Prints each change until a run or launch ends; returns the exit code of its last state.
 
-    With `until_waiting` the function also returns when the plan waits for confirmation.
+    With `as_json` only the last state is printed. With `until_waiting` the function also returns
+    when the plan waits for confirmation.
     """
     changes = status_text.Changes()
     while True:
@@ -105,18 +110,19 @@ def follow(
 
 
 def check(options: argparse.Namespace) -> int:
-    """Prints go or no go, from the preflight of a plan or from the gates of a run so far."""
+    """Prints go or no go: for a plan from its preflight, for a run from its gates so far."""
     from console.plans import catalog
 
     if catalog.is_plan(options.run):
         return _check_plan(options)
     if options.measure or options.end_leftovers:
-        raise UsageError(f"--measure and --end-leftovers need a plan, and {options.run!r} is none")
+        text = f"--measure and --end-leftovers need a plan; {options.run!r} is not a plan"
+        raise UsageError(text)
     try:
         return _check_run(options)
     except (NotFoundError, UsageError):
         if plan := catalog.misspelt(options.run):
-            text = f"{options.run!r} names neither a plan nor one run; did you mean {plan!r}?"
+            text = f"{options.run!r} is not the name of a plan or run; did you mean {plan!r}?"
             raise UsageError(text) from None
         raise
 
@@ -138,7 +144,7 @@ def _check_plan(options: argparse.Namespace) -> int:
 
 
 def _end_leftovers(confirmed: bool) -> None:
-    """Lists the trainers without a supervisor, and ends those of launches after a confirmation."""
+    """Lists trainers without a supervisor; after a confirmation, ends the leftovers of launches."""
     from console import leftovers
 
     found, others = leftovers.find()
@@ -178,7 +184,7 @@ def _check_run(options: argparse.Namespace) -> int:
 
 
 def _so_far(state: RunState) -> str:
-    """Returns, for a run that has not ended, how many gates pass, fail and are unknown so far."""
+    """Returns how many gates of a live run have passed, failed and are unknown so far."""
     if not state.gates:
         return f"{state.id} is {state.state}; it has no gates"
     counts = Counter(gate.result for gate in state.gates)
@@ -187,7 +193,7 @@ def _so_far(state: RunState) -> str:
 
 
 def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
-    """Returns which records the result of the gates is based on, or "" for a run without gates."""
+    """Returns the records from which the gates were evaluated, or "" for a run without gates."""
     if not state.gates:
         return ""
     is_live = state.state in LIVE_STATES
@@ -205,7 +211,7 @@ def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
 
 
 def _read_all(options: argparse.Namespace) -> RunSource:
-    """Returns a source that has read all records; draws the reading progress on a terminal."""
+    """Returns a source that has read all records; on a terminal, shows the progress."""
     run = RunSource(launches.find(options.run, options.root), FULL_BYTES, reads="all")
     most = 0
 
@@ -231,7 +237,7 @@ def _no_go(state: RunState, whole: bool) -> str:
 
 
 def _go(state: RunState, whole: bool) -> str:
-    """Returns "go" with the phases that have not started, or with the note "no gates"."""
+    """Returns "go", with the phases that have not started or the note "no gates" if these apply."""
     launch = state.launch if whole else None
     if rest := [phase.name for phase in launch.rest] if launch else []:
         return f"go so far; not started: {', '.join(rest)}"
@@ -251,7 +257,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Prints the Markdown, or writes it and its charts to a file."""
+    """Prints the report as Markdown, or writes the report and its charts to files."""
     from console.plans import report as reports
 
     path = launches.find(options.run, options.root)
@@ -274,7 +280,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def logs(options: argparse.Namespace) -> int:
-    """Prints the logs of a run: all logs merged, or the log of one rank."""
+    """Prints the logs of a run: all logs merged, or one of them."""
     from console.sources.logs import LogSource
 
     run = source(options)

@@ -1,4 +1,7 @@
-"""The commands that open the screen, which paints before it imports the readers of a run."""
+"""The commands that open the screen.
+
+The modules that read a run are imported after the first picture, so that the picture appears early.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ FAILED = 5
 def screen(options: argparse.Namespace) -> int:
     """Opens the screen on a run, or on the plan of `--plan`; returns the exit code.
 
-    The garbage collector is off until the first picture, because startup makes no garbage.
+    The garbage collector is off until the first picture, because startup creates little garbage.
     """
     if not output.is_terminal():
         raise UsageError("the screen needs a terminal; use a subcommand (nsa-console --help)")
@@ -44,7 +47,7 @@ def screen(options: argparse.Namespace) -> int:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Follows one run until it ends: on the screen, or as one line of text per change."""
+    """Follows one run until it ends: on the screen, or as text or JSON."""
     if not (options.plain or options.json or options.until_waiting):
         return screen(options)
     from console.commands.query import follow, source

@@ -1,4 +1,4 @@
-"""The table of commands; the commands that send a request are made from the table of actions."""
+"""The table of commands; commands such as `halt` are made from the table of actions."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ LONGEST_S = 86_400.0
 LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
 HALTS = (
     "With --halt, a rule with * halts the run if its condition has lasted three times\n"
-    "the listed time, and a second source confirms it. A stall must have lasted three\n"
-    "stall limits, and watch.stall_act_s of the plan (default: 1800 s).\n"
+    "the listed time and a second source confirms the condition. A stall must have\n"
+    "lasted at least three stall limits and at least watch.stall_act_s of the plan\n"
+    "(default: 1800 s).\n"
 )
 
 # --- types of options --------------------------------------------------------------------------
 
 
 def word(text: str) -> str:
-    """Returns a word that is not empty and contains no control character."""
+    """Returns `text`, which must not be empty or contain control characters."""
     if not text.strip() or any(ord(character) < 32 for character in text):
         raise argparse.ArgumentTypeError(f"{text!r} is empty or contains control characters")
     return text
 
 
 def path(text: str) -> Path:
-    """Returns a path of at least one character."""
+    """Returns `text` as a path; the conditions are those of `word`."""
     return Path(word(text))
 
 
 def seconds(text: str) -> float:
-    """Returns a time span in seconds."""
+    """Returns a time span in seconds, which must be above 0 and at most `LONGEST_S`."""
     value = float(text)
     if not 0 < value <= LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most {LONGEST_S:g} s")
@@ -67,7 +68,7 @@ def regex(text: str) -> re.Pattern[str]:
 
 
 def log_name(text: str) -> int | str:
-    """Returns a rank, or the name of another log of a run."""
+    """Returns the number of a rank, or "sup" or "torchrun"."""
     return text if text in ("sup", "torchrun") else at_least(0, "a rank; ranks count from 0")(text)
 
 
@@ -131,7 +132,7 @@ def _listed(heading: str, rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _actions() -> str:
-    """Returns the table of actions as help; arguments in brackets are optional."""
+    """Returns help on the actions that are sent as requests; brackets mark optional arguments."""
     rows = []
     for action in action_table.TABLE:
         given = (f"{a.name}=…" if a.required else f"[{a.name}=…]" for a in action.args)
@@ -168,8 +169,8 @@ QUERIES: tuple[Command, ...] = (
         option("--until-waiting", action="store_true",
                help="like --plain; also return when the plan waits for `do RUN proceed`"),
         INTERVAL,
-    ), "Without --plain or --json, the screen opens. --json prints the status once, at\n"
-       "the end.\n",
+    ), "Without --plain, --json and --until-waiting, the screen opens. --json prints\n"
+       "the status once, at the end.\n",
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),
@@ -293,8 +294,8 @@ DRILL = Command(
                "your reaction, in seconds (default: %(default)g)"),
     ), "React on the screen, or from another shell with stop RUN (RUN is the printed\n"
        "path) or kill -CONT PID. Then leave the screen with q; the drill stops the run\n"
-       "and prints the score. Exit code 0: verdict and reaction were correct; 1: not\n"
-       "both were correct.\n",
+       "and prints the score. Exit code 0: verdict and reaction were correct; 1: at\n"
+       "least one of them was not.\n",
     "drill.drill",
 )  # fmt: skip
 RESUME = Command(
@@ -332,7 +333,7 @@ def _lower(sentence: str) -> str:
 
 
 def _verbs() -> Iterator[Command]:
-    """Yields the commands of actions; a command with several actions has an option per action."""
+    """Yields one command per verb in the table of actions; options select its other actions."""
     verbs: dict[str, list[Action]] = {}
     for action in action_table.TABLE:
         if action.verb:

@@ -54,9 +54,9 @@ def watchdog(options: argparse.Namespace) -> int:
 def make_watchdog(
     watch: Watch, settings: Mapping[str, Any], halt: bool, interval_s: float
 ) -> Watchdog:
-    """Returns a watchdog that only warns, or that also halts the run if `halt` is set.
+    """Returns a watchdog that only warns; if `halt` is set, some rules also halt the run.
 
-    The rules in `HALTING`, and the rules with an action in `STRONG`, then halt the run.
+    These are the rules in `HALTING`, and the rules to which the plan gives an action in `STRONG`.
     """
     strong = [name for name, rule in watch.rules.items() if rule.action in STRONG]
     rules = {name: replace(rule, action=None) for name, rule in watch.rules.items()}
@@ -84,7 +84,7 @@ def _halt(run: Path, anomaly: str) -> str:
     if (run / rundir.HALT).exists():
         return f"{rundir.HALT} already exists"
     actions.halt(run, f"watchdog {actions.who()}")
-    # An empty .HALT fits on a full disk, its reason may not.
+    # A full disk has room for an empty .HALT, but perhaps not for the reason.
     with contextlib.suppress(OSError):
         rundir.write_atomic(run / rundir.ANOMALY, f"{anomaly}\n")
     return f"{rundir.HALT} is written"

@@ -131,7 +131,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         )  # fmt: skip
 
     def _painted(self) -> None:
-        """Starts reading and garbage collection after the first picture was drawn."""
+        """Starts the feed and the garbage collection, after the first picture has been drawn."""
         self.feed.start()
         threading.Thread(target=preload, name="preload", daemon=True).start()
         gc.freeze()
@@ -195,7 +195,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.call_after_refresh(self.feed.nudge)
 
     async def action_key(self, key_id: str) -> None:
-        """Calls the method of a key in the present view."""
+        """Calls the method of a key: of the overlay, or else of the view, app or operator."""
         key = keys.KEYS[key_id]
         if self.overlay is not None:
             work = getattr(self.overlay, f"do_{key_id}", None)

@@ -40,7 +40,7 @@ class Screen(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An action without a result yet. `since` is a monotonic time."""
+    """An action that has no result yet. `since` is a monotonic time."""
 
     label: str
     about: str
@@ -95,10 +95,10 @@ def run_in_background(
 
 
 def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
-    """Sends a request by `nsa-console do` (or `adopt`) in its own process; returns the answer.
+    """Sends a request by `nsa-console do` (or `adopt`) in another process; returns the answer.
 
     A thread that writes into a frozen directory cannot be ended, so the console could not exit.
-    Raises ContractError if the request is rejected.
+    Raises ContractError if the request is rejected or not answered.
     """
     from console.supervisor import launch_spec
 

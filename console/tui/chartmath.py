@@ -33,7 +33,8 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
     """Returns two values: the start and the length of the displayed time.
 
-    If `span_s` is 0, the length is the shortest that shows all points so far, at most ten minutes.
+    If `span_s` is 0, the length is the least of `SPANS_S` that shows all points so far, at most ten
+    minutes.
     """
     elapsed = now - first
     auto = next((s for s in SPANS_S if elapsed <= s <= AUTO_MAX_S), AUTO_MAX_S)
@@ -41,13 +42,13 @@ def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
 
 
 def window_start(first: float, now: float, span: float) -> float:
-    """Returns the start of the window: `first`, until a full window jumps by quarters of `span`."""
+    """Returns the start of the window: `first`, plus as many quarters of `span` as show `now`."""
     over = now - first - span
     return first if over <= 0 else first + math.ceil(over / (span / 4)) * (span / 4)
 
 
 def bins(points: Sequence[Point], start: float, span: float, count: int) -> tuple[Bin, ...]:
-    """Returns smallest and largest value in each of `count` columns of points in order of time."""
+    """Returns the smallest and largest value per column; the points are in order of time."""
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
     ats, values = zip(*points[first:end], strict=True) if first < end else ((), ())
     found: list[Bin] = [None] * count

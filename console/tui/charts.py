@@ -19,7 +19,7 @@ LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart: title and series. The chart draws a band from the lowest to the highest value.
+    """One chart: its title and its series. It draws a curve per layer, or one band over all series.
 
     `each` is the kind of thing that has a separate series: "GPU", "rank" or "layer".
     """
@@ -49,6 +49,7 @@ class Chart:
 
 
 UTILISATION, MEMORY, ENTROPY = "utilisation", "memory", "gate entropy"
+"""Titles of charts. The gate of `ENTROPY` is the attention gate."""
 CATALOG = (
     Chart(UTILISATION, (), "%", from_zero=True),
     Chart("throughput", ("toks_per_s",), "tok/s", from_zero=True),

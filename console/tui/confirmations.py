@@ -23,9 +23,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question. The first button is No; the others work only when the text `typed` is entered.
+    """The confirmation of one or more actions. The screen adds the button No.
 
-    `path` is the run or launch that an answer acts on, even if the screen then shows another run.
+    If `typed` is not empty, a choice works only after the operator has typed this text. `path` is
+    the run or launch that a choice acts on, even if the screen then shows another run.
     """
 
     title: str
@@ -36,13 +37,14 @@ class Question:
 
 
 class CannotAsk(Exception):
-    """The action has no target; the message says what to do instead."""
+    """The action is not possible now; the message says why, or what to do instead."""
 
 
 def question(state: RunState | None, *actions: Action) -> Question:
     """Returns the confirmation of actions on the displayed run, with one button per action.
 
-    Between two phases, an action that ends a run ends the launch. Raises CannotAsk.
+    While a launch waits between two phases, an action that ends a run halts the launch. Raises
+    CannotAsk.
     """
     state, first = _shown(state), actions[0]
     launch = state.launch
@@ -82,7 +84,7 @@ def _end(launch: LaunchState) -> Question:
     return Question("Halt this launch here?", facts, launch.path, (_choice(ACTIONS["halt"]),))
 
 
-# --- facts of one action beside run, host, processes and cost ------------------------------------
+# --- facts of single actions, in addition to run, host, processes and cost -----------------------
 
 
 def _of_halt(state: RunState) -> dict[str, str]:

@@ -64,8 +64,8 @@ class Draft:
             self.plan_name, self.flags, self.prepared, self.trouble = plan_name, {}, None, ""
 
     def options(self) -> Any:
-        """Returns the options of the launch; only the launch itself measures."""
-        from console.actions import LaunchOptions  # not needed at first
+        """Returns the options of the launch. The check does not measure; only the launch does."""
+        from console.actions import LaunchOptions  # imported after the first picture
 
         return LaunchOptions(
             plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root,
@@ -94,7 +94,8 @@ class Draft:
         """Returns each flag's value in the first phase, from plan flags or else from settings."""
         if self.prepared is None:
             return {}
-        from console.sources.json_documents import flag_settings  # not needed at first
+        # imported after the first picture
+        from console.sources.json_documents import flag_settings
 
         plan, first = self.prepared.plan, self.prepared.phases[0]
         return {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}

@@ -1,7 +1,8 @@
-"""The Textual driver: paints on stdout, drops pasted keys, and exits if the terminal hangs.
+"""The Textual driver: paints on stdout, drops pasted keys, exits even if the loop is blocked.
 
-Textual paints on stderr, which may be a file. When the terminal goes away, Textual's writer thread
-dies, and the 31st write blocks the event loop forever. So the exit must not depend on the loop.
+Textual's own driver paints on stderr, which may be a file. When the terminal goes away, Textual's
+writer thread dies, and after 30 further writes the event loop is blocked forever. So the exit must
+not depend on the loop.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from textual.drivers.linux_driver import LinuxDriver
 GRACE_S, RESTORE_S = 2.0, 0.5
 READ_BYTES = 4096
 POLL_S, IDLE_POLL_S, QUIET_S = 0.1, 0.5, 0.25
-"""Without input for a second the terminal is polled less often; a paste has ended after `QUIET_S`.
-"""
+"""The terminal is polled every `POLL_S`, or every `IDLE_POLL_S` after a second without input. A
+paste has ended when no input has arrived for `QUIET_S`."""
 FEW, FIELD_CHARS = 8, 256
 """The largest number of characters that one read returns while a person types: first for keys,
 then for text in a field."""
@@ -39,9 +40,10 @@ RESTORE = (
 
 
 class TerminalDriver(LinuxDriver):
-    """Exits at once when the terminal is gone, and within `GRACE_S` after a key or signal to exit.
+    """Exits at once when the terminal is gone; after a key or signal, within about `GRACE_S`.
 
-    This also works if the terminal reads nothing, which blocks the writer and then the event loop.
+    It also exits if the terminal reads nothing. Such a terminal blocks the writer, and the writer
+    then blocks the event loop.
     """
 
     def __init__(self, *given: Any, **named: Any):
@@ -100,7 +102,7 @@ class TerminalDriver(LinuxDriver):
 
         Text is pasted if one read returns more characters than a person types, or if it soon
         follows such a read. Some terminals mark a paste with an escape sequence; a marked paste is
-        passed on.
+        passed to Textual.
         """
         begin, end = (text.rfind(mark) for mark in PASTE_MARKS)
         was_marked = self._is_marked
@@ -113,7 +115,7 @@ class TerminalDriver(LinuxDriver):
             self._pasted_at, self._is_ignoring = now, True
         return is_pasted
 
-    # --- the ways out --------------------------------------------------------------------------
+    # --- the exit ------------------------------------------------------------------------------
 
     def end_in_time(self) -> None:
         """Ends the process if it still exists after `GRACE_S`; called when the exit begins."""
@@ -136,10 +138,10 @@ class TerminalDriver(LinuxDriver):
         self.end_in_time()
 
     def _end_now(self) -> None:
-        """Ends a process whose loop did not end, because the terminal reads nothing.
+        """Ends the process although the terminal reads nothing and blocks the event loop.
 
-        Pending output is dropped and the writer redirected to /dev/null, so that the terminal has
-        room for `RESTORE`. Typed input is dropped too, because the shell would run it.
+        Pending output is dropped, and the writer is redirected to /dev/null, so that the terminal
+        has room for `RESTORE`. Typed input is dropped too, because the shell would run it.
         """
         if not self._ends.acquire(blocking=False):
             return

@@ -35,7 +35,7 @@ STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json"
 
 @dataclass(frozen=True, slots=True)
 class ScreenData:
-    """The data of one moment. `at` is a monotonic time, `now` is in unix seconds.
+    """The data of one poll. `at` is a monotonic time, `now` is in unix seconds.
 
     `recorded` has the names of all series of the run; `charts` has the points of the displayed
     series.
@@ -78,7 +78,7 @@ def find_newest(root: Path) -> Path | None:
 
 
 class Feed:
-    """Owns the source. `deliver` is called in the feed's thread and must only pass the snapshot on.
+    """Polls a run in a thread. In this thread it calls `deliver`, which must only pass data on.
 
     The next snapshot is made only after `allow_next()`, so a slow screen skips samples and no queue
     grows.
@@ -124,14 +124,15 @@ class Feed:
         self._nudged.set()
 
     def allow_next(self) -> None:
-        """Allows the next snapshot, because the last snapshot is displayed."""
+        """Allows the next snapshot. The app calls this after it has shown the last snapshot."""
         self._taken.set()
 
     @property
     def silent_s(self) -> float:
         """Time for which the present read has waited for the run directory, or 0 between reads.
 
-        The feed's thread sets this value, so a busy screen does not look like a silent directory.
+        The feed's thread sets the start of the read, so a busy screen does not look like a silent
+        directory.
         """
         since = self._reading_since
         return time.monotonic() - since if since is not None else 0.0
@@ -151,7 +152,7 @@ class Feed:
             self._wait()
 
     def _take_or_say(self) -> ScreenData:
-        """Reads once; an error becomes a text for the screen, so that the feed's thread goes on."""
+        """Reads once; an error becomes a text for the screen, so that the thread continues."""
         at, path = time.monotonic(), self._path or self._root
         try:
             return self.take()

@@ -49,7 +49,7 @@ def short(value: float | None) -> str:
 
 
 def figure(value: float, unit: str) -> str:
-    """Returns a figure; a percentage, a size and a duration have their unit, others do not."""
+    """Returns a figure as text; only shares, percentages, sizes and durations have their unit."""
     if not math.isfinite(value):
         return str(value)
     if unit in ("nats", "nats/token"):

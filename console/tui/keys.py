@@ -50,7 +50,7 @@ class Key:
 
     @property
     def question(self) -> Callable[[RunState | None], Question] | None:
-        """Returns the function that makes the confirmation, or None if the app itself makes it."""
+        """The function that makes the confirmation, or None if the key has its own method."""
         if not self.actions or not self.actions[0].title:
             return None
         return lambda state: confirmations.question(state, *self.actions)
@@ -95,7 +95,7 @@ TABLE: tuple[Key, ...] = (
         views=("launch",)),
     Key("open", ("enter",), "Launch: set the flag. Stall: read the whole stack", "details", 2,
         views=("launch", "stall")),
-    Key("zoom", ("z",), "Zoom: the selected chart, or all of the phases, command, checks, gates",
+    Key("zoom", ("z",), "Zoom: the selected chart; phases, command, checks and gates in full",
         "zoom", 3, views=("dashboard", "launch")),
     Key("find", ("/",), "Find text", "find", 6, views=("logs",)),
     Key("find_next", ("n",), "Next line with that text", views=("logs",)),
@@ -125,7 +125,7 @@ BUTTONS: tuple[tuple[str, str], ...] = tuple(
     for key in sorted(TABLE, key=lambda key: key.id.endswith("_view"))
     if key.button
 )
-"""The action bar: id and word of each button, the views last."""
+"""The action bar: id and label of each button, the views last."""
 
 
 def for_view(view: str) -> tuple[Key, ...]:

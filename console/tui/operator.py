@@ -61,7 +61,7 @@ class Console(background.Screen, Protocol):
 
 
 class Operator:
-    """Asks questions, sends requests and starts launches. A key's method is `do_<id>`.
+    """Asks questions, sends requests and starts launches; `do_<id>` executes the key `<id>`.
 
     `actions` is `console.actions`, imported when it is first needed; `request` sends a request and
     returns the answer.
@@ -124,7 +124,8 @@ class Operator:
     def prepare(self) -> None:
         """Checks the draft in the background, one check at a time; writes nothing.
 
-        If the draft changes during a check, its result is dropped and another check starts.
+        If the draft changes during a check, the result of the check is dropped and another check
+        starts.
         """
         screen, draft = self._screen, self._screen.draft
         if self._pending("check"):

@@ -119,7 +119,7 @@ def flow(text: str, first: int, width: int, limit: int) -> list[str]:
 
 
 def flowed(parts: Iterable[Row], width: int) -> list[Row]:
-    """Returns rows that contain as many parts as fit; no part is broken."""
+    """Returns rows that contain as many parts as fit; no part is split between two rows."""
     rows: list[Row] = []
     for part in parts:
         joined = (*rows[-1], ("   ", ""), *part) if rows else part
@@ -176,7 +176,7 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
 
 
 def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
-    """Returns the first cell that differs and the end of the last one, or None for equal rows."""
+    """Returns the first and the end of the cells that differ, or None if all cells are equal."""
     if old == new:
         return None
     a, b = _cells(old, width), _cells(new, width)

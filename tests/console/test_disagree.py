@@ -211,9 +211,10 @@ def test_skipped_records_name_the_part_that_was_read(passed, capsys):
     state = RunSource(passed / "0-first").poll()
     lines = " ".join(status_text.status_lines(state))
     assert f"at least {state.skipped_records:,} records cannot be read" in lines
-    assert "(in the newest 256 KiB of each file), skipped" in lines
+    assert "(in the newest 256 KiB of each file) and are skipped" in lines
     whole = RunSource(passed / "0-first", reads="all").poll()
-    assert " 50,000 records cannot be read, skipped" in " ".join(status_text.status_lines(whole))
+    whole_lines = " ".join(status_text.status_lines(whole))
+    assert " 50,000 records cannot be read and are skipped" in whole_lines
 
 
 def test_a_sparse_file_does_not_block_the_others(passed):

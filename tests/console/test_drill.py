@@ -85,16 +85,16 @@ def test_a_right_verdict_and_a_right_reaction_pass_with_their_times(launched):
 
 @pytest.mark.parametrize(
     ("rank", "cause", "of", "marks"),
-    [(0, "stopped", "forward", "rank no, phase yes, cause yes"),
-     (1, "sleep", "forward", "rank yes, phase yes, cause no"),
-     (1, "stopped", "backward", "rank yes, phase no, cause yes")],
+    [(0, "stopped", "forward", "rank: no, phase: yes, cause: yes"),
+     (1, "sleep", "forward", "rank: yes, phase: yes, cause: no"),
+     (1, "stopped", "backward", "rank: yes, phase: no, cause: yes")],
 )  # fmt: skip
 def test_each_part_of_a_wrong_verdict_is_named(launched, rank, cause, of, marks):
     say(launched, 9.0, rank, cause, of)
     ask(launched, 12.0, "stop")
     found = score(launched)
     assert not found.passed
-    assert f"named     {marks}" in found.lines()
+    assert f"correct   {marks}" in found.lines()
 
 
 def test_the_end_or_the_alert_of_another_rank_is_not_the_one_of_the_drill(launched):
@@ -131,7 +131,8 @@ def test_a_wrong_reaction_and_the_stop_of_the_drill_itself_do_not_pass(launched)
     ask(launched, 14.0, "stop")
     found = score(launched)
     assert (found.reaction, found.passed) == (("halt", 12.0), False)
-    assert "reaction  halt after 12.0 s: right is resume or stop or kill" in found.lines()
+    wrong = "reaction  halt after 12.0 s: not correct; correct: resume or stop or kill"
+    assert wrong in found.lines()
 
 
 def test_a_verdict_after_the_reaction_or_before_the_fault_does_not_count(launched):

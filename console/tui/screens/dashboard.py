@@ -26,7 +26,7 @@ from console.tui.widgets.ranks import rank_rows
 
 TALL = 30
 LEAST_WIDTH, LEAST_HEIGHT = 80, 16
-"""The smallest view that has figures, charts and log beside the ranks."""
+"""The smallest view that shows more than the ranks: figures, charts and log."""
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
 """Heights of a chart in lines: the least height, the height in a low terminal with a log, and the
 height that must be free for each further row of charts."""
@@ -35,7 +35,10 @@ LEAST_LOG = 3
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Heights of the three bands of the Dashboard, and the charts with their columns."""
+    """The layout of the Dashboard: heights of top and log, width of the figures, number of charts.
+
+    The charts fill the height between top and log, in rows of `per_row` charts.
+    """
 
     top: int
     figures_width: int
@@ -175,7 +178,7 @@ class Dashboard(View):
     do_span_less, do_span_more = partialmethod(_change_span, -1), partialmethod(_change_span, 1)
 
     def _step(self, by: int) -> None:
-        """Moves the crosshair of the zoomed chart; without a zoomed chart, selects a chart."""
+        """Moves the crosshair of the zoomed chart; if no chart is zoomed, selects a chart."""
         if self.zoomed:
             self.panels[0].move_crosshair(by)
         elif self._shape is not None and self._shape.charts:
@@ -195,7 +198,7 @@ class Dashboard(View):
         self.draw_again()
 
     def do_back(self) -> None:
-        """Closes the zoomed chart; without a zoomed chart, does the same as in every view."""
+        """Closes the zoomed chart; if no chart is zoomed, does the same as in every view."""
         app: Any = self.app
         if self.zoomed:
             self.do_zoom()

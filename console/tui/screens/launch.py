@@ -19,11 +19,12 @@ from trainers.contract import flags as registry
 WIDE = 110
 WHOLE = 200
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
-"""Least rows of the list of flags with its heading; least height of a view with training facts."""
+"""Least number of rows of the list of flags, with its heading; least height of a view that shows
+facts about the training."""
 
 
 def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | None:
-    """Returns two values, run and launch of a launch in progress, or None if there is none."""
+    """Returns two values, the run and the launch, if a launch is in progress; or else None."""
     state = snapshot.state if snapshot else None
     launch = state.launch if state else None
     return (state, launch) if state and launch and launch.under_way else None
@@ -51,7 +52,7 @@ def command_rows(title: str, line: str, routes: str, width: int, height: int) ->
 
 
 class FlagList(Picker):
-    """The list of flags; the rows are made for the width of the list."""
+    """The list of flags; its rows are made again when its width changes."""
 
     def on_resize(self) -> None:
         super().on_resize()
@@ -129,7 +130,7 @@ class Launch(Scrolls, View):
     def _check_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         """Returns the gates of a launch in progress, or else the checks of the draft.
 
-        The gates of a launch that has ended stand above the checks.
+        The gates of a launch that has ended are shown above the checks.
         """
         state, rows = snapshot.state, []
         is_live = live_launch(snapshot) is not None
@@ -228,14 +229,14 @@ class Launch(Scrolls, View):
         self.fill()
 
     def do_zoom(self) -> None:
-        """Opens the complete content of the panels that are cut."""
+        """Opens an overlay with the complete content of all panels."""
         snapshot, width = self.snapshot, self.size.width
         if snapshot is not None:
             rows = [row for p in self.query(Panel) for row in p.rows(snapshot, width, WHOLE)]
             self.console.open_overlay(Reader("launch", rows))
 
     def do_open(self) -> None:
-        """Opens a field for the flag under the cursor."""
+        """Opens a field for the flag under the cursor, or changes the choice under the cursor."""
         from console.tui.widgets.editor import Editor
 
         item = self._chosen()
@@ -243,7 +244,7 @@ class Launch(Scrolls, View):
             self.do_toggle()
             return
         name = item.flag.name
-        hint = f"{registry.expected(item.flag)}; no value undoes the change.  {item.flag.help}"
+        hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.help}"
         value = (item.following or "") if item.changed else ""
         self.console.open_overlay(
             Editor(name, value, hint, lambda text: text.strip() and registry.parse(name, text),

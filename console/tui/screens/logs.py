@@ -1,4 +1,4 @@
-"""The Logs view: all ranks merged or one rank, following or paused, with a search."""
+"""The Logs view: all logs merged or one log, with a search; the view can follow new lines."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class LogView(Scrolls, View):
         return max(1, self.seen - 1)
 
     def _index(self, number: int | None) -> int:
-        """Returns the index of the line with this number, or of the next line; None: of the end."""
+        """Returns the index of the first line with at least this number; None means the end."""
         if number is None:
             return len(self._lines)
         return bisect_left(self._lines, number, key=lambda entry: entry[0])
 
     @property
     def end(self) -> int:
-        """The number of lines above the view's lower edge, at least as many as the view shows."""
+        """The number of lines above the view's lower edge, but at least one full view."""
         return max(min(self.seen, len(self._lines)), self._index(self.bottom))
 
     def scroll_to_line(self, end: int) -> None:

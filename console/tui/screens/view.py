@@ -1,4 +1,4 @@
-"""The base of all views, which show snapshots and handle keys."""
+"""The base class of all views. A view shows snapshots and handles keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class View(Box):
         """Sets the sizes of the panels for the snapshot."""
 
     def on_resize(self) -> None:
-        """Draws the view for another size; a view that is shown again has its old size."""
+        """Draws the view again if its size differs from the size of the last drawing."""
         if self.size != self._fitted:
             self.draw_again()
 

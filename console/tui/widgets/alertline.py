@@ -20,13 +20,16 @@ BLOCKED_S = 2.0
 SILENT_S = 5.0
 MOST_LINES = 3
 LEAST_ROOM = 24
-"""Least cells for the text beside the keys; with fewer cells, the keys are left out."""
+"""Least width of the text to the left of the keys; if there is less room, no keys are shown."""
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One notice. `hint` shows the keys that handle it; `alert` is the id that A acknowledges."""
+    """One message of the alert line: an alert, or a fact about the run, the launch or the screen.
+
+    `hint` shows the keys that handle it; `alert` is the id of the alert that A acknowledges.
+    """
 
     level: Level
     text: str
@@ -124,7 +127,7 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
     overridden = sum(gate.result != "pass" for gate in gates)
     text = f"all gates of this phase passed ({len(gates)})"
     if overridden:
-        text = f"{overridden} of {len(gates)} gates did not pass, and the plan overrides them"
+        text = f"gates that did not pass and have an override: {overridden} of {len(gates)}"
     return [Notice("info", text)] if gates else []
 
 
@@ -151,7 +154,7 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
 
 
 class AlertLine(Panel):
-    """Shows one notice, which `A` acknowledges; if notices change, shows the worst notice again.
+    """Shows one notice; `A` acknowledges its alert. If notices change, the worst is shown again.
 
     The alert line has as many lines as the notice needs, at most `MOST_LINES`.
     """

@@ -41,7 +41,7 @@ class Footer(Lines):
 
 
 class ActionBar(Box):
-    """The buttons of the most used actions. A key, Tab and Enter, or a click works."""
+    """The buttons of the most used actions. Tab and Enter, a click or the key press a button."""
 
     DEFAULT_CSS = "ActionBar { layout: horizontal; height: 1; }"
 
@@ -55,7 +55,7 @@ class ActionBar(Box):
         yield from self._buttons.values()
 
     def take(self, snapshot: ScreenData) -> None:
-        """Disables the buttons whose actions have no target."""
+        """Disables the buttons whose actions are not possible now."""
         for key_id, button in self._buttons.items():
             if question := KEYS[key_id].question:
                 try:

@@ -17,7 +17,7 @@ from console.tui.widgets.lines import Panel
 
 LABEL = 6
 AXIS_HEIGHT = 7
-"""Least rows of a chart with a time axis; the time span is also in the title."""
+"""Least number of rows of a chart with a time axis. The title also shows the time span."""
 WIDE = 50
 LEAST_HIGH = {"share": 0.1, "%": 100.0}
 """The least upper bound of the value axis, by unit."""
@@ -34,7 +34,7 @@ def chart_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns the title, the body with its value axis and, if there is room, the time axis.
 
-    `at` is the time of the crosshair, or None without a crosshair.
+    `at` is the time of the crosshair, or None if there is no crosshair.
     """
     held = [points for name in chart.names if (points := series.get(name))]
     start, span = window
@@ -144,7 +144,7 @@ def zoomed_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns one chart for the whole view, with values below the chart.
 
-    These are the values at the crosshair, of the whole chart and of each GPU, rank or layer.
+    The values are those at the crosshair: of the whole chart, and of each GPU, rank or layer.
     """
     parts = part_rows(chart, series, at, width, height // 3)
     rows = chart_rows(chart, series, window, width, height - 1 - len(parts), mode, at)
@@ -152,7 +152,7 @@ def zoomed_rows(
 
 
 def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: float) -> Row:
-    """Returns time, age and value at the crosshair, or the keys that move a hidden crosshair."""
+    """Returns time, age and value at the crosshair; if there is no crosshair, returns the keys."""
     held = [nearest(points, at) for name in chart.names if (points := series.get(name))]
     if at is None or not held:
         return ((HINT, "dim"),)
@@ -210,7 +210,7 @@ def part_rows(
 
 
 class ChartPanel(Panel):
-    """A chart. It is drawn again only if a point was added or the window jumped."""
+    """A chart. It is drawn again only if its points, its window or its options have changed."""
 
     def __init__(self, id: str, mode: Mode):
         super().__init__(id=id)
@@ -228,7 +228,7 @@ class ChartPanel(Panel):
         state, chart, series = snapshot.state, self.chart, snapshot.charts
         if state is None or chart is None or height < 3:
             return []
-        if any(name not in series for name in chart.names):  # data of another view or chart
+        if any(name not in series for name in chart.names):  # polled for another view or chart
             is_same = self._mark is not None and self._mark[0] == chart  # type: ignore[index]
             return self._drawn if is_same else [rule(chart.title, width, detail=chart.unit_word)]
         points = [held for name in chart.names if (held := series.get(name))]

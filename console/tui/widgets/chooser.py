@@ -1,4 +1,4 @@
-"""The lists to choose from: runs to watch with plans to launch, and the charts to show."""
+"""Two lists to choose from: one of runs and plans, and one of charts."""
 
 from __future__ import annotations
 

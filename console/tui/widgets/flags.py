@@ -85,11 +85,10 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
 
 
 def next_value(flag: Flag, now: str, changed: str | None) -> tuple[bool, str | None]:
-    """Returns two values: whether the space key can change a flag, and the new value (None: no
-    change).
+    """Returns two values: whether the space key can change a flag, and the new value.
 
-    A bool changes to its other value, then to its present value, then to no change. A choice goes
-    through its choices. Any other value must be typed.
+    The value None undoes the change. A bool changes to its other value, then to its present value,
+    then to None. A choice goes through its choices, then to None. Any other value must be typed.
     """
     if flag.kind is bool:
         other = "0" if now.lower() in TRUE else "1"

@@ -43,7 +43,11 @@ def _part(weight: int, style: str, *forms: str) -> Part:
 
 
 def _names(state: RunState) -> list[str]:
-    """Returns the forms of the name: plan, time and phase; plan and phase. Else the run's id."""
+    """Returns the forms of the run's name, the longest first.
+
+    In a launch, the name has plan, time and phase, or only plan and phase. For any other run it is
+    the run's id.
+    """
     launch = state.launch
     if launch is None or not launch.phases:
         return [cut(state.id or state.path, limit) for limit in (64, 30)]
@@ -68,7 +72,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns the time since the blamed rank moved, or without such a rank since any rank moved."""
+    """Returns the time since the blamed rank moved; if no rank is blamed, since any rank moved."""
     blamed = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)
@@ -104,7 +108,7 @@ def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
 
 
 def _armed(state: RunState, room: int) -> list[str]:
-    """Returns the forms of the policy's text, the longest first, or [] without a supervisor."""
+    """Returns the forms of the policy's text, longest first; [] if the run has no supervisor."""
     watched = state.state in LIVE_STATES and state.state != "unsupervised"
     if not state.armed or not watched or (state.launch and state.launch.state == "unsupervised"):
         return []

@@ -23,7 +23,7 @@ PLAIN = Style.null()
 
 
 class Plain(Widget):
-    """A widget that does not scroll, without border and padding; hidden, it keeps its last size."""
+    """A widget without scrolling, border and padding; a hidden widget keeps its last size."""
 
     virtual_size = Reactive(Size(0, 0), repaint=False)
 
@@ -37,7 +37,7 @@ class Plain(Widget):
 
 
 class Box(Plain):
-    """A container; one blank line, made once, is its own picture."""
+    """A container. Its own area is blank: it makes one blank line and repeats it."""
 
     BLANK = True
 
@@ -77,7 +77,7 @@ class Lines(Plain):
             self.refresh(*regions)
 
     def on_resize(self) -> None:
-        """Draws the content again if the size is new; a widget that is shown again has its size."""
+        """Draws the content again if the size differs from the size of the last drawing."""
         if self.size == self._drawn_size:
             return
         self._drawn_size = self.size
@@ -118,7 +118,7 @@ Draw = Callable[[ScreenData, int, int], Sequence[Row]]
 
 
 def of_run(draw: Callable[[RunState, int, int, float], Sequence[Row]]) -> Draw:
-    """Returns `draw` for snapshots; it gets run, width, height and time, if there is a run."""
+    """Returns a `Draw` that calls `draw` with run, width, height and time, if there is a run."""
     return lambda data, width, height: (
         draw(data.state, width, height, data.now) if data.state else []
     )
@@ -139,7 +139,7 @@ class Panel(Lines):
         return self._draw(snapshot, width, height)
 
     def take(self, snapshot: ScreenData) -> None:
-        """Shows a snapshot; a hidden panel, or one before the first layout, only stores it."""
+        """Shows a snapshot; a panel that is hidden or has no size yet only stores the snapshot."""
         self.snapshot = snapshot
         if self.display:
             self.redraw()

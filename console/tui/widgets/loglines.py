@@ -34,8 +34,8 @@ def log_rows(line: LogLine, width: int, limit: int = 20) -> list[Row]:
 class LogBook:
     """The numbered lines of the log so far.
 
-    `total` is the number of lines of this log, dropped lines included; `epoch` is the number of
-    logs so far.
+    `total` is the number of lines of this log, dropped lines included; `epoch` increases when
+    another log begins.
     """
 
     def __init__(self) -> None:

@@ -91,7 +91,7 @@ def gate_rows(
 ) -> list[Row]:
     """Returns the gates with value and bound, failed gates first, in as many columns as fit.
 
-    The gates have only their bounds until the phase ends.
+    Before the first evaluation, only the bounds of the gates are shown.
     """
     if not gates and bounds:
         pending = [("", _pending(name, bound)) for name, bound in bounds.items()]
@@ -130,7 +130,7 @@ def grid(
 ) -> list[Row]:
     """Returns a heading and cells of (result, text), failed cells first.
 
-    The columns are wide enough for the longest text.
+    The columns are wide enough for the longest text, or narrower if not all cells would fit.
     """
     rows = [rule(heading, width, note)]
     if not cells:

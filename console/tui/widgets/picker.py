@@ -17,14 +17,14 @@ from console.tui.widgets.lines import Lines
 from console.tui.widgets.overlay import Overlay
 
 MARK = "› "
-"""Marks the chosen row, also without colour and without the focus."""
+"""Marks the chosen row, even without colour or focus."""
 GUTTER = len(MARK)
 END = 1 << 40
 """A number that is larger than any number of rows."""
 
 
 class Picker(Lines, can_focus=True):
-    """A heading and as many items as fit; `cursor` is the chosen item, or -1 for a plain text."""
+    """A heading and as many items as fit; `cursor` is the chosen item, or -1 in a plain text."""
 
     def __init__(self, id: str, title: str = "", cursor: bool = True):
         super().__init__(id=id)
@@ -97,7 +97,7 @@ class Picker(Lines, can_focus=True):
 
 
 class Scrolls:
-    """Adds the scrolling keys and the mouse wheel; by default these move the only `Picker`."""
+    """Adds the scrolling keys and the mouse wheel; by default they move the widget's `Picker`."""
 
     def scroll_by(self, by: int) -> None:
         """Scrolls by rows, as far as possible; before the widget is mounted, does nothing."""

@@ -1,4 +1,4 @@
-"""One row per rank: its GPU, or else CPU and memory; also step, phase and age."""
+"""One row per rank with its GPU (or else its CPU and memory), step, phase and age."""
 
 from __future__ import annotations
 

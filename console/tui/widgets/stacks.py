@@ -29,8 +29,8 @@ def top_frame(stack: Stack | None) -> Frame | None:
 def grouped(stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None) -> list[Group]:
     """Returns groups of ranks whose main threads have the same frames in the same dump.
 
-    The group of the rank `odd` comes first, then ranks without a dump, then the other groups, the
-    smallest first; groups of an older dump come last.
+    The group of the blamed rank `odd` comes first, then ranks without a dump, then the other
+    groups, the smallest first; groups of an older dump come last.
     """
     held: dict[tuple[object, ...], list[int]] = {}
     for rank, stack in sorted(stacks.items()):
@@ -51,8 +51,9 @@ def stack_rows(
 ) -> list[Row]:
     """Returns one column per group from the group `first` on, innermost frames on top.
 
-    Only stacks of the newest dump are compared: the group of `odd`, or else each group that is
-    smaller than the largest, is marked.
+    Only stacks of the newest dump are compared. The group of the blamed rank `odd` is marked. If no
+    rank is blamed, each group that is smaller than the largest is marked, or every group if each
+    has only one rank.
     """
     newest = max((stack.ts for _, stack in groups if stack), default=None)
     if newest is None:

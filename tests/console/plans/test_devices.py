@@ -151,4 +151,4 @@ def test_a_dry_run_measures_nothing(tmp_path, capsys):
 
 def test_measuring_and_ending_need_a_plan(tmp_path, capsys):
     assert main(["--root", str(tmp_path), "check", "latest", "--measure"]) == 2
-    assert "need a plan, and 'latest' is none" in capsys.readouterr().err
+    assert "need a plan; 'latest' is not a plan" in capsys.readouterr().err
