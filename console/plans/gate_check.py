@@ -75,7 +75,7 @@ def _read_whole(run: Path) -> tuple[RunSource, RunState]:
 
 
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str, str]]:
-    """Yields pairs for the earlier phases that are no go: the directory of a phase, and a reason."""
+    """Yields pairs for the earlier phases that are no go: the directory of a phase, a reason."""
     for phase in state.launch.phases if state.launch else ():
         if source.launch_path is None or not phase.dir:
             yield phase.dir, f"{phase.name}: its run directory is not available"
@@ -151,7 +151,7 @@ def _complete(
 
 
 def continued(run: Path, step: int) -> Summary | None:
-    """Returns the totals of the run that `run` continues, or None if these cannot be used.
+    """Returns the totals of the run that `run` continues, or None if they do not fit `run`.
 
     `step` is `Summary.resumed_at_end` of `run`. The records of the earlier run must show that its
     ranks reached that step. Their last pulses suffice too, because the loaded checkpoint confirms

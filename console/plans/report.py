@@ -195,7 +195,7 @@ def _gates(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _speed(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the table that the runbooks require: flags, mean speed of the last steps, deviation."""
+    """Yields the table that the runbooks require: flags, mean and deviation of the speed."""
     rows = []
     for each in phases:
         found = each.figures
