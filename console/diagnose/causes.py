@@ -123,7 +123,7 @@ def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
     def explain(of: Suspect) -> str:
         if of.main.kind == kind and of.where.kind != "peers":
             return f"waits{_on(of)}"
-        # A timer contradicts these stacks, except a wait for a subprocess, which Python polls.
+        # A timer contradicts these stacks, except for a subprocess: Python polls it with a timer.
         is_timed = of.main.kind == "timer" and kind != "child"
         return of.where.text if of.where.kind in stacks and not is_timed else ""
 
@@ -233,7 +233,7 @@ def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
 
 
 def _culprits(stall: Stall) -> list[Suspect]:
-    """Returns the ranks that cause a stall: ranks that cannot run, or else ranks with most signs.
+    """Returns the ranks that cause a stall: they cannot run, or else most sources name them.
 
     Ranks that cannot run are not the cause if two sources name only other ranks. If no source names
     a rank, the result is the only rank, or [] for several ranks.
@@ -280,8 +280,8 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
         if of.main.kind in ("futex", "none")
         else ("queue", "thread")
     )
-    # A stack can stand for different objects, and a library may have made the system call. So both
-    # are needed.
+    # A stack can stand for different objects, and a library may have made the system call. So the
+    # verdict needs both.
     by_process = of.main.kind != "none" or of.uses_a_core
     is_seen = of.has_stack and (by_process or (of.after is not None and kind in OF_LIBRARY))
     return (

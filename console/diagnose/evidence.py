@@ -38,12 +38,12 @@ that asks for the GIL every 5 ms and never gets it waits at least `GIL_HELD_PER_
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """Kinds of system calls in which a rank never waits for its peers."""
 HELD = ("disk", "lock", "pipe", "child")
-"""During the start, a rank in one of these waits is busy; in any other wait it waits for ranks."""
+"""During the start, a rank in one of these waits is busy; in any other it waits for its peers."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
 """Calls that the flight records do not show."""
 FOR_PEERS = ("peers", "device", "none")
-"""Classes of stacks that do not blame their rank: waits for peers or for its GPU, and no stack."""
+"""Classes of stacks that do not blame their rank: a wait for peers or for a GPU, or no stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,9 @@ class Suspect:
 
     @property
     def runs(self) -> bool:
-        """True if the rank uses a core, and does not wait for peers or for its GPU.
+        """True if the rank uses a core, and its stack shows no wait for peers or for its GPU.
 
-        CUDA and NCCL use a core while they wait.
+        False without a stack, because CUDA and NCCL also use a core while they wait.
         """
         blocked = self.main.kind not in ("none", "futex")
         return self.where.kind not in FOR_PEERS and not blocked and self.uses_a_core
@@ -269,7 +269,7 @@ class Stall:
         )  # fmt: skip
 
     def calls_differ(self, numbers: Collection[int]) -> bool:
-        """Returns whether the stacks show these ranks in other collectives than the others."""
+        """Returns whether the stacks show these ranks in other collectives than the other ranks."""
         places = self.places()
         calls = {rank: (place.text, place.own) for rank, place in places.items()}
         odd = {call for rank, call in calls.items() if rank in numbers}

@@ -76,7 +76,7 @@ def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gate_collapsed(progress: Progress) -> bool | None:
-    """Returns whether the attention gate uses only one branch, or None if it has no figures."""
+    """Returns whether the attention gate uses only one branch, or None if figures are missing."""
     entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
     part = progress.gate_collapse_frac
     if entropy is None and largest is None and part is None:

@@ -78,7 +78,7 @@ def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
 
 
 def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the highest count of consecutive records with a non-finite loss of any rank."""
+    """Returns the highest count, over the ranks, of consecutive records with a non-finite loss."""
     if not now.progress:
         return None
     counts = history.nonfinite

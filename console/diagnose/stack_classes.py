@@ -81,7 +81,8 @@ _DATA = re.compile(
 """Matches the name of a thread that reads the program's data, or its frames in the program."""
 _TORCH = re.compile(r"-packages/torch/")
 MAX_THREADS = 99
-"""A dump with this many other threads may lack threads: faulthandler shows at most 100."""
+"""A dump with at least this many threads may lack threads: faulthandler shows at most 100, and one
+of these writes the dump."""
 
 
 @dataclass(frozen=True, slots=True)

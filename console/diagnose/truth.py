@@ -67,7 +67,7 @@ def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | N
 
 
 def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the highest count of consecutive records with a gradient norm of zero of any rank.
+    """Returns the highest count, over the ranks, of consecutive records with gradient norm zero.
 
     The value is 0 if the newest gradient norm of every rank is zero.
     """

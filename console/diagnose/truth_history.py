@@ -144,7 +144,7 @@ class TruthHistory:
         return None
 
     def step_s(self) -> float | None:
-        """Returns the median step time in the newest records of rank 0, or None if too few."""
+        """Returns the median step time of rank 0's newest records, or None if there are too few."""
         newest = [found[0] for found in self._steps.values() if 0 in found][-WINDOW:]
         times = [each.step_s for each in newest if each.step_s and each.step_s > SHORTEST_S]
         return median(times) if len(times) == WINDOW else None

@@ -40,9 +40,10 @@ class Case:
         return all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest)
 
     def blocked(self) -> bool:
-        """Returns whether a rank is stopped or has ended, and did not report its exit.
+        """Returns whether a rank is stopped, or has ended without reporting its exit.
 
-        Returns False if all ranks have ended, and none of them reported its exit.
+        Its pulse must have been unchanged for `NAMED_AFTER_S`. Returns False if all ranks
+        have ended, and none of them reported its exit.
         """
         ended = [each.state in ENDED_STATES for each in self.running]
         if all(ended) and not self.exited:
