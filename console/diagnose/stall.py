@@ -33,7 +33,7 @@ OVERDUE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RankEvidence:
-    """Evidence about one rank at one moment. `phase` is "" for a rank without a pulse.
+    """Evidence about one rank at one time. `phase` is "" for a rank without a pulse.
 
     `unchanged_s` is the time since its pulse changed; without a pulse, the time since the attempt
     began. `state` is the kernel's letter, "gone", or "?" if it was not read. `p99_s` is the 99th

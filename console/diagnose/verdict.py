@@ -77,7 +77,7 @@ class Case:
 
 
 def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
-    """Returns the case of the ranks with a usable pulse, or None if none of them still runs."""
+    """Returns the case of the ranks with a usable pulse, or None if no such rank still runs."""
     usable = [each for each in ranks if not each.doubt]
     running = tuple(each for each in usable if each.phase != "exit")
     exited = tuple(each for each in usable if each.phase == "exit")

@@ -89,10 +89,10 @@ def gpus(case: Case) -> Found:
     counted, listing = len(survey.cards), case.root / nvml.KERNEL_GPUS
     if case.devices and counted == 0:
         return "fail", (
-            f"--devices {case.devices} names GPUs and this machine has none; omit --devices"
+            f"--devices {case.devices} names GPUs, but this machine has no GPU; omit --devices"
         )
     if needed == 0:
-        return "pass", f"none needed, NVML counts {counted}"
+        return "pass", f"no GPU is needed, NVML counts {counted}"
     listed = counted if case.assumed else nvml.kernel_count(case.root)
     if listed is not None and counted > listed:
         return "fail", (

@@ -172,8 +172,11 @@ def heartbeats(s: Summary) -> Measured:
 
 
 def checkpoints(s: Summary) -> Measured:
-    """Counts the checkpoints that rank 0 recorded."""
-    return Measured(s.of_rank(0).saved_count, why="a resume repeats all checkpoints that are kept")
+    """Counts the checkpoints that rank 0 recorded in the surviving steps."""
+    return Measured(
+        s.of_rank(0).saved_count,
+        why="the number is lost if a resume repeats all stored checkpoints",
+    )
 
 
 def loads(s: Summary) -> Measured:

@@ -155,7 +155,7 @@ def test_nvml_that_cannot_be_initialised_is_reported_with_its_reason(machine):
     result, text = machine.check(gpus=1)
     assert (result, "NVML cannot be initialised (Unknown Error)" in text) == ("fail", True)
     fake.driver(machine.root, init=9)
-    assert machine.check() == ("pass", "none needed, NVML counts 0")
+    assert machine.check() == ("pass", "no GPU is needed, NVML counts 0")
 
 
 @pytest.mark.parametrize(
