@@ -1,7 +1,8 @@
-"""The table of rules that find the cause of a stall in the evidence about the named ranks.
+"""The table of rules that find the cause of a stall.
 
-The first rule that applies to the named rank gives the cause. The confidence "high" needs two
-independent sources that name the same ranks, and no source that names another rank.
+The evidence names the ranks to blame, and the first rule that applies to the first of these ranks
+gives the cause. The confidence "high" needs two independent sources that name this rank, and no
+source that names only other ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Cause:
     name: str
     explain: Callable[[Suspect], str]
     action: str
-    """The next step of an operator, with {pid}, {place} and {resume} for the values of the rank."""
+    """The next step of the operator. Values of the rank replace {pid}, {place} and {resume}."""
 
 
 def _traced(of: Suspect) -> str:
@@ -68,8 +69,8 @@ def _loader(of: Suspect) -> str:
     )  # fmt: skip
     if not (kind == "loader" or waits or by_thread):
         return ""
-    # An ended child with another program's name is no worker, because many programs leave such
-    # children.
+    # Programs often leave ended children. An ended child counts only if it has the name of the rank
+    # or of a worker.
     names = {thread.name for thread in of.after.threads[:1]} if of.after else set()
     ill = [f"worker {child.pid} ({child.name}) is in state {child.state}"
            for child in (of.after.children if of.after else ())
@@ -90,7 +91,7 @@ def _lock(of: Suspect) -> str:
     if of.main.kind == "lock" or (of.in_futex and not of.ran):
         return f"waits{_on(of)}"
     if of.main.kind in ("pipe", "network", "child", "disk"):
-        return ""  # the queue in the stack waits in this call
+        return ""  # the process waits in this call, even if the stack shows a queue
     return of.where.text if of.where.kind in ("lock", "queue", "thread", "file") else ""
 
 
@@ -117,12 +118,12 @@ def _busy(of: Suspect) -> str:
 
 
 def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
-    """Returns a rule that applies to one kind of system call, or to some classes of stacks."""
+    """Returns a rule that applies to system calls of this kind, or to stacks of these classes."""
 
     def explain(of: Suspect) -> str:
         if of.main.kind == kind and of.where.kind != "peers":
             return f"waits{_on(of)}"
-        # Python also uses a timer to wait for a subprocess.
+        # A timer contradicts these stacks, except for a subprocess: Python polls it with a timer.
         is_timed = of.main.kind == "timer" and kind != "child"
         return of.where.text if of.where.kind in stacks and not is_timed else ""
 
@@ -152,9 +153,9 @@ CAUSES: tuple[Cause, ...] = (
 )  # fmt: skip
 """The first rule that applies gives the cause."""
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
-"""Causes that one source proves; other causes need the stack and the process of the rank."""
+"""Causes that one source proves; all others need both the stack and the process of the rank."""
 OF_LIBRARY = ("loader", "socket")
-"""Classes of stacks that show which object a `poll` waits for; the system call does not."""
+"""Classes of stacks that show what a `poll` call waits for; the call itself does not show it."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
 KERNEL_CAUSES = ("stopped", "traced", "exited")
 """Causes that the kernel confirms."""
@@ -164,10 +165,10 @@ LOOK_AT_STACKS = "dump the stacks to see the cause"
 def diagnose(
     ranks: Sequence[RankEvidence], watch: Watch, ts: float, evidence: Evidence = NO_EVIDENCE
 ) -> Verdict | None:
-    """Returns why the run makes no progress, or None while it makes progress.
+    """Returns why the run makes no progress, or None if it has not stalled.
 
     `ts` is the unix time of the verdict. A rank without a usable pulse is never named. If there is
-    such a rank, a verdict has the confidence "low" unless its cause is one of `KERNEL_CAUSES`.
+    such a rank, the confidence is "low", unless the cause is one of `KERNEL_CAUSES`.
     """
     case = case_of(ranks, watch, ts)
     if case is None or not (case.stalled or case.blocked()):
@@ -182,7 +183,7 @@ def explain(case: Case, evidence: Evidence) -> Verdict:
     """Returns the verdict on a stall: its cause, the evidence for and against it, the next step."""
     stall, slow = Stall(case, evidence), case.slowest[0]
     early = [each for each in case.exited if each.step <= slow.step]
-    # A rank that saves needs no other rank.
+    # A rank that saves does not wait for a rank that exited.
     if early and slow.phase not in SAVING_PHASES and not any(s.cannot_run for s in stall.suspects):
         return _exited_early(stall, early)
     culprits = _culprits(stall)
@@ -219,7 +220,7 @@ def _advice(cause: Cause | None, evidence: Evidence) -> str:
 
 
 def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
-    """Names the ranks that exited before the others were done."""
+    """Returns the verdict on ranks that exited before the others were done."""
     case = stall.case
     slow, first = case.slowest[0], min(early, key=lambda each: (each.step, each.rank))
     certain = first.step < slow.step and first.state in ENDED_STATES
@@ -232,9 +233,10 @@ def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
 
 
 def _culprits(stall: Stall) -> list[Suspect]:
-    """Returns the ranks that cause a stall: those that cannot run, or else those with most signs.
+    """Returns the ranks that cause a stall: they cannot run, or else most sources name them.
 
-    A rank that cannot run is not the cause if two other sources name other ranks.
+    Ranks that cannot run are not the cause if two sources name only other ranks. If no source names
+    a rank, the result is the only rank, or [] for several ranks.
     """
     found, blocked = stall.signs, [each for each in stall.suspects if each.cannot_run]
     numbers = {each.number for each in blocked}
@@ -256,11 +258,11 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
     of, difference = culprits[0], stall.difference
     first, numbers = of.number, {each.number for each in culprits}
     contrary = [sign for sign in stall.signs if sign.ranks and first not in sign.ranks]
-    # Incomplete flight records name no rank, but are contrary evidence if they show another rank.
+    # Incomplete flight records name no rank, but they contradict if another rank differs.
     disagree = max(len(contrary), bool(difference.ranks) and first not in difference.ranks)
     agree = sum(first in sign.ranks for sign in stall.signs)
     everyone = len(culprits) == len(stall.suspects) > 1
-    # The pulse of a rank that cannot run has not changed either.
+    # The unchanged pulse of a rank that cannot run is one more source.
     agree += of.state in LASTING_STATES or (everyone and all(s.cannot_run for s in culprits))
     agree += difference.confirmed and stall.calls_differ(numbers)
     if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):
@@ -278,8 +280,8 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
         if of.main.kind in ("futex", "none")
         else ("queue", "thread")
     )
-    # Both the stack and the system call are needed, because one stack can mean different objects,
-    # and a library may make the system call.
+    # A stack can stand for different objects, and a library may have made the system call. So the
+    # verdict needs both.
     by_process = of.main.kind != "none" or of.uses_a_core
     is_seen = of.has_stack and (by_process or (of.after is not None and kind in OF_LIBRARY))
     return (
@@ -287,12 +289,12 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
         (of.cannot_run and of.has_stack)
         or (cause.name not in SEEN_BY_ONE and not is_seen)
         or (cause.name not in SEEN_BY_ONE and of.in_futex and of.main_share is None)
-        # A data loader that the program defines also waits for a queue, a thread, a lock, a pool.
+        # The program's own data loader may also wait for a queue, a thread, a lock or a pool.
         or (kind in waits and of.rank.phase == UNREPORTED and not of.loader[1])
         or (cause.name == "busy" and not of.runs_python)
-        # Two ranks have no majority, so either of them may make the wrong call.
+        # With two ranks there is no majority: either may have called the wrong collective.
         or (cause.name == "mismatch" and len(evidence.flights) == 2)
-        # The cause "device" was only tested on one GPU.
+        # The cause "device" was tested on one GPU only.
         or cause.name == "device"
         or of.main.unsure
         or (cause.name == "disk" and of.after is None)  # a frozen process is in state D too
@@ -327,7 +329,7 @@ def _alike(stall: Stall) -> Verdict:
 
 
 def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "") -> Verdict:
-    """Adds the evidence for and against a verdict, and the next step."""
+    """Returns the verdict with the evidence for and against it, and with the next step."""
     lines, against, evidence = list[str](), list[str](), stall.evidence
     for sign in filter(lambda each: each.text, stall.signs):
         other = sign.ranks and not named & set(sign.ranks)

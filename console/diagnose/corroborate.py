@@ -1,7 +1,7 @@
-"""The second source of each watch rule. It must confirm the rule before an action interrupts a run.
+"""The second sources of the watch rules that may interrupt or end a run.
 
-Each function returns "" if its source confirms the rule, or else why the source does not. No
-function here reads a file.
+The second source must confirm such a rule before its action starts. Each function returns "" if its
+source confirms the rule, or else why the source does not confirm it. No function here reads a file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pulses(_now: Readings, history: History) -> str:
 
 
 def _recorded(bad: Callable[[Progress], bool | None]) -> Corroborate:
-    """Returns a check that looks for rank 0's figure in another rank's record or in training.csv.
+    """Returns a function that confirms a bad figure of rank 0 from another rank or training.csv.
 
     `bad` returns whether a record shows the bad figure, or None if the record lacks the figure.
     """
@@ -70,7 +70,10 @@ gate = _recorded(gate_collapsed)
 
 
 def loss(now: Readings, history: History) -> str:
-    """Confirms a non-finite loss from records, or for a single rank from the count in its pulse."""
+    """Confirms a non-finite loss from records.
+
+    If the run has one rank and training.csv has no loss, the count in the pulse confirms it.
+    """
     alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
     if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None):
         return ""

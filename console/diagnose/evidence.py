@@ -1,4 +1,4 @@
-"""The evidence collected about a stall, and the ranks that each of its sources names."""
+"""The evidence collected about a stall, and the ranks that each source of evidence names."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from console.sources.stacks import Stack
 LASTING_STATES = (*STOPPED_STATES, *ENDED_STATES)
 ABNORMAL_STATES = ("D", *LASTING_STATES)
 SPIN_SHARE = 0.5
-"""Least share of a core that a main thread uses while it waits for its GPU, because it then spins.
-The share is low because ranks may share cores."""
+"""A main thread that waits for its GPU spins, and uses at least this share of a core. The share is
+low because ranks may share cores."""
 BUSY_SHARE = 0.7
 """A process that uses at least this share of a core runs; a process that waits uses far less."""
 RAN_SHARE = 0.025
-"""A main thread that waits for one object uses less than this share of a core between samples."""
+"""A main thread that waits all the time between the samples uses less than this share of a core."""
 ALONE_SHARE = 0.8
 """Least share of a process's CPU time that its main thread uses if no other thread computes."""
 GIL_WAITS_PER_S, WATCHER_PER_S, GIL_HELD_PER_S = 4.0, (5.0, 21.0), 120.0
-"""Waits per second of three threads. A main thread that runs Python code has at least the first
-number, because it passes the GIL to the contract's watcher thread. A watcher that never waits for
-the GIL has the second, because it polls 20 times a second. A watcher that asks for the GIL every
-5 ms and never gets it has at least the third."""
+"""Numbers of waits per second. A main thread that runs Python code waits at least
+`GIL_WAITS_PER_S` times, because it passes the GIL to the contract's watcher thread. A watcher that
+never waits for the GIL is within `WATCHER_PER_S`, because it polls 20 times a second. A watcher
+that asks for the GIL every 5 ms and never gets it waits at least `GIL_HELD_PER_S` times."""
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """Kinds of system calls in which a rank never waits for its peers."""
 HELD = ("disk", "lock", "pipe", "child")
-"""During the start, a rank in such a wait works; a rank in another wait waits for other ranks."""
+"""During the start, a rank in one of these waits is busy; in any other it waits for its peers."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
 """Calls that the flight records do not show."""
 FOR_PEERS = ("peers", "device", "none")
-"""Classes of stacks that name no rank: waits for peers, waits for a GPU, and missing stacks."""
+"""Classes of stacks that do not blame their rank: a wait for peers or for a GPU, or no stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The ranks that one source names as the cause of the stall, or none if no rank differs.
+    """The ranks that one source names as the cause of the stall; () if it names no rank.
 
-    `text` is "" for a source that is not available.
+    `text` is "" if the source is not available.
     """
 
     source: str
@@ -71,7 +71,8 @@ class Evidence:
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
     gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
-    """The row of each rank's own GPU. () means that the GPU is not known; no key means no GPU."""
+    """The row of each rank's own GPU, or () if that GPU is not known. A rank without a GPU has no
+    key."""
     ts: float = 0.0
     """Time of the second sample (unix s)."""
 
@@ -91,7 +92,7 @@ class Evidence:
         return self._compared[ranks]
 
     def as_of(self, source: str) -> str:
-        """Returns " as of 14:03:22" for a source that is not read all the time, else ""."""
+        """Returns the time of a source's oldest sample or dump as " as of 14:03:22", or ""."""
         dumps = {"flight records": self.flights, "stacks": self.stacks}.get(source, {})
         times = [each.ts for each in dumps.values()] + [self.ts] * (source == "processes")
         if not any(times):
@@ -110,9 +111,9 @@ class Suspect:
     stacks: Mapping[int, Stack]
     """The stacks of all ranks."""
     gpus: Sequence[Gpu] | None
-    """The row of its own GPU, () if the GPU is not known, None if the rank uses no GPU."""
+    """The row of the rank's own GPU, () if that GPU is not known, None if the rank uses no GPU."""
     calls_other: bool = False
-    """True if the flight records show that it calls another collective than the rest."""
+    """True if the flight records show that the rank calls another collective than the others."""
 
     @property
     def number(self) -> int:
@@ -136,19 +137,23 @@ class Suspect:
 
     @property
     def main(self) -> BlockedOn:
-        """The object on which the main thread's system call waits."""
+        """The object that the main thread waits for in its system call."""
         return self.after.main if self.after else NOTHING
 
     @property
     def in_futex(self) -> bool:
-        """True if the rank's own code waits in a futex, for a lock or sometimes for the GIL."""
+        """True if the main thread waits in a futex that the program's own code called.
+
+        The futex belongs to a lock or to the GIL.
+        """
         return self.main.kind == "futex" and self.where.kind == "own"
 
     @property
     def cannot_run(self) -> bool:
-        """True if the kernel shows in both samples that the process cannot run.
+        """True if the process has ended, or if both samples show that it cannot run.
 
-        Without a sample, the state that the supervisor sees counts if the pulse does not change.
+        Without a sample, the state of the rank counts if its pulse has not changed for
+        `NAMED_AFTER_S`.
         """
         before, after = self.before, self.after
         if self.rank.state in ENDED_STATES:
@@ -161,24 +166,26 @@ class Suspect:
 
     @property
     def waits(self) -> bool:
-        """True if the rank waits for the same kind of object, no peer, in both samples."""
+        """True if both samples show the same kind of wait, and it is not a wait for peers."""
         if self.main.kind not in OWN_WAITS:
             return False
         return self.before is None or self.before.main.kind == self.main.kind
 
     @property
     def runs(self) -> bool:
-        """True if the rank uses a core to compute; CUDA and NCCL also use a core to wait."""
+        """True if the rank uses a core, and its stack shows no wait for peers or for its GPU.
+
+        False without a stack, because CUDA and NCCL also use a core while they wait.
+        """
         blocked = self.main.kind not in ("none", "futex")
         return self.where.kind not in FOR_PEERS and not blocked and self.uses_a_core
 
     @property
     def runs_python(self) -> bool | None:
-        """True if a main thread that runs is in Python code, None if that is not known.
+        """True if the main thread runs Python code, False for native code, None if not known.
 
-        Native code never waits for the GIL, because it either holds the GIL or lets the watcher
-        run. Threads of Python have the name of the main thread; threads of libraries rarely have
-        this name.
+        Native code never waits for the GIL: it holds the GIL, or has released it for the watcher.
+        Python's threads have the name of the main thread; threads of libraries rarely have it.
         """
         before, after = self.before, self.after
         if before is None or after is None or after.mono <= before.mono or not after.threads:
@@ -225,7 +232,10 @@ class Suspect:
 
     @property
     def may_wait_for_gpu(self) -> bool:
-        """True if the main thread runs, but not in Python code; CUDA calls have no Python frame."""
+        """True if the main thread runs, and is not known to run Python code.
+
+        It may then spin in a CUDA call, which has no Python frame.
+        """
         if self.before is None or self.after is None or self.main.kind != "none":
             return False
         main_runs = self._is_running or (self.main_share or 0.0) >= SPIN_SHARE
@@ -233,7 +243,7 @@ class Suspect:
 
 
 class Stall:
-    """A stall with all evidence: its ranks, and what they show together."""
+    """A stall: its ranks with the evidence about them, and the signs of all sources."""
 
     def __init__(self, case: Case, evidence: Evidence) -> None:
         self.case, self.ranks, self.evidence = case, case.running, evidence
@@ -246,7 +256,7 @@ class Stall:
         """The signs of all sources, the most reliable source first."""
 
     def places(self) -> dict[int, Where]:
-        """Returns the place of each main thread whose stack is available."""
+        """Returns the class of each available stack, by rank."""
         return {each.number: each.where for each in self.suspects if each.has_stack}
 
     @property
@@ -259,7 +269,7 @@ class Stall:
         )  # fmt: skip
 
     def calls_differ(self, numbers: Collection[int]) -> bool:
-        """Returns whether the stacks show that these ranks call other collectives than the rest."""
+        """Returns whether the stacks show these ranks in other collectives than the other ranks."""
         places = self.places()
         calls = {rank: (place.text, place.own) for rank, place in places.items()}
         odd = {call for rank, call in calls.items() if rank in numbers}
@@ -268,9 +278,9 @@ class Stall:
         return waits and bool(odd and others) and not odd & others
 
     def silent(self, known: Mapping[int, object]) -> tuple[int, ...]:
-        """Returns the ranks that `known` lacks, if each of them was unable to write its evidence.
+        """Returns the ranks without a key in `known`, if none of them could write its evidence.
 
-        Returns () otherwise. If all other ranks only wait, they wait for the returned ranks.
+        Returns () if one of them could. If all other ranks only wait, they wait for these ranks.
         """
         found = [each for each in self.suspects if each.number not in known]
         for each in found:
@@ -281,7 +291,7 @@ class Stall:
         return tuple(each.number for each in found)
 
     def lost(self) -> dict[tuple[int, int], Connection]:
-        """Returns the connections that lose packets in both samples, by the two connected ranks."""
+        """Returns the connections that lose packets in both samples, with the two ranks as key."""
         after = self.evidence.after
         ends = {(c.here, c.peer): rank for rank, p in after.items() for c in p.connections}
         found = {}
@@ -327,9 +337,9 @@ def _suspect(rank: RankEvidence, evidence: Evidence) -> Suspect:
 def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
     """Returns the suspects; those that wait for their GPU have the class "device".
 
-    A thread that runs in the program's code may wait for its GPU, unless that GPU is idle. If one
-    rank waits for its GPU, every other rank in the same frame waits for its own GPU too. A process
-    that only counted the GPUs also has their files open.
+    A thread that runs in the program's code may wait for its GPU, unless that GPU is idle. If the
+    GPU of such a rank runs a kernel, every other rank in the same frame waits for its own GPU too.
+    Open GPU files do not prove a use: a process that only counted the GPUs has them open too.
     """
     own = [each for each in suspects if each.gpus is not None and each.where.kind == "own"
            and not gpu_signs.is_idle(each.gpus)]  # fmt: skip
@@ -363,7 +373,7 @@ def _odd(odd: Sequence[int], stall: Stall) -> tuple[int, ...]:
 def _of_flights(stall: Stall) -> Sign:
     """Names the ranks that differ, if the flight record of every rank is available.
 
-    Otherwise names the ranks without a record, if each of them is unable to write one.
+    Otherwise names the ranks without a record, if none of them could write its record.
     """
     found, flights = stall.difference, stall.evidence.flights
     complete = all(each.rank in flights for each in stall.ranks)
@@ -374,10 +384,11 @@ def _of_flights(stall: Stall) -> Sign:
 
 
 def _of_stacks(stall: Stall) -> Sign:
-    """Names the ranks that hold the GIL, or else ranks that wait neither for peers nor to join.
+    """Names the ranks of the first group that is not empty.
 
-    If there are no such ranks, names the ranks that wait to join after the others have joined. If
-    all stacks wait for peers, names the ranks that cannot write a stack.
+    The groups are: ranks whose native code holds the GIL; ranks that do not wait for peers, for a
+    GPU or to join; ranks that may wait for their GPU; ranks that wait to join after the others have
+    joined. If all stacks wait for peers, the last group is the ranks that could not write a stack.
     """
     places = stall.places()
     native = [rank for rank, place in places.items() if place.kind == "native"]
@@ -399,9 +410,9 @@ def _of_stacks(stall: Stall) -> Sign:
 
 
 def _of_processes(stall: Stall) -> Sign:
-    """Names the ranks that cannot run, or else those that work while the others start.
+    """Names the ranks that cannot run, or else the ranks for which the others wait at the start.
 
-    Otherwise names the ranks that wait for no peer, or that compute.
+    If there are no such ranks, names the ranks that compute, or wait for something else than peers.
     """
     odd = [each for each in stall.suspects if each.cannot_run]
     odd = odd or _starting(stall) or [each for each in stall.suspects if each.waits or each.runs]

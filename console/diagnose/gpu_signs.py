@@ -17,7 +17,7 @@ IDLE_PCT, RUNNING_PCT = 5.0, 90.0
 """Utilisation up to which a GPU is idle, and from which it runs a kernel. NVML's utilisation is the
 share of time in which any kernel ran, even if it computed little."""
 SPINS_SHARE = 0.3
-"""A GPU that runs a kernel below this share of its power limit computes little."""
+"""A kernel computes little if its GPU draws less than this share of the power limit."""
 
 
 def own_gpus(
@@ -30,7 +30,7 @@ def own_gpus(
     `opened` has the numbers N of the files /dev/nvidiaN that each rank has open, or None if they
     are not available. `visible` has the CUDA_VISIBLE_DEVICES of each rank. CUDA opens the files of
     all GPUs that it sees. If a rank sees several GPUs, it uses the GPU with the number of the rank,
-    as programs under torchrun do. A GPU that several ranks share is no evidence about one of them.
+    as programs under torchrun do. A GPU that several ranks share counts as not known.
     """
     found = dict[int, tuple[Gpu, ...]]()
     for rank, minors in opened.items():
@@ -79,7 +79,7 @@ def _words(gpu: Gpu) -> str:
 
 
 def kernel_words(rows: Sequence[Gpu]) -> str:
-    """Returns what a running kernel does according to the GPU's power draw, or "" if unknown."""
+    """Returns what a running kernel does according to the GPU's power draw, or "" if not known."""
     shares = [
         gpu.power_w / gpu.power_limit_w for gpu in rows
         if gpu.power_w is not None and gpu.power_limit_w
@@ -92,11 +92,11 @@ def kernel_words(rows: Sequence[Gpu]) -> str:
 
 
 def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
-    """Returns the ranks whose GPU differs from the others: ranks with a lost GPU, if there are any.
+    """Returns the ranks whose GPU differs from the GPUs of the other ranks.
 
-    Otherwise returns the ranks with an idle GPU if all others run a kernel. Otherwise returns the
-    ranks whose GPU computes, if the GPUs of all other ranks run a kernel that waits for a peer and
-    computes little.
+    These are the ranks with a lost GPU. If no GPU is lost, they are the ranks with an idle GPU, if
+    all other GPUs run a kernel. If no GPU is idle, they are the ranks whose GPU computes, if all
+    other GPUs run a kernel that computes little, because it waits for a peer.
     """
     groups: dict[str, list[int]] = {}
     for rank, rows in gpus.items():

@@ -1,4 +1,4 @@
-"""The input of the watch rules: one moment as `Readings`, and the attempt so far as `History`.
+"""The input of the watch rules: `Readings` (the newest poll) and `History` (the attempt so far).
 
 No file is read here. Times are CLOCK_MONOTONIC seconds unless the name says otherwise; None means
 "not measured".
@@ -25,7 +25,7 @@ WINDOWS = (8, 32, 128)
 """Numbers of newest records whose rate is compared with the rate of all earlier records."""
 KEPT_RATES, LEAST_BEFORE, RATED_EVERY_S = 512, 16, 10.0
 SURE_Z = 6.0
-"""A rate is lower only if it fell by more than this many standard errors of a median."""
+"""A rate counts as lower only if it fell by more than this many standard errors of a median."""
 LEAST_SPREAD = 0.02
 RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
 PACE_EVERY_S, PACE_RECENT, PACE_POINTS = 10.0, 6, 360
@@ -34,9 +34,9 @@ JUMP_KEPT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """One moment of one attempt.
+    """The data of one poll of one attempt.
 
-    `fresh` has the progress records since the last moment, in order; `progress` has the newest
+    `fresh` has the progress records since the last poll, in order; `progress` has the newest
     record of each rank. `records_only` says that `ranks` were derived from the ages of records, not
     from pulses. `newest_ts` is the time in the newest record (unix s).
     """
@@ -76,7 +76,7 @@ def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gate_collapsed(progress: Progress) -> bool | None:
-    """Returns whether the attention gate uses one branch only, or None if no figure is recorded."""
+    """Returns whether the attention gate uses only one branch, or None if figures are missing."""
     entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
     part = progress.gate_collapse_frac
     if entropy is None and largest is None and part is None:
@@ -97,7 +97,7 @@ class Counter:
     at: float = -math.inf
 
     def update(self, value: int, mono: float) -> None:
-        """Adds a value; if it is below the last value (a GPU reset), the increase becomes 0."""
+        """Adds a value; a value below the last value (a GPU reset) sets the increase to 0."""
         if value > self.last:
             self.increase, self.at = self.increase + value - self.last, mono
         elif value < self.last:
@@ -106,7 +106,7 @@ class Counter:
 
 
 class History:
-    """The attempt so far, in constant memory. `update` adds one moment before the rules run.
+    """The attempt so far, in constant memory. `update` adds the data of one poll.
 
     `settings` has the values of the run's settings; it is empty for a foreign program.
     """
@@ -116,7 +116,7 @@ class History:
         self.nonfinite: dict[int, int] = {}
         """Number of consecutive progress records with a non-finite loss, by rank."""
         self.collapsed = 0
-        """Number of consecutive records of rank 0 with a collapsed gate."""
+        """Number of consecutive records of rank 0 with a collapsed attention gate."""
         self.uniform_steps: int | None = None
         self.rate_ratio: float | None = None
         """An upper bound of new ÷ old throughput, according to the records."""
@@ -126,7 +126,7 @@ class History:
         self.truth = TruthHistory()
         self.ecc: dict[int, Counter] = {}
         self.xids: dict[int, Counter] = {}
-        """Xids by GPU. `at` also covers an Xid that may have ended the former attempt."""
+        """Xids by GPU. `at` may be the time of an Xid that ended a former attempt."""
         self.jump_s = 0.0
         self._uniform_since: int | None = None
         self._rates: deque[float] = deque(maxlen=KEPT_RATES)
@@ -147,7 +147,7 @@ class History:
         return self._settings.get(setting)
 
     def update(self, now: Readings) -> None:
-        """Adds one moment."""
+        """Adds the data of one poll."""
         self._update_clock(now.ts - now.mono, now.mono)
         self.truth.update(now.fresh, now.ranks, now.gpus, now.mono, (self.rate_ratio or 1.0) < 1)
         for progress in now.fresh:
@@ -190,7 +190,7 @@ class History:
             self.pace_ratio = (s2 - s1) / (t2 - t1) / before if before > 0 else None
 
     def _update_clock(self, offset: float, mono: float) -> None:
-        """Reports a jump of the wall clock for `JUMP_KEPT_S`, then accepts the new time."""
+        """Sets `jump_s` for `JUMP_KEPT_S` after a clock jump, then accepts the new time."""
         if self._offset is None:
             self._offset = offset
         jump = abs(offset - self._offset)
@@ -229,10 +229,10 @@ class History:
 def rate_ratio(logs: list[float]) -> float | None:
     """Returns an upper bound of new rate ÷ old rate, from the logarithms of the rates in order.
 
-    The median of each window is compared with the median of all records before the window. The
-    bound is `SURE_Z` standard errors above the measured ratio. The standard error comes from the
-    spread of the run, so a run with uneven steps needs more records. Returns None until there are
-    enough records.
+    The median of each window of newest records is compared with the median of all earlier records.
+    The bound of a window is `SURE_Z` standard errors above the measured ratio; the lowest bound is
+    returned. The standard error follows from the spread of the rates, so a run with uneven steps
+    needs more records. Returns None until there are enough records.
     """
     bounds = []
     for count in WINDOWS:
@@ -247,10 +247,10 @@ def rate_ratio(logs: list[float]) -> float | None:
 
 
 def steady_growth(points: list[tuple[float, float]]) -> float:
-    """Returns the steady growth of a figure per second: the lowest growth that was found.
+    """Returns the steady growth of a figure per second; 0 if it is constant or rose in one jump.
 
     The points are reduced to the medians of three thirds. The result is the lowest slope between
-    two of the medians, or 0 if the figure is constant or rose in one jump.
+    two of the medians, or 0 if that slope is negative.
     """
     third = len(points) // 3
     parts = (points[:third], points[third:-third], points[-third:])

@@ -12,15 +12,16 @@ from console.model import Level
 from trainers.contract.plan import Watch
 
 PURE_NUMBERS = ("limits", "ratio")
-"""Units of ratios; `bound` leaves these units out."""
+"""Units of plain ratios; `Rule.bound` does not show them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A measured value with its sentence. A rule with its own time limit also sets the times.
+    """A measured value with its sentence.
 
-    `limit_s` is the longest time that the condition may last. `lasted_s` is the time that the
-    condition has lasted, according to the evidence.
+    `limit_s` is the longest time that the condition may last, or 0 if the rule has no such limit.
+    `lasted_s` is the time that the condition has lasted according to the evidence. It is infinite
+    if only the observation by the watchdog counts.
     """
 
     value: float
@@ -37,10 +38,10 @@ Measure = Callable[[Readings, History, Watch], Measured | None]
 class Rule:
     """One row of the table of watch rules.
 
-    A strong action needs two things: the value `severe` (if the rule has one) and the confirmation
-    by the second source, `corroborate`. A rule without `corroborate` can only warn or dump.
-    `watchdog --halt` halts a run for each rule that has an `anomaly`, and writes this word to
-    `.anomaly_type`.
+    A strong action interrupts or ends the run. It needs a value that reaches `severe` (`threshold`
+    if `severe` is None), and the second source `corroborate` must confirm the rule. A rule without
+    `corroborate` can only warn or dump. `watchdog --halt` halts a run for each rule that has an
+    `anomaly`, and writes this word to `.anomaly_type`.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Rule:
     severe: float | None = None
     anomaly: str = ""
     again: bool = False
-    """The alert is raised again when the value rises."""
+    """True if the alert is raised again when the value rises."""
 
     def is_breached(self, value: float) -> bool:
         return self._reaches(value, self.threshold)

@@ -1,9 +1,9 @@
 """The table of watch rules: what each rule measures, and when the rule is raised and cleared.
 
-A measure is a pure function of one moment and the attempt so far; it reads no file and has no
-state. A rule is raised when its value reaches `threshold` for `for_s`, and cleared when the value
-reaches `clear`. High values are bad if `threshold` is above `clear`; otherwise low values are bad.
-A new rule is one row in `TABLE`.
+A measure is a pure function of the newest poll and the attempt so far; it reads no file and has no
+state. A rule is raised when its value has been at least as bad as `threshold` for `for_s`, and
+cleared when the value is at least as good as `clear`. Low values are bad if `threshold` is below
+`clear`; otherwise high values are bad. A new rule is one row in `TABLE`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from trainers.contract.plan import Watch
 STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
-"""The condition of a strong action must last this many times as long as that of the alert."""
+"""A strong action needs a condition that lasts this many times as long as the alert needs."""
 
 # --- measures --------------------------------------------------------------------------------
 
 
 def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
-    """Returns the time without progress of the slowest rank, divided by its stall limit."""
+    """Returns the time without progress of the slowest rank, divided by its stall limit.
+
+    The value is at least 1 if there is a verdict, and below 1 otherwise.
+    """
     first = min(slowest(now.ranks), key=lambda rank: rank.unchanged_s, default=None)
     if first is None:
         return Measured(0.0) if now.ranks else None
@@ -63,7 +66,7 @@ def _throughput_drop(_now: Readings, history: History, _watch: Watch) -> Measure
 
 
 def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
-    """Returns a measure of rank 0's consecutive records. `sentence` may use {count} and {step}."""
+    """Returns a measure of a count over rank 0's records. `sentence` may use {count} and {step}."""
 
     def measure(now: Readings, history: History, _watch: Watch) -> Measured | None:
         if 0 not in now.progress:
@@ -75,7 +78,7 @@ def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
 
 
 def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts consecutive records with a non-finite loss, for the rank with the highest count."""
+    """Returns the highest count, over the ranks, of consecutive records with a non-finite loss."""
     if not now.progress:
         return None
     counts = history.nonfinite
@@ -155,9 +158,9 @@ def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts the Xids of the GPUs with a recent one, including those of the former attempt.
+    """Counts all Xids of each GPU that had an Xid within `RECENT_XID_S`.
 
-    An Xid of the former attempt raises an alert, but never causes an action in this attempt.
+    An Xid of a former attempt raises an alert, but never causes an action in this attempt.
     """
     if not now.gpus:
         return None
@@ -192,9 +195,8 @@ def _gpus_with(
 ) -> Measure:  # fmt: skip
     """Returns a measure that counts the GPUs to which a condition applies.
 
-    The text of the measure has one `sentence` for each such GPU.
-
-    A GPU for which `is_known` is false neither raises nor clears the rule.
+    The text of the measure has one `sentence` for each such GPU. A GPU for which `is_known` is
+    false neither raises nor clears the rule.
     """
 
     def measure(now: Readings, _history: History, _watch: Watch) -> Measured | None:
@@ -243,10 +245,11 @@ TABLE: tuple[Rule, ...] = (
     Rule("zero_gradient", "gradient norm of exactly zero", "consecutive records",
          3, 0, 0.0, _zero_gradient, corroborate.gradient, "crit", anomaly="zero_grad"),
     Rule("gate_collapse",
-         "gate entropy < 0.2 nats, mean of the largest share > 0.9, or half of the gates collapsed",
+         "attention gate: entropy < 0.2 nats, mean of the largest share > 0.9, or more than half "
+         "of the gates collapsed",
          "consecutive records", 3, 0, 60.0, _gate_collapse, corroborate.gate,
          anomaly="gate_collapse"),
-    Rule("gate_never_learned", "gate entropy within 1 % of its maximum", "steps",
+    Rule("gate_never_learned", "entropy of the attention gate within 1 % of its maximum", "steps",
          1000, 0, 0.0, _gate_never_learned),
     Rule("memory_growth", "time until the host's memory is full, at the present growth", "s",
          3600, 7200, 120.0, _memory_growth, corroborate.kernel),
@@ -258,7 +261,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("gpu_lost", "GPUs that fell off the bus", "GPUs", 1, 0, 0.0, _gpu_lost, level="crit",
          again=True),
     Rule("gpu_silent", "GPUs for which NVML returns no values", "GPUs", 1, 0, 10.0, _gpu_silent),
-    Rule("xid", "critical errors of the driver on GPUs with one in the last 10 min", "errors",
+    Rule("xid", "critical driver errors of the GPUs that had an error in the last 10 min", "errors",
          1, 0, 0.0, _xid, level="crit", again=True),
     Rule("ecc", "uncorrected memory errors of the GPUs in this attempt", "errors",
          1, 0, 0.0, _ecc, level="crit", again=True),
@@ -281,13 +284,13 @@ def check(watch: Watch, where: str) -> None:
             raise UsageError(f"{where}: there is no watch rule {name!r}{did_you_mean(name, RULES)}")
         if given.action in STRONG and RULES[name].corroborate is None:
             raise UsageError(
-                f"{where}: the watch rule {name!r} cannot {given.action}: no second source "
-                "confirms it; use warn or dump"
+                f"{where}: the watch rule {name!r} cannot have the action {given.action}, because "
+                "it has no second source; use warn or dump"
             )
 
 
 def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Returns the table with a plan's changes; `actions` has the weakest allowed action by rule.
+    """Returns the table with a plan's changes; `actions` has the least action of each rule.
 
     The value that clears a rule changes in proportion to the rule's threshold.
     """

@@ -66,26 +66,28 @@ WAITS: Sequence[tuple[str, str, Wait]] = (
     ("ssl.py", "", _SOCKET),
     ("http/client.py", "", _SOCKET),
 )  # fmt: skip
-"""End of the file name, functions ("": any) and class of each wait; the first match decides."""
+"""Each row has the end of a file name, a pattern of functions ("" matches all) and the class of the
+wait. The first row that matches a frame decides."""
 _WAITS = tuple((file, re.compile(functions or ".*"), wait) for file, functions, wait in WAITS)
 DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
-"""Kinds that the innermost frame decides. The outermost frame decides the other kinds. For example,
-a queue waits for its lock, but the kind is "queue"."""
+"""The innermost wait of one of these kinds decides. If there is no such wait, the outermost wait
+decides: for example, a queue waits for its lock, and the kind is "queue"."""
 _MACHINERY = re.compile(r"^<|/(?:contextlib|functools)\.py$")
 _HELPERS = re.compile(r"/trainers/(?:contract/|timeout\.py$)")
 _DATA = re.compile(
     r"(?<![A-Za-z])(?i:data|batch|load|pre_?fetch|fetch|read|produce|collate)|__getitems?__"
     r"|Data|Batch|Load|Fetch|Read(?!y)|Produce|Collate"
 )
-"""Matches the name, or a frame in the program, of a thread that reads the program's data."""
+"""Matches the name of a thread that reads the program's data, or its frames in the program."""
 _TORCH = re.compile(r"-packages/torch/")
 MAX_THREADS = 99
-"""faulthandler shows 100 threads at most; one of them writes the dump."""
+"""A dump with at least this many threads may lack threads: faulthandler shows at most 100, and one
+of these writes the dump."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The class of a main thread, the innermost frame that decided the class, and a description.
+    """The class of a main thread, the frame that decided the class, and a description.
 
     `own` is the innermost frame of the program's own code, or None if all frames are in libraries.
     """
@@ -97,12 +99,12 @@ class Where:
 
 
 def where(stack: Stack) -> Where:
-    """Returns the class of a stack; the class is "native" if a signal handler wrote the stack."""
+    """Returns the class of a stack; the class is "native" if the dump has only one thread."""
     frames = _deciding(stack)
     own = _own(frames)
     if not frames:
         return Where("none", None, None, "has no stack")
-    if len(stack.threads) == 1:  # other dumps also contain the threads of the contract
+    if len(stack.threads) == 1:  # other dumps have the contract's threads too
         place = (own or frames[0]).short
         return Where("native", frames[0], own, f"runs native code that holds the GIL, in {place}")
     if (found := _wait(frames)) is not None:
@@ -128,7 +130,7 @@ def _deciding(stack: Stack) -> Sequence[Frame]:
 
 
 def _wait(frames: Sequence[Frame]) -> tuple[Frame, Wait] | None:
-    """Returns the wait that the innermost code of the program called, with its frame, or None."""
+    """Returns the wait that the program called, and the frame that decided it, or None."""
     found = None
     for at, frame in enumerate(frames):
         wait = _wait_of(frame)
@@ -147,7 +149,7 @@ def _is_of_backward(frame: Frame) -> bool:
 
 def _wait_of(frame: Frame) -> Wait | None:
     for file, functions, wait in _WAITS:
-        # A file name without a folder means the standard library; a program may use that name too.
+        # A name without a folder is a file of the standard library; a program may have one too.
         is_file = frame.file == file or frame.file.endswith((f"/{file}", f" {file}"))
         if is_file and ("/" in file or frame.is_of_library) and functions.fullmatch(frame.function):
             return wait

@@ -33,11 +33,11 @@ OVERDUE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RankEvidence:
-    """Evidence about one rank at one moment. `phase` is "" for a rank without a pulse.
+    """Evidence about one rank at one time. `phase` is "" for a rank without a pulse.
 
     `unchanged_s` is the time since its pulse changed; without a pulse, the time since the attempt
-    began. `state` is the kernel's letter or "gone". `p99_s` is the 99th percentile of the times of
-    its phase, or of its steps if the phase has no times.
+    began. `state` is the kernel's letter, "gone", or "?" if it was not read. `p99_s` is the 99th
+    percentile of the times of the rank's phase, or of its steps if the phase has no times.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class RankEvidence:
     records_s: float | None = None
     """Time since the rank's records showed a new step, or None if the rank has no record."""
     records_gap_s: float = 0.0
-    """Longest of the last gaps between records with a new step, 0 until a gap is known."""
+    """Longest recent gap between records with a new step, or 0 until a gap is known."""
     doubt: Doubt = ""
     """Why the pulse is ignored, as a key of `DOUBTS`, or "" if the pulse is used."""
     nonfinite_steps: int = -1
@@ -83,10 +83,10 @@ def with_records(
 ) -> RankEvidence:  # fmt: skip
     """Returns a rank with the figures of its records: p99, first step, exit code, ages and doubt.
 
-    A pulse that is `lagging` comes from a sample, so the records may be ahead of the pulse.
+    `lagging` says that the pulse is an older sample, so the records may be ahead of it.
     """
-    # A recorded first step is wrong if it is later than the next step of the pulse. After a restart
-    # without a recorded step, the present step is used as the first.
+    # A recorded first step is wrong if it is later than the next step of the pulse. After a
+    # restart, the present step is used as the first step until a step is recorded.
     first_step = head.first_step if head.first_step <= rank.step + 1 else FIRST_STEP
     ahead = head.progress is not None and head.progress.record["step"] > rank.step and not lagging
     return replace(
@@ -123,7 +123,8 @@ def limit_s(rank: RankEvidence, watch: Watch) -> float:
 def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
     """Returns the running ranks with a usable pulse that have the lowest position.
 
-    A phase that is not reported may be before or after the reported phases of its step.
+    A phase that is not reported may be before or after the reported phases of its step. So if a
+    rank at the lowest step does not report its phase, all ranks at that step are returned.
     """
     running = [each for each in ranks if each.phase != "exit" and not each.doubt]
     first = min((each.step for each in running), default=0)
@@ -160,8 +161,9 @@ def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:
 def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
     """Returns why the records do not confirm that these ranks stall, or "" if they confirm it.
 
-    A new step in a record shows progress only if the record is younger than the stall limit. If a
-    rank writes few records, these records confirm a stall only when the next one is overdue.
+    A record contradicts the stall if it has a new step, is younger than the stall limit, and is
+    newer than the last change of the pulse. If a rank rarely writes a record, its records confirm a
+    stall only when the next record is overdue.
     """
     for each in ranks:
         name = f"rank {each.rank}"

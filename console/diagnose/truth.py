@@ -1,7 +1,7 @@
-"""Watch rules that compare what a healthy-looking run records with what is possible.
+"""The truth checks: watch rules that find impossible or contradictory records of a run.
 
-They can only warn. A rule whose figures are missing, or contradict each other, returns None and
-raises no alert.
+They can only warn or dump. The measure of a rule returns None, and the rule raises no alert, if its
+figures are missing or unusable.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from trainers.contract.plan import Watch
 RANDOM_SOURCE = "synthetic"
 """The `data.source` of uniform random bytes."""
 LEAK_TOKENS, LEAST_RECORDS = 16_384, 3
-"""Tokens and records over which a loss is compared with chance."""
+"""Least numbers of tokens and of records over which a loss is compared with chance."""
 SKIP_STEPS, SKIP_AFTER = 200, 50
-"""The window in which skipped steps are counted, and the number of an attempt's first steps that
-are left out because they calibrate the loss scale."""
+"""Least number of steps over which skipped steps are counted, and number of first steps of an
+attempt that are left out, because they calibrate the loss scale."""
 SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d{1,3})?)([mb])(?![a-z0-9])")
 SIZES_DIFFER = 0.01
 BUSY, LEAST_GB_S = 0.9, 1e-6
@@ -67,7 +67,10 @@ def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | N
 
 
 def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts consecutive records with gradient norm zero on one rank, and not on every rank."""
+    """Returns the highest count, over the ranks, of consecutive records with gradient norm zero.
+
+    The value is 0 if the newest gradient norm of every rank is zero.
+    """
     counts = {r: n for r, n in history.truth.zero_norms.items() if r in now.progress}
     if len(counts) < 2 or min(counts.values()):
         return None if len(counts) < 2 else Measured(0.0)
@@ -81,7 +84,7 @@ def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measu
 
 
 def _dead_parameters(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts the parameters without a gradient, unless an ablation of the attention is active."""
+    """Counts parameters without a gradient; returns None during an ablation of the attention."""
     if 0 not in now.progress:
         return None
     dead = now.progress[0].dead
@@ -130,7 +133,7 @@ def _skipped_steps(_now: Readings, history: History, _watch: Watch) -> Measured 
 
 
 def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Counts the attention branches that do not obey a switch that the operator set."""
+    """Counts the attention branches that run another route than a switch requests."""
     routes = jsonl.mapping(now.env, "backend")
     if not routes:
         return None
@@ -147,7 +150,7 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
 
 
 def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Returns the larger ÷ the smaller of the size in the config's name and the parameters."""
+    """Compares the parameters with the size in the config's name; returns larger ÷ smaller."""
     count = jsonl.number(now.env, "parameters") or 0.0
     counted = jsonl.number(now.env, "parameters_counted") or count
     name = jsonl.text(now.env, "config").rpartition("/")[2]
@@ -167,7 +170,11 @@ def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | N
 
 
 def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the share of time in which the GPUs are busy, if the phases fill the steps."""
+    """Returns the median share of time in which the GPUs are busy.
+
+    Returns None unless there are enough samples, and the recorded phase times add up to 70-101 % of
+    the step time.
+    """
     busy, progress = history.truth.busy, now.progress.get(0)
     if progress is None or not progress.step_s or len(busy) < LEAST_BUSY:
         return None
@@ -197,11 +204,11 @@ def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | Non
 
 
 def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the slowest rank's time ÷ that of the others, in phases that wait for no other rank.
+    """Returns the slowest rank's time in fetch and forward ÷ the time of the other ranks.
 
-    In fetch and forward a rank does not wait for other ranks, except in the forward of FSDP. On a
-    GPU, the forward time of a foreign program is only the time that the host needs to start the
-    forward pass.
+    In these phases a rank does not wait for other ranks, except in the forward phase of FSDP. With
+    FSDP, only fetch is compared. The same applies to a foreign program on a GPU: its forward time
+    is only the time in which the host starts the forward pass.
     """
     truth, strategy = history.truth, history.value("train.strategy")
     own = ("fetch", "forward")
@@ -250,11 +257,11 @@ def _late(_now: Readings, history: History, _watch: Watch) -> Measured | None:
 ROWS: tuple[Rule, ...] = (
     Rule("imbalance", "fetch and forward of the slowest rank ÷ median of the others",
          "ratio", 1.3, SURELY, 300.0, _imbalance),
-    Rule("random_loss", "loss on uniform random bytes below ln(vocabulary)", "nats",
+    Rule("random_loss", "ln(vocabulary) minus the loss on uniform random bytes", "nats",
          0.02, 0.01, 0.0, _random_loss),
     Rule("first_loss", "difference of the loss of step 1 from ln(vocabulary)", "nats",
          1.0, 0.99, 0.0, _first_loss),
-    Rule("rank_zero_gradient", "gradient norm of exactly zero on a rank, not on all",
+    Rule("rank_zero_gradient", "gradient norm of exactly zero on some ranks, not on all",
          "consecutive records", 3, 0, 0.0, _rank_zero_gradient),
     Rule("dead_parameters", "parameters without a gradient in step 1", "parameters",
          1, 0, 0.0, _dead_parameters),

@@ -16,11 +16,11 @@ from console.sources.pace import LONGEST_STEP_S, TIMED_PHASES, Progress
 
 KEPT_STEPS, KEPT_LOSSES, KEPT_SKIPS = 48, 512, 256
 WINDOW, LEAST = 16, 8
-"""Number of newest steps that are compared between the ranks, and the least sufficient number."""
+"""Number of newest steps that are compared between ranks, and the least number that is enough."""
 SURE_Z, LEAST_SPREAD = 4.0, 0.02
-"""The number of standard errors that are subtracted from a ratio, and the least assumed spread."""
+"""Number of standard errors between a ratio and its lower bound; the least spread assumed."""
 SURELY = 1.15
-"""A difference is sure if the lower bound of its ratio is at least this."""
+"""A difference is certain if the lower bound of its ratio is at least this value."""
 SLOWER, MATERIAL = 1.3, 0.1
 """A rank is slower if its time is at least `SLOWER` times the usual time, and the difference is at
 least the share `MATERIAL` of the step."""
@@ -59,7 +59,7 @@ def _is_rounded(value: float) -> bool:
 
 
 class TruthHistory:
-    """Figures that a single record does not show; `update` adds one moment."""
+    """Figures computed from many records. `update` adds the data of one poll."""
 
     def __init__(self) -> None:
         self.first: Progress | None = None
@@ -70,9 +70,9 @@ class TruthHistory:
         self.zero_norms: dict[int, int] = {}
         """Number of consecutive records with a gradient norm of zero, by rank."""
         self.busy: deque[float] = deque(maxlen=KEPT_BUSY)
-        """Mean share of the time in which the GPUs were busy, for each step or update."""
+        """Mean utilisation of the GPUs (0 to 1), added when the slowest rank finishes a step."""
         self.power: deque[float] = deque(maxlen=KEPT_BUSY)
-        """Mean share of the power limit that the GPUs drew, for each measured step or update."""
+        """Mean power draw ÷ power limit of the GPUs, added with `busy` if it is known."""
         self._skips: deque[tuple[int, int]] = deque(maxlen=KEPT_SKIPS)
         self._steps: dict[int, dict[int, Progress]] = {}
         self._newest: dict[int, Progress] = {}
@@ -131,7 +131,7 @@ class TruthHistory:
         """Returns two values: the share of skipped steps, and the number of steps that it covers.
 
         The share covers the last `steps` steps or more. Returns None until the attempt has recorded
-        so many steps after its first `after` steps.
+        `steps` steps after its first `after` steps.
         """
         if not self._skips:
             return None
@@ -144,7 +144,7 @@ class TruthHistory:
         return None
 
     def step_s(self) -> float | None:
-        """Returns the median step time in the newest records of rank 0, None if these are few."""
+        """Returns the median step time of rank 0's newest records, or None if there are too few."""
         newest = [found[0] for found in self._steps.values() if 0 in found][-WINDOW:]
         times = [each.step_s for each in newest if each.step_s and each.step_s > SHORTEST_S]
         return median(times) if len(times) == WINDOW else None
@@ -156,10 +156,7 @@ class TruthHistory:
         return [found for found in self._steps.values() if len(found) == len(self._newest)]
 
     def same_batches(self) -> tuple[int, tuple[int, ...]]:
-        """Returns two values: a number of newest steps, and ranks.
-
-        In all these steps, these ranks have read the same batch.
-        """
+        """Returns how many newest steps have the same batch on several ranks, and these ranks."""
         count, ranks = 0, frozenset[int]()
         for found in reversed(self._complete()):
             by_sum: dict[str, list[int]] = {}
@@ -180,8 +177,8 @@ class TruthHistory:
     def slow(self, phases: Sequence[str]) -> tuple[float, str] | None:
         """Returns two values: the slowest rank's time in `phases` ÷ that of the others, and a text.
 
-        The ratio is a lower bound until the difference is certain. Returns None until there are
-        enough records.
+        The ratio is a lower bound until the difference is certain, and 1 if the difference is
+        small. Returns None until there are enough records.
         """
         if self._slow_at != self._added and self._mono - self._slow_mono >= RATED_EVERY_S:
             self._slow_at, self._slow_mono = self._added, self._mono
@@ -224,7 +221,7 @@ class TruthHistory:
         return ratio if bound >= SURELY else bound, text
 
     def _update_usual(self) -> None:
-        """Replaces the usual times; not called while the run is slower than before."""
+        """Replaces the usual times after every `WINDOW` records of each rank."""
         if self._added - self._usual_at < WINDOW * len(self._newest):
             return
         steps, self._usual_at = self._complete(), self._added
@@ -270,8 +267,8 @@ class TruthHistory:
     def own_gpus(self, gpus: Sequence[Gpu]) -> list[Gpu]:
         """Returns the GPUs with at least as much memory in use as a rank of this run reserves.
 
-        Returns no GPU if the number of such GPUs differs from the number of ranks, because then
-        other jobs use the host.
+        Returns [] if the number of such GPUs differs from the number of ranks, because other jobs
+        may then use GPUs too.
         """
         needed = [each.gpu_mem_reserved or 0.0 for each in self._newest.values()]
         if not needed or min(needed) <= 0:
@@ -284,7 +281,11 @@ class TruthHistory:
         return any(each.gpu_mem_reserved is not None for each in self._newest.values())
 
     def _add_busy(self, ranks: Sequence[RankEvidence], gpus: Sequence[Gpu]) -> None:
-        """Adds a GPU sample. `busy` gets one value for each step with all phases in `STEPPING`."""
+        """Adds a sample of the GPUs.
+
+        When the slowest rank has finished a step, the mean utilisation is appended to `busy`. The
+        samples are dropped if a rank is in its first steps, or in a phase outside `STEPPING`.
+        """
         used = [g.util_pct for g in gpus if g.util_pct is not None and 0 <= g.util_pct <= 100]
         step = min((each.step for each in ranks), default=0)
         warm = all(each.step > each.first_step + WARM_STEPS for each in ranks)

@@ -27,7 +27,7 @@ EVIDENCE_LINES = 64
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """All ranks that still run, the slowest of them, and those that have exited."""
+    """The running ranks, the slowest of them, and the ranks in the phase "exit"."""
 
     running: tuple[RankEvidence, ...]
     slowest: tuple[RankEvidence, ...]
@@ -40,7 +40,11 @@ class Case:
         return all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest)
 
     def blocked(self) -> bool:
-        """Returns whether ranks were stopped or have ended, unless all ranks have ended."""
+        """Returns whether a rank is stopped, or has ended without reporting its exit.
+
+        Its pulse must have been unchanged for `NAMED_AFTER_S`. Returns False if all ranks
+        have ended, and none of them reported its exit.
+        """
         ended = [each.state in ENDED_STATES for each in self.running]
         if all(ended) and not self.exited:
             return False
@@ -48,13 +52,13 @@ class Case:
                    and each.unchanged_s > NAMED_AFTER_S for each in self.running)  # fmt: skip
 
     def since(self, rank: RankEvidence) -> str:
-        """Returns the time of a rank's last change (an age would become wrong in an alert)."""
+        """Returns when a rank's pulse last changed (in an alert, an age would become wrong)."""
         return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
 
     def verdict(
         self, rank: RankEvidence | None, cause: str, sure: Sure, *parts: str
     ) -> Verdict:  # fmt: skip
-        """Returns a verdict on `rank`, or on all ranks for None; `parts` become the sentence."""
+        """Returns a verdict on `rank`, or on all ranks if it is None; `parts` form the sentence."""
         place, sentence = rank or self.slowest[0], "; ".join(filter(None, parts))
         number = rank.rank if rank else None
         evidence = self._evidence(rank)
@@ -73,7 +77,7 @@ class Case:
 
 
 def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
-    """Returns the case of the ranks with a usable pulse, or None if none of them still runs."""
+    """Returns the case of the ranks with a usable pulse, or None if no such rank still runs."""
     usable = [each for each in ranks if not each.doubt]
     running = tuple(each for each in usable if each.phase != "exit")
     exited = tuple(each for each in usable if each.phase == "exit")
@@ -91,7 +95,7 @@ def stalled(case: Case, ranks: Sequence[RankEvidence]) -> str:
 
 
 def exits(ranks: Sequence[RankEvidence]) -> str:
-    """Returns a text such as "rank 0 exited (code 0)", or "" without ranks."""
+    """Returns a text such as "rank 0 exited (code 0)", or "" if there are no ranks."""
     if not ranks:
         return ""
     if any(each.state not in ENDED_STATES for each in ranks):

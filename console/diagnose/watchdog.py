@@ -1,10 +1,10 @@
 """The watchdog: evaluates all watch rules at each update; returns alerts and due actions.
 
 An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
-that the condition has lasted three times `for_s`, and that the rule's second source confirms it.
+that the condition has lasted three times as long, and that the rule's second source confirms it.
 Until the confirmation, the action is withheld, and this is reported once. Time in which the
-watchdog was stopped or not yet started is left out. Each time a rule is raised, its action becomes
-due once.
+watchdog was stopped or not yet started does not count. Each time a rule is raised, its action
+becomes due once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from console.model import STALL, Level
 from trainers.contract.plan import Watch
 
 LONGEST_GAP_S = 5.0
-"""Longest time between two updates that is counted as observed, or twice the interval if longer."""
+"""If more time passes between two updates, only this much counts as observed, or twice the intended
+interval if that is longer."""
 REPORT_WITHHELD_AT = 2
-"""Number of unconfirmed updates after which a due action is reported as withheld. One such update
-is not reported, because a record may be late."""
+"""Number of unconfirmed updates after which a due action is reported as withheld. The first
+unconfirmed update is not reported, because a record may be late."""
 AGAIN_S = 10.0
 """Shortest time between two alerts of a rule that stays raised."""
 Kind = Literal["raise", "clear", "act", "withhold"]
@@ -63,7 +64,7 @@ class _State:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt. `actions` has the weakest allowed action of each rule (option --halt).
+    """Watches one attempt. `actions` has the least action of each rule (option --halt).
 
     `interval_s` is the intended time between two updates. `settings` has the values of the run's
     settings by name, for the rules that depend on them.

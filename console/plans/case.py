@@ -28,7 +28,7 @@ class Check:
     result: Result
     text: str
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """The measured figures; the launch records them as `measured` of its host."""
+    """The measured figures; the launch records them in run.json, in `measured` of `machine`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Case:
     git: Mapping[str, Any] = field(default_factory=dict)
     """The commit of the code, in the form of `git` in plan.json."""
     measure: bool = False
-    """Measure devices, data and attention in processes of their own."""
+    """True to measure devices, data and attention, in separate processes."""
     root: Path = Path("/")
     """The root of the file system that is inspected."""
     driver_s: float = gpu_survey.LIMIT_S

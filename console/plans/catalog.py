@@ -40,7 +40,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_plan(name: str) -> bool:
-    """Returns whether a word names a plan or a YAML file, not a run."""
+    """Returns whether a word names a plan or an existing YAML file."""
     return name in files() or (name.endswith(ENDINGS) and is_file(Path(name)))
 
 
@@ -82,7 +82,7 @@ def load(name: str) -> Plan:
 
 
 def misspelt(name: str) -> str:
-    """Returns the plan name that is similar to a word, or "" if there is none."""
+    """Returns the plan name that is similar to a word, or "" if no name is similar."""
     near = difflib.get_close_matches(name, files(), n=1)
     return near[0] if near and not name.startswith(near[0]) else ""
 

@@ -18,7 +18,7 @@ KEYS = {
     "seq_len": ("data.seq_len",),
     "tokens_per_step": ("train.batch_size", "train.accumulate", "data.seq_len"),
 }
-"""For each expected fact, the prefixes of the settings on which it depends."""
+"""Prefixes of the settings on which each expected fact depends."""
 RECORDS_BYTES = 1 << 30
 """Space for the records and logs of a launch."""
 STATE_BYTES = 16
@@ -80,13 +80,13 @@ def disk(case: Case) -> Found:
     if free < needed:
         return "fail", (
             f"{folder} has {size(free)} free, and the launch needs {size(needed)} "
-            f"({size(checkpoints)} for checkpoints); free some, or pass --run-dir"
+            f"({size(checkpoints)} for checkpoints); free space, or pass --run-dir"
         )
     return "pass", f"{size(free)} free at {folder}, {size(needed)} are needed"
 
 
 def _kept_bytes(case: Case, index: int) -> int:
-    """Returns the size of all checkpoints that a phase keeps, plus the one that it is writing."""
+    """Returns the size of all checkpoints that a phase keeps, and of the one being written."""
     every, last, forever, at_end = (
         case.value(index, f"checkpoint.{key}")
         for key in ("every", "keep_last", "keep_every", "at_end")
@@ -106,7 +106,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def gpu_memory(case: Case) -> Found:
-    """Compares the memory of the GPUs that the ranks see with the least memory of a rank."""
+    """Compares the memory of the GPUs that the ranks see with the least that a rank needs."""
     cards = () if isinstance(case.survey, str) else case.survey.cards
     if case.plan.gpus == 0 or not any(case.settings):
         return "pass", "no GPU is needed"
@@ -129,7 +129,7 @@ def gpu_memory(case: Case) -> Found:
 
 
 def _least_bytes(case: Case, index: int) -> int:
-    """Returns the least memory of a rank: weights, gradients, moments, activations and logits.
+    """Returns a rank's least memory: weights, gradients, moments, activations and logits.
 
     The memory that the attention needs depends on its route and is not included.
     """
@@ -165,7 +165,7 @@ def _data_problem(source: str, path: str, pattern: str) -> str:
     if source == "fineweb_edu" and not path:
         return remote.hub_problem()
     if source == "fineweb_edu" and not (Path(path) / "README.md").is_file():
-        return f"{path} has no README.md, so it is no mirror of {remote.DATASET}; correct data.path"
+        return f"{path} has no README.md: it is not a mirror of {remote.DATASET}; correct data.path"
     if source in ("text", "jsonl", "parquet") and path:
         files = (each for each in Path(path).glob(pattern) if each.is_file())
         if next(files, None) is None:

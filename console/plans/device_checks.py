@@ -1,6 +1,6 @@
 """The checks that measure devices, data and attention, in processes that import torch.
 
-A plan asks for them with `preflight: {measure: true}`, an operator with `check PLAN --measure`.
+They run if the plan has `preflight: {measure: true}`, or with `check PLAN --measure`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from trainers.contract import environ, jsonl
 
 ROWS = ("matmul", "all-reduce", "first batch", "causality", "parity")
 LIMIT_S, SPARE_S, ENDING_S = 300.0, 5.0, 1.0
-"""Time limit of all rows together, and the longest wait for the end of a killed process."""
+"""Time limit of all rows together, extra time before `timeout` ends their processes, and longest
+wait for the end of a killed process."""
 ANSWER_BYTES, LOG_BYTES, MAX_TEXT = 1 << 18, 1 << 12, 600
 MODULE = "trainers.device_probe"
 
@@ -32,14 +33,14 @@ MODULE = "trainers.device_probe"
 def measure(case: Case, refused: bool, said: Callable[[str], None] | None) -> tuple[Check, ...]:
     """Returns the rows, or one row "measured" with the reason why nothing is measured.
 
-    `refused` says that another check failed: then a GPU may be sick, or in use by somebody else.
+    `refused` says that another check failed. A GPU may then be unusable, or in use by others.
     """
     phases = {
         phase.name: {key: entry["value"] for key, entry in held.items()}
         for phase, held in zip(case.plan.phases, case.settings, strict=True) if held
     }  # fmt: skip
     reasons = (
-        (not case.measure, "check PLAN --measure does"), (case.assumed, "the GPUs are assumed"),
+        (not case.measure, "use check PLAN --measure"), (case.assumed, "the GPUs are assumed"),
         (refused, "another check failed"), (not phases, "the plan starts foreign programs"),
     )  # fmt: skip
     if why := next((text for applies, text in reasons if applies), ""):

@@ -30,8 +30,8 @@ FULL = "run nsa-console check --full"
 def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
     """Polls a run; returns its state, with an alert if the records do not confirm the gates.
 
-    With `former`, the function also checks the earlier phases of an ended launch, and a run with
-    records that have not been read yet.
+    With `former`, the function also checks the earlier phases of a launch that has ended, and it
+    checks a run even if some of its records have not been read yet.
     """
     state = source.poll()
     over = source.is_launch and status_text.is_over(state)
@@ -75,7 +75,7 @@ def _read_whole(run: Path) -> tuple[RunSource, RunState]:
 
 
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str, str]]:
-    """Yields two values for each earlier phase that is no go: its directory and the reason."""
+    """Yields pairs for the earlier phases that are no go: the directory of a phase, a reason."""
     for phase in state.launch.phases if state.launch else ():
         if source.launch_path is None or not phase.dir:
             yield phase.dir, f"{phase.name}: its run directory is not available"
@@ -108,7 +108,7 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
 def _unconfirmed_gates(
     source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields each gate that gates.json and the records do not both report as passed."""
+    """Yields a text for each gate that gates.json and the records do not both report as passed."""
     summary = _complete(source, state, run_json, document)
     if isinstance(summary, str):
         yield summary
@@ -151,11 +151,11 @@ def _complete(
 
 
 def continued(run: Path, step: int) -> Summary | None:
-    """Returns the totals of the run that `run` continues, or None if they cannot replace its own.
+    """Returns the totals of the run that `run` continues, or None if they do not fit `run`.
 
-    `step` is `Summary.resumed_at_end` of `run`. The ranks of the former run must have reached that
-    step by their records, or by their last pulses, which the loaded checkpoint confirms. Both runs
-    must have the same phase, ranks, settings and gates.
+    `step` is `Summary.resumed_at_end` of `run`. The records of the earlier run must show that its
+    ranks reached that step. Their last pulses suffice too, because the loaded checkpoint confirms
+    them. Both runs must have the same phase, ranks, settings and gates.
     """
     own = (rundir.read_json(run / rundir.RUN, below=run) or {}) if step else {}
     path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))
@@ -176,14 +176,14 @@ def continued(run: Path, step: int) -> Summary | None:
 
 
 def _last_step(summary: Summary, rank: int) -> int:
-    """Returns the step of a rank's last pulse, or else of its exit record, or 0 without both."""
+    """Returns the step of a rank's last pulse, or else of its exit record, or else 0."""
     newest = summary.of_rank(rank).newest
     end, part = summary.ends.get((newest, rank)), summary.of_attempt(rank, newest)
     return end.step if end else part.exit[0] if part and part.exit else 0
 
 
 def _training(run_json: Mapping[str, Any]) -> list[object]:
-    """Returns what two runs have in common if one continues the other."""
+    """Returns the values that must be equal in two runs if one continues the other."""
     settings = jsonl.mapping(run_json, "settings")
     values = {key: jsonl.mapping(settings, key).get("value") for key in settings if key != RESUME}
     return [run_json.get("phase"), run_json.get("world"), run_json.get("gates"), values]
@@ -207,7 +207,7 @@ def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
 def _contradictions(
     path: Path, launch: LaunchState, run: str, bounds: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields what plan.json or plan_state.json says against the gates of a passed run."""
+    """Yields what in plan.json or plan_state.json contradicts the gates of a completed run."""
     if launch.doubt:
         yield launch.doubt
         return

@@ -24,7 +24,7 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
     "yes": ("=", operator.eq), "at least": ("≥", operator.ge), "above": (">", operator.gt),
     "at most": ("≤", operator.le), "fall": ("≥", operator.ge),
 }  # fmt: skip
-"""For each kind of bound, its sign and the comparison of a value with the bound."""
+"""The sign of each kind of bound, and the function that compares a value with the bound."""
 LEAST_FALL_NATS = 0.1
 LARGEST_BOUND = 1e300
 DEMAND_KEYS, MAX_REASON = ("bound", "at", "override"), 200
@@ -37,8 +37,9 @@ EVENTS, SAMPLES, SINGLE = "events.jsonl", "samples_*.jsonl", "gates.json of that
 class Rule:
     """One row of the table of gates.
 
-    The bound "yes" requires the value zero; "fall" accepts true or a number of nats. If `source`
-    is RANK0, the gate needs only the records of rank 0. `missing` is the reason shown if there is
+    With the bound "yes", the plan says `true`, and the measured count must be 0. With "fall", the
+    plan says `true` (0.1 nats) or the least fall in nats. If `source` is RANK0, the gate needs only
+    the records of rank 0. `missing` is the reason shown if there is
     no value. A `certain` gate that fails stays failed, even if records are missing. With `tails`,
     the pulse of a killed rank replaces the last records that the rank could not write.
     """
@@ -180,8 +181,8 @@ def evaluate(
 ) -> tuple[Gate, ...]:
     """Returns every gate of a phase with its value, window, source, bound and result.
 
-    A gate with `at` has one more result for each of these steps, with the name `NAME@STEP`. The
-    newest records of a run that `is_live` are not missing, because the run still writes them.
+    A gate with `at` has one more result for each step in `at`, with the name `NAME@STEP`. If the
+    run `is_live`, its newest records do not count as missing, because the run still writes them.
     """
     summary.is_live = is_live
     return tuple(_gate(rule, wanted, summary, at) for rule, wanted, at in _each(bounds))
@@ -200,7 +201,7 @@ def named(rule: Rule, at: int) -> str:
 
 
 def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Returns the gates with `at`, for each such step that all ranks of a live run have reached."""
+    """Evaluates each gate at those of its `at` steps that all ranks of a live run have reached."""
     summary.is_live = True
     ranks = summary.different(range(summary.world))
     marks = [{row[1] for row in summary.of_rank(rank).live.rows} for rank in ranks]

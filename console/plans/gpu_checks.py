@@ -89,10 +89,10 @@ def gpus(case: Case) -> Found:
     counted, listing = len(survey.cards), case.root / nvml.KERNEL_GPUS
     if case.devices and counted == 0:
         return "fail", (
-            f"--devices {case.devices} names GPUs and this machine has none; omit --devices"
+            f"--devices {case.devices} names GPUs, but this machine has no GPU; omit --devices"
         )
     if needed == 0:
-        return "pass", f"none needed, NVML counts {counted}"
+        return "pass", f"no GPU is needed, NVML counts {counted}"
     listed = counted if case.assumed else nvml.kernel_count(case.root)
     if listed is not None and counted > listed:
         return "fail", (
@@ -112,7 +112,7 @@ def gpus(case: Case) -> Found:
         return "unknown", (f"{text}; {listing} cannot be read, so no second source confirms it")
     if gaps:
         return "unknown", f"{text}, but the state of some GPUs is not known: {gaps}"
-    return "pass", f"{text}, the kernel's driver lists {listed}; those needed are healthy and idle"
+    return "pass", f"{text}, the kernel's driver lists {listed}; needed GPUs are healthy and idle"
 
 
 def _chosen(plan: Plan, index: int) -> str:
@@ -121,14 +121,14 @@ def _chosen(plan: Plan, index: int) -> str:
 
 
 def seen_by(case: Case, index: int, uuids: Sequence[str]) -> list[int | None]:
-    """Returns the GPUs that the ranks of a phase use; None is a MIG slice."""
+    """Returns the indices of the GPUs that the ranks of a phase use; None is a MIG slice."""
     return visible(case.devices or _chosen(case.plan, index), uuids)[: case.plan.gpus]
 
 
 def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
     """Returns the index of each GPU that CUDA sees with this CUDA_VISIBLE_DEVICES.
 
-    A MIG slice has the index None. CUDA stops at the first entry that is not a GPU.
+    A MIG slice has the index None. CUDA stops at the first entry that is no GPU or is repeated.
     """
     if not devices:
         return list(range(len(uuids)))
@@ -143,7 +143,7 @@ def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
 
 
 def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, str]:
-    """Returns two values: why the ranks' GPUs cannot be used, and what is not known about these."""
+    """Returns two values: why the ranks' GPUs cannot be used, and what is not known about them."""
     seen = visible(devices, [card.gpu.uuid for card in cards])[: plan.gpus]
     needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''}"
     if len(seen) < min(plan.gpus, len(cards)):
@@ -163,8 +163,7 @@ def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, s
     enough = len(good) == plan.gpus
     then = f"pass --devices {','.join(good)}" if enough else "free or repair GPUs, and check again"
     reasons = "; ".join(f"GPU {index} {sick[index]}" for index in bad if index is not None)
-    able = len(seen) - len(bad)
-    found = f"{able} of the GPUs that it would use can be used"
+    found = f"{len(bad)} of the chosen GPUs cannot be used"
     return f"{needs}, and {found}: {reasons}; {then}", ""
 
 

@@ -31,7 +31,7 @@ MAX_DEPTH, MAX_SHOWN, MAX_COMMAND = 32, 8, 4096
 def clock(case: Case) -> Found:
     """Compares the clock with the creation time and the uptime that the newest launch recorded.
 
-    The check fails only if the modification time of the launch's file is in the future too.
+    The check fails only if the modification time of that launch's plan.json is in the future too.
     """
     newest = next(iter(launches.launches(case.artifacts)), None)
     record = (rundir.read_json(newest / rundir.PLAN) if newest else None) or {}
@@ -111,7 +111,7 @@ def ports(_case: Case) -> Found:
 
 
 def leftovers(case: Case) -> Found:
-    """Lists trainers without a supervisor; fails if the plan needs GPUs and one of these has a GPU.
+    """Lists trainers without a supervisor; fails for a plan with GPUs if such a trainer has a GPU.
 
     A trainer without a GPU is only listed, because it shares only cores and memory with the launch.
     """
@@ -133,7 +133,7 @@ def leftovers(case: Case) -> Found:
 
 
 def unsupervised(proc: Path) -> list[int]:
-    """Returns the trainers that are no descendants of a supervisor."""
+    """Returns the trainers that do not descend from a supervisor."""
     commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
     return [pid for pid, command in sorted(commands.items())
             if TRAINER.search(command) and not _is_supervised(pid, proc, commands)]  # fmt: skip

@@ -15,7 +15,7 @@ from trainers.contract import jsonl, rundir
 STATE_VALUES = 3
 """Values per parameter in a checkpoint: the weight and the two moments of AdamW."""
 EARLIER = 20
-"""Number of the newest launches of the plan that are searched for a time."""
+"""Number of newest launches of the plan that are searched for a run with the same settings."""
 FOREIGN = "not available (a foreign program)"
 
 

@@ -17,7 +17,7 @@ UNCOUNTED = "non-finite steps are not counted, and some steps have no record wit
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The value of a gate (None if there is none), its window, and an explanation (`why`).
+    """The value of a gate (None if it has no value), its window, and an explanation, `why`.
 
     A gate with a `doubt` cannot pass.
     """
@@ -29,7 +29,7 @@ class Measured:
 
 
 def steps_reached(s: Summary) -> Measured:
-    """Returns the step that every rank has completed; two sources must agree for each rank."""
+    """Returns the step that every rank has completed, if the sources of each rank agree."""
     done: list[int] = []
     newest = [totals.attempts.get(totals.newest) for totals in s.ranks.values()]
     exits = [part.exit[0] for part in newest if part is not None and part.exit is not None]
@@ -44,10 +44,10 @@ def steps_reached(s: Summary) -> Measured:
 
 
 def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
-    """Returns two values: the last step of a rank, and the contradiction of its sources or "".
+    """Returns two values: the last step of a rank, and how its records and its pulse differ.
 
-    Progress records are not written at every step, so the exit record may have a later step. The
-    rank's pulse, or another rank, must then confirm that step.
+    The second value is "" if they agree. Progress records are not written at every step, so the
+    exit record may have a later step. The rank's pulse, or another rank, must then confirm it.
     """
     part, end = totals.attempts.get(totals.newest), s.ends.get((totals.newest, totals.rank))
     if part is None or part.exit is None:
@@ -134,7 +134,10 @@ def restarts(s: Summary) -> Measured:
 
 
 def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
-    """Returns the worst value among the ranks of one of the `FIGURES`, at a step, or now if 0."""
+    """Returns the worst value of one of the `FIGURES` among the ranks.
+
+    `at` is a step, or 0 for the value over all steps so far.
+    """
     each = [s.of_rank(rank) for rank in s.different(ranks)]
     found = {t.rank: t.figures_at(at) if at else t.figures() for t in each}
     if early := [rank for rank, figures in found.items() if figures is None]:
@@ -157,7 +160,7 @@ def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at:
 
 
 def _few(steps: float | None) -> str:
-    """Returns that there are too few steps, or "" if there are enough."""
+    """Returns a text if there are too few steps, or "" if there are enough."""
     enough = steps is None or steps >= LAST_STEPS
     return "" if enough else f"{LAST_STEPS} steps are needed, {steps:.0f} are known"
 
@@ -169,15 +172,18 @@ def heartbeats(s: Summary) -> Measured:
 
 
 def checkpoints(s: Summary) -> Measured:
-    """Counts the checkpoints that rank 0 recorded."""
-    return Measured(s.of_rank(0).saved_count, why="a resume repeats all checkpoints that are kept")
+    """Counts the checkpoints that rank 0 recorded in the surviving steps."""
+    return Measured(
+        s.of_rank(0).saved_count,
+        why="the number is lost if a resume repeats all stored checkpoints",
+    )
 
 
 def loads(s: Summary) -> Measured:
-    """Counts the loads of checkpoints in new processes: by attempts, and after each save.
+    """Counts the loads of checkpoints by new processes: at each resume, and after each save.
 
-    A load after a save needs an event of the supervisor and a record of rank 0, of an attempt that
-    no later attempt repeated.
+    A load after a save counts if rank 0 recorded the checkpoint, and if an event of the supervisor
+    shows the load in the attempt that saved the checkpoint, or in a later attempt.
     """
     first = s.of_rank(0)
     resumed = first.loads
@@ -202,8 +208,8 @@ def scaling(s: Summary) -> Measured:
     figures, files = s.of_rank(0).figures(), s.files
     rate = figures["toks_per_s"]
     if files is None or not files.single_toks_per_s or rate is None:
-        why = f"no passed gate toks_per_s_50_above of {files.single if files else ''} agrees with "
-        why += "its last records"
+        why = f"toks_per_s_50_above of {files.single if files else ''} did not pass, or differs "
+        why += "from its last records"
         why = why if files and files.single else "no earlier phase of the launch has one rank"
         return Measured(None, why=why if rate else "the last steps are not complete")
     single = files.single_toks_per_s
@@ -220,7 +226,7 @@ def log_errors(s: Summary) -> Measured:
 
 
 def without_hook(s: Summary) -> Measured:
-    """Counts the ranks and attempts that trained without a communication hook."""
+    """Counts the starts of ranks, over all attempts, that trained without a communication hook."""
     parts = [part for *_, part, end in s.all_parts() if part.has_stepped(end)]
     unknown = sum(part.hook is None for part in parts)
     doubt = f"{counted(unknown, 'start')} of ranks did not record a hook" if unknown else ""
@@ -231,9 +237,8 @@ def without_hook(s: Summary) -> Measured:
 def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     """Returns three values: the use of each GPU in %, the share of time without samples, a result.
 
-    The result has window, words and doubt, but no value. A sample that lacks a GPU is not used.
-    A step without a sample is treated as idle, with the duration of the longest of the newest
-    steps.
+    The result has a window, an explanation and a doubt, but no value. A sample that lacks a GPU is
+    not used. A step without a sample counts as idle, and as long as the longest newest step.
     """
     longest_s = max((row[1] or 0.0 for row in s.of_rank(0).steps.rows), default=0.0)
     missing = 0
@@ -255,13 +260,13 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
 
 
 def gpu_use(s: Summary) -> Measured:
-    """Returns a lower limit for the mean use of the least used GPU while all ranks step."""
+    """Returns a lower bound of the mean use of the least used GPU while all ranks step."""
     use, _, found = _use_of_gpus(s)
     return replace(found, value=min(use.values(), default=None))
 
 
 def gpu_balance(s: Summary) -> Measured:
-    """Returns an upper limit for the difference between the mean use of any two GPUs."""
+    """Returns an upper bound of the difference between the mean use of any two GPUs."""
     use, without, found = _use_of_gpus(s)
     spread = max(use.values()) - min(use.values()) + 100 * without if use else None
     return replace(found, value=spread)

@@ -208,7 +208,10 @@ ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
 
 
 def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
-    """Returns all checks. A row that hangs fails after its limit; `said` is called before that."""
+    """Returns all checks. A row that hangs fails after its limit.
+
+    `said` gets a text when rows are late, and before the measurements.
+    """
     phases: dict[str, int] = {}
     for index, phase in enumerate(case.plan.phases):  # one row for all runs of a variant
         phases.setdefault(f"{phase.sweep} {phase.variant}" if phase.sweep else phase.name, index)
@@ -240,7 +243,7 @@ def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Fou
 
 
 def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check:
-    """Waits for the answer of a row; with assumed GPUs, this machine can cause only warnings."""
+    """Returns the result of a row; with assumed GPUs, a check of this machine can only warn."""
     limit_s = LIMIT_S.get(row.needs, USUAL_S)
     try:
         result, text = answer.result(max(0.0, begun + limit_s - time.monotonic()))
@@ -248,7 +251,7 @@ def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check
         result, text = "fail", f"no answer from {row.needs} within {limit_s:g} s"
     except ContractError:
         raise
-    except Exception as error:  # a check reads what anybody wrote
+    except Exception as error:  # a check may read files of anybody
         text = f"the check itself failed: {type(error).__name__}: {clean(str(error), 200)}"
         result = "fail"
     if case.assumed and result == "fail" and row.needs not in (PLAN, DRIVER):

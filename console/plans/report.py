@@ -160,7 +160,7 @@ def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator
 
 
 def _left_out(path: Path, source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields how many phases the report does not show."""
+    """Yields a line with the number of phases that the report does not show."""
     more = len(launches.run_directories(path)) - len(phases) if source.is_launch else 0
     if more > 0:
         yield f"\n{counted(more, 'phase')} more are not in this report."
@@ -195,7 +195,7 @@ def _gates(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _speed(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the table that the runbooks require: flags, mean and deviation of the last steps."""
+    """Yields the table that the runbooks require: flags, mean and deviation of the speed."""
     rows = []
     for each in phases:
         found = each.figures
@@ -254,7 +254,7 @@ def _expectations(phase: Phase) -> Iterator[Sequence[object]]:
 
 
 def _durations(phase: Phase, tokens: int | None) -> Iterator[Sequence[object]]:
-    """Yields the hours of all planned steps: expected, at each gate's speed, and as measured."""
+    """Yields the time of all planned steps: expected, at the gate's speed, and as measured."""
     steps, speed = phase.state.steps_planned, phase.figures["toks_per_s"]
     if not steps or not tokens:
         return

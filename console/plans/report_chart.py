@@ -13,7 +13,7 @@ MOST_POINTS = 1000
 
 
 def svg(title: str, unit: str, points: Sequence[tuple[float, float]]) -> str:
-    """Returns a line chart of (unix s, value) points in order of time, or "" without two points."""
+    """Returns a line chart of (unix s, value) points in order of time, or "" for fewer than two."""
     known = [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
     known = known[:: max(1, math.ceil(len(known) / MOST_POINTS))]
     if len(known) < 2:

@@ -27,7 +27,7 @@ from trainers.contract.errors import NotFoundError, UsageError
 from trainers.contract.plan import LIMITS, MAX_VARIANTS, NAME, highest_p
 
 LAST_STEPS, WARM_UP_STEPS = 50, 5
-"""The number of last steps in the mean of the runbooks, and of first steps that are ignored."""
+"""Number of last steps in the mean that the runbooks use, and number of first steps ignored."""
 FAST_QUANTILE = 0.1
 MAX_ROUNDS = int(LIMITS["rounds"][1])
 MOST_TOKENS = 1e12
@@ -37,7 +37,7 @@ FACTS: Mapping[str, tuple[str, ...]] = {
     "strategy": (), "comm_backend": ("train.device",), "comm_hook": ("ddp.",),
     "backend": ("attention.", "model.", "data.seq_len", "train.precision", "train.device"),
 }  # fmt: skip
-"""The keys of env.json that must agree, each with the settings that may change its value."""
+"""Keys of env.json that must agree, each with prefixes of settings that may change its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One variant: the settings and flags that it may change, and one run per round."""
+    """One variant: the settings and flags in which variants differ, and one run per round."""
 
     name: str
     changes: Mapping[str, str]
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def best(self) -> tuple[str, ...]:
-        """The name of the fastest variant, and the names of the variants that equal it."""
+        """The name of the fastest variant, and of the variants that do not differ from it."""
         first, limit = self.variants[0].name, highest_p(len(self.variants))
         pairs = self.p_values or {}
         return tuple(v.name for v in self.variants if pairs.get((first, v.name), 1.0) > limit)
@@ -141,7 +141,7 @@ def fast_s(steps_s: Sequence[float]) -> float:
 
 
 def p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the probability of this difference if the two runs of each round can be exchanged.
+    """Returns the probability of such a difference if the runs of each round can be exchanged.
 
     `first` and `second` have the figures of two variants, one for each of at most `MAX_ROUNDS`
     rounds. The test is exact, because it compares the difference of the faster halves with the
@@ -262,7 +262,7 @@ def _changes(
 
 
 def _given(phase: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings and flags of a phase; our flags have the key of their setting."""
+    """Returns the settings and flags of a phase; a flag of a setting has the key of the setting."""
     given = {key: str(value) for key, value in jsonl.mapping(phase, "set").items()}
     return given | {
         flags.OWN.get(name, name): str(value)

@@ -409,7 +409,7 @@ def test_a_plan_changes_threshold_duration_and_action_of_a_rule():
         ({"disk": {"threshold": math.inf}}, "'threshold' cannot be inf"),
         ({"disk": 3}, "must be key: value lines"),
         ({"disc": {}}, "no watch rule 'disc'; did you mean 'disk'"),
-        ({"xid": {"action": "halt"}}, "'xid' cannot halt: no second source confirms it"),
+        ({"xid": {"action": "halt"}}, "'xid' cannot have the action halt, because it has"),
     ],
 )
 def test_a_wrong_rule_is_a_usage_error(given_rules, text):

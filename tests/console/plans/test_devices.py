@@ -78,8 +78,8 @@ def bare(root: Path, gpus: int = 0, measure: bool = True, assumed: str = "") -> 
 
 @pytest.mark.parametrize(
     ("gpus", "measure", "assumed", "refused", "result", "text"),
-    [(0, False, "", False, "pass", "check PLAN --measure does"),
-     (1, False, "", False, "unknown", "check PLAN --measure does"),
+    [(0, False, "", False, "pass", "use check PLAN --measure"),
+     (1, False, "", False, "unknown", "use check PLAN --measure"),
      (1, True, "1xA100", False, "unknown", "the GPUs are assumed"),
      (1, True, "", True, "unknown", "another check failed")],
 )  # fmt: skip
@@ -146,7 +146,7 @@ def test_processes_that_the_measurement_started_end_with_it(tmp_path, monkeypatc
 def test_a_dry_run_measures_nothing(tmp_path, capsys):
     named = written(tmp_path, preflight={"measure": True})
     assert main(["--root", str(tmp_path), "launch", named, "--dry-run"]) == 0
-    assert "parity are not measured: check PLAN --measure does" in capsys.readouterr().out
+    assert "parity are not measured: use check PLAN --measure" in capsys.readouterr().out
 
 
 def test_measuring_and_ending_need_a_plan(tmp_path, capsys):

@@ -54,7 +54,7 @@ def machine(built, tmp_path, monkeypatch):
 @pytest.mark.decision("go-plan", "true")
 def test_gpus_that_nvml_and_the_kernel_count_pass(machine):
     fake.kernel(machine.root, 8)
-    text = "8 needed, NVML counts 8, the kernel's driver lists 8; those needed are healthy and idle"
+    text = "8 needed, NVML counts 8, the kernel's driver lists 8; needed GPUs are healthy and idle"
     assert machine.check(gpus=8) == ("pass", text)
 
 
@@ -78,7 +78,7 @@ def test_a_gpu_that_cannot_train_now_does_not_count(machine, changed, text):
     result, said = machine.check(gpus=2)
     assert (result, text in said) == ("fail", True), said
     assert said.endswith("; pass --devices 1,2")
-    assert "needs 2 GPUs, and 1 of the GPUs that it would use can be used" in said
+    assert "needs 2 GPUs, and 1 of the chosen GPUs cannot be used" in said
 
 
 def test_healthy_gpus_can_be_chosen_and_a_sick_one_that_is_needed_must_be_repaired(machine):
@@ -155,7 +155,7 @@ def test_nvml_that_cannot_be_initialised_is_reported_with_its_reason(machine):
     result, text = machine.check(gpus=1)
     assert (result, "NVML cannot be initialised (Unknown Error)" in text) == ("fail", True)
     fake.driver(machine.root, init=9)
-    assert machine.check() == ("pass", "none needed, NVML counts 0")
+    assert machine.check() == ("pass", "no GPU is needed, NVML counts 0")
 
 
 @pytest.mark.parametrize(

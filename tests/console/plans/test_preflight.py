@@ -48,7 +48,7 @@ def bare(root, gpus=0, nproc=2, host=None, **more):
 def test_a_disk_that_cannot_hold_the_checkpoints_of_the_plan_is_refused(tmp_path):
     kept = {"checkpoint.every": "10", "train.steps": "2000000", "checkpoint.keep_every": "10"}
     result, text = row("disk", tmp_path, kept | {"model.mlp_hidden": "4096"})
-    assert (result, "for checkpoints); free some" in text) == ("fail", True), text
+    assert (result, "for checkpoints); free space" in text) == ("fail", True), text
     result, text = row("disk", tmp_path, {"checkpoint.every": "10"})
     # 5.2 MiB × (3 newest and the one that is written), and 1 GiB for the records
     assert (result, text.endswith("1.0 GiB are needed")) == ("pass", True)
@@ -127,7 +127,7 @@ def test_a_data_set_that_is_missing_is_refused(tmp_path):
     result, text = row(
         "data", tmp_path, phase={"set": phase["set"] | {"data.source": "fineweb_edu"}}
     )
-    assert (result, "has no README.md, so it is no mirror" in text) == ("fail", True)
+    assert (result, "has no README.md: it is not a mirror" in text) == ("fail", True)
 
 
 def test_a_hub_that_is_dead_is_refused_within_a_second(tmp_path, monkeypatch):
