@@ -37,7 +37,7 @@ def test_a_name_that_no_file_can_have_is_a_missing_file(tmp_path, name):
     log = rundir.logs(tmp_path, 1) / rundir.TORCHRUN_LOG
     log.parent.mkdir(parents=True)
     log.write_text("Received 15 death signal\n")
-    found = Files(tmp_path, 1, 1, RecordFiles(tmp_path)).read_final()
+    found = Files(tmp_path, 1, 1, RecordFiles(tmp_path)).read_final(0)
     assert (found.torchrun_signal, found.checkpoint) == ("SIGTERM", 1)
     assert found.files is not None
     assert "is missing" in found.files.checkpoint_doubt

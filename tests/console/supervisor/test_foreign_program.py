@@ -63,7 +63,8 @@ def test_a_stopped_rank_is_named_with_its_phase_and_cleared_when_it_continues(ru
     try:
         verdict = running.wait_state("stalled", timeout_s=20)["verdict"]
         assert (verdict["rank"], verdict["cause"], verdict["phase"]) == (1, "stopped", "step")
-        assert "rank 1 is stopped" in verdict["sentence"]
+        assert verdict["sentence"].startswith("rank 1 has been stalled in step")
+        assert "it is stopped (SIGSTOP); kill -CONT" in verdict["sentence"]
         assert "rank 0 waits" in verdict["sentence"]
         assert list((running.run() / rundir.VERDICTS).iterdir())
         alert = running.alerts("stall")[0]

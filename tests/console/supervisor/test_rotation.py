@@ -173,6 +173,6 @@ def test_the_supervisor_reads_the_end_of_a_run_from_rotated_logs(run):
     assert rotates.poll()
     assert rotates.poll()
     append(torchrun, b"a line behind it\n")
-    rest = Files(run, 1, 1, RecordFiles(run)).read_final()
+    rest = Files(run, 1, 1, RecordFiles(run)).read_final(0)
     assert rest.torchrun_signal == "SIGTERM"
     assert rest.last[0].error == "ValueError: the batch of step 5 is broken"
