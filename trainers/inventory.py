@@ -1,7 +1,7 @@
-"""Writes what a run consists of: dtypes, optimizer memory, CUDA memory, libraries and driver.
+"""Writes files with the dtypes, optimizer and CUDA memory, libraries and driver of a run.
 
-The recorder's thread writes all files, so a slow or full disk does not stall a step. Under FSDP the
-names contain `_fsdp`, because the figures are those of one shard.
+The recorder's thread writes all files, so a slow or full disk does not stall a step. With FSDP,
+the names of the dtype and memory files contain `fsdp`: the figures are those of one shard.
 """
 
 from __future__ import annotations
