@@ -1,7 +1,7 @@
 """Injects every fault of tests/faults/table.py and reports the alerts and times: `make faults`.
 
 Faults whose time is bounded are injected several times and compared by the median. The exit code is
-1 when a test fails or a median is above its bound.
+1 if a test fails or a median is above its bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOLDER = re.compile(r"/tmp/(?:[^\s/]+/)+")
 
 @dataclass
 class Case:
-    """The result of the injections of one row, or of one case of it."""
+    """The result of the injections of one row of the table, or of one case of a row."""
 
     row: Row
     name: str = ""
@@ -134,7 +134,7 @@ def main() -> int:
     recorder = Recorder(options.repeats)
     elsewhere = [node for row in ROWS for node in row.elsewhere]
     only = ["-k", options.only] if options.only else []
-    # A test that hangs ends as one failure. pytest's own way would end all tests that follow.
+    # A test that hangs is one failure. pytest's own time limit would end all later tests.
     guard = ["-o", f"timeout={GUARD_S}", "-o", "timeout_method=signal"]
     words = ["-m", "slow or not slow", "-q", "--durations=0", "--durations-min=30", *guard, *only]
     code = pytest.main(["tests/faults", *elsewhere, *words], plugins=[recorder])

@@ -1,7 +1,7 @@
-"""Byte tokens per CPU-second of the loader, as ready batches, from each kind of source.
+"""Measures how many byte tokens in ready batches the loader returns per CPU-second, by source.
 
-CPU-seconds of the whole process, so the reading thread counts; each measurement is a process's own
-stretch of batches after a first one, with the files in the page cache.
+The CPU-seconds are those of the whole process, including the thread that reads. Each measurement
+starts after the first batch, with the files in the page cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def write(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def measure(source: str, path: Path, world: int, seq_len: int) -> float:
-    """Returns tokens of all ranks per CPU-second, where this process is one of `world` ranks."""
+    """Returns tokens of all ranks per CPU-second; this process is one of `world` ranks."""
     torch.set_num_threads(1)
     chosen = settings.resolve(
         None, {},

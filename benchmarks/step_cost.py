@@ -1,8 +1,8 @@
 """The cost of heartbeat and pulse per step, on the training thread.
 
-A full progress record of about 1.1 kB next to a busy loop that represents the step; the writer
-thread runs as in a training. In the same run, for comparison: the record encoded and written in
-line, as the simplest trainer would do it.
+Each step is a busy loop, after which a full progress record of about 1.1 kB is written; the writer
+thread runs as in a training. For comparison, the same run also encodes and writes the record in the
+training thread, as the simplest trainer would do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def spin(seconds: float) -> None:
 
 
 def sample(call: Callable[[int], object]) -> list[float]:
-    """Returns microseconds of each call, one a step."""
+    """Returns the microseconds of each call; each step has one call."""
     costs = []
     for step in range(CALLS):
         spin(STEP_S)
