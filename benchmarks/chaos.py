@@ -137,7 +137,7 @@ def moves(chaos: Chaos) -> bool:
 
 
 def saves(chaos: Chaos) -> bool:
-    """Returns whether a save succeeded again."""
+    """Returns whether the training continues, and has saved a checkpoint since the fault."""
     return moves(chaos) and chaos.saved > chaos.met + EVERY
 
 

@@ -219,7 +219,7 @@ def _stop_group(started: Started, rank: int, _folder: Path, _stack: ExitStack) -
 
 
 def _tracer(pid: int, *words: str, says: str, stack: ExitStack) -> subprocess.Popen[str]:
-    """Starts a tracer and waits for the line that says that it is attached to a process."""
+    """Starts a tracer, and waits until it has printed `says` and is attached to `pid`."""
     tracer = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     stack.callback(tracer.wait)
     stack.callback(tracer.kill)

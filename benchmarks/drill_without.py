@@ -237,15 +237,15 @@ def main() -> int:
 
 
 NOTES = (
-    "Each case was recorded once, with all evidence, and explained again without a part. Rank, "
-    "phase and cause are those of the fault; a verdict of high confidence is wrong when one of "
-    "them is. The first line has the evidence as it was, collected by the functions of "
-    "`nsa-console diagnose` when the supervisor's verdict had not changed for 6 s. Evidence is "
-    "removed as its source leaves it out: without descriptors a wait keeps what its system call "
-    "and its wchan show. A case whose run had ended is not in it: the reason of an end needs none "
-    "of this. Not removed, because nothing of it was there: GPU figures (no GPU), and the counted "
-    "collectives of a pulse (the program counts none). The end of a log is no input of a verdict. "
-    "Without any pulse no stall is detected at all, and an alert says so."
+    "Each case was recorded once, with all evidence, and then explained again without a kind of "
+    "evidence. The table counts correct ranks, phases and causes. A verdict of high confidence is "
+    "wrong if one of these is wrong. The first line is for all evidence, which the functions of "
+    "`nsa-console diagnose` collected when the supervisor's verdict had not changed for 6 s. "
+    "Without descriptors, a wait shows only its system call and its wchan. Cases whose run had "
+    "ended are left out, because the reason of an end needs no such evidence. These runs had no "
+    "GPU figures (no GPU) and no counts of collectives in pulses (the program counts none), so "
+    "these are not removed. The end of a log is no input of a verdict. Without any pulse, no "
+    "stall is detected, and an alert says so."
 )
 
 

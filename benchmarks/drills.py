@@ -57,7 +57,7 @@ FAILED = (
 
 
 class Interrupted(Exception):
-    """This program was told to end."""
+    """A signal ends this program."""
 
 
 class Drill:
@@ -148,7 +148,7 @@ class Drill:
         if said is not None:
             return said
         if self._goes_on():
-            raise Unavailable("the run went on in spite of the fault")
+            raise Unavailable("the run continued in spite of the fault")
         after_s = time.time() - struck
         found = asked(self._started.path) or self._end_reason()
         return said_by(found, after_s, after_s) if found else None

@@ -148,10 +148,9 @@ def main() -> int:
             "faults", "Injected faults", report(cases),
             f"{seen} injections and proofs, {len(failed)} cases failed or were too late. Timed "
             f"faults are injected {options.repeats} times; the time runs from the injection to the "
-            "moment at which a console that was open before has it, looking every 20 ms; the "
-            "screen looks once a second, and within 0.25 s where a file of the run changed. What "
-            "must live is looked at after each injection: no rank was killed that should have "
-            "gone on.",
+            "time when an open console, which polls every 20 ms, shows the fault. The screen polls "
+            "once a second, and within 0.25 s after a file of the run has changed. After each "
+            "injection, a check finds that no rank was killed that should have continued.",
         )  # fmt: skip
     return 1 if failed or code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED) else 0
 

@@ -87,8 +87,8 @@ def main() -> None:
         "What the loader delivers per CPU-second",
         table(("source", "ranks", "sequence", "million byte tokens", "quartiles", "budget"), rows),
         f"Medians of {ROUNDS} rounds of {BATCHES} batches of {BATCH_TOKENS} tokens per rank, of "
-        f"documents of about {DOCUMENT_BYTES} bytes. Each rank walks the stream of all ranks, so a "
-        "rank of 8 is given an eighth of the tokens counted.",
+        f"documents of about {DOCUMENT_BYTES} bytes. The tokens are those of all ranks: each rank "
+        "reads the stream of all ranks, and one of 8 ranks trains on an eighth of the tokens.",
     )
 
 

@@ -244,10 +244,10 @@ def main() -> None:
                  f"≤ {SAMPLES_MIB_A_DAY} MiB", ""))  # fmt: skip
     publish(
         "long_run",
-        f"A look at a run of {options.days:g} days that goes on",
+        f"Cost of reading a run that has trained for {options.days:g} days",
         table(("command", "CPU s", "× flags", "budget", "peak MiB"), rows),
         f"Medians of {options.repeats}; {RANKS} ranks, {size_mib:,.0f} MiB of records, "
-        f"{options.launches} launches with as many each.",
+        f"{options.launches} launches, each with as many records.",
     )
 
 

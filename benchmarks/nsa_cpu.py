@@ -278,7 +278,7 @@ def main() -> None:
         measure(layers, rounds),
         f"fp32, B=1, {THREADS} threads, {layers} layers, medians of {rounds} rounds in turn "
         f"({2 * rounds + 1} of the layer), freed memory kept as by the trainers. A "
-        f"ratio above 1 means that NSA is the faster.\n\n{about(models())}",
+        f"ratio above 1 means that NSA is faster.\n\n{about(models())}",
     )
     keep_other_machines(path, before)
 

@@ -178,7 +178,7 @@ def main() -> int:
         "nsa_gpu", "NSA against dense attention on a GPU", "\n\n".join(parts),
         f"{torch.cuda.get_device_name()}, driver's CUDA {torch.version.cuda}, bf16 autocast over "
         f"fp32 weights, batch 1 for layers, medians of {arguments.rounds} between CUDA events. "
-        f"A ratio above 1 means that NSA is the faster. {sizes}.",
+        f"A ratio above 1 means that NSA is faster. {sizes}.",
     )  # fmt: skip
     return 0
 

@@ -336,10 +336,10 @@ def main() -> int:
         text, lines, count = run(options, Path(folder))
     notes = (
         f"Seed {options.seed}, {options.minutes:g} minutes, {count} faults. Effective is the time "
-        "of steps that stayed, each counted once and for at most four medians; the whole runs from "
-        "the first step to the last, so that saving, restarting and what is repeated are in it. A "
-        "rank that is stopped for good is restarted by the stall rule, after three of its limits "
-        f"of {PLAN['watch']['stall_floor_s']} s."
+        "of the surviving steps; each counts once, for at most four medians. The whole time is the "
+        "time from the first to the last step, including saves, restarts and repeated steps. If a rank "
+        "is stopped for good, the stall rule restarts the run after three stall limits of "
+        f"{PLAN['watch']['stall_floor_s']} s."
     )  # fmt: skip
     if options.dry:
         print(f"{text}\n\n{notes}")

@@ -85,8 +85,8 @@ def main() -> None:
         "step_cost",
         "Cost of heartbeat and pulse per step",
         table(("what", "p50 µs", "p99 µs", "budget p50 µs"), rows),
-        f"Medians of {ROUNDS} rounds of {CALLS} calls, one a step of {STEP_S * 1e3:g} ms, the "
-        "three in turn in one process.",
+        f"Medians of {ROUNDS} rounds of {CALLS} calls. Each step of {STEP_S * 1e3:g} ms has one "
+        "call. The three rows are measured in turn, in one process.",
     )
 
 

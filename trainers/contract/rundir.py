@@ -291,7 +291,7 @@ def remove_tree(path: Path) -> None:
 
 
 def check_ours(path: Path) -> None:
-    """Raises RefusedError unless `path` is a directory of this user that not all may write."""
+    """Raises RefusedError unless `path` is a directory of this user, not writable for all."""
     if check_owner(path).st_mode & stat.S_IWOTH:
         raise RefusedError(
             f"every user can write into {path}, so its content may be forged; chmod go-w {path}"
