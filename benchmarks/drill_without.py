@@ -165,7 +165,7 @@ WITHOUT_PHASES = "pulse phases"
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks of one case; `cause` is that of the verdict."""
+    """The marks of one case; `cause` is the cause in the verdict."""
 
     case: Case
     score: Score

@@ -337,7 +337,7 @@ def main() -> int:
     notes = (
         f"Seed {options.seed}, {options.minutes:g} minutes, {count} faults. Effective is the time "
         "of the surviving steps; each counts once, for at most four medians. The whole time is the "
-        "time from the first to the last step, including saves, restarts and repeated steps. If a rank "
+        "time from the first to the last step, with saves, restarts and repeated steps. If a rank "
         "is stopped for good, the stall rule restarts the run after three stall limits of "
         f"{PLAN['watch']['stall_floor_s']} s."
     )  # fmt: skip

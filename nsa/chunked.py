@@ -209,8 +209,8 @@ class _Chunk:
     blocks: Tensor
     """`[B, G, C, n - 3]`: the selected blocks except the three blocks of the near keys."""
     bias: Tensor
-    """Additive mask `[l' · R, 3 · l']` of the queries of a block. The keys are those of block 0, of
-    the block before, and of the block itself."""
+    """Additive mask `[l' · R, 3 · l']` for the queries of a block and its near keys, in the order:
+    block 0, the block before, the block itself."""
 
     def rows(self, x: Tensor, spare: float = 0.0) -> Tensor:
         """Returns the rows of the chunk, and then the spare row.

@@ -14,7 +14,7 @@ class Gate(nn.Module):
     With "sigmoid" (the paper) the branches are independent. With "softmax" the weights add up to 1.
     The logits are linear in the input. With `hidden` above 0, they are an MLP of the input with one
     hidden layer of that width (the paper, section 3.2). For ablations, `fixed` replaces the weights
-    of all tokens and heads; the parameters of the gate then have a gradient of 0.
+    of all tokens and heads; its parameters then have a gradient of 0.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Gate(nn.Module):
 
 
 def branch_shares(logits: Tensor, kind: str) -> Tensor:
-    """Returns each branch's share of the gate's weight, `[..., 3]`, in float32; the sum is 1.
+    """Returns each branch's share of the weights, `[..., 3]`, in float32; the sum is 1.
 
     For the softmax gate, the shares are the weights. For the sigmoid gate, the shares are the
     weights divided by the sum of the weights. They are computed from logits, so that

@@ -127,7 +127,8 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         past_key_values: NSACache | None = None, labels: Tensor | None = None,
         use_cache: bool = False, logits_to_keep: int = 0, return_dict: bool = True,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:  # fmt: skip
-        """int64 `[B, S]` → logits `[B, S, V]`, or those of the last `logits_to_keep` tokens.
+        """int64 `[B, S]` → logits `[B, S, V]`, or only the logits of the last `logits_to_keep`
+        tokens.
 
         `attention_mask` `[B, T]` is 0 for padding on the left; its columns are the cached tokens
         and the new tokens. The logits of padding are 0. The tokens follow those in

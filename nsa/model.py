@@ -115,7 +115,7 @@ class Transformer(nn.Module):
     def read_stats(self) -> dict[str, Tensor]:
         """Returns the statistics of the last forward inside `collect_stats`, on its device.
 
-        The names are those of `nsa.stats`: `gate_entropy_mean`, `gate_entropy_min`,
+        The keys are the names in `nsa.stats`: `gate_entropy_mean`, `gate_entropy_min`,
         `gate_entropy_layers` `[L]` (nats), `gate_max_gate`, `gate_collapse_frac`,
         `gate_branch_shares` `[3]` (cmp, sel, win), and each `sel_*` for which the sequence is long
         enough. The result is empty before such a forward and for dense attention. Reading a value

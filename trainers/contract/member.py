@@ -292,7 +292,7 @@ class Joined(Member):
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Returns two values: the run directory of this process, and the environment variables.
 
-    The directory is the one that the environment names, or else `run`. Raises UsageError if both
+    The environment names the directory; otherwise the directory is `run`. Raises UsageError if both
     are missing.
     """
     variables = environ.snapshot()
