@@ -24,7 +24,7 @@ class Rows:
         self._begin = self._end = 0
 
     def append(self, new: Tensor) -> Tensor:
-        """Stores `new`; returns the rows before and `new`. Raises RuntimeError for gradients."""
+        """Stores `new`. Returns the earlier rows, then `new`. Raises RuntimeError for gradients."""
         if new.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a decoding cache stores no gradients; call it in torch.no_grad().")
         if self._keep is not None and new.shape[2] > self._keep:

@@ -162,9 +162,9 @@ class _Joined:
     """Sums the weighted outputs of the parts of each query.
 
     A weight is the exponential of the part's log-sum-exp minus a reference. At first, the reference
-    is the log-sum-exp of the near keys. On a CPU, a part raises the reference only if it is more
-    than `FARTHEST_AHEAD` above it. On a GPU, where the host does not wait for this check, every
-    higher part raises the reference.
+    is the log-sum-exp of the near keys. On a CPU, the reference is raised only if a part is
+    more than `FARTHEST_AHEAD` above it. On a GPU, where the host does not wait for this check, the
+    reference is raised for every part that is above it.
     """
 
     def __init__(self, near: Tensor, near_lse: Tensor) -> None:

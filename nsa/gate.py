@@ -14,7 +14,7 @@ class Gate(nn.Module):
     With "sigmoid" (the paper) the branches are independent. With "softmax" the weights add up to 1.
     The logits are linear in the input. With `hidden` above 0, they are an MLP of the input with one
     hidden layer of that width (the paper, section 3.2). For ablations, `fixed` replaces the weights
-    of all tokens and heads; its parameters then have a gradient of 0.
+    of all tokens and heads; all parameters of the module then have a gradient of 0.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ def branch_shares(logits: Tensor, kind: str) -> Tensor:
     """Returns each branch's share of the weights, `[..., 3]`, in float32; the sum is 1.
 
     For the softmax gate, the shares are the weights. For the sigmoid gate, the shares are the
-    weights divided by the sum of the weights. They are computed from logits, so that
-    they are defined even if all three weights are 0.
+    weights divided by the sum of the weights. They are computed from logits, so that they are
+    defined even if all three weights are 0.
     """
     logits = logits.detach().float()
     return (F.logsigmoid(logits) if kind == "sigmoid" else logits).softmax(-1)

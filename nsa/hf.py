@@ -127,9 +127,9 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         past_key_values: NSACache | None = None, labels: Tensor | None = None,
         use_cache: bool = False, logits_to_keep: int = 0, return_dict: bool = True,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:  # fmt: skip
-        """int64 `[B, S]` → logits `[B, S, V]`, or only the logits of the last `logits_to_keep`
-        tokens.
+        """int64 `[B, S]` → logits `[B, S, V]`.
 
+        If `logits_to_keep` is not 0, only the logits of this number of last tokens are returned.
         `attention_mask` `[B, T]` is 0 for padding on the left; its columns are the cached tokens
         and the new tokens. The logits of padding are 0. The tokens follow those in
         `past_key_values`; without a cache, `use_cache` makes a new cache. With `labels` `[B, S]`,

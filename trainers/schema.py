@@ -175,7 +175,9 @@ class ReportSettings:
         "", "Parent directory of runs that are started by hand; empty: artifacts/<config>."
     )
     log_every: int = key(10, "Steps between progress records; steps 1 to 5 each have a record.", 1)
-    disable_aux_stats: bool = key(False, "Compute no attention gate and selection statistics.")
+    disable_aux_stats: bool = key(
+        False, "Do not compute the statistics of the attention gate and of the selection."
+    )
     disable_csv: bool = key(False, "Write no training.csv and no other CSV file.")
     disable_tb: bool = key(False, "Write nothing for TensorBoard.")
     nvtx: bool = key(False, "Mark step phases and attention branches for Nsight Systems (CUDA).")
