@@ -86,7 +86,7 @@ def remove_cgroup(group: Path) -> None:
     for pid in (group / "cgroup.procs").read_text().split():
         with suppress(OSError):
             (group.parent / "cgroup.procs").write_text(pid)
-    for _ in range(100):  # a killed process needs a moment to exit
+    for _ in range(100):  # a killed process exits a little later
         with suppress(OSError):
             return group.rmdir()
         time.sleep(0.1)
@@ -149,4 +149,4 @@ INJECT: dict[str, Callable[[Started, int, Path, ExitStack], None]] = {
     "kill": _kill,
     "disk": freeze_disk,
 }
-"""Faults that another process injects; the program itself produces all other mechanisms."""
+"""Faults that this process injects; the program itself produces all other mechanisms."""

@@ -255,7 +255,7 @@ class _Reader(FileSystemReader):
             raise pickle.UnpicklingError("its index is not metadata")
         for stored in index.storage_data.values():
             if "/" in stored.relative_path:
-                raise pickle.UnpicklingError("its index names a file elsewhere")
+                raise pickle.UnpicklingError("its index names a file outside of the checkpoint")
         index.storage_meta = StorageMeta(load_id=self.load_id)
         return index
 

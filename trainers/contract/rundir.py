@@ -305,7 +305,7 @@ def check_owner(path: Path) -> os.stat_result:
     except OSError as error:
         raise RefusedError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise RefusedError(f"{path} is a link, not a directory; name the directory itself")
+        raise RefusedError(f"{path} is a link or not a directory; name the directory itself")
     if status.st_uid != os.geteuid():
         raise RefusedError(
             f"{path} belongs to user id {status.st_uid}, not to you, so it is read-only here"
