@@ -1,1 +1,1 @@
-"""Measured claims: one script a claim, results in `results/` with command, machine and commit."""
+"""One script per measured claim; `results/` has each result with command, machine and commit."""

@@ -1,4 +1,4 @@
-"""Runs every benchmark that needs no GPU and commits nothing: `make bench`."""
+"""Runs all benchmarks that need no GPU, and commits nothing: `make bench`."""
 
 import runpy
 import sys

@@ -1,6 +1,7 @@
-"""A bare Textual program: the measure for the screen's times. It reads no file.
+"""A bare Textual program, with which the times of the screen are compared.
 
-A header, a text and a footer, as Textual has them; `r` changes the text, `s` changes the screen.
+It has a header, a text and a footer of Textual, and reads no file. `r` changes the text, `s`
+changes the screen.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Page(Screen[None]):
 
 
 class Bare(App[None]):
-    """The program: two screens."""
+    """The program, which has two screens."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("r", "screen.repaint", "Repaint"), ("s", "turn", "Screen"), ("q", "quit", "leave"),

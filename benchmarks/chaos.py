@@ -1,4 +1,4 @@
-"""Random faults on a running launch: how each is injected, and when the launch has recovered."""
+"""Injects random faults into a launch, and detects when the launch has recovered from each."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ EVERY = 80
 DISK_MIB = 2048
 LOOK_S, GUARD_S = 0.05, 180.0
 FIRST, LAST = 0.02, 0.92
-"""The share of the time in which faults are injected; the rest is for the last recovery."""
+"""Faults are injected between these shares of the time; the rest is for the last recovery."""
 UNDONE = ("fetch", "forward", "backward", "optimizer")
-"""In these phases the step of a pulse is not done yet."""
+"""A rank whose pulse shows one of these phases has not finished the step of the pulse."""
 
 
 @dataclass
 class Chaos:
-    """The launch under test and what a console sees of it, now and before the fault."""
+    """The launch under test, with its state in a console now and before the fault."""
 
     started: Started
     rng: random.Random
@@ -44,9 +44,9 @@ class Chaos:
     before: RunState = field(init=False)
     injected: float = 0.0
     met: int = 0
-    """The last step done when the fault came."""
+    """The last finished step when the fault was injected."""
     furthest: int = 0
-    """The furthest step done in the attempt that the fault met."""
+    """The last finished step of the attempt in which the fault was injected."""
     most_mib: float = 0.0
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Chaos:
 
     @property
     def step(self) -> int:
-        """The last step that a rank has done, by its pulse."""
+        """The last step that a rank has finished, according to its pulse."""
         pulses = [rank.pulse for rank in self.now.ranks if rank.pulse is not None]
         return max((p.step - (p.phase in UNDONE) for p in pulses), default=0)
 
@@ -78,7 +78,7 @@ class Chaos:
 
     @property
     def agent(self) -> int | None:
-        """The pid of torchrun, None once it has exited."""
+        """The pid of torchrun, or None if torchrun has exited."""
         held = self.started.state().get("torchrun") or {}
         ticks = held.get("start_ticks")
         return held["pid"] if ticks and rundir.start_ticks(held["pid"]) == ticks else None
@@ -88,7 +88,7 @@ class Chaos:
         return self.started.plan_state["supervisor"]["pid"]
 
     def memory_mib(self) -> float:
-        """Returns the memory of both processes of the supervisor, 0 while there is none."""
+        """Returns the memory of both processes of the supervisor, or 0 without a supervisor."""
         try:
             found = memory_mib(psutil.Process(self.supervisor))
         except psutil.NoSuchProcess:
@@ -100,7 +100,7 @@ class Chaos:
         os.kill(self.rng.choice(sorted(self.started.pids().values())), number)
 
     def kill_both(self) -> None:
-        """Kills the supervisor, then a rank while there is no supervisor."""
+        """Kills the supervisor, and then a rank."""
         os.kill(self.supervisor, signal.SIGKILL)
         self.signal_rank(signal.SIGKILL)
 
@@ -137,12 +137,12 @@ def moves(chaos: Chaos) -> bool:
 
 
 def saves(chaos: Chaos) -> bool:
-    """Returns whether a save succeeded again."""
+    """Returns whether the training continues, and has saved a checkpoint since the fault."""
     return moves(chaos) and chaos.saved > chaos.met + EVERY
 
 
 def restarted(chaos: Chaos) -> bool:
-    """Returns whether the next attempt did new steps and saved them."""
+    """Returns whether the next attempt has finished and saved new steps."""
     again = chaos.now.attempt > chaos.before.attempt and chaos.now.state == "running"
     return again and chaos.saved > saved_before(chaos) and chaos.step > chaos.furthest
 
@@ -157,9 +157,9 @@ def second(chaos: Chaos) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind of fault. `undo` is called once `holds` returns true; then `recovered` is polled.
+    """One kind of fault. When `holds` returns true, `undo` is called; then `recovered` is polled.
 
-    With `ends` the fault ends an attempt; a `harmless` fault must change nothing.
+    A fault with `ends` ends the attempt; a `harmless` fault must change nothing.
     """
 
     name: str
@@ -189,7 +189,7 @@ DISRUPTIVE = (
     Fault("supervisor and a rank SIGKILL, adopted after 1 s", Chaos.kill_both, restarted,
           lambda c: actions.adopt(c.started.path), ends=True),
 )  # fmt: skip
-"""Each is injected as often as the others, as nearly as the count allows."""
+"""The numbers of injections of two of these faults differ by at most one."""
 HARMLESS = (
     Fault("a rank SIGSTOP, CONT after 2 s", lambda c: c.signal_rank(signal.SIGSTOP), moves,
           lambda c: [os.kill(pid, signal.SIGCONT) for pid in c.started.pids().values()],
@@ -203,7 +203,7 @@ HARMLESS = (
 
 @dataclass
 class Injected:
-    """The result of one fault; seconds count from the injection."""
+    """The result of one fault; all seconds are counted from the injection."""
 
     fault: Fault
     ts: float
@@ -217,15 +217,15 @@ class Injected:
     lost_s: float = 0.0
     words: str = ""
     over_s: float = 0.0
-    """When the run had recovered, or this was given up."""
+    """When the run had recovered, or the time limit of the recovery was over."""
 
 
 def schedule(
     rng: random.Random, count: int, span_s: float, full: bool
 ) -> list[tuple[float, Fault]]:
-    """Returns the faults with their times: `count` disruptive ones, and harmless ones between.
+    """Returns `count` disruptive faults, and harmless faults between them, with their times.
 
-    A count of 0 gives no fault at all: the run stays healthy.
+    With a count of 0 there is no fault, and the run stays healthy.
     """
     order: list[Fault] = []
     while len(order) < count:

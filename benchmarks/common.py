@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: the machine and the commit, and the writer of the result table."""
+"""Describes the machine and the commit, and writes the result tables of all benchmarks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Returns the commit that was measured, marked when the tree differs from it."""
+    """Returns the measured commit, with a mark if the working tree differs from it."""
     sha = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
@@ -59,7 +59,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def publish(name: str, title: str, body: str, notes: str = "", module: str = "") -> None:
-    """Prints a result and writes it to `results/<name>.md`; `module` is the one that ran."""
+    """Prints a result and writes it to `results/<name>.md`; `module` is the module that ran."""
     load = os.getloadavg()[0]
     text = (
         f"# {title}\n\n{body}\n\n{notes}\n\n"

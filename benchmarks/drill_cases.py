@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from benchmarks.drill_faults import FAULTS, Fault
 
 FAULT_STEP = 6
-"""A step after the first, in which all phases occur."""
+"""The step of the fault. It is not the first step, so that all phases occur in it."""
 BOOT = ("early", "late")
-"""Places before the first step: before anything else, and before the second of init and join."""
+"""Places before the first step: first of all, and between init and join (in either order)."""
 BOOT_PHASES = frozenset(("", "boot", "load"))
 OTHER_PHASES = {
     "skip-log": frozenset(("log",)),
@@ -21,16 +21,16 @@ OTHER_PHASES = {
     "unused-backward": frozenset(("backward", "log")),
     "small-forward": frozenset(("backward",)),
 }
-"""Right phases where the culprit waits in another phase than the one of its fault."""
+"""The right phases of the faults whose rank waits in another phase than that of the fault."""
 EITHER = frozenset((
     "collect", "average", "check", "lengths", "turns", "small", "worn", "nearby", "share",
 ))  # fmt: skip
-"""Mechanisms that two ranks see alike: with nobody else to compare, either may be named."""
+"""Mechanisms that affect both of two ranks alike, so a verdict may name either rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run; `rank` None stands for all ranks."""
+    """One run; if `rank` is None, all ranks have the fault."""
 
     fault: str
     world: int
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """The right answers. `phases` is empty where the program reports none."""
+    """The right answers. `phases` is empty if the program reports no phases."""
 
     ranks: frozenset[int | None]
     phases: frozenset[str]
@@ -95,11 +95,10 @@ def truth(case: Case) -> Truth:
 
 
 def chosen(only: str, sample: int, seed: int, author: int | None = None) -> list[Case]:
-    """Returns the cases in whose name `only` is found; of them `sample` (0: all), by `seed`.
+    """Returns `sample` of the cases whose name matches the pattern `only`, drawn by `seed`.
 
-    `author` selects the cases of one author.
-
-    A sample takes as many causes as it can before it takes a second case of one.
+    If `sample` is 0, returns all of them. `author` selects the cases of one author. The sample has
+    as many different causes as possible.
     """
     found = [case for case in CASES if re.search(only, case.name) and author in (None, case.author)]
     if not 0 < sample < len(found):

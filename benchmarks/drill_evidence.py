@@ -1,6 +1,6 @@
-"""The inputs of an explanation: collected from a stalled run, kept as JSON, and explained again.
+"""Collects the inputs of a verdict from a stalled run, stores them as JSON, and explains them.
 
-This process collects them with the functions of `nsa-console diagnose`, a moment after the
+This process collects the inputs with the functions of `nsa-console diagnose`, shortly after the
 supervisor's verdict and from the same dumps.
 """
 
@@ -35,7 +35,7 @@ class Inputs:
 
 
 def collected(path: Path) -> Inputs | None:
-    """Returns the inputs about a stalled launch; None where it has ended or no rank runs."""
+    """Returns the inputs from a stalled launch, or None if it has ended or no rank runs."""
     reader = Diagnoser(path)
     ranks = _ranks(reader)
     if not ranks or reader._source.of is None:
@@ -46,8 +46,7 @@ def collected(path: Path) -> Inputs | None:
 
 
 def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
-    """Returns the ranks; one without a pulse has not moved since the run began, as its supervisor
-    knows."""
+    """Returns the ranks. A rank without a pulse has made no progress since the run began."""
     state, run, now = reader._poll()
     if run is None or now is None or reader._source.over:
         return ()
@@ -66,12 +65,12 @@ def explained(inputs: Inputs) -> Verdict | None:
 
 
 def write(path: Path, inputs: Inputs, **more: Any) -> None:
-    """Writes the inputs, and `more` of the same case, into a file."""
+    """Writes the inputs and the facts `more` about the same case to a file."""
     rundir.write_atomic(path, json.dumps(more | {"inputs": asdict(inputs)}))
 
 
 def read(path: Path) -> tuple[dict[str, Any], Inputs]:
-    """Returns what `write` wrote: what it was given beside the inputs, and the inputs."""
+    """Returns two values from a file of `write`: the facts `more`, and the inputs."""
     document = json.loads(path.read_text())
     return document, decoded(Inputs, document.pop("inputs"))
 

@@ -1,7 +1,8 @@
 """The faults of `make drills`: their true causes and the places where they are injected.
 
-A word per fault: its name, which is a mechanism and a phase, and a word per case: `2:0` is rank 0
-of 2. A trailing `-` means that the program joins with three lines and reports no phases.
+Each text has the name of a fault, which is a mechanism and a phase, and then a word for each case:
+`2:0` is rank 0 of 2. A trailing `-` means that the program joins with three lines and reports no
+phases.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ AUTHORS = (1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One mechanism in one phase. `author` 2 wrote it without knowledge of the rules."""
+    """One mechanism in one phase. Author 2 did not know the rules of the diagnosis."""
 
     name: str
     cause: str

@@ -1,4 +1,4 @@
-"""A FUSE file system of one file that can be opened and that nobody ever reads to the end."""
+"""A FUSE file system with one file that can be opened, and whose reads never end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mount_stuck(folder: Path, stack: ExitStack) -> None:
 
 
 def _serve(fd: int, closing: threading.Event) -> None:
-    """Answers until a file is open; what comes then stays in the queue of the kernel."""
+    """Answers until a file is open; later requests stay in the queue of the kernel."""
     opened = False
     while not (opened or closing.is_set()):
         if not select.select([fd], [], [], 0.2)[0]:

@@ -47,7 +47,7 @@ def _hold_fcntl(folder: Path, stack: ExitStack) -> None:
 
 
 def listen(folder: Path, stack: ExitStack) -> None:
-    """Listens on loopback and answers nobody."""
+    """Listens on loopback, and answers no connection."""
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     (folder / "peer").write_text(f"127.0.0.1:{server.getsockname()[1]}")
 
@@ -86,7 +86,7 @@ def remove_cgroup(group: Path) -> None:
     for pid in (group / "cgroup.procs").read_text().split():
         with suppress(OSError):
             (group.parent / "cgroup.procs").write_text(pid)
-    for _ in range(100):  # a process that was killed leaves a little later
+    for _ in range(100):  # a killed process exits a little later
         with suppress(OSError):
             return group.rmdir()
         time.sleep(0.1)
@@ -132,7 +132,7 @@ def _freeze(started: Started, rank: int, folder: Path, _stack: ExitStack) -> Non
 
 
 def _kill(started: Started, rank: int, _folder: Path, _stack: ExitStack) -> None:
-    """Kills a rank that nobody reaps, because torchrun is stopped."""
+    """Kills a rank that is not reaped, because torchrun is stopped."""
     os.kill(started.state()["torchrun"]["pid"], signal.SIGSTOP)
     os.kill(started.pids()[rank], signal.SIGKILL)
 
@@ -149,4 +149,4 @@ INJECT: dict[str, Callable[[Started, int, Path, ExitStack], None]] = {
     "kill": _kill,
     "disk": freeze_disk,
 }
-"""Faults that come from outside; the other mechanisms are the program's own."""
+"""Faults that this process injects; the program itself produces all other mechanisms."""

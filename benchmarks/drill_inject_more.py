@@ -1,4 +1,4 @@
-"""Injects the faults of the second author that a program cannot do to itself."""
+"""Injects those faults of the second author that a program cannot produce itself."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def _hold_ledger(folder: Path, stack: ExitStack) -> None:
 
 
 def _listen_datagrams(folder: Path, stack: ExitStack) -> None:
-    """Receives datagrams and answers none."""
+    """Receives datagrams, and sends no answer."""
     server = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
     server.bind(("127.0.0.1", 0))
     (folder / "peer").write_text(f"127.0.0.1:{server.getsockname()[1]}")
 
 
 def _listen_full(folder: Path, stack: ExitStack) -> None:
-    """Listens with a backlog that is full: a further connection is never made."""
+    """Listens with a full backlog, so that no other connection is ever accepted."""
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
     for _ in range(4):
         client = stack.enter_context(socket.socket())
@@ -89,7 +89,7 @@ def _listen_full(folder: Path, stack: ExitStack) -> None:
 
 
 def _serve_slowly(folder: Path, stack: ExitStack) -> None:
-    """Answers one request with a byte now and then."""
+    """Answers one request with single bytes at long intervals."""
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     server.settimeout(TRICKLE_S)
     (folder / "peer").write_text(f"127.0.0.1:{server.getsockname()[1]}")
@@ -114,7 +114,7 @@ def _serve_slowly(folder: Path, stack: ExitStack) -> None:
 
 
 def _collect(folder: Path, stack: ExitStack) -> None:
-    """Lets `cat` read a FIFO; it is no relative of the run."""
+    """Starts `cat`, which reads a FIFO and is not a process of the run."""
     path = folder / "metrics"
     os.mkfifo(path)
     cat = subprocess.Popen(["cat", str(path)], stdout=subprocess.DEVNULL)
@@ -161,7 +161,7 @@ def _make_tree(folder: Path, stack: ExitStack) -> None:
 
 
 def _small(folder: Path) -> tuple[Path, str]:
-    """Returns a group for little memory and the name of its limit."""
+    """Returns two values: a cgroup for limited memory, and the name of its limit file."""
     with suppress(Unavailable):
         return _hierarchy("memory") / folder.name, "memory.limit_in_bytes"
     root = _unified()
@@ -204,14 +204,14 @@ PREPARE: dict[str, Callable[[Path, ExitStack], None]] = {
 
 
 def _suspend(started: Started, rank: int, _folder: Path, _stack: ExitStack) -> None:
-    """Stops a rank as a batch system does: asks first, then does it."""
+    """Stops a rank like a batch system: first a signal that asks, then the stop."""
     pid = started.pids()[rank]
     os.kill(pid, signal.SIGTSTP)
     os.kill(pid, signal.SIGSTOP)
 
 
 def _stop_group(started: Started, rank: int, _folder: Path, _stack: ExitStack) -> None:
-    """Stops a rank with its children."""
+    """Stops a rank and its children."""
     pid = started.pids()[rank]
     if os.getpgid(pid) != pid:
         raise Unavailable("a rank shares its process group with others")
@@ -219,7 +219,7 @@ def _stop_group(started: Started, rank: int, _folder: Path, _stack: ExitStack) -
 
 
 def _tracer(pid: int, *words: str, says: str, stack: ExitStack) -> subprocess.Popen[str]:
-    """Starts a tracer and waits for the line that says that it is attached to a process."""
+    """Starts a tracer, and waits until it has printed `says` and is attached to `pid`."""
     tracer = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     stack.callback(tracer.wait)
     stack.callback(tracer.kill)
@@ -249,7 +249,7 @@ def _inspect(started: Started, rank: int, _folder: Path, stack: ExitStack) -> No
 
 
 def _trace_calls(started: Started, rank: int, _folder: Path, stack: ExitStack) -> None:
-    """Stops a tracer of system calls, so that the rank stays in its next one."""
+    """Stops a tracer of system calls, so that the rank stays in its next system call."""
     words = ["strace", "-f", "-e", "trace=all", "-o", "/dev/null"]
     pid = started.pids()[rank]
     tracer = _tracer(pid, *words, "-p", str(pid), says="attached", stack=stack)

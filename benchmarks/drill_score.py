@@ -13,14 +13,14 @@ from benchmarks.drill_cases import Case, Truth, truth
 from benchmarks.drill_faults import AUTHORS, CAUSES
 
 SAME_CAUSE = {"exited-early": "exited"}
-"""Causes of the console with another name than the class of the fault."""
+"""The name of the fault's class, for causes that have another name in the console."""
 NO_VERDICT = "none"
 Z_95 = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A verdict, with the seconds from the fault to the first verdict and to this one."""
+    """A verdict, with the seconds from the fault to the first and to this verdict."""
 
     cause: str
     rank: int | None
@@ -33,9 +33,9 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of one case. `said` is None without a verdict.
+    """The outcome of one case. `said` is None if there was no verdict.
 
-    `not_run` says why the fault was not injected; such a case is in no total.
+    `not_run` says why the fault was not injected; no total includes such a case.
     """
 
     case: Case
@@ -45,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The correctness of one verdict; `phase` is None where no phases are reported."""
+    """The correctness of one verdict; `phase` is None if the program reports no phases."""
 
     rank: bool
     phase: bool | None
@@ -53,7 +53,7 @@ class Score:
 
     @property
     def wrong_high(self) -> bool:
-        """Returns whether a sure verdict with these marks misleads."""
+        """Returns whether a verdict of high confidence with these marks would be wrong."""
         return not (self.rank and self.cause and self.phase is not False)
 
 
@@ -72,7 +72,7 @@ def said_by(document: Mapping[str, Any], first_s: float, final_s: float) -> Said
 
 
 def score(right: Truth, said: Said | None) -> Score:
-    """Compares a verdict with the truth. No verdict and an unknown cause are wrong in all."""
+    """Compares a verdict with the truth. A missing verdict or unknown cause is entirely wrong."""
     known = said is not None and said.cause != "unknown"
     phase = known and said.phase in right.phases if right.phases else None
     return Score(
@@ -81,7 +81,7 @@ def score(right: Truth, said: Said | None) -> Score:
 
 
 def wilson(right: int, of: int) -> tuple[float, float]:
-    """Returns the 95 % interval of a share by Wilson's score, (0, 1) of nothing."""
+    """Returns the 95 % interval of a share by Wilson's score, or (0, 1) if `of` is 0."""
     if of == 0:
         return 0.0, 1.0
     share, z2 = right / of, Z_95**2
@@ -112,7 +112,7 @@ def totals(results: Sequence[Result]) -> str:
 
 
 def by_author(results: Sequence[Result]) -> str:
-    """Returns the right ranks, phases, causes and sure verdicts of each author and of both."""
+    """Returns the correct ranks, phases, causes and sure verdicts per author and in total."""
     rows = []
     for name, wanted in [("both", AUTHORS), *((str(each), (each,)) for each in AUTHORS)]:
         of = [result for result in results if result.case.author in wanted]
@@ -132,9 +132,9 @@ def by_author(results: Sequence[Result]) -> str:
 
 
 def confidence(results: Sequence[Result]) -> str:
-    """Returns how many verdicts were of high confidence, how many of those were wrong, and times.
+    """Returns the numbers of verdicts of high confidence and of wrong ones, and the times.
 
-    A sure verdict is wrong when its rank, its phase or its cause is.
+    A verdict is wrong if its rank, its phase or its cause is wrong.
     """
     said = [(score(truth(r.case), r.said), r.said) for r in results if r.said is not None]
     high = [marks for marks, each in said if each.sure == "high"]
@@ -164,7 +164,7 @@ def confusion(results: Sequence[Result]) -> str:
 
 
 def listing(results: Sequence[Result]) -> str:
-    """Returns a row a case: its verdict, and what of it is wrong."""
+    """Returns a row for each case: its verdict, and the wrong parts of the verdict."""
     rows = []
     for result in results:
         right, said = truth(result.case), result.said

@@ -1,7 +1,7 @@
-"""Explains recorded drills again without one kind of evidence after the other.
+"""Explains recorded drills again, each time without one kind of evidence.
 
 `python -m benchmarks.drill_without DIR [--publish]`: DIR has the files of `benchmarks.drills
---record DIR`. The exit code is 1 when a verdict of high confidence is wrong.
+--record DIR`. The exit code is 1 if a verdict of high confidence is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HELD_BY = re.compile(r", held by pid .*$")
 
 
 Change = Callable[[Inputs, int], Inputs]
-"""Returns the inputs without a part; the number is that of the rank with the fault."""
+"""A function that removes a part of the inputs; the number is the rank with the fault."""
 
 
 def _evidence(change: Callable[[Evidence], Evidence]) -> Callable[[Inputs], Inputs]:
@@ -49,7 +49,7 @@ def _ranks(change: Callable[[RankEvidence], RankEvidence]) -> Callable[[Inputs],
 
 
 def _without_states(of: Inputs) -> Inputs:
-    """Removes the state of each process and thread, also that of the supervisor's own sample."""
+    """Removes the states of processes and threads, and the state that the supervisor sampled."""
     blank = _process(lambda p: replace(
         p, state="?", tracer=None, frozen=False,
         threads=tuple(replace(each, state="?") for each in p.threads),
@@ -64,7 +64,7 @@ def _without_calls(process: ProcessEvidence) -> ProcessEvidence:
 
 
 def _without_descriptors(process: ProcessEvidence) -> ProcessEvidence:
-    """Leaves what the system call and the wchan show: a poll is a wait for anything."""
+    """Removes all facts that neither the system call nor the wchan shows."""
     main, wchan = process.main, process.wchan
     if main.kind in ("pipe", "network"):
         by_wchan = "pipe" in wchan or wchan == "wait_for_partner"
@@ -75,7 +75,7 @@ def _without_descriptors(process: ProcessEvidence) -> ProcessEvidence:
         main = replace(main, text="a file lock") if not main.unsure else NOTHING
     elif main.kind == "disk":
         main = replace(main, text="a disk or a driver")
-    elif main.unsure:  # of an event loop, or of a timer that may poll a lock
+    elif main.unsure:  # an event loop, or a timer that may poll a lock
         main = NOTHING if main.kind != "timer" else main
     return replace(process, main=main, connections=())
 
@@ -118,7 +118,7 @@ def _without_phase(rank: RankEvidence) -> RankEvidence:
 
 
 def _of_one(field: str, of_culprit: bool) -> Change:
-    """Returns a change that removes the evidence of one rank: of the culprit, or of another."""
+    """Returns a change that removes the evidence of one rank: the culprit or another rank."""
 
     def change(of: Inputs, culprit: int) -> Inputs:
         ranks = [each.rank for each in of.ranks if (each.rank == culprit) == of_culprit]
@@ -153,7 +153,7 @@ KINDS: Mapping[str, Callable[[Inputs], Inputs]] = {
     "pulse phases": _ranks(_without_phase),
     "times of the records": _ranks(lambda r: replace(r, records_s=None, p99_s=None)),
 }  # fmt: skip
-"""What is removed of all ranks, and how."""
+"""The functions that remove a kind of evidence of all ranks, by its name."""
 OF_ONE: Mapping[str, Change] = {
     f"the {name} of {who}": _of_one(field, of_culprit)
     for field, name in (("stacks", "stack"), ("flights", "flight record"),
@@ -165,7 +165,7 @@ WITHOUT_PHASES = "pulse phases"
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks of one case; `cause` is that of the verdict."""
+    """The marks of one case; `cause` is the cause in the verdict."""
 
     case: Case
     score: Score
@@ -237,15 +237,15 @@ def main() -> int:
 
 
 NOTES = (
-    "Each case was recorded once, with all evidence, and explained again without a part. Rank, "
-    "phase and cause are those of the fault; a verdict of high confidence is wrong when one of "
-    "them is. The first line has the evidence as it was, collected by the functions of "
-    "`nsa-console diagnose` when the supervisor's verdict had not changed for 6 s. Evidence is "
-    "removed as its source leaves it out: without descriptors a wait keeps what its system call "
-    "and its wchan show. A case whose run had ended is not in it: the reason of an end needs none "
-    "of this. Not removed, because nothing of it was there: GPU figures (no GPU), and the counted "
-    "collectives of a pulse (the program counts none). The end of a log is no input of a verdict. "
-    "Without any pulse no stall is detected at all, and an alert says so."
+    "Each case was recorded once, with all evidence, and then explained again without a kind of "
+    "evidence. The table counts correct ranks, phases and causes. A verdict of high confidence is "
+    "wrong if one of these is wrong. The first line is for all evidence, which the functions of "
+    "`nsa-console diagnose` collected when the supervisor's verdict had not changed for 6 s. "
+    "Without descriptors, a wait shows only its system call and its wchan. Cases whose run had "
+    "ended are left out, because the reason of an end needs no such evidence. These runs had no "
+    "GPU figures (no GPU) and no counts of collectives in pulses (the program counts none), so "
+    "these are not removed. The end of a log is no input of a verdict. Without any pulse, no "
+    "stall is detected, and an alert says so."
 )
 
 

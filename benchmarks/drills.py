@@ -3,8 +3,8 @@
 `python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
 [--json FILE] [--record DIR] [--publish] [--list]`. Without a selection, or with `--publish`, it
 writes `benchmarks/results/diagnosis.md`. `--record` keeps the inputs of each explanation for
-`benchmarks.drill_without`. Every run has a directory of its own, and all of its processes
-are ended, also when this program is interrupted.
+`benchmarks.drill_without`. Every run has a separate directory, and all processes of the runs
+are ended, also if this program is interrupted.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from trainers.contract.errors import ContractError
 
 FLOOR_S = 5
 START_S, BOOT_START_S = 120, 30
-"""`watch.startup_s`; the shorter one for faults before the first step, which it bounds."""
+"""`watch.startup_s`. The shorter limit is for faults before the first step."""
 VERDICT_S, STABLE_S = 25.0, 6.0
-"""Longest wait for a verdict, and the time after which one that does not change is final."""
+"""Longest wait for a verdict, and the time after which an unchanged verdict is final."""
 REACH_S, LOOK_EVERY_S, CLEAN_S = 180.0, 0.1, 15.0
 ENDED_BY = re.compile(r"\brank (\d+)(?:: |\b.*?\b(?:killed|exited|crashed|SIG[A-Z]+)\b)")
 ENDED_IN = re.compile(r" at step \d+ in (\w+)")
@@ -53,15 +53,15 @@ FAILED = (
     OSError, AssertionError, LookupError, ValueError, RuntimeError, ContractError,
     subprocess.SubprocessError,
 )  # fmt: skip
-"""What keeps one case from being run, and no other."""
+"""Errors that make a single case fail; the other cases are run."""
 
 
 class Interrupted(Exception):
-    """This program is to end."""
+    """A signal ends this program."""
 
 
 class Drill:
-    """One case while it runs. `stop` is set when all cases are to end."""
+    """One running case. When `stop` is set, all cases end."""
 
     def __init__(
         self, case: Case, folder: Path, stack: ExitStack, stop: threading.Event,
@@ -73,7 +73,7 @@ class Drill:
         self._started: Started
 
     def run(self) -> Result:
-        """Launches, injects and waits for the verdict; returns what the console said."""
+        """Launches, injects the fault and waits for the verdict; returns the result."""
         if self._mechanism in PREPARE:
             PREPARE[self._mechanism](self._folder, self._stack)
         self._launch()
@@ -127,7 +127,7 @@ class Drill:
         return self._started.state().get("state") in ENDED
 
     def _verdict(self, struck: float, limit_s: float) -> Said | None:
-        """Returns the newest verdict when it has not changed for a while, None without one."""
+        """Returns the newest verdict after it has stopped changing, or None without a verdict."""
         run, said, seen_at = self._started.run(), None, time.monotonic()
         until = time.monotonic() + limit_s
 
@@ -148,13 +148,13 @@ class Drill:
         if said is not None:
             return said
         if self._goes_on():
-            raise Unavailable("the run went on in spite of the fault")
+            raise Unavailable("the run continued in spite of the fault")
         after_s = time.time() - struck
         found = asked(self._started.path) or self._end_reason()
         return said_by(found, after_s, after_s) if found else None
 
     def _goes_on(self) -> bool:
-        """Returns whether a rank has logged a step a moment ago."""
+        """Returns whether a rank has just logged a step."""
         written = [path.stat().st_mtime for path in self._folder.glob("log_rank*.txt")]
         return not self._ended() and time.time() - max(written, default=0.0) < FLOOR_S / 2
 
@@ -166,7 +166,7 @@ class Drill:
 
 
 def ended_by(why: str) -> dict[str, Any]:
-    """Returns the rank, and its phase, to which a reason for the end of a run gives the blame."""
+    """Returns the rank, and its phase, that the reason for the end of a run names."""
     named, phase = ENDED_BY.search(why), ENDED_IN.search(why)
     cause, rank = ("exited", int(named[1])) if named else ("unknown", None)
     return {"cause": cause, "rank": rank, "phase": phase[1] if phase else "", "sentence": why}
@@ -184,7 +184,7 @@ def newest(run: Path, since: float) -> dict[str, Any] | None:
 
 
 def asked(path: Path) -> dict[str, Any] | None:
-    """Returns the verdict that `nsa-console diagnose --json` prints, None without this command."""
+    """Returns the verdict that `nsa-console diagnose --json` prints, or None without a cause."""
     words = [sys.executable, "-m", "console", "diagnose", str(path), "--json"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     try:
@@ -196,7 +196,7 @@ def asked(path: Path) -> dict[str, Any] | None:
 
 
 def clean(started: Started) -> None:
-    """Ends all processes of a launch and waits until they are gone."""
+    """Ends all processes of a launch, and waits until they have exited."""
     until = time.monotonic() + CLEAN_S
     while True:
         started.clean()
@@ -210,7 +210,7 @@ def clean(started: Started) -> None:
 
 
 def drill(case: Case, stop: threading.Event, record: Path | None = None) -> Result:
-    """Runs one case in a directory of its own; keeps its evidence in `record`."""
+    """Runs one case in a separate directory; stores its evidence in `record`."""
     if stop.is_set():
         raise Interrupted
     try:

@@ -1,7 +1,7 @@
 """Injects every fault of tests/faults/table.py and reports the alerts and times: `make faults`.
 
 Faults whose time is bounded are injected several times and compared by the median. The exit code is
-1 when a test fails or a median is above its bound.
+1 if a test fails or a median is above its bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOLDER = re.compile(r"/tmp/(?:[^\s/]+/)+")
 
 @dataclass
 class Case:
-    """The result of the injections of one row, or of one case of it."""
+    """The result of the injections of one row of the table, or of one case of a row."""
 
     row: Row
     name: str = ""
@@ -134,7 +134,7 @@ def main() -> int:
     recorder = Recorder(options.repeats)
     elsewhere = [node for row in ROWS for node in row.elsewhere]
     only = ["-k", options.only] if options.only else []
-    # A test that hangs ends as one failure. pytest's own way would end all tests that follow.
+    # A test that hangs is one failure. pytest's own time limit would end all later tests.
     guard = ["-o", f"timeout={GUARD_S}", "-o", "timeout_method=signal"]
     words = ["-m", "slow or not slow", "-q", "--durations=0", "--durations-min=30", *guard, *only]
     code = pytest.main(["tests/faults", *elsewhere, *words], plugins=[recorder])
@@ -148,10 +148,9 @@ def main() -> int:
             "faults", "Injected faults", report(cases),
             f"{seen} injections and proofs, {len(failed)} cases failed or were too late. Timed "
             f"faults are injected {options.repeats} times; the time runs from the injection to the "
-            "moment at which a console that was open before has it, looking every 20 ms; the "
-            "screen looks once a second, and within 0.25 s where a file of the run changed. What "
-            "must live is looked at after each injection: no rank was killed that should have "
-            "gone on.",
+            "time when an open console, which polls every 20 ms, shows the fault. The screen polls "
+            "once a second, and within 0.25 s after a file of the run has changed. After each "
+            "injection, a check finds that no rank was killed that should have continued.",
         )  # fmt: skip
     return 1 if failed or code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED) else 0
 

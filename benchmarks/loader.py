@@ -1,7 +1,7 @@
-"""Byte tokens per CPU-second of the loader, as ready batches, from each kind of source.
+"""Measures how many byte tokens in ready batches the loader returns per CPU-second, by source.
 
-CPU-seconds of the whole process, so the reading thread counts; each measurement is a process's own
-stretch of batches after a first one, with the files in the page cache.
+The CPU-seconds are those of the whole process, including the thread that reads. Each measurement
+starts after the first batch, with the files in the page cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def write(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def measure(source: str, path: Path, world: int, seq_len: int) -> float:
-    """Returns tokens of all ranks per CPU-second, where this process is one of `world` ranks."""
+    """Returns tokens of all ranks per CPU-second; this process is one of `world` ranks."""
     torch.set_num_threads(1)
     chosen = settings.resolve(
         None, {},
@@ -87,8 +87,8 @@ def main() -> None:
         "What the loader delivers per CPU-second",
         table(("source", "ranks", "sequence", "million byte tokens", "quartiles", "budget"), rows),
         f"Medians of {ROUNDS} rounds of {BATCHES} batches of {BATCH_TOKENS} tokens per rank, of "
-        f"documents of about {DOCUMENT_BYTES} bytes. Each rank walks the stream of all ranks, so a "
-        "rank of 8 is given an eighth of the tokens counted.",
+        f"documents of about {DOCUMENT_BYTES} bytes. The tokens are those of all ranks: each rank "
+        "reads the stream of all ranks, and one of 8 ranks trains on an eighth of the tokens.",
     )
 
 

@@ -1,8 +1,8 @@
 """The cost of reading a run that has trained for days: `python -m benchmarks.long_run`.
 
-A run directory is written through the contract: 8 ranks, 8 GPUs, a sample each second, a record a
-rank every 20 steps of 0.3 s. Costs are CPU times as multiples of `nsa-console flags`, which reads
-no run, in turn in one run of this program.
+A run directory is written with the functions of the contract: 8 ranks, 8 GPUs, a sample each
+second, and a record of each rank every 20 steps of 0.3 s. Costs are CPU times, as multiples of the
+CPU time of `nsa-console flags`, which reads no run. Both are measured in turn.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write(folder: Path, span_s: int) -> Path:
 
 
 def write_samples(path: Path, lines: Iterator[bytes]) -> None:
-    """Writes samples as the supervisor leaves them: compressed parts, and the newest file."""
+    """Writes samples in the files of a supervisor: compressed parts, and the newest file."""
     part, size = [], 0
     for line in lines:
         part.append(line)
@@ -150,13 +150,13 @@ def observe(run: Path) -> None:
 
 
 def in_child(work: Callable[..., Any], *given: Any) -> Any:
-    """Returns the result of `work` in a process of its own, so that its memory is not inherited."""
+    """Returns the result of `work` in a separate process, which inherits no memory."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(work, *given).result()
 
 
 def multiply(run: Path, count: int) -> None:
-    """Makes `count` launches of one: its files are linked, its launch documents are its own."""
+    """Makes `count` launches from one; each links the run's files and has its own documents."""
     launch = run.parent
     plan = rundir.read_json(launch / rundir.PLAN) or {}
     state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
@@ -171,7 +171,7 @@ def multiply(run: Path, count: int) -> None:
 
 
 def charted(run: Path) -> float:
-    """Returns the seconds from the first state of a new screen's source to its whole history."""
+    """Returns the seconds in which the source of a new screen reads the whole history."""
     code = (
         "import sys, time; from pathlib import Path; from console.tui.feed import open_source; "
         "source = open_source(Path(sys.argv[1])); state = source.poll()\n"
@@ -244,10 +244,10 @@ def main() -> None:
                  f"≤ {SAMPLES_MIB_A_DAY} MiB", ""))  # fmt: skip
     publish(
         "long_run",
-        f"A look at a run of {options.days:g} days that goes on",
+        f"Cost of reading a run that has trained for {options.days:g} days",
         table(("command", "CPU s", "× flags", "budget", "peak MiB"), rows),
         f"Medians of {options.repeats}; {RANKS} ranks, {size_mib:,.0f} MiB of records, "
-        f"{options.launches} launches with as many each.",
+        f"{options.launches} launches, each with as many records.",
     )
 
 

@@ -39,7 +39,7 @@ LAYER_TOKENS, LAYER_TARGET = 8192, "≥ 1.3"
 MEMORY_TOKENS, MEMORY_TARGET = 2048, "≤ 1.2"
 PROMPT, DECODED, DECODE_TARGET = 4096, 256, "≥ 5"
 LOOP_COMMIT = "9c43e2b"
-"""The last commit that continued a sequence token by token, with a `cat` for each of them."""
+"""The last commit that continued a sequence token by token, with one `cat` per token."""
 DECODE = """
 import dataclasses, json, resource, sys, time
 from pathlib import Path
@@ -63,12 +63,12 @@ with torch.inference_mode():
     error = (torch.cat(found, 1) - model(tokens)).abs().max().item()
 print(json.dumps([wall, cpu, peak, error]))
 """
-"""The program of `decoding`; it runs in this commit and in the former one."""
+"""The program of `decoding`; it runs in this commit and in `LOOP_COMMIT`."""
 Times = list[tuple[float, float]]
 
 
 def models() -> dict[str, ModelConfig]:
-    """The M7C model, its parameter-matched control, and dense attention of the same shape."""
+    """Returns the M7C model, a dense control with as many parameters, and one of the same shape."""
     sparse, matched = (
         resolve(ROOT / "configs" / f"{name}.yaml", {}).settings.model
         for name in ("m7c_125m", "dense_125m")
@@ -78,7 +78,7 @@ def models() -> dict[str, ModelConfig]:
 
 
 def train_step(config: ModelConfig, seq_len: int) -> Callable[[], None]:
-    """One step of a fresh model on one sequence of random bytes."""
+    """Returns one step of a new model on one sequence of random bytes."""
     torch.manual_seed(0)
     model = Transformer(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -94,7 +94,7 @@ def train_step(config: ModelConfig, seq_len: int) -> Callable[[], None]:
 
 
 def layer_step(layer: nn.Module, seq_len: int, dim: int) -> Callable[[], None]:
-    """Forward and backward of one attention layer with its projections."""
+    """Returns forward and backward of one attention layer with its projections."""
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     x, weight = torch.randn(2, 1, seq_len, dim)
@@ -109,7 +109,7 @@ def layer_step(layer: nn.Module, seq_len: int, dim: int) -> Callable[[], None]:
 
 
 def in_turn(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, Times]:
-    """Wall and CPU seconds of each step, after one of each that does not count."""
+    """Returns wall and CPU seconds of each step; a first round is not counted."""
     times: dict[str, Times] = {name: [] for name in steps}
     for count in range(rounds + 1):
         for name, step in steps.items():
@@ -128,7 +128,7 @@ def medians(times: Times) -> tuple[float, float]:
 def rows_of(
     times: dict[str, Times], what: str, seq_len: int, targets: dict[str, str]
 ) -> list[tuple[object, ...]]:
-    """Table rows: speeds of each contender, and those of the first over its own."""
+    """Returns a row for each contender: its speeds, and the first contender's relative to these."""
     found = []
     first = medians(next(iter(times.values())))
     for name, each in times.items():
@@ -141,7 +141,7 @@ def rows_of(
 
 
 def peak_mib(name: str, layers: int) -> float:
-    """Peak RSS of a process that takes two steps of one model."""
+    """Returns the peak RSS of a process that trains one model for two steps."""
     command = [sys.executable, "-m", "benchmarks.nsa_cpu", "--peak", name, "--layers", str(layers)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     return float(done.stdout)
@@ -151,13 +151,13 @@ def print_peak(name: str, layers: int) -> None:
     step = train_step(dataclasses.replace(models()[name], n_layers=layers), MEMORY_TOKENS)
     step()
     step()
-    # Not ru_maxrss, which begins at the size of the process that forked this one.
+    # ru_maxrss is not used, because it begins at the size of the parent process.
     status = Path("/proc/self/status").read_text().splitlines()
     print(next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM:")))
 
 
 def decoding(layers: int, rounds: int) -> str:
-    """A table of prefill and decoding, by blocks here and token by token in the former commit."""
+    """Returns a table of prefill and decoding: by blocks here, by tokens in `LOOP_COMMIT`."""
     with tempfile.TemporaryDirectory() as former:
         archive = f"git archive {LOOP_COMMIT} | tar x -C {former}"
         subprocess.run(["bash", "-o", "pipefail", "-c", archive], cwd=ROOT, check=True)
@@ -196,7 +196,7 @@ def measure(layers: int, rounds: int) -> str:
         "nsa": layer_step(NSAttention(sparse), LAYER_TOKENS, sparse.dim),
         "dense": layer_step(DenseAttention(dense), LAYER_TOKENS, dense.dim),
     }
-    # First, in a heap that no other model has been in.
+    # This runs first, because no other model has used the heap yet.
     layer = rows_of(
         in_turn(steps, 2 * rounds + 1), "attention layer", LAYER_TOKENS, {"dense": LAYER_TARGET}
     )
@@ -237,7 +237,7 @@ def about(configs: dict[str, ModelConfig]) -> str:
 
 
 def keep_other_machines(path: Path, before: str) -> None:
-    """Appends the results of other CPU models, which the file had `before`, to the new one."""
+    """Appends the results of other CPU models from the text `before` to the new file."""
     found: dict[str, str] = {}
     for result in re.split(r"\n(?=# )", f"{path.read_text()}\n{before}"):
         if machine := re.search(r" Machine: ([^,]+),", result):
@@ -278,7 +278,7 @@ def main() -> None:
         measure(layers, rounds),
         f"fp32, B=1, {THREADS} threads, {layers} layers, medians of {rounds} rounds in turn "
         f"({2 * rounds + 1} of the layer), freed memory kept as by the trainers. A "
-        f"ratio above 1 means that NSA is the faster.\n\n{about(models())}",
+        f"ratio above 1 means that NSA is faster.\n\n{about(models())}",
     )
     keep_other_machines(path, before)
 

@@ -50,7 +50,7 @@ def layer_step(layer: nn.Module, seq_len: int, dim: int) -> Callable[[], None]:
 
 
 def train_step(config: ModelConfig, batch: int, compiled: bool) -> Callable[[], None]:
-    """Returns one step of a fresh model on random bytes."""
+    """Returns one step of a new model on random bytes."""
     torch.manual_seed(0)
     model = Transformer(config).cuda()
     if compiled:
@@ -70,7 +70,7 @@ def train_step(config: ModelConfig, batch: int, compiled: bool) -> Callable[[], 
 
 
 def measured(step: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """Returns the median time of a step in ms and its peak memory in GiB, or NaN without room."""
+    """Returns the median time of a step in ms and its peak memory in GiB; NaN if out of memory."""
     try:
         step()
         step()
@@ -178,7 +178,7 @@ def main() -> int:
         "nsa_gpu", "NSA against dense attention on a GPU", "\n\n".join(parts),
         f"{torch.cuda.get_device_name()}, driver's CUDA {torch.version.cuda}, bf16 autocast over "
         f"fp32 weights, batch 1 for layers, medians of {arguments.rounds} between CUDA events. "
-        f"A ratio above 1 means that NSA is the faster. {sizes}.",
+        f"A ratio above 1 means that NSA is faster. {sizes}.",
     )  # fmt: skip
     return 0
 

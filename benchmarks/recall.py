@@ -1,8 +1,8 @@
-"""The speed at which the forms of recall are learned: `python -m benchmarks.recall`.
+"""Measures how fast the task recall is learned: `python -m benchmarks.recall`.
 
-The shipped tiny configuration, one process a curve, as many curves at a time as there are cores.
-The whole layer is compared with the window branch alone, and with a distance that is drawn for each
-sequence.
+The three cases are: the whole layer with a fixed distance, the window branch alone with the same
+distance, and the whole layer with a distance drawn for each sequence. Each case trains the shipped
+tiny configuration in one process; as many processes run at a time as there are cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARED = {
 
 
 def curve(name: str) -> tuple[str, ...]:
-    """Trains one case; returns its row: bytes right at each mark, and CPU seconds a step."""
+    """Trains one case; returns its row: bytes right at each mark, and CPU seconds per step."""
     sets, flags = CASES[name]
     words = [part for key, value in (SHARED | sets).items() for part in ("--set", f"{key}={value}")]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,12 @@
-"""The cost of the screen in a real pseudo-terminal, over the fixed workload of trace.py.
+"""The cost of the screen in a real pseudo-terminal, with the fixed workload of trace.py.
 
     python -m benchmarks.screen [--runs 5] [--idle 20] [--json]
 
-Each start: processor time and wall time until the frame and until the data are on the terminal.
-The last one continues: bytes, processor time and memory while it idles, then keys to repaint.
-A bare Textual program (bare.py) is measured by turns with the screen, because how fast a machine is
-shows in both: budgets of time are multiples of it. Bytes and memory are valid on a busy machine
-too; times only on a quiet one.
+Each start measures processor time and wall time until the frame and until the data are on the
+terminal. The last start then measures bytes, processor time and memory while the screen idles, and
+the times of keys. A bare Textual program (bare.py) is measured in turn with the screen. The budgets
+of times are multiples of the times of the bare program, because these show how fast the machine is.
+Bytes and memory are valid on a busy machine too; times only on a quiet machine.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ OURS = Program(
 )  # fmt: skip
 LIMITS = {"bytes_per_s": 3000, "cpu_pct": 1.5, "rss_mib": 48, "key_p99_ms": 50}
 RATIOS = {"cpu_to_frame_ms": 1.4, "key_p50_ms": 2}
-"""Budgets: those of a machine at rest, and those as multiples of the bare Textual program."""
+"""The absolute budgets, and the budgets as multiples of the bare Textual program."""
 QUIET_S = 0.15
-"""Silence after which a key's answer is complete."""
+"""Seconds without output after which the answer to a key is complete."""
 _UNKNOWN = re.compile(rb"\x1b\[[<>=][0-9;:]*[A-Za-z]|\x1b\[\?[0-9;]*\$p|\x1bP[^\x1b]*\x1b\\")
 
 
@@ -89,7 +89,7 @@ class Terminal:
             os.execve(argv[0], list(argv), variables)
         self.process = psutil.Process(self.pid)
         self.read_at, self.read_cpu_s = self.started, 0.0
-        """Moment of the newest read, and the processor time that the program had used by then."""
+        """The time of the newest read, and the processor time that the program had used by then."""
 
     def pump(self, wait_s: float) -> bool:
         if not select.select([self.fd], [], [], wait_s)[0]:
@@ -188,10 +188,10 @@ def key_times(waits: Sequence[float]) -> dict[str, float]:
 
 
 def measure(size: tuple[int, int], runs: int, idle_s: float, launch: Path) -> list[Figures]:
-    """Returns the figures of the screen and of the bare program, which run by turns.
+    """Returns the figures of the screen and of the bare program, which run in turn.
 
-    They are medians over the starts, and the idle and key figures of the last start. A first start
-    is not counted: it compiles modules once per machine.
+    The figures of the start are medians over all starts. The idle and key figures are those of the
+    last start. A first start is not counted, because it compiles modules.
     """
     programs = (replace(OURS, argv=(*OURS.argv, str(launch))), BARE)
     starts: tuple[list[Figures], ...] = ([], [])
@@ -221,7 +221,7 @@ def measure(size: tuple[int, int], runs: int, idle_s: float, launch: Path) -> li
 
 
 def rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
-    """Returns one row a figure: its name; per size ours, bare and the ratio; the budget."""
+    """Returns a row per figure: its name, then ours, bare and the ratio per size, the budget."""
     found = []
     for name in next(iter(results.values()))[0]:
         cells = [cell for pair in results.values() for cell in _cells(name, *pair)]

@@ -1,10 +1,10 @@
 """A training of half an hour under random faults, with restarts: `make soak`.
 
 Two ranks of `trainers.ddp` train on text; a seed decides the faults, their ranks and their times.
-`python -m benchmarks.soak [--minutes M] [--faults N] [--seed S]`; the exit code is 1 when a line
-of the result does not hold. With `--faults 0` the training stays healthy. In a few minutes the
-faults come too close for the ratio to hold; with `--dry`, which writes no result, that is a trial
-of the rest.
+`python -m benchmarks.soak [--minutes M] [--faults N] [--seed S]`; the exit code is 1 if a line
+of the result does not hold. With `--faults 0` the training stays healthy. In a short
+soak the faults follow each other too closely for the bound on the effective time. Such a soak with
+`--dry`, which writes no result, tests all other lines.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ IDLE_S, READ_EVERY_S = 0.25, 10.0
 HIDDEN = (rundir.HALT, ".metadata")
 """Hidden files that belong to a run: the request for a halt, and the index of a checkpoint."""
 CALM_S = (2.0, 6.0)
-"""Between a recovery and the next fault, at random."""
+"""Range of the random time between a recovery and the next fault."""
 MAX_VERDICTS, MAX_EVENT_BYTES = 10_000, 64 << 20
 
 
 class Readers:
-    """Asks `nsa-console status --json` again and again while the run is under fire."""
+    """Runs `nsa-console status --json` repeatedly while faults are injected."""
 
     def __init__(self, path: Path):
         self._words = [sys.executable, "-m", "console", "status", str(path), "--json"]
@@ -105,7 +105,7 @@ class Readers:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """A file system of its own for the run, None without the permission to mount one."""
+    """Yields a separate file system for the run, or None if this user cannot mount one."""
     with contextlib.ExitStack() as stack:
         try:
             disk = stack.enter_context(ext4(folder, DISK_MIB))
@@ -181,7 +181,7 @@ def verified(run: Path) -> tuple[str, bool]:
 
 
 def left_behind(started: Started, home: Path) -> list[str]:
-    """Returns processes, shared memory and files that should not be there."""
+    """Returns the processes, shared memory and files that remain after the run but should not."""
     token = started.token()
     left = [f"process {pid}" for pid in process.with_token(token)]
     owner = started.plan_state["supervisor"]
@@ -204,7 +204,7 @@ def sizes(started: Started) -> str:
 
 
 def false_alarms(run: Path, found: list[Injected]) -> list[Line]:
-    """Returns the lines about verdicts, and acts of the supervisor, while there was no fault."""
+    """Returns the lines about verdicts and actions of the supervisor without a fault."""
     spans = [(each.ts, each.ts + each.over_s + CALM_S[0]) for each in found]
 
     def is_healthy(ts: float) -> bool:
@@ -258,7 +258,7 @@ def judge(
 def judge_surroundings(
     chaos: Chaos, readers: Readers, first_mib: float, last_mib: float, word: str, home: Path
 ) -> list[Line]:
-    """Returns the lines about everything beside the training."""
+    """Returns the lines about everything except the training."""
     left, took = left_behind(chaos.started, home), readers.took_s or [0.0]
     return [
         ("how it ended", word, "halted", word.startswith("halted: ")),
@@ -304,7 +304,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[str, list[Line], int
             last_mib, word = chaos.memory_mib(), end(chaos)
             done = steps.read(rundir.heartbeat(chaos.run, 0))
             settle(found, done)
-            time.sleep(1.0)  # the supervisor's own last moment
+            time.sleep(1.0)  # the supervisor exits in this time
             lines = judge(chaos, found, done, options.faults) + false_alarms(chaos.run, found)
             lines += judge_surroundings(chaos, readers, first_mib, last_mib, word, home)
         finally:
@@ -326,7 +326,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument(
-        "--faults", type=int, default=10, help="disruptive ones; 0: no fault at all"
+        "--faults", type=int, default=10, help="number of disruptive faults; 0: no faults"
     )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--dry", action="store_true", help="print, write no result")
@@ -336,10 +336,10 @@ def main() -> int:
         text, lines, count = run(options, Path(folder))
     notes = (
         f"Seed {options.seed}, {options.minutes:g} minutes, {count} faults. Effective is the time "
-        "of steps that stayed, each counted once and for at most four medians; the whole runs from "
-        "the first step to the last, so that saving, restarting and what is repeated are in it. A "
-        "rank that is stopped for good is restarted by the stall rule, after three of its limits "
-        f"of {PLAN['watch']['stall_floor_s']} s."
+        "of the surviving steps; each counts once, for at most four medians. The whole time is the "
+        "time from the first to the last step, with saves, restarts and repeated steps. If a rank "
+        "is stopped for good, the stall rule restarts the run after three stall limits of "
+        f"{PLAN['watch']['stall_floor_s']} s."
     )  # fmt: skip
     if options.dry:
         print(f"{text}\n\n{notes}")

@@ -1,8 +1,8 @@
 """The cost of heartbeat and pulse per step, on the training thread.
 
-A full progress record of about 1.1 kB next to a busy loop that represents the step; the writer
-thread runs as in a training. In the same run, for comparison: the record encoded and written in
-line, as the simplest trainer would do it.
+Each step is a busy loop, after which a full progress record of about 1.1 kB is written; the writer
+thread runs as in a training. For comparison, the same run also encodes and writes the record in the
+training thread, as the simplest trainer would do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def spin(seconds: float) -> None:
 
 
 def sample(call: Callable[[int], object]) -> list[float]:
-    """Returns microseconds of each call, one a step."""
+    """Returns the microseconds of each call; each step has one call."""
     costs = []
     for step in range(CALLS):
         spin(STEP_S)
@@ -85,8 +85,8 @@ def main() -> None:
         "step_cost",
         "Cost of heartbeat and pulse per step",
         table(("what", "p50 µs", "p99 µs", "budget p50 µs"), rows),
-        f"Medians of {ROUNDS} rounds of {CALLS} calls, one a step of {STEP_S * 1e3:g} ms, the "
-        "three in turn in one process.",
+        f"Medians of {ROUNDS} rounds of {CALLS} calls. Each step of {STEP_S * 1e3:g} ms has one "
+        "call. The three rows are measured in turn, in one process.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The steps of a run by its heartbeats: done, repeated and lost. Pure functions."""
+"""Computes from heartbeats which steps of a run were done, repeated and lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from console.sources.tail import Tail
 from trainers.contract import heartbeat, jsonl
 
 LONGEST = 4.0
-"""A step counts for at most this many medians: the time of a fault is not work."""
+"""A step counts for at most this many medians, because the time of a fault is not work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def read(path: Path) -> list[Step]:
 
 
 def from_records(records: Iterable[Mapping[str, Any]]) -> list[Step]:
-    """Returns the steps of progress records; each lists all since the one before."""
+    """Returns the steps of progress records; each record lists the steps since the last."""
     found: list[Step] = []
     for record in records:
         if record["msg"] != "progress":
@@ -54,9 +54,9 @@ def median_s(steps: Sequence[Step]) -> float:
 
 
 def effective_s(steps: Sequence[Step]) -> float:
-    """Returns the time of the surviving steps: of a repeated one, the last time.
+    """Returns the time of the surviving steps; a repeated step counts once, with its last time.
 
-    Steps whose record a full disk lost count with the median: the steps after them need them.
+    If the record of a step was lost on a full disk, the step counts with the median time.
     """
     usual_s = median_s(steps)
     kept = {step.number: step.dt_s for step in steps}

@@ -1,7 +1,7 @@
 """The cost of the supervisor: `python -m benchmarks.supervisor [--seconds S] [--records N]`.
 
-Eight ranks of a program without torch report one step a second, with the figures of a trainer; then
-eight ranks report as fast as they can, a million records in all, and its memory is read on the way.
+Eight ranks of a program without torch report one step a second, with the figures of a trainer. Then
+eight ranks report a million records as fast as they can, while the supervisor's memory is measured.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ BUDGET_MIB, BUDGET_PCT = 48.0, 0.7
 
 
 def processes(supervisor: psutil.Process) -> list[psutil.Process]:
-    """Returns the owner of a launch, and the child that works for it."""
+    """Returns both processes of a supervisor: the owner and the working process."""
     own = supervisor.cmdline()
     return [supervisor, *(each for each in supervisor.children() if each.cmdline() == own)]
 
 
 def memory_mib(supervisor: psutil.Process) -> float:
-    """Returns the proportional set size of both: pages that both have count once."""
+    """Returns the proportional set size of both processes; shared pages count once."""
     return sum(each.memory_full_info().pss for each in processes(supervisor)) / 2**20
 
 
@@ -98,7 +98,7 @@ class Launched:
 
 
 def at_rest(seconds: float) -> tuple[float, float]:
-    """Returns CPU in percent of a core and memory in MiB, at eight ranks and one step a second."""
+    """Returns CPU in percent of a core and memory in MiB, for 8 ranks with a step per second."""
     with tempfile.TemporaryDirectory() as folder:
         launched = Launched(Path(folder), 100_000, 1.0)
         launched.until(5 * RANKS)
@@ -111,7 +111,7 @@ def at_rest(seconds: float) -> tuple[float, float]:
 
 
 def flood(records: int) -> list[tuple[str, float]]:
-    """Returns the memory in MiB at each fifth of the way, and the most until its end."""
+    """Returns the memory in MiB after each fifth of the records, and the most until the end."""
     found: list[tuple[str, float]] = []
     most = 0.0
     with tempfile.TemporaryDirectory() as folder:

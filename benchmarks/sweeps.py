@@ -1,8 +1,8 @@
 """How often a sweep finds a difference, false or true: `python -m benchmarks.sweeps`.
 
 Records the step times of a real run, then replays sweeps from them: each run draws its steps from
-the record, while other load comes and goes at random and makes every step longer that it meets. In
-one half of the sweeps both variants do the same work, in the other one is slower by a given share.
+the record, while random periods of other load make the steps in them longer. In one half of the
+sweeps, both variants do the same work. In the other half, one variant is slower by a given share.
 At the end, two variants with the same work run live beside processes that load all cores.
 """
 
@@ -30,7 +30,7 @@ from trainers.contract.plan import highest_p
 START_S = 4.0
 STEPS = 100
 SPAN_S, SHARE, SLOWER = (2.0, 120.0), (0.05, 0.4), (1.1, 1.8)
-"""Ranges of the load's mean span, of its share of the time, and of the factor on a step."""
+"""Ranges of the mean span of the load, its share of the time, and its factor on a step."""
 REPLAY = (
     f"Steps of a run: {STEPS}, drawn from the record of a real run. Load, per sweep: spans of "
     f"{SPAN_S[0]:g} to {SPAN_S[1]:g} s in the mean, {SHARE[0]:.0%} to {SHARE[1]:.0%} of the time, "
@@ -61,7 +61,7 @@ def launched(root: Path, phase: dict[str, Any]) -> Path:
 
 
 class Load:
-    """Other load that comes and goes during one sweep."""
+    """Random periods of other load during one sweep."""
 
     def __init__(self, rng: random.Random, total_s: float):
         span_s = SPAN_S[0] * (SPAN_S[1] / SPAN_S[0]) ** rng.random()
@@ -76,7 +76,7 @@ class Load:
             on = not on
 
     def factor(self, at: float) -> float:
-        """Returns by what factor a step that begins at `at` is longer."""
+        """Returns the factor on the time of a step that begins at `at`."""
         return self._factors[min(bisect(self._ends, at), len(self._ends) - 1)]
 
 

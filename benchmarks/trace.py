@@ -2,8 +2,9 @@
 
     python -m benchmarks.trace DIR [--ranks 8] [--no-gpus] [--seconds 60] [--backlog 600]
 
-Every second the GPUs' utilisation, power and temperature jitter and each rank writes one progress
-record; every ten seconds a log line is written. The same seed gives the same numbers.
+Every second, the utilisation, power and temperature of each GPU change at random, and each rank
+writes one progress record. Every ten seconds, a log line is written. The same seed gives the same
+numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CURRENT = 1
 
 
 class Trace:
-    """Writes one launch whose second phase runs; `tick` is one second of it."""
+    """Writes one launch whose second phase runs; `tick` writes one second of the phase."""
 
     def __init__(self, launch: Path, ranks: int = 8, gpus: bool = True, seed: int = 7):
         self.launch, self.ranks, self.gpus = launch, ranks, gpus
@@ -144,7 +145,7 @@ class Trace:
             self.tick(now - second)
 
     def play(self, seconds: float) -> None:
-        """Ticks once a second, on time."""
+        """Calls `tick` once per second."""
         end = time.monotonic() + seconds
         due = time.monotonic()
         while due < end:

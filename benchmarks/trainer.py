@@ -1,7 +1,7 @@
 """The cost of the loop compared with a bare PyTorch loop: `python -m benchmarks.trainer`.
 
-Pairs of runs in turn, on the same dense model and the same random bytes: ours with heartbeats,
-pulse and guards, and twenty lines of PyTorch that only train.
+Pairs of runs train the same dense model on the same random bytes, in turn: our loop with
+heartbeats, pulse and guards, and a loop of twenty lines of PyTorch that only trains.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPE = {
 
 
 def bare(sets: Sequence[str], steps: int) -> None:
-    """Trains in the plainest loop and prints the CPU seconds of its steps."""
+    """Trains with the simplest loop, and prints the CPU seconds of its steps."""
     import torch
     import torch.nn.functional as F
     from torch import distributed as dist
@@ -41,7 +41,7 @@ def bare(sets: Sequence[str], steps: int) -> None:
     from trainers import optim, settings
     from trainers.allocator import keep_freed_memory
 
-    keep_freed_memory()  # as our loop does, so that its gain is not measured
+    keep_freed_memory()  # as our loop does, so that the gain of this is not measured
     chosen = settings.resolve(None, {}, dict(word.split("=", 1) for word in sets)).settings
     world = int(environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(chosen.train.seed)
@@ -95,13 +95,13 @@ def ours(sets: Sequence[str], steps: int) -> None:
 
 
 def tell(figures: list[float]) -> None:
-    """Prints a line in one write: the ranks share a standard output."""
+    """Prints a line in one write, because the ranks share the standard output."""
     sys.stdout.flush()
     os.write(1, f"{json.dumps(figures)}\n".encode())
 
 
 def measure(kind: str, nproc: int, steps: int) -> tuple[float, float]:
-    """Returns CPU and wall seconds a step, summed over ranks and their mean."""
+    """Returns two values per step: CPU seconds summed over ranks, and mean wall seconds."""
     sets = [f"{key}={value}" for key, value in SHAPE.items()]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
 """False stops of healthy runs by the watchdog: `python -m benchmarks.watch_hours`.
 
-Replays healthy histories through the real watchdog, one update a second, with --halt: step
-times with heavy tails, whose excess lies in one phase of one rank while the others wait; records
-every 1 or 20 steps; pauses for evaluation and saving; hours of a slow loader; drifting entropy;
-restarts; text or random bytes; fp16 that calibrates its loss scale; busy or half idle GPUs.
-Then sick histories, which must raise their rule.
+First replays healthy histories through the real watchdog with --halt, one update a second. They
+have step times with heavy tails, where one phase of one rank is slow and the other ranks wait. They
+also have records every 1 or 20 steps; pauses for evaluation and saving; hours of a slow loader;
+drifting entropy; restarts; text or random bytes; fp16 that calibrates its loss scale; and busy or
+half idle GPUs. Then replays sick histories, each of which must raise a certain rule.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Draw = Callable[[random.Random], float]
 
 
 def lognormal(rng: random.Random) -> float:
-    """Step time in medians: lognormal, sigma 1."""
+    """Returns a step time in medians, lognormal with sigma 1."""
     return rng.lognormvariate(0.0, 1.0)
 
 
 def pareto(rng: random.Random) -> float:
-    """Step time in medians: even, but one in a hundred has a tail of exponent 1.1."""
+    """Returns a step time in medians: constant, but 1 in 100 has a tail of exponent 1.1."""
     tail = 2 * rng.paretovariate(1.1) if rng.random() < 0.01 else 0.0
     return rng.lognormvariate(0.0, 0.1) + tail
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of run: its step times, the median in s, steps a record, ranks."""
+    """One kind of run: its step times, their median in s, steps per record, ranks."""
 
     name: str
     draw: Draw
@@ -96,7 +96,7 @@ class Counts:
 
 
 class Run:
-    """One simulated attempt: edges of phases for each rank, records, memory, GPUs."""
+    """One simulated attempt: times of the phases of each rank, records, memory, GPUs."""
 
     def __init__(self, case: Case, rng: random.Random):
         self.case, self.rng = case, rng
@@ -120,7 +120,7 @@ class Run:
         self.entropy = UNIFORM_NATS
         self.durations: list[float] = []
         self.recorded: list[float] = []
-        """The times of its records."""
+        """The times of the records."""
         self.spent = [[0.0] * 4 for _ in range(case.world)]
         self.edges: list[list[tuple[float, int, str]]] = [
             [(0.0, 0, "boot"), (rng.uniform(5, 120), 0, "load")] for _ in range(case.world)
@@ -402,13 +402,13 @@ SICK: dict[str, Spoil] = {
         }
     ),
 }
-"""By rule: the change that makes an even run sick, `SICK_AT_S` after its start."""
+"""For each rule, the change that makes a constant run sick, `SICK_AT_S` after its start."""
 
 
 def seen_after_s(
     name: str, sick_at_s: float = SICK_AT_S, seed: int = 1
 ) -> tuple[float | None, float | None]:
-    """Returns the seconds from the beginning until a rule was raised, and until it would halt."""
+    """Returns the seconds from the fault to the alert of a rule, and to the halt that is due."""
     run = Run(CALM, random.Random(seed))
     run.random_bytes, run.settings["data.source"] = True, "synthetic"
     run.learns_at, run.slow_until, run.sick_at = 0, math.inf, sick_at_s

@@ -24,7 +24,10 @@ _ALL_BUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SD
 
 
 def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
-    """Returns a context that limits SDPA's kernels; `refused` if flash cannot compute this case."""
+    """Returns a context that limits SDPA to the kernels that the switches allow.
+
+    With `refused`, flash cannot compute this case, so the switch `flash_only` has no effect.
+    """
     if switches.no_flash:
         return sdpa_kernel(_ALL_BUT_FLASH)
     if switches.flash_only and not refused:
@@ -62,18 +65,18 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor
 
 
 def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
-    """`attend_last` with T = S on the CPU, for equal Dk and Dv; a `window` hides older tokens.
+    """Computes `attend_last` with T = S on the CPU, for equal Dk and Dv.
 
-    The tokens are cut into folds. The heads of a group are rows of one product, and a fold reads
-    only the keys that one of its tokens sees.
+    A `window` hides older tokens. The tokens are cut into folds. The heads of a group are rows of
+    one product, and a fold reads only the keys that at least one of its tokens sees.
     """
     return _Folded.apply(q, k, v, window)[0]
 
 
 class _Folded(torch.autograd.Function):
-    """`attend_folded` and its log-sum-exp.
+    """Computes `attend_folded` and its log-sum-exp, with a backward for all folds together.
 
-    Autograd over single folds would fill and sum a gradient of all tokens for each of them.
+    Autograd would allocate a gradient of the size of all tokens for each fold, and sum these.
     """
 
     @staticmethod
@@ -109,7 +112,7 @@ def _folds(q: Tensor, k: Tensor, window: int) -> list[tuple[slice, slice, Tensor
     heads, found = q.shape[1] // k.shape[1], []
     for begin in range(0, q.shape[2], FOLDED_TOKENS):
         end = min(begin + FOLDED_TOKENS, q.shape[2])
-        reach = window if window < end else 0  # 0: all tokens of the fold see all former tokens
+        reach = window if window < end else 0  # 0: all tokens of the fold see all earlier tokens
         start = max(begin - reach, 0) if reach else 0
         bias = causal_mask(begin - start, end - begin, end - start, q, heads, reach)
         found.append((slice(begin * heads, end * heads), slice(start, end), bias))
@@ -122,9 +125,9 @@ def _rows(x: Tensor, groups: int) -> Tensor:
 
 
 def _heads(rows: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Joins the `_rows` of some tokens each, as `[B, H, S, D]` with the heads of `like`.
+    """Joins pieces with the shape of `_rows` to `[B, H, S, D]`, with the heads of `like`.
 
-    The layout in memory is [B, S, H, D], in which heads are merged.
+    The layout in memory is [B, S, H, D], so that merging the heads needs no copy.
     """
     heads = like.shape[1] // rows[0].shape[1]
     pieces = [x.unflatten(2, (-1, heads)).transpose(1, 2) for x in rows]

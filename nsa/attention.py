@@ -38,7 +38,7 @@ def merge_heads(x: Tensor) -> Tensor:
 class NSAttention(nn.Module):
     """A layer of `nsa_attention`: it projects queries, keys, values, gates and the output.
 
-    `fallbacks` has the number of calls, by cause, that could not obey a switch; `nvtx` marks the
+    `fallbacks` counts the fallbacks of all calls by reason (`Route.fallback`). `nvtx` marks the
     branches as ranges for Nsight Systems.
     """
 
@@ -119,7 +119,7 @@ class NSAttention(nn.Module):
 
     @torch.no_grad()
     def collect(self, logits: Tensor, q: Tensor, k_blocks: Tensor) -> None:
-        """Stores the statistics of a forward in `stats`, from gate logits, queries and blocks."""
+        """Computes `stats` from gate logits, queries and compressed keys of a forward."""
         nsa = self.config.nsa
         p_sel = block_scores(q, k_blocks, nsa)
         found = selection_stats(p_sel, top_blocks(p_sel, nsa), nsa)
@@ -166,7 +166,7 @@ class DenseAttention(nn.Module):
         return self.out(merge_heads(out))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None) -> Tensor:
-        """Returns the attention to the tokens in the cache and these, `[B, H, S, Dv]`."""
+        """Returns the attention to the cached and the new tokens, `[B, H, S, Dv]`."""
         config, first = self.config, 0 if cache is None else cache.length
         q, k = (rotate(part, config.rope_base, first) for part in (q, k))
         if cache is not None:

@@ -14,10 +14,10 @@ from nsa.config import ModelConfig
 
 BRANCHES = ("cmp", "sel", "win")
 MASKED_UP_TO = {"cpu": 512}
-"""Tokens up to which masks are the faster route of the selected branch, by device type."""
+"""Most tokens for which masks are the faster route of the selected branch, by device type."""
 MASKED_UP_TO_ELSEWHERE = 4096
 FLASH_ATTN_INSTALLED = importlib.util.find_spec("flash_attn") is not None
-"""Found once, without importing it: a search takes 0.1 ms, and torch.compile cannot trace it."""
+"""The search is made only once, because it takes 0.1 ms and torch.compile cannot trace it."""
 FLASH_ATTN_LARGEST_HEAD = 256
 FOLDED_UP_TO = 1024
 """Most tokens whose causal attention folds the heads of a group into the rows of one product."""
@@ -35,7 +35,7 @@ class Switches:
     """
 
     prefill_batched: bool = _switch(
-        True, "Compute all tokens at once; off: one by one through the decoding cache."
+        True, "Compute all tokens at once; off: compute one query after the other."
     )
     sel_ranges: bool = _switch(
         False, "Compute the selected branch from merged ranges of tokens, not from block indices."
@@ -59,7 +59,7 @@ class Switches:
 
     @property
     def fixed_gate(self) -> tuple[float, ...] | None:
-        """The weights of cmp, sel and win that replace the gate's; None without an ablation."""
+        """The weights that an ablation sets for cmp, sel and win; None without an ablation."""
         if self.uniform_gate:
             return (1 / 3,) * len(BRANCHES)
         if self.force_branch == "none":
@@ -69,7 +69,7 @@ class Switches:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The conditions that a choice depends on."""
+    """The facts on which the choice of the routes depends."""
 
     config: ModelConfig
     seq_len: int
@@ -111,11 +111,11 @@ class Route:
     name: str
     why: str
     fallback: str = ""
-    """Why a switch is not obeyed or a kernel is missing, or "" if neither is so."""
+    """Why a switch has no effect or a kernel is missing, or "" if neither is so."""
     folded: bool = False
-    """The heads of a group are rows of one product in the window and the causal part. On the CPU
-    only; it needs a group for each thread, because the kernel's backward gives each thread whole
-    groups."""
+    """True if the heads of a group are rows of one product, in the window and in the causal part.
+    This is done only on a CPU with at least one group per thread, because the kernel's backward
+    assigns whole groups to threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Returns why flash_only cannot be followed or torch lacks a kernel, otherwise ""."""
+    """Returns why flash_only has no effect or which kernel torch lacks, or "" if neither is so."""
     if route == "chunked" and case.device == "cpu" and not case.flash_parts:
         return "this torch has no flash kernel for parts of the keys; matrix products replace it"
     if not case.switches.flash_only or route in ("none", "flash-attn"):
@@ -218,7 +218,7 @@ def _sdpa_refusal(case: Case, route: str) -> str:
 
 
 def in_words(routes: Mapping[str, Route]) -> dict[str, str]:
-    """Returns routes as env.json and the screen show them: name, and reason of a fallback."""
+    """Returns a text for each route, for env.json and the screen: name, and any fallback."""
     return {
         branch: f"{route.name}{', heads folded' if route.folded else ''}"
         f"{f' ({route.fallback})' if route.fallback else ''}"

@@ -8,7 +8,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 
 SMALLEST_BUFFER = 64
-"""Rows in the first buffer of a cache without a capacity."""
+"""Least number of rows in a buffer, unless `keep` is set."""
 
 
 class Rows:
@@ -24,7 +24,7 @@ class Rows:
         self._begin = self._end = 0
 
     def append(self, new: Tensor) -> Tensor:
-        """Returns the kept rows followed by the `new` ones. Raises RuntimeError for gradients."""
+        """Stores `new`. Returns the earlier rows, then `new`. Raises RuntimeError for gradients."""
         if new.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a decoding cache stores no gradients; call it in torch.no_grad().")
         if self._keep is not None and new.shape[2] > self._keep:
@@ -73,11 +73,11 @@ class Rows:
 class Cache:
     """The cached keys and values of one layer.
 
-    `kv` are unrotated rows of the compressed branch for its incomplete block, then rotated keys
-    and values of the selected and window branch. `blocks` are keys and values of the complete
-    compressed blocks. Rows that no later token can use are dropped. Without a `config`, `kv` are
-    those of dense attention: rotated keys, and values. `capacity` is the number of tokens for which
-    memory is reserved at once; a longer sequence replaces it by more.
+    `kv` are first the unrotated keys and values of the compressed branch, for its incomplete block,
+    and then the rotated keys and the values of the selected and of the window branch. `blocks` are
+    the keys and values of the complete compressed blocks. Rows that no later token can use are
+    dropped. Without a `config`, `kv` are the rotated keys and the values of dense attention. Memory
+    for `capacity` tokens is reserved at the first append; a longer sequence reserves more.
     """
 
     def __init__(self, config: NSAConfig | None, capacity: int = 0) -> None:

@@ -1,18 +1,18 @@
-"""The selected branch at a cost of the selected blocks, and in memory for one chunk of tokens.
+"""Computes the selected branch from the selected blocks only, one chunk of tokens at a time.
 
 Every query selects block 0, its current block and the block before it. These are its near keys. The
 other pairs of a query and a selected block are sorted by their blocks, and cut into tiles. A tile
-has the rows (queries times heads of a group) that share one block, so it is one product of dense
-matrices. The parts of a query are combined by their log-sum-exps; the backward computes the parts
-again from the saved indices.
+has rows (queries times heads of a group) of one block, so it is one product of dense matrices. The
+near keys and each tile give one part of a query's output. The parts are combined by their
+log-sum-exps. The backward computes the parts again from the saved indices.
 
 A tile may have more slots than queries. The spare slots contain the spare row: the last row of all
 rows of a chunk, which has no query.
 
 Tokens t < n · l' select every block that has begun, so they use plain causal attention.
 
-Shapes: S queries, the last of T tokens; C queries in a chunk; R heads in each of G groups; a row is
-(sequence, group, token) with its R heads.
+Shapes: S queries, which are the last of T tokens; C queries in a chunk; R heads in each of G
+groups. A row belongs to one sequence, group and token, and has R heads.
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,15 @@ from nsa.select import attend_selected
 CHUNK = 8192
 """Tokens in a chunk."""
 TILE_ROWS = 384
-"""Most rows in a tile: large enough for an efficient product, small enough to fill. A tile has no
-more slots than a block has pairs in the mean, and at least 8."""
+"""Most rows in a tile. Fewer rows make the products slow, and more rows leave more slots empty. The
+number of slots is also at most the mean number of pairs of a block, but at least 8."""
 PART_BYTES = 32 << 20
-"""Memory of the queries and outputs of a part, and of their gradients. It changes no bit of the
-result, unless scores differ by more than `FARTHEST_AHEAD`. Sizes from 32 to 256 MiB are equally
-fast on a CPU, so it need not follow the cache; smaller parts are slower, because of more calls."""
+"""Memory of the queries and outputs of one `_Tiles`, and of their gradients. The size changes no
+bit of the result, unless a log-sum-exp is more than `FARTHEST_AHEAD` above its reference. On a CPU,
+all sizes from 32 to 256 MiB are equally fast; smaller sizes are slower, because they need more
+calls."""
 FARTHEST_AHEAD = 40.0
-"""Largest distance of a log-sum-exp above its query's reference; float32 overflows at 88."""
+"""Largest distance of a log-sum-exp above its reference (`_Joined`); exp overflows at 88."""
 
 
 def attend_chunked(
@@ -47,8 +48,9 @@ def attend_chunked(
 ) -> Tensor:  # fmt: skip
     """Causal attention to the selected blocks; shapes as in `nsa.select.attend_selected`.
 
-    `flash` allows torch's flash kernel for the parts. Queries that do not begin a block follow
-    those of the former call and are masked, up to the next block.
+    `flash` allows torch's flash kernel for the parts. The tiles need queries that start with a
+    block. The queries before these use plain causal attention if they select all blocks, or else a
+    mask.
     """
     size, (count, total) = config.select_block_size, (q.shape[2], k.shape[2])
     past, all_seen = total - count, config.n_select * size
@@ -157,11 +159,12 @@ _selected.register_autograd(_backward, setup_context=_keep)
 
 
 class _Joined:
-    """Sums the weighted outputs of the parts.
+    """Sums the weighted outputs of the parts of each query.
 
-    The weights of a query are relative to a reference near its log-sum-exp, at first that of the
-    near keys. A part that lies so far above it that a weight could overflow raises it; where the
-    host may not wait for this check, each part does.
+    A weight is the exponential of the part's log-sum-exp minus a reference. At first, the reference
+    is the log-sum-exp of the near keys. On a CPU, the reference is raised only if a part is
+    more than `FARTHEST_AHEAD` above it. On a GPU, where the host does not wait for this check, the
+    reference is raised for every part that is above it.
     """
 
     def __init__(self, near: Tensor, near_lse: Tensor) -> None:
@@ -197,19 +200,24 @@ class _Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One chunk: the queries begin … end - 1. `first` is the block of the first query."""
+    """A chunk of the queries `begin` to `end - 1`; `first` is the block of the first query."""
 
     begin: int
     end: int
     first: int
     size: int
     blocks: Tensor
-    """`[B, G, C, n - 3]`: the selected blocks without the forced ones."""
+    """`[B, G, C, n - 3]`: the selected blocks except the three blocks of the near keys."""
     bias: Tensor
-    """Additive mask `[l' · R, 3 · l']` of a query's own block, after block 0 and the one before."""
+    """Additive mask `[l' · R, 3 · l']` for the queries of a block and its near keys, in the order:
+    block 0, the block before, the block itself."""
 
     def rows(self, x: Tensor, spare: float = 0.0) -> Tensor:
-        """`[B, H, S, X]` → `[B · G · C + 1, R, X]`, in float32 or wider; the last is `spare`."""
+        """Returns the rows of the chunk, and then the spare row.
+
+        The shapes are `[B, H, S, X]` → `[B · G · C + 1, R, X]`. The rows are in float32 or wider.
+        The values of the spare row are `spare`.
+        """
         x = x[:, :, self.begin : self.end].unflatten(1, (self.blocks.shape[1], -1)).transpose(2, 3)
         wide = upcast_fp32(x[:0])
         rows = wide.new_empty(self.blocks.shape[:3].numel() + 1, *x.shape[3:])
@@ -218,28 +226,33 @@ class _Chunk:
         return rows
 
     def fold(self, rows: Tensor) -> Tensor:
-        """`[B · G · C + 1, R, X]` → `[B · G · blocks, 1, l' · R, X]`, padded to whole blocks."""
+        """Groups the rows of the chunk by block, without the spare row.
+
+        `[B · G · C + 1, R, X]` → `[B · G · blocks, 1, l' · R, X]`; the last block is padded with
+        zeros.
+        """
         x, spare = rows[:-1], -self.blocks.shape[2] % self.size
         if spare:
             x = F.pad(x.unflatten(0, (-1, self.blocks.shape[2])), (0, 0, 0, 0, 0, spare))
         return x.view(-1, 1, self.size * rows.shape[1], rows.shape[2])
 
     def unfold(self, x: Tensor) -> Tensor:
-        """The reverse of `fold`; the last row is 0."""
+        """Reverses `fold`, and adds a spare row of zeros."""
         batch, groups, tokens, _ = self.blocks.shape
         x = x.reshape(batch * groups, -1, x.shape[2] // self.size, x.shape[3])[:, :tokens]
         return F.pad(x.flatten(0, 1), (0, 0, 0, 0, 0, 1))
 
     def write(self, rows: Tensor, whole: Tensor) -> None:
-        """Writes `[B · G · C + 1, R, X]` to the tokens of the chunk in `whole` `[B, S, H, X]`."""
+        """Writes `rows` to the tokens of the chunk in `whole` `[B, S, H, X]`."""
         part = whole[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
         part.transpose(1, 2).copy_(rows[:-1].view(part.transpose(1, 2).shape))
 
     def tiles(self, keys: "_Blocks", values: "_Blocks") -> "list[_Tiles]":
-        """Returns the tiles of the chunk's far (query, block) pairs, in parts of bounded memory.
+        """Returns the tiles of all (query, block) pairs that are not near, in groups.
 
-        Each block has as many tiles as its pairs need. For example, the queries a … e selected
-        block 3, and f, g, h block 5; with 4 slots in a tile, `row` has
+        A group needs about `PART_BYTES` of memory. Each block has as many tiles as its pairs need.
+        For example, the queries a … e selected block 3, and f, g, h selected block 5. With 4 slots
+        in a tile, `row` is
 
             a b c d (block 3)   e spare spare spare (block 3)   f g h spare (block 5)
         """
@@ -257,7 +270,7 @@ class _Chunk:
         tile_block = _block_of(n_tiles, most)
         first_tile = n_tiles.cumsum(0) - n_tiles
         slot = (first_tile * slots - begin[:-1])[block] + torch.arange(len(block), device=device)
-        row = order.new_full((len(tile_block) * slots,), batch * groups * tokens)  # spare
+        row = order.new_full((len(tile_block) * slots,), batch * groups * tokens)  # the spare row
         row.scatter_(0, slot, order // picks)
         width = len(self.bias) // self.size * (keys.data.shape[-1] + values.data.shape[-1])
         parts = -(-len(order) * 2 * width * keys.data.element_size() // PART_BYTES)
@@ -265,14 +278,18 @@ class _Chunk:
 
 
 def _host_may_wait(x: Tensor) -> bool:
-    """False on a GPU, where the host prepares the next kernels while one runs."""
+    """Returns whether the host may wait for a value of `x`: on a CPU only.
+
+    On a GPU, the host prepares the next kernels while a kernel runs.
+    """
     return x.device.type == "cpu"
 
 
 def _block_of(tiles: Tensor, most: int) -> Tensor:
     """Returns the block of each tile; `tiles` `[blocks]` is the number of tiles of each block.
 
-    There are `most` tiles if the host may not wait for their sum; the last tiles are then spare.
+    If the host may not wait for the sum of `tiles`, the number of tiles is `most`, and the surplus
+    tiles have only spare slots.
     """
     end = tiles.cumsum(0)
     count = int(end[-1]) if _host_may_wait(end) else most
@@ -291,13 +308,13 @@ class _Tiles:
 
     @classmethod
     def cut(cls, row: Tensor, block: Tensor, parts: int) -> "list[_Tiles]":
-        """Returns at most `parts` parts of equal size."""
+        """Returns the tiles in at most `parts` groups of nearly equal size."""
         count = min(parts, len(block))
         ends = [len(block) * i // count for i in range(count + 1)] if count else []
         return [cls(row[i:j], block[i:j]) for i, j in pairwise(ends)]
 
     def queries(self, x: Tensor) -> Tensor:
-        """`[rows, R, X]` → `[tiles, 1, slots · R, X]`."""
+        """Returns the rows in the slots: `[rows, R, X]` → `[tiles, 1, slots · R, X]`."""
         rows = x.flatten(1).index_select(0, self.row.flatten())
         return rows.view(len(self.row), 1, -1, x.shape[-1])
 
@@ -321,14 +338,17 @@ class _Blocks:
         return cls(wide.unflatten(2, (-1, size)).contiguous())
 
     def near(self, chunk: _Chunk) -> Tensor:
-        """`[B · G · blocks, 1, 3 · l', D]`: block 0, the block before each block, and the block."""
+        """Returns block 0, the block before, and the block itself, for each block of the chunk.
+
+        The shape is `[B · G · blocks, 1, 3 · l', D]`.
+        """
         n = -(-(chunk.end - chunk.begin) // chunk.size)
         before, own = (self.data[:, :, i : i + n] for i in (chunk.first - 1, chunk.first))
         initial = self.data[:, :, :1].expand_as(own)
         return torch.cat((initial, before, own), dim=3).flatten(0, 2).unsqueeze(1)
 
     def far(self, tiles: _Tiles) -> Tensor:
-        """`[tiles, 1, l', D]`."""
+        """Returns the block of each tile, `[tiles, 1, l', D]`."""
         rows = self.data.flatten(3, 4).flatten(0, 2).index_select(0, tiles.block)
         return rows.view(-1, 1, *self.data.shape[3:])
 
@@ -340,7 +360,7 @@ class _Blocks:
             self.data[:, :, begin : begin + part.shape[2]].add_(part)
 
     def add_far(self, tiles: _Tiles, grad: Tensor) -> None:
-        # Flattened rows: index_add_ is slow on the CPU for rows of two dimensions.
+        # The rows are flattened, because index_add_ on the CPU is slow for rows of two dimensions.
         self.data.view(-1, grad[0].numel()).index_add_(0, tiles.block, grad.flatten(1))
 
     def joined(self, like: Tensor) -> Tensor:
@@ -353,7 +373,7 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
     """Returns the chunks of the queries `[B, H, S, D]`; the first query begins a block."""
     seq_len, heads = q.shape[2], q.shape[1] // k.shape[1]
     first = (k.shape[2] - seq_len) // size
-    # A query of the third of three blocks; all its keys in the first two lie before it.
+    # The queries are in the third of three blocks, so they see all keys of the first two.
     bias = causal_mask(2 * size, size, 3 * size, upcast_fp32(q[:, :, :0]), heads=heads)
     step = max(CHUNK // size, 1) * size
     far = blocks[..., INITIAL_BLOCKS:-LOCAL_BLOCKS].split(step, dim=2)

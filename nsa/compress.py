@@ -1,7 +1,7 @@
 """The compressed branch: attention to summaries of blocks (eq. 7), and its scores (eq. 8, 10).
 
-The scores decide which blocks are selected. Therefore this branch, the smallest, computes in
-float32 or wider, whatever the dtype of the model, also under autocast.
+The scores decide which blocks are selected. Therefore this branch, which is the smallest, computes
+in float32 or wider, whatever the dtype of the model, and also under autocast.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class BlockMLP(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, draw: Draw = draw_normal) -> None:
-        """Normal weights of standard deviation 1 / sqrt(fan-in); positions 0."""
+        """Draws the weights with standard deviation 1 / sqrt(fan-in); sets the positions to 0."""
         self.position.zero_()
         for layer in (self.hidden, self.out):
             draw(layer.weight, layer.in_features**-0.5)
@@ -70,7 +70,7 @@ class BlockMean(nn.Module):
 
 
 def make_phi(config: NSAConfig, width: int) -> nn.Module:
-    """Returns the phi of a configuration for keys or values of a width."""
+    """Returns the phi that the configuration names, for keys or values of this width."""
     return BlockMLP(config.block_size, width) if config.compress == "mlp" else BlockMean()
 
 
@@ -120,16 +120,16 @@ def attend_compressed(
             queries, keys, values = map(upcast_fp32, (queries, k[:, :, :n], v[:, :, :n]))
             pieces.append(attend(queries, keys, values, mask).transpose(1, 2).to(q.dtype))
     if len(pieces) == 1:
-        # The sum of nothing keeps the branch in the graph, so its gradients are 0 and not None.
+        # Sums of empty tensors keep the branch in the graph, so its gradients are 0 and not None.
         pieces[0] = pieces[0] + (q[..., :0].sum() + k.sum() + v.sum()).to(q.dtype)
-    # Joined as [B, S, H, D], the layout in which the heads are merged.
+    # In the layout [B, S, H, D], merging the heads needs no copy.
     return torch.cat(pieces, dim=1).transpose(1, 2)
 
 
 def weights_in_chunks(
     q: Tensor, k: Tensor, size: int, stride: int, first: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields p_cmp (eq. 8), summed over each group's heads (eq. 10), for some tokens at a time.
+    """Yields p_cmp (eq. 8), summed over each group's heads (eq. 10), for one chunk after the other.
 
     Each item has two values: the slice of the tokens, and p_cmp `[B, G, tokens, n]` in float32 or
     wider; n is the number of blocks that the last of these tokens sees. Shapes and `first` are as

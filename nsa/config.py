@@ -14,7 +14,10 @@ N_BRANCHES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class NSAConfig:
-    """Native Sparse Attention (arXiv 2502.11089); lengths in tokens, by default the paper's."""
+    """The settings of Native Sparse Attention (arXiv 2502.11089).
+
+    Lengths are in tokens; their defaults are those of the paper.
+    """
 
     block_size: int = 32
     """l: tokens per compressed block."""
@@ -31,7 +34,7 @@ class NSAConfig:
     gate: Literal["sigmoid", "softmax"] = "sigmoid"
     """Branch weights: "sigmoid" of each branch (the paper), or "softmax" over all branches."""
     gate_hidden: int = 0
-    """Hidden width of the gate's MLP, which the paper has; with 0, the gate is linear."""
+    """Hidden width of the attention gate, an MLP in the paper; 0: the gate is linear."""
 
     def __post_init__(self) -> None:
         least = min(self.block_size, self.block_stride, self.select_block_size, self.window)
@@ -68,7 +71,7 @@ class ModelConfig:
     n_kv_groups: int
     """G: key/value heads; H/G query heads share one key/value head."""
     d_k: int
-    """Width of one query or key head (even: rotary pairs)."""
+    """Width of one query or key head. It must be even, because rotary embedding turns pairs."""
     d_v: int
     """Width of one value head."""
     mlp_hidden: int
@@ -119,8 +122,8 @@ def parameter_count(config: ModelConfig) -> int:
     """Returns the exact number of trainable parameters of `nsa.model.Transformer(config)`."""
     per_layer = _layer_matmul_weights(config) + 2 * config.dim
     if config.attention == "nsa":
-        per_layer += N_BRANCHES * config.n_heads  # biases of the gate
-        if config.nsa.compress == "mlp":  # its positions
+        per_layer += N_BRANCHES * config.n_heads  # biases of the attention gate
+        if config.nsa.compress == "mlp":  # positions of phi
             per_layer += config.nsa.block_size * (config.d_k + config.d_v)
         per_layer += _phi_weights(config)
     embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
@@ -128,7 +131,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
-    """Training FLOPs (forward and backward) per token of a sequence of `seq_len` tokens.
+    """Returns the training FLOPs (forward and backward) per token of a sequence.
 
     A multiply-add is 2 operations; the backward pass has twice the operations of the forward pass.
     Embedding look-up, norms, rotary embedding, softmax and the optimizer are not counted, nor is
@@ -138,7 +141,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
       + 6 · phi's weights · G · compressed blocks / seq_len                    (NSA, phi = mlp)
       + per layer and head, attention:
           causal=False: 6 · (d_k + d_v) · seq_len — the usual uncorrected figure (PaLM, App. B),
-                        which charges each query with every key, whichever attention it is;
+                        which counts all keys for each query, for any kind of attention;
           causal=True:  6 · (d_k + d_v) · keys + 2 · d_k · compressed keys
                         where `keys` is the exact mean number of keys that a query attends to, over
                         all branches, and the second term is the score pass of the selection, which

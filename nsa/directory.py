@@ -1,6 +1,6 @@
 """A model as a directory: `config.json` and `model.safetensors`.
 
-Hugging Face's tools read the same directory (`nsa.hf`). Reading it runs no code from it.
+Hugging Face's tools read the same directory (`nsa.hf`). Reading a directory runs no code from it.
 """
 
 import json
@@ -30,8 +30,9 @@ def save_model(
     """Writes the configuration and the weights of a model to a directory.
 
     `facts` are added to the metadata of the weights. A directory that was not written to its end
-    has no `config.json`, so that no reader accepts it. Raises OSError, also if the directory has a
-    `config.json` of another kind, and ValueError for a model with a fixed gate.
+    has no `config.json`, so that no reader accepts it. Raises OSError, for example if the directory
+    has a `config.json` of another kind. Raises ValueError for a model with `force_branch` or
+    `uniform_gate`.
     """
     if any(layer.switches.fixed_gate for layer in model.attention_layers()):
         raise ValueError("a directory cannot describe force_branch or uniform_gate of a model")
@@ -46,7 +47,9 @@ def save_model(
     try:
         _described(path)
     except ValueError as error:
-        raise FileExistsError(f"{path} has a {CONFIG} of another kind; name a new one") from error
+        raise FileExistsError(
+            f"{path} has a {CONFIG} of another kind; name another directory"
+        ) from error
     except FileNotFoundError:
         pass
     new = path / f".{WEIGHTS}.new"
@@ -91,7 +94,7 @@ def _with_weights(config: ModelConfig, weights: dict[str, Tensor]) -> Transforme
     if config.tie_embeddings:
         weights["head.weight"] = weights.get("embed.weight", torch.empty(0))
     total, expected = sum(x.numel() for x in set(weights.values())), parameter_count(config)
-    if total != expected:  # first, because a damaged configuration may describe a huge model
+    if total != expected:  # checked first: a damaged configuration may describe a huge model
         raise ValueError(f"{WEIGHTS} has {total} parameters, {CONFIG} describes {expected}")
     with torch.device("meta"):
         model = Transformer(config)

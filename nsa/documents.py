@@ -1,7 +1,7 @@
 """Documents packed in one sequence: each document is computed as if it were alone.
 
-Documents of the same length are computed as one batch. So positions, compressed blocks, selection
-and window begin anew in each document, whatever the kernel.
+Each document is a separate sequence for every kernel, so positions, compressed blocks, selection
+and window begin anew in each document. Documents of the same length are computed as one batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ def each_document(
     """Returns the results of `attend(*parts)` for each document, `[B, H, S, D]`.
 
     Each of the parts is `[B, …, S, …]` with S tokens along dimension 2. With a decoding cache, the
-    first document continues that in the cache, and the last one stays in it; an empty first
-    document ends the one in the cache.
+    first document continues the cached document, and the last document stays in the cache. An empty
+    first document ends the cached document.
     """
     pieces = [part.split(list(lengths), dim=2) for part in parts]
     batch, found = parts[0].shape[0], dict[int, Tensor]()

@@ -25,7 +25,7 @@ SELECTED = {"masked": attend_selected, "ranges": attend_ranges}
 """The functions of the selected branch by route, except `attend_chunked`. A new kernel needs a row
 here and a rule in `nsa.backends`."""
 Routes = Callable[[Tensor, int], Mapping[str, Route]]
-"""Returns the route of each branch, for queries `[B, H, S, Dk]` and the first query's position."""
+"""A function of queries `[B, H, S, Dk]` and the first query's position, with a route per branch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +106,13 @@ def _extended(
     """Appends the next tokens to the cache.
 
     Returns two values: keys and values of the selected and the window branch, and the compressed
-    blocks. Before and after, the cache has the blocks that are complete, and at least the unrotated
-    rows from the first token of the next block on.
+    blocks. Before and after the call, the cache has the blocks that are complete, and at least the
+    unrotated rows from the first token of the next block on.
     """
     old, was_empty = compressed_blocks(config, cache.length), cache.length == 0
     k_cmp, v_cmp, *kv = cache.append(new)
-    if compressed_blocks(config, cache.length) > old or was_empty:  # once to store that none is
-        needed = cache.length - old * config.block_stride  # rows from the first token of block old
+    if compressed_blocks(config, cache.length) > old or was_empty:  # once to store 0 blocks
+        needed = cache.length - old * config.block_stride  # rows since block `old` begins
         keys, values = (x[:, :, x.shape[2] - needed :] for x in (k_cmp, v_cmp))
         cache.append_blocks(*summaries(keys, values, phi, config, rope_base, old))
     return kv, cache.blocks
@@ -136,7 +136,7 @@ def _documents(
     q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor, config: NSAConfig,
     lengths: list[int], how: Execution, more: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """`nsa_attention` for each document; the statistics are those of the longest documents."""
+    """Computes `nsa_attention` for each document; `observe` gets only the longest documents."""
     cache = more["cache"]
 
     def attend(q: Tensor, gates: Tensor, *kv: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _sequential(
     q: Tensor, blocks: Sequence[Tensor], kv: Sequence[Tensor], config: NSAConfig, first: int,
     how: Execution,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_branches` for one query after the other, in float32 or wider.
+    """Computes `_branches` for one query after the other, in float32 or wider.
 
     A lower precision would not suffice, because the gradient of a key is summed query by query.
     """
@@ -200,7 +200,7 @@ def _selected(
     q: Tensor, k: Tensor, v: Tensor, k_blocks: Tensor, config: NSAConfig, first: int, route: Route,
     switches: Switches,
 ) -> Tensor:  # fmt: skip
-    """The selected branch, `[B, H, S, Dv]`."""
+    """Returns the output of the selected branch, `[B, H, S, Dv]`."""
     if route.name == "causal":
         return attend_last(q, k, v, route.folded)
     blocks = top_blocks(block_scores(q, k_blocks, config, first), config, first)
@@ -239,7 +239,7 @@ def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
 
 
 class _GatedSum(torch.autograd.Function):
-    """The gated sum in three passes, without a saved product of each branch.
+    """Computes the gated sum in three passes, and saves no product for the backward.
 
     `forward` has one parameter per branch, because without gradients torch.compile cannot trace
     `*branches`.

@@ -1,4 +1,4 @@
-"""The gate: the weight of each branch per token and head (paper, eq. 5)."""
+"""The attention gate: the weight of each branch per token and head (paper, eq. 5)."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ class Gate(nn.Module):
     With "sigmoid" (the paper) the branches are independent. With "softmax" the weights add up to 1.
     The logits are linear in the input. With `hidden` above 0, they are an MLP of the input with one
     hidden layer of that width (the paper, section 3.2). For ablations, `fixed` replaces the weights
-    of all tokens and heads; the parameters of the gate then have a gradient of 0.
+    of all tokens and heads; all parameters of the module then have a gradient of 0.
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class Gate(nn.Module):
         weights = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
         if self.fixed is None:
             return weights, logits
-        # Filled on the device: a tensor of host values would be copied, which waits for the device.
+        # The device fills this tensor, because copying it from the host would wait for the device.
         fixed = torch.stack([weights.new_full((), share) for share in self.fixed])
         # For both kinds of gate, these logits give the fixed weights as branch shares.
         return weights * 0 + fixed, fixed.log().clamp_min(-1e4).expand_as(logits)
 
 
 def branch_shares(logits: Tensor, kind: str) -> Tensor:
-    """Returns each branch's share of the gate's weight, `[..., 3]`, in float32; the sum is 1.
+    """Returns each branch's share of the weights, `[..., 3]`, in float32; the sum is 1.
 
     For the softmax gate, the shares are the weights. For the sigmoid gate, the shares are the
-    weights divided by the sum of the weights. They are computed from logits, so that three closed
-    gates still have a defined ratio.
+    weights divided by the sum of the weights. They are computed from logits, so that they are
+    defined even if all three weights are 0.
     """
     logits = logits.detach().float()
     return (F.logsigmoid(logits) if kind == "sigmoid" else logits).softmax(-1)

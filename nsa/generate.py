@@ -9,7 +9,7 @@ from nsa.cache import Cache
 from nsa.model import Transformer
 
 PREFILL_TOKENS = 1024
-"""Tokens of a block of the prefill. The block size bounds the memory of logits and activations."""
+"""Tokens in a block of the prefill. This number bounds the memory of logits and activations."""
 
 
 @torch.inference_mode()
@@ -36,7 +36,7 @@ def generate(
 
 
 def next_logits(model: Transformer, tokens: Tensor, caches: Sequence[Cache]) -> Tensor:
-    """Returns the logits `[B, 1, V]` after `tokens` `[B, S]`, which follow those in the caches."""
+    """Returns the logits `[B, 1, V]` after `tokens` `[B, S]`, which follow the cached tokens."""
     *former, last = tokens.split(PREFILL_TOKENS, dim=1)
     for block in former:
         model(block, caches)

@@ -1,7 +1,7 @@
 """Hugging Face: a configuration, a cache and a causal language model for `transformers`.
 
-`import nsa.hf` registers them, so that `AutoModelForCausalLM.from_pretrained` reads the directories
-of `nsa.save_model`.
+`import nsa.hf` registers the configuration and the model, so that
+`AutoModelForCausalLM.from_pretrained` reads the directories of `nsa.save_model`.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from nsa.model import Transformer
 class NSAModelConfig(transformers.PreTrainedConfig):
     """A `ModelConfig` for Hugging Face's tools: `model` has its fields as plain data.
 
-    Raises ValueError if they do not describe a model.
+    Raises ValueError if these fields do not describe a model.
     """
 
     model_type = MODEL_TYPE
@@ -35,8 +35,8 @@ class NSACache:
     """The decoding caches of a batch whose rows are padded on the left.
 
     Rows with the same padding share their caches, and are computed together, without the padding.
-    So positions, blocks and windows are those of the row alone. `padding` has the number of padded
-    tokens of each row; `columns` counts the tokens of a row with its padding.
+    So positions, blocks and windows are the same as for the row alone. `padding` has the number of
+    padded tokens of each row; `columns` counts the tokens of a row with its padding.
     """
 
     is_compileable = is_croppable = False
@@ -67,7 +67,7 @@ class NSACache:
 def left_padding(mask: Tensor, batch: int, columns: int) -> list[int]:
     """Returns the number of padded tokens of each row of a mask `[B, columns]`.
 
-    Raises ValueError unless each row is zeros, then ones up to its last token.
+    Raises ValueError unless each row has zeros, then ones, and ends with a one.
     """
     real = mask.bool()
     ascending = (real[..., :-1] <= real[..., 1:]).all() & real[..., -1].all()
@@ -98,7 +98,7 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         return False  # `forward` makes the cache
 
     def init_weights(self) -> None:
-        """Ties the weights; `Transformer` has initialised them."""
+        """Ties the weights; `Transformer` has already initialised them."""
         self.tie_weights(recompute_mapping=False)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -108,14 +108,14 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **others: Any) -> nn.Embedding:
-        """Changes the size of the vocabulary: of embedding, head and configuration."""
+        """Changes the size of the vocabulary in embedding, head and configuration."""
         table = super().resize_token_embeddings(*args, **others)
         self.config.model = {**self.config.model, "vocab_size": len(table.weight)}
         self.model.config = model_config(self.config.model)
         return table
 
     def _init_weights(self, module: nn.Module) -> None:
-        if all(module is not own for own in self.modules()):  # a larger vocabulary's, not yet ours
+        if all(module is not own for own in self.modules()):  # new layer of a larger vocabulary
             nn.init.normal_(module.get_parameter("weight"), std=self.model.config.init_std)
             return
         for name, weight in module.named_parameters(recurse=False):
@@ -127,14 +127,16 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         past_key_values: NSACache | None = None, labels: Tensor | None = None,
         use_cache: bool = False, logits_to_keep: int = 0, return_dict: bool = True,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:  # fmt: skip
-        """int64 `[B, S]` → logits `[B, S, V]`, or those of the last `logits_to_keep` tokens.
+        """int64 `[B, S]` → logits `[B, S, V]`.
 
-        `attention_mask` `[B, T]` is 0 for padding on the left; its columns are the tokens in the
-        cache and these. The logits of padding are 0. The tokens follow those in `past_key_values`;
-        without it, `use_cache` makes a new cache. `labels` `[B, S]` add the mean loss of the next
-        tokens, without padding and -100. On a GPU, the values of the mask count only without
-        `past_key_values`, because reading them waits for the device. Raises ValueError for another
-        kind of mask or cache, and for labels of tokens whose logits are not kept.
+        If `logits_to_keep` is not 0, only the logits of this number of last tokens are returned.
+        `attention_mask` `[B, T]` is 0 for padding on the left; its columns are the cached tokens
+        and the new tokens. The logits of padding are 0. The tokens follow those in
+        `past_key_values`; without a cache, `use_cache` makes a new cache. With `labels` `[B, S]`,
+        the result has the mean loss of the next tokens; padding and labels of -100 are left out. On
+        a GPU, a mask is not read if there is a cache, because reading it waits for the device.
+        Raises ValueError for another kind of mask or cache, and for labels without the logits of
+        all tokens.
         """
         batch, count = input_ids.shape
         cache = past_key_values
@@ -164,11 +166,11 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
             hidden = kept - part.shape[1]
             parts.append(F.pad(part, (0, 0, hidden, 0)) if hidden else part)
             order += rows
-        one = len(parts) == 1  # whose logits need no copy
+        one = len(parts) == 1  # then the logits need no copy
         logits = parts[0] if one else torch.cat(parts)[torch.tensor(order).argsort()]
         cache.columns = columns
         loss = None
-        if labels is not None:  # the first token after padding has nothing to be predicted from
+        if labels is not None:  # no token precedes the first token after padding
             column = torch.arange(columns - count, columns, device=labels.device)
             padded = column <= torch.tensor(padding, device=labels.device)[:, None]
             labels = labels.masked_fill(padded, -100)

@@ -55,7 +55,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    The backward recomputes the activations of the blocks in `recompute` instead of storing them.
+    The activations of the blocks in `recompute` are not stored; the backward computes them again.
     """
 
     def __init__(self, config: ModelConfig, switches: Switches | None = None) -> None:
@@ -72,12 +72,12 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, draw: Draw = draw_normal) -> None:
-        """Initialises all weights from a normal distribution of mean 0, with `draw`.
+        """Initialises all parameters; `draw` fills a weight from a normal distribution of mean 0.
 
         The standard deviation is `init_std`. It is divided by sqrt(2 · n_layers) in the layers that
         write to the residual stream (GPT-2), so that the stream's variance does not grow with
         depth. Inside phi it is 1 / sqrt(fan-in), because the input of phi is a whole block. Norms
-        start at 1; the gate's bias and phi's positions start at 0.
+        start at 1; the attention gate's bias and phi's positions start at 0.
         """
         std = self.config.init_std
         residual_std = std / math.sqrt(2 * self.config.n_layers)
@@ -115,7 +115,7 @@ class Transformer(nn.Module):
     def read_stats(self) -> dict[str, Tensor]:
         """Returns the statistics of the last forward inside `collect_stats`, on its device.
 
-        The names are those of `nsa.stats`: `gate_entropy_mean`, `gate_entropy_min`,
+        The keys are the names in `nsa.stats`: `gate_entropy_mean`, `gate_entropy_min`,
         `gate_entropy_layers` `[L]` (nats), `gate_max_gate`, `gate_collapse_frac`,
         `gate_branch_shares` `[3]` (cmp, sel, win), and each `sel_*` for which the sequence is long
         enough. The result is empty before such a forward and for dense attention. Reading a value
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         return [layer.new_cache(capacity) for layer in self.attention_layers()]
 
     def fallbacks(self) -> Counter[str]:
-        """Returns the number of layer forwards that could not obey a switch, by cause."""
+        """Returns the number of fallbacks in all NSA layers by reason (`Route.fallback`)."""
         return sum((layer.fallbacks for layer in self._sparse_layers()), Counter())
 
     def forward(

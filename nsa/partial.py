@@ -47,8 +47,9 @@ def attend_part_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what this part of the keys contributes to the gradients of q, k and v.
 
-    `rows` are the output's gradient, the queries, the output and the log-sum-exp; all but the
-    queries are over all keys. A query whose log-sum-exp is +inf contributes nothing.
+    `rows` are four tensors: the output's gradient, the queries, the output and the log-sum-exp. The
+    output, its gradient and the log-sum-exp are those over all keys. A query whose log-sum-exp is
+    +inf contributes nothing.
     """
     grad, q, out, lse = rows
     if flash and _flash_serves(q, v):

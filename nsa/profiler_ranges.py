@@ -1,6 +1,6 @@
 """Named ranges of the branches in a profiler's trace: `nsa.sel.chunked`, `nsa.win.banded`.
 
-The route of merged ranges is named `nsa.sel.ranges_v2`, because the operators' tools expect this.
+The route of merged ranges is `nsa.sel.ranges_v2`, because the operators' tools expect this name.
 """
 
 from collections.abc import Iterator

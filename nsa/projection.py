@@ -30,8 +30,8 @@ class Projection(nn.Linear):
 def joined_weights(state: Mapping[str, Any], layer: str, name: str, parts: list[str]) -> Any:
     """Returns a state dict in which a layer's separate projections are one parameter.
 
-    Checkpoints from before the `Projection` have one weight per projection. `layer` is the prefix
-    of the layer's names, `name` the name of the Projection, and `parts` the names of its
+    Checkpoints that are older than `Projection` have one weight per projection. `layer` is the
+    prefix of the layer's names, `name` the name of the Projection, and `parts` the names of its
     projections. A state dict that lacks one of these projections is returned unchanged.
     """
     old = [f"{layer}{part}.weight" for part in parts]

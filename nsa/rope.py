@@ -42,7 +42,7 @@ def rotate(x: Tensor, base: float, first: int = 0, step: int = 1) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation as one product and two sums in place, with half of autograd's memory passes."""
+    """Rotates by one product and two sums in place, with half of autograd's memory passes."""
 
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

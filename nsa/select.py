@@ -22,9 +22,9 @@ def overlap_weights(
 
     Both are `[terms, n_blocks]`, with blocks in ascending order. An overlap is the fraction of the
     compressed block that lies inside the selection block, or 0 for unused terms. The weights of
-    eq. 9 are overlaps here; with l=32, d=16, l'=64 the weights are 1/2, 1,
-    1, 1, 1/2 for blocks 4j-1 … 4j+3. The literal indices of eq. 9 point to earlier tokens. This
-    function works for any l, d and l'.
+    eq. 9 are overlaps here; with l=32, d=16, l'=64 the weights are 1/2, 1, 1, 1, 1/2 for blocks
+    4j-1 … 4j+3. The indices as printed in eq. 9 would select earlier tokens. This function works
+    for any l, d and l'.
     """
     size, stride, wide = config.block_size, config.block_stride, config.select_block_size
     begin = torch.arange(n_blocks, device=device) * wide
@@ -44,8 +44,8 @@ def block_status(
 ) -> Tensor:
     """Returns an additive mask `[end - first, blocks]` for the tokens first … end - 1.
 
-    The mask is +inf for the forced blocks of a query, -inf for blocks that start after the query,
-    and 0 for all other blocks.
+    The mask is +inf for the blocks that a query must select, -inf for blocks that start after the
+    query, and 0 for all other blocks.
     """
     current = torch.arange(first, end, device=device)[:, None] // config.select_block_size
     block = torch.arange(selection_blocks(config, end), device=device)[None, :]
@@ -56,7 +56,7 @@ def block_status(
 
 @torch.no_grad()
 def importance(p_cmp: Tensor, config: NSAConfig, n_blocks: int) -> Tensor:
-    """Returns p_sel (eq. 9) `[..., n_blocks]` from `p_cmp` `[..., n]` of the first n blocks.
+    """Returns p_sel (eq. 9) `[..., n_blocks]` from `p_cmp` `[..., n]`.
 
     The sum is computed term by term, so selection blocks with the same terms have the same score to
     the last bit, and ties are resolved in the same way on every route. In a matrix product, the
@@ -124,7 +124,7 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSA
 
 
 def attend_ranges(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig) -> Tensor:
-    """`attend_selected` with a mask from merged ranges of tokens."""
+    """Computes `attend_selected` with a mask from merged ranges of tokens."""
     first, total = k.shape[2] - q.shape[2], k.shape[2]
     seen = tokens_in(merged_ranges(blocks, config, first), total)
     return attend_by_group(q, k, v, additive(~seen, q.dtype))
@@ -140,7 +140,7 @@ def attend_by_group(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 
 def block_mask(blocks: Tensor, n_blocks: int) -> Tensor:
-    """Indices `[..., n]` (sentinel `n_blocks`) → bool `[..., n_blocks]`."""
+    """Block indices `[..., n]` → bool `[..., n_blocks]`; the index `n_blocks` means no block."""
     mask = torch.zeros((*blocks.shape[:-1], n_blocks + 1), dtype=torch.bool, device=blocks.device)
     return mask.scatter_(-1, blocks, True)[..., :n_blocks]
 
@@ -156,7 +156,7 @@ def merged_ranges(blocks: Tensor, config: NSAConfig, first: int) -> Tensor:
     """
     size = config.select_block_size
     end = first + torch.arange(1, blocks.shape[2] + 1, device=blocks.device)[:, None]
-    # Indices minus their places are equal within a run, and larger than before after a gap.
+    # An index minus its place is the same within a run of blocks, and increases at a gap.
     place = torch.arange(blocks.shape[-1], device=blocks.device)
     run = blocks - place
     last = F.pad(run[..., 1:] != run[..., :-1], (0, 1), value=True)

@@ -1,4 +1,4 @@
-"""Statistics of the gate and the selection, as tensors on the device; no code here waits for it."""
+"""Statistics of the attention gate and the selection, computed without waiting for the device."""
 
 from collections.abc import Sequence
 
@@ -37,18 +37,19 @@ def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
 def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[str, Tensor]:
     """Returns statistics of one layer's selection from p_sel `[B, G, S, blocks]` and the indices.
 
-    Over queries that see a compressed block (absent if the sequence is shorter than such a block):
+    Two statistics of the queries that see a compressed block. They are absent if the sequence is
+    shorter than a compressed block:
 
     - `sel_entropy`: entropy of p_sel over blocks, nats;
-    - `sel_forced_share`: the fraction of p_sel on the forced blocks.
+    - `sel_forced_share`: the fraction of p_sel on the forced blocks, which are always selected.
 
-    Over free picks (selected blocks that are not forced) of queries with more than n blocks to
-    select from (absent if the sequence has fewer than two such queries, or if n allows no free
-    pick):
+    Three statistics of the free picks (selected blocks that are not forced) of queries with more
+    than n blocks to select from. They are absent if the sequence has fewer than two such queries,
+    or if n allows no free pick:
 
     - `sel_distance_mean`: tokens from the query back to the end of the block;
     - `sel_distance_hist`: fractions with a distance of 2-3, 4-7, 8-15, … blocks;
-    - `sel_overlap`: the fraction of picks that are also blocks of the previous query.
+    - `sel_overlap`: the fraction of picks that the previous query selected too.
     """
     found = {}
     seq_len, n_blocks = p_sel.shape[-2:]

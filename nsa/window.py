@@ -15,11 +15,12 @@ CHUNK_ROWS = 384
 def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = False) -> Tensor:
     """Returns the attention to the window: the last w tokens, including the query.
 
-    `q` `[B, H, S, Dk]` are the last S of T tokens with `k` `[B, G, T, Dk]`, `v` `[B, G, T, Dv]` →
-    `[B, H, S, Dv]`; T - S is at least w - 1, or the position of the first query. Queries with fewer
-    than w earlier tokens see all earlier tokens. The other queries are cut into chunks of c tokens
-    (16 to 128), and each chunk sees w + c keys, so a query costs w + c keys instead of S.
-    With `folded` and T = S, `attend_folded` computes all of it.
+    `q` `[B, H, S, Dk]` are the last S of T tokens, `k` is `[B, G, T, Dk]`, `v` is `[B, G, T, Dv]`,
+    and the result is `[B, H, S, Dv]`. T - S, the number of earlier tokens, must be at least w - 1,
+    unless the keys begin at position 0. Queries with fewer than w earlier tokens see all earlier
+    tokens. The other queries are cut into chunks of c tokens (16 to 128), and each chunk reads w +
+    c keys, so a query costs w + c keys instead of S. With `folded` and T = S, `attend_folded`
+    computes all queries.
     """
     count, past = q.shape[2], k.shape[2] - q.shape[2]
     if folded and not past:
@@ -35,19 +36,19 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = F
     if start == 0:
         return rest
     begin = attend_last(q_start, k[:, :, :seen], v[:, :, :seen], folded)
-    # Joined as [B, S, H, D], the layout in which the heads are merged.
+    # In the layout [B, S, H, D], merging the heads needs no copy.
     return torch.cat((begin.transpose(1, 2), rest.transpose(1, 2)), dim=1).transpose(1, 2)
 
 
 def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """The window of queries that begin at token w of the keys; shapes as in `attend_window`.
+    """Attention to the window, for queries from token w of the keys on.
 
-    The heads of a group are rows of one product, like the tokens of a chunk, because the CPU's
-    kernel is faster with more rows.
+    The shapes are as in `attend_window`. The heads of a group are rows of one product, like the
+    tokens of a chunk, because the CPU's kernel is faster with more rows.
     """
     batch, heads, rest, _ = q.shape
     groups = k.shape[1]
-    # Enough rows for the kernel; but with each token of a chunk, every query reads one more key.
+    # The kernel needs enough rows, but a chunk of c tokens reads c more keys for every query.
     chunk = min(max(window, 16), max(CHUNK_ROWS * groups // heads, 16), 128)
     spare = -rest % chunk
     if spare:
@@ -61,7 +62,7 @@ def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """`attend_window` by the package flash-attn (CUDA, bf16 or fp16). Raises ImportError.
+    """Computes `attend_window` with the package flash-attn (CUDA, bf16, fp16). Raises ImportError.
 
     flash-attn expects `[B, S, H, D]`, expands key heads itself, and its window does not count the
     query: (w - 1, 0) means w tokens.

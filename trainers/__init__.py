@@ -1,0 +1,1 @@
+"""The trainers: the programs that torchrun starts, and the run contract."""

@@ -1,7 +1,7 @@
 """Restores the state of a training through torch.distributed.checkpoint (DCP).
 
 The state is a set of tensors with parameter names: weights, AdamW's averages, loss scale, window
-of the spikes, generators. It does not depend on the number of ranks or on their strategy. Loading a
+of `Spikes`, generators. It does not depend on the number of ranks or on their strategy. Loading a
 checkpoint runs no code from it: tensors are loaded with `weights_only=True`, and DCP's index, a
 pickle, may contain only the classes in `_INDEX_CLASSES`. `trainers.manifest` describes and
 verifies the directory of a checkpoint.
@@ -84,7 +84,7 @@ def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -
     results, failure, reason = [], None, ""
     try:
         results.append(work())
-    except (Exception, CheckpointException) as error:  # DCP's is a BaseException
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         named = parallel.world > 1 and not isinstance(error, CheckpointException)
         rank = f"rank {parallel.rank}: " if named else ""
         failure, reason = error, f"{rank}{reason_of(error)}"
@@ -145,10 +145,11 @@ def load(path: Path, parts: Parts) -> None:
 def _use_saved_names(
     state: State, plain: nn.Module, index: Metadata
 ) -> list[tuple[Tensor, Tensor]]:
-    """Changes the names if the projections in the checkpoint are separate parameters.
+    """Renames the keys of `state` if the checkpoint has one parameter for each projection.
 
-    Such a checkpoint is older than `nsa.projection`. Returns each joined tensor of this model, with
-    the whole tensor that is loaded in its place; the separate tensors in `state` are views of it.
+    Such a checkpoint is older than `nsa.projection`. Each joined tensor of this model then gets a
+    whole tensor that is loaded in its place; the renamed entries of `state` are views of it.
+    Returns the pairs of the joined tensor and the whole tensor.
     """
     wholes = []
     for name, module in plain.named_modules():
@@ -170,7 +171,7 @@ def _use_saved_names(
 def load_weights(path: Path, section: str = "model") -> dict[str, Tensor]:
     """Returns the tensors of one section by name, on the CPU. Raises CheckpointError.
 
-    A section that is one tensor has the name of the section.
+    If the section is one tensor, its key is the name of the section.
     """
     prefix = f"{section}."
     with _readable(path) as (reader, index):
@@ -247,7 +248,7 @@ class _Reader(FileSystemReader):
             raise pickle.UnpicklingError("its index is not metadata")
         for stored in index.storage_data.values():
             if "/" in stored.relative_path:
-                raise pickle.UnpicklingError("its index names a file elsewhere")
+                raise pickle.UnpicklingError("its index names a file outside of the checkpoint")
         index.storage_meta = StorageMeta(load_id=self.load_id)
         return index
 
@@ -269,7 +270,7 @@ def _compare(path: Path, state: State, index: Metadata) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns one sentence for an error; for DCP's exception, the error of the first rank."""
+    """Returns one sentence for an error; for DCP's exception, that of the first failed rank."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, CheckpointException):
@@ -288,7 +289,7 @@ def random_state(device: torch.device) -> Tensor:
 
 def _restore_random(state: Tensor) -> None:
     size = torch.get_rng_state().numel()
-    # Clones, because torch reads a state from the start of its storage and crashes on a view.
+    # A clone, because torch reads a state from the start of its storage and crashes on a view.
     torch.set_rng_state(state[:size].clone())
     if state.numel() > size and torch.cuda.is_available():
         torch.cuda.set_rng_state(state[size:].clone())

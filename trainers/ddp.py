@@ -1,4 +1,4 @@
-"""`torchrun -m trainers.ddp --config FILE`, or `python -m trainers.ddp` for one process."""
+"""Trains with DDP, or as a single process: `torchrun -m trainers.ddp --config FILE`."""
 
 from trainers.entry import exit_now, main
 

@@ -1,4 +1,4 @@
-"""`torchrun -m trainers.fsdp --config FILE`: like `trainers.ddp`, but parameters are sharded."""
+"""Trains with FSDP2, which shards parameters: `torchrun -m trainers.fsdp --config FILE`."""
 
 from trainers.entry import exit_now, main
 

@@ -1,7 +1,7 @@
-"""What a run consists of: dtypes, optimizer memory, CUDA memory, libraries, driver, device.
+"""Collects and writes what a run consists of: dtypes, memory, libraries, driver and device.
 
-The recorder's thread writes all files, so a slow or full disk does not stall a step. Under FSDP the
-names contain `_fsdp`, because the figures are those of one shard.
+The recorder's thread writes all files, so a slow or full disk does not stall a step. With FSDP,
+the names of the dtype and memory files contain `fsdp`: the figures are those of one shard.
 """
 
 from __future__ import annotations

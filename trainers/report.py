@@ -42,7 +42,7 @@ IN_SHARDS = ("k_stats.csv", "fallback_counters.csv")
 
 
 class Csv:
-    """Appends a row for each record with one of the file's columns; a new file gets a header."""
+    """Appends a row for each record that has a column of the file; a new file gets a header."""
 
     def __init__(self, member: Member, name: str, is_fsdp: bool):
         self._member, self._columns = member, CSV_COLUMNS[name]
@@ -110,7 +110,7 @@ class Report:
         return self._tokens_before + (self.steps_done - self._steps_before) * self._tokens_per_step
 
     def resume(self, step: int, tokens_total: int, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint; `state` is what `state()` returned at that time."""
+        """Continues from a checkpoint; `state` is what `state()` returned at the save."""
         self.steps_done = self._steps_before = step
         self._tokens_before = tokens_total
         self.first_loss = jsonl.number(state, "first_loss")
@@ -216,7 +216,7 @@ class Report:
         self._ended_at += took_s
 
     def count_right(self, right: int, scored: int) -> None:
-        """Adds the number of copied bytes that all ranks predicted right in a step."""
+        """Adds the numbers of copied bytes of a step: those predicted right, and all."""
         self._right += right
         self._scored += scored
 
@@ -226,7 +226,7 @@ class Report:
     ) -> float | None:  # fmt: skip
         """Writes the progress record of a step. Returns the fraction of right copied bytes.
 
-        `figures` (gate statistics, GPU memory) are added unchanged.
+        `figures` (attention gate statistics, GPU memory) are added unchanged.
         """
         fields = self._fields(loss, skipped_steps, phases_s) | figures
         self._member.record("progress", step, **fields)
@@ -266,7 +266,7 @@ class Report:
         return loss_nats / LN2 if self.settings.data.tokenizer == "byte" else None
 
     def _mfu(self, toks_per_s: float) -> dict[str, float | None]:
-        """Returns the figures of `precision.MFU_FORMULA`; None if the peak is not available."""
+        """Returns the figures of `precision.MFU_FORMULA`, or None for each without a peak."""
         peak = self._member.world * (self.peak_flops or 0.0)
         flops = self._flops_per_token.items()
         return {name: each * toks_per_s / peak if peak else None for name, each in flops}

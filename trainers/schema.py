@@ -39,7 +39,9 @@ class DataSettings:
     )
     seq_len: int = key(128, "S: predicted tokens per sequence.", 2, 1 << 20)
     path: str = key(
-        "", "Folder of files; empty: Python standard library (text), hub (fineweb_edu)."
+        "",
+        "Folder of files. Empty: the Python standard library for source text, the hub for source "
+        "fineweb_edu.",
     )
     pattern: str = key("**/*", "Glob pattern of files below `path`; hidden files are skipped.")
     text_key: str = key("text", "Key or column of the text in jsonl and parquet rows.")
@@ -55,8 +57,8 @@ class DataSettings:
     )
     documents: Literal["joined", "separate"] = key(
         "joined",
-        "Packing: joined lets attention cross the ends of documents; separate: each sees only "
-        "itself.",
+        "Packing: joined lets attention cross the ends of documents; separate: each document sees "
+        "only itself.",
     )
     recall_span: int = key(
         48, "Bytes in the repeated span; all except the first are scored.", 2, 1 << 20
@@ -65,10 +67,10 @@ class DataSettings:
         64, "Distance in bytes from a span to its repetition; must exceed the window.", 1, 1 << 20
     )
     recall_distance_max: int = key(
-        0, "Largest distance in bytes, if drawn for each sequence; 0: always `recall_distance`."
+        0, "Largest distance, if it is drawn for each sequence; 0: always `recall_distance`."
     )
     skip: str = key(
-        "", "Steps A:B (B excluded) whose data is skipped, as the resumed training counts."
+        "", "Skip the data of steps A:B (B excluded), as numbered in the resumed training."
     )
     prefetch: int = key(4, "Batches that the loader reads ahead.", 1, 1024)
     timeout_s: float = key(60.0, "Longest wait for one batch, in seconds.", 0.01, 86_400)
@@ -111,7 +113,7 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSettings:
-    """AdamW."""
+    """Settings of AdamW."""
 
     beta1: float = key(0.9, "Decay of the average of gradients.", 0, BELOW_1)
     beta2: float = key(0.95, "Decay of the average of squared gradients.", 0, BELOW_1)
@@ -121,14 +123,14 @@ class OptimSettings:
     )
     grad_clip: float = key(1.0, "Largest global gradient norm.", 1e-6, 1e9)
     skip_spikes_sigma: float = key(
-        0.0, "Skip steps with grad norm N sigma above the mean of the last 128; 0: none.", 0, 1e3
+        0.0, "Skip steps with a grad norm N sigma above the mean of the last 128; 0: none.", 0, 1e3
     )
     fused: bool = key(True, "Use the fused AdamW kernel, which skips non-finite steps by itself.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerSettings:
-    """Loss scale of fp16."""
+    """Settings of the loss scale of fp16."""
 
     init_scale: float = key(65536.0, "Initial loss scale of fp16.", 1, 1 << 32)
     growth_interval: int = key(2000, "Consecutive finite steps before the loss scale grows.", 1)
@@ -138,13 +140,13 @@ class ScalerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSettings:
-    """Data parallelism."""
+    """Settings of data parallelism (DDP)."""
 
     bucket_mb: int = key(25, "Size of a gradient bucket in MB.", 1, 1 << 20)
     find_unused: bool = key(False, "Search for parameters without a gradient in each step.")
     static_graph: bool = key(False, "Enable static_graph of DDP; the graph must not change.")
     compress: Literal["none", "fp16", "bf16"] = key(
-        "none", "Data type of gradients in the all-reduce; none: the type that they have."
+        "none", "Data type of gradients in the all-reduce; none: their own type."
     )
     timeout_min: float = key(10.0, "Time limit of a collective in minutes.", 0.01, 10_000)
     disable_gc: bool = key(False, "Keep all activations under DDP; overrides `train.recompute`.")
@@ -155,7 +157,7 @@ class DdpSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSettings:
-    """Fully sharded data parallelism (FSDP2)."""
+    """Settings of fully sharded data parallelism (FSDP2)."""
 
     sharding: Literal["full", "grad_op"] = key(
         "full", "full: free parameters after the forward (ZeRO-3); grad_op: keep them (ZeRO-2)."
@@ -167,13 +169,15 @@ class FsdpSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSettings:
-    """Records and profiles of the run."""
+    """Settings of the records and profiles of the run."""
 
     out_dir: str = key(
         "", "Parent directory of runs that are started by hand; empty: artifacts/<config>."
     )
     log_every: int = key(10, "Steps between progress records; steps 1 to 5 each have a record.", 1)
-    disable_aux_stats: bool = key(False, "Compute no gate and selection statistics.")
+    disable_aux_stats: bool = key(
+        False, "Do not compute the statistics of the attention gate and of the selection."
+    )
     disable_csv: bool = key(False, "Write no training.csv and no other CSV file.")
     disable_tb: bool = key(False, "Write nothing for TensorBoard.")
     nvtx: bool = key(False, "Mark step phases and attention branches for Nsight Systems (CUDA).")
@@ -184,7 +188,7 @@ class ReportSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
-    """Loss on held-out data."""
+    """Settings of the evaluation on held-out data."""
 
     every: int = key(0, "Steps between evaluations; 0: none.")
     batches: int = key(8, "Micro-batches per rank and evaluation; the same each time.", 1, 1 << 20)
@@ -194,7 +198,7 @@ class EvalSettings:
 class CheckpointSettings:
     """The checkpoints to write, and the checkpoint to start from."""
 
-    every: int = key(0, "Steps between checkpoints; 0: only at the end.")
+    every: int = key(0, "Steps between checkpoints; 0: none before the end.")
     at_end: bool = key(True, "Save when the run ends or is halted.")
     keep_last: int = key(3, "Number of newest checkpoints to keep.", 1, 1 << 20)
     keep_every: int = key(0, "Also keep the checkpoint of every N-th step forever; 0: none.")

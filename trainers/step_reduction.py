@@ -1,7 +1,7 @@
-"""The only all-reduce of a step, for figures, halt and requests; a step later the sum is read.
+"""Sums figures, halt reasons and requests over all ranks, in one all-reduce per step.
 
-The all-reduce sums `FIGURES` and the requests over all ranks. Every rank starts and finishes the
-all-reduce at the same place in the loop, so all ranks decide alike without another collective.
+The sum is read one step later. Every rank starts and finishes this all-reduce at the same place in
+the loop, so all ranks decide alike without another collective.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class StepReduction:
         self._open.append((step, *self._send(vector)))
 
     def finish(self, include_newest: bool) -> list[Row]:
-        """Waits for the open rows and returns them, oldest first.
+        """Waits for the sums of the open steps, and returns their rows, oldest first.
 
-        The newest row is included only with `include_newest`.
+        The newest step is included only with `include_newest`.
         """
         rows = []
         while len(self._open) > (0 if include_newest else 1):

@@ -116,7 +116,7 @@ def test_a_directory_that_was_not_written_to_its_end_is_refused(tmp_path):
 def test_a_model_of_another_kind_is_not_overwritten(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").write_text("theirs")
-    with pytest.raises(FileExistsError, match="of another kind; name a new one"):
+    with pytest.raises(FileExistsError, match="of another kind; name another directory"):
         saved(tmp_path)
     assert (tmp_path / "model.safetensors").read_text() == "theirs"
 

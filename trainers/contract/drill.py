@@ -45,7 +45,7 @@ class Truth:
 
 
 STALLS = ("stop", "kill")
-"""Right reactions to a rank that does not step; a halt waits until the rank ends its step."""
+"""Right reactions to a rank that does not end its step; a halt would wait for this end."""
 
 
 @dataclass(frozen=True, slots=True)

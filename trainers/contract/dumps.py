@@ -5,10 +5,10 @@ in a collective. The helper holds the GIL, so every frame is complete. It lets f
 the stacks of all threads; then torch writes the flight record of the collectives. The helper
 touches no object of the program.
 
-If a rank holds the GIL in native code, the helper cannot run. Then `LAST_RESORT` lets faulthandler
-write the main thread from the signal handler itself. Send `LAST_RESORT` only if SIGUSR1 had no
-effect and the rank makes no progress, because the frames of the rank must not change during the
-dump.
+If a rank holds the GIL in native code, the helper cannot run. For this case there is a second
+signal, `LAST_RESORT`: faulthandler writes the stack of the main thread in the signal handler
+itself. Send `LAST_RESORT` only if SIGUSR1 had no effect and the rank makes no progress, because the
+frames of the rank must not change during the dump.
 
 The dumper owns this process's SIGUSR1, `LAST_RESORT` and wake-up descriptor.
 
@@ -62,9 +62,9 @@ def _woken(_number: int, _frame: FrameType | None) -> None:
 def _flight_record() -> str:
     """Returns torch's flight record of the collectives as JSON, or "" if there is none.
 
-    NCCL's recorder is read only if the general recorder has no entry. It queries CUDA events, which
-    took 2 ms on an H100 whose kernel did not end. NCCL's function that returns no JSON is never
-    called, because it took 36 s to resolve the symbols of C++ stacks.
+    NCCL's recorder is read only if the general recorder has no entry. NCCL's recorder queries CUDA
+    events, which took 2 ms on an H100 whose kernel did not end. NCCL's function that returns no
+    JSON is never called, because it took 36 s to resolve the symbols of C++ stacks.
     """
     torch = sys.modules.get("torch")
     distributed = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)

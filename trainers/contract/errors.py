@@ -34,7 +34,10 @@ MOST_SHOWN = 12
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean X?`, or without a similar word a short list of known words or ""."""
+    """Returns `; did you mean X?`, where X is the most similar known word.
+
+    Without a similar word, returns the list of the known words if it is short, or else "".
+    """
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:

@@ -51,7 +51,7 @@ _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 
 
 class Member:
-    """One rank in one attempt of one run. No method except `close` waits for the disk.
+    """One rank in one attempt of one run. After the start, only `close` waits for the disk.
 
     `halt_reason` is the reason why this rank wants to halt, or "" if there is none. All ranks must
     agree on the step before they halt; `Joined.step` does that for programs with a collective in
@@ -78,7 +78,7 @@ class Member:
         )
         self._heartbeat = rundir.heartbeat(run, self.rank)
         self._numbering = threading.Lock()
-        """Held while a record is numbered and queued, so that records are queued by number."""
+        """Held while a record is numbered and queued, so that the numbers in the queue ascend."""
         self.halt_reason = ""
         self._ignored_halt = None if self.supervised else rundir.stamp(run / rundir.HALT)
         self._known_requests = {name: rundir.stamp(run / name) for name in rundir.REQUEST_FILES}
@@ -116,7 +116,7 @@ class Member:
         self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
 
     def close(self, step: int, phase: str = "", **figures: Any) -> bool:
-        """Writes the exit record and waits for the disk; returns False if records are left.
+        """Writes the exit record and waits for the disk; returns False if this takes too long.
 
         `phase` is the phase in which the rank ends; the default is the phase of its pulse.
         """
@@ -144,7 +144,7 @@ class Member:
         self.halt_reason = self.halt_reason or signal.Signals(number).name
 
     def new_requests(self) -> frozenset[str]:
-        """Returns the files of `rundir.REQUEST_FILES` that appeared since the last call."""
+        """Returns the files of `rundir.REQUEST_FILES` that were written since the last call."""
         found = frozenset(self._requests)
         self._requests -= found
         return found
@@ -180,9 +180,9 @@ class HaltBoard:
     """Shared memory through which the ranks of one host agree on the step at which they halt.
 
     Rank 0 publishes `step + 1` before it enters the collective of `step`. No rank can begin `step +
-    1` before that collective, so all ranks see the decision in time. At its start, rank 0 clears
-    the decision of an earlier program; ranks repeat their request at each step. Bytes that are
-    neither a request nor a sealed step are ignored.
+    1` before that collective ends, so all ranks see the decision in time. At its start, rank 0
+    clears the decision of an earlier program; ranks repeat their request at each step. Bytes that
+    are neither a request nor a sealed step are ignored.
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int):
@@ -203,7 +203,7 @@ class HaltBoard:
 
 
 class Joined(Member):
-    """One rank of a foreign program; in every step, all its ranks take part in a collective."""
+    """One rank of a foreign program whose ranks all take part in a collective in every step."""
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
         super().__init__(run, variables)
@@ -274,7 +274,7 @@ class Joined(Member):
             self.pulse.nonfinite_steps += not math.isfinite(loss)
 
     def _exit(self) -> None:
-        """Writes the exit record; first ends the last step, unless an exception has ended it."""
+        """Writes the exit record, and before it the last step, unless an exception ended it."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end_step()
@@ -287,7 +287,7 @@ class Joined(Member):
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Returns two values: the run directory of this process, and the environment variables.
 
-    The directory is the one that the environment names, or else `run`. Raises UsageError if both
+    The environment names the directory; otherwise the directory is `run`. Raises UsageError if both
     are missing.
     """
     variables = environ.snapshot()

@@ -79,7 +79,7 @@ PLACEHOLDER = "{checkpoint}"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Tells the supervisor to load each new checkpoint in another process, and to back it up.
+    """Whether the supervisor loads each new checkpoint in another process, and backs it up.
 
     `backup` is a program with its arguments; it runs after a checkpoint was loaded. The path of the
     checkpoint replaces `PLACEHOLDER`, or is the last argument.
@@ -187,7 +187,7 @@ differences.
 
 
 def highest_p(variants: int) -> float:
-    """Returns the limit of a p-value, lower for more variants because more pairs are compared."""
+    """Returns the limit of a p-value; more variants mean more pairs, and so a lower limit."""
     return SIGNIFICANT_P / math.comb(variants, 2)
 
 

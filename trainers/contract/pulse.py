@@ -96,7 +96,10 @@ class PulseWriter:
         self.set(0, "boot")
 
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
-        """Marks the start of `phase` of `step`, which are also the defaults for the device."""
+        """Marks the start of `phase` in `step`.
+
+        Without a device step or phase, the device has the same step or phase.
+        """
         self._since, self.step, self.phase = time.monotonic(), step, phase
         self._device = device_step, device_phase
         self._write(self._since)

@@ -1,4 +1,4 @@
-"""A writer thread, so that the training thread never waits for the disk.
+"""Writes heartbeats and log lines of a rank in a thread, so that training never waits for a disk.
 
 Records wait in a bounded queue. When the queue or the disk is full, records are dropped and
 counted. A frozen filesystem blocks only this thread.
@@ -62,7 +62,7 @@ class Recorder:
         return self._queue.qsize()
 
     def blocked_s(self) -> float:
-        """Returns for how long the current write has waited for the disk, or 0 if none waits."""
+        """Returns for how long the current write has waited for the disk, or 0 without a write."""
         since = self._busy_since
         return time.monotonic() - since if since else 0.0
 

@@ -24,7 +24,7 @@ def hub() -> tuple[str, int]:
     """Returns two values: host and port of the hub or proxy; port 0 if HF_HUB_OFFLINE is set."""
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set", 0
-    from urllib import request  # costs 1 MiB of memory; the screen rarely needs it
+    from urllib import request  # imported here: 1 MiB, rarely needed
 
     url = urlsplit(environ.get("HF_ENDPOINT") or "https://huggingface.co")
     proxy = request.getproxies().get(url.scheme)

@@ -1,7 +1,7 @@
 """Paths of launches and runs, safe file access, and the identity of processes.
 
-A launch directory contains one run directory per phase. Other users may have written its content,
-so links are not followed, only regular files are read, and sizes are limited.
+A launch directory contains one run directory per phase. Other users may have written the files in
+it, so links are not followed, only regular files are read, and sizes are limited.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class OpenDirectory:
         self._is_there = True
 
     def is_there(self) -> bool:
-        """Returns whether the directory is at its path, or after an I/O error the last answer."""
+        """Returns whether the directory is at its path; after an I/O error, the last result."""
         try:
             self._is_there = os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
@@ -260,7 +260,7 @@ def open_append(path: Path) -> int:
 
 
 def set_safe_umask() -> None:
-    """Sets a umask that gives no other user access to the files of this process."""
+    """Removes the owner's bits from the umask; if no other bit is left, sets the umask to 022."""
     mask = os.umask(0o077) & 0o077
     os.umask(mask or 0o022)
 
@@ -291,7 +291,7 @@ def remove_tree(path: Path) -> None:
 
 
 def check_ours(path: Path) -> None:
-    """Raises RefusedError if `path` is a link, no directory, or writable for other users."""
+    """Raises RefusedError unless `path` is a directory of this user, not writable for all."""
     if check_owner(path).st_mode & stat.S_IWOTH:
         raise RefusedError(
             f"every user can write into {path}, so its content may be forged; chmod go-w {path}"
@@ -305,7 +305,7 @@ def check_owner(path: Path) -> os.stat_result:
     except OSError as error:
         raise RefusedError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise RefusedError(f"{path} is a link, not a directory; name the directory itself")
+        raise RefusedError(f"{path} is a link or not a directory; name the directory itself")
     if status.st_uid != os.geteuid():
         raise RefusedError(
             f"{path} belongs to user id {status.st_uid}, not to you, so it is read-only here"
@@ -362,7 +362,7 @@ def write_request(run: Path, name: str, by: str) -> None:
 
 
 def set_aside_stale_halt(run: Path) -> Path | None:
-    """Renames a `.HALT` from before the start; returns its new path, or None without a `.HALT`."""
+    """Renames an existing `.HALT` before a start; returns the new path, or None if none exists."""
     halt = run / HALT
     aside = run / f"{HALT}.stale-{time.time_ns() // 1_000_000}"
     try:

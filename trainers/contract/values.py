@@ -15,7 +15,7 @@ Kind = type | tuple[str, ...]
 
 
 def convert(value: Any, kind: Kind, low: float = -math.inf, high: float = math.inf) -> Any:
-    """Returns a value, or a text that contains it, converted to `kind`.
+    """Returns `value`, which may also be a text, converted to `kind`.
 
     Raises ValueError, also for a number that is not finite or outside of the limits.
     """
