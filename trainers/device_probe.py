@@ -40,22 +40,13 @@ COLLECTIVE_S, BATCH_S, CAUSALITY_S = 60.0, 30.0, 120.0
 """Time limits. The causality check divides its limit among the distinct layers of the plan."""
 ROWS_AT_ONCE, CUTS_AT_ONCE = {"cuda": 16_384, "cpu": 4096}, 32
 SEQUENTIAL_TOKENS, SHORT, FUTURE_SCALE = 96, 24, 8.0
-<<<<<<< HEAD
-"""Tokens that are computed one by one, tokens for the parity, and the scale of the changed tokens,
-so that rounding does not hide a leak."""
-=======
 """Tokens of the causality check if they are computed one by one; tokens of the parity check; scale
 of the changed tokens, which is so large that rounding does not hide a leak."""
->>>>>>> wt-ed5
 ROUNDING = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Largest accepted change of an output on the chunked route, relative to the largest output. On
 this route, the selection of other tokens changes the tiles, and so the rounding."""
 PARITY = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
-<<<<<<< HEAD
-"""Largest difference from float64, relative to its norm."""
-=======
-"""Largest accepted difference from the reference, relative to the norm of the reference."""
->>>>>>> wt-ed5
+"""Largest accepted difference from float64, relative to the norm of the output in float64."""
 Found = tuple[str, str, dict[str, Any]]
 
 
@@ -245,26 +236,15 @@ def find_leak(phase: Phase, layer: Any, x: Tensor, future: Tensor, cuts: Tensor)
 
 
 def parity(phases: Sequence[Phase]) -> Found:
-<<<<<<< HEAD
     """Compares each distinct layer, on its routes and device, with float64 on the CPU."""
-=======
-    """Compares each distinct layer with the reference, on its routes, for few tokens."""
->>>>>>> wt-ed5
     texts = dict[str, None]()
     for phase in distinct(phases, Phase.attention):
         train = phase.settings.train
         if phase.settings.model.attention == "dense":
-<<<<<<< HEAD
             return "unknown", f"phase {phase.name!r}: dense attention is not compared", {}
         kind = "tf32" if train.tf32 and train.precision == "fp32" else train.precision
         error = difference(phase)
-        text = f"{error:.1e} from float64, token by token ({kind}, {SHORT} tokens)"
-=======
-            return "unknown", f"phase {phase.name!r}: dense attention has no reference", {}
-        kind = "tf32" if train.tf32 and train.precision == "fp32" else train.precision
-        error = difference(phase)
-        text = f"the output differs from the reference by {error:.1e} ({kind}, {SHORT} tokens)"
->>>>>>> wt-ed5
+        text = f"the output differs from float64 by {error:.1e} ({kind}, {SHORT} tokens)"
         if not error <= PARITY[kind]:
             return "fail", f"phase {phase.name!r}: {text}; the limit is {PARITY[kind]:g}", {}
         texts[text] = None
@@ -272,17 +252,10 @@ def parity(phases: Sequence[Phase]) -> Found:
 
 
 def difference(phase: Phase) -> float:
-<<<<<<< HEAD
-    """Returns the difference of a layer's outputs from float64 on the CPU, relative to their norm.
+    """Returns how far a layer's outputs are from float64 on the CPU, relative to their norm.
 
-    There the tokens are computed one by one through the cache. Every block is selected, because
-    rounding may select other blocks; the window is short, if the route of the phase needs that.
-=======
-    """Returns how far a layer's outputs are from the reference, relative to the reference's norm.
-
-    Blocks and window are shortened, so that few tokens are enough to use the selection and the
-    window. A branch that is plain causal attention in the phase is the same here.
->>>>>>> wt-ed5
+    In float64 the tokens are computed one by one through the cache. Every block is selected,
+    because rounding may select other blocks. The window is short, if the route needs that.
     """
     of = phase.settings
     routes = make_layer(phase).routes(torch.empty(1, of.data.seq_len, 1))
