@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.evidence import LASTING_STATES, Evidence, Stall, Suspect
+from console.diagnose.evidence import Evidence, Stall
 from console.diagnose.stall import (
     SAVING_PHASES,
     UNREPORTED,
@@ -20,6 +20,7 @@ from console.diagnose.stall import (
     unusable_pulses,
     why_unconfirmed,
 )
+from console.diagnose.suspect import LASTING_STATES, Suspect
 from console.diagnose.verdict import ENDED_STATES, Case, case_of, exits, others, resume, stalled
 from console.model import Sure, Verdict
 from console.sources.stacks import Frame
