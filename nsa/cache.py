@@ -37,8 +37,7 @@ class Rows:
         self._buffer[:, :, self._end : self._end + new.shape[2]] = new
         self._end += new.shape[2]
         both = self.rows
-        if self._keep is not None:
-            self._begin = max(self._begin, self._end - self._keep)
+        self._begin = max(self._begin, self._end - (self._keep or self._end))
         return both
 
     @property
@@ -59,9 +58,8 @@ class Rows:
     def _larger(self, new: Tensor) -> Tensor:
         """Returns a buffer that begins with the stored rows and has room for the new rows."""
         count = self._end - self._begin
-        room = max((count + new.shape[2]) * 5 // 4, SMALLEST_BUFFER, self._capacity)
-        if self._keep is not None:
-            room = 2 * self._keep
+        rows = count + new.shape[2]
+        room = 2 * self._keep if self._keep else max(rows * 5 // 4, SMALLEST_BUFFER, self._capacity)
         with torch.inference_mode(False), torch.no_grad():
             buffer = new.new_empty(*new.shape[:2], room, new.shape[3])
             if self._buffer is not None:

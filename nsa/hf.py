@@ -166,8 +166,7 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
             hidden = kept - part.shape[1]
             parts.append(F.pad(part, (0, 0, hidden, 0)) if hidden else part)
             order += rows
-        one = len(parts) == 1  # then the logits need no copy
-        logits = parts[0] if one else torch.cat(parts)[torch.tensor(order).argsort()]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.tensor(order).argsort()]
         cache.columns = columns
         loss = None
         if labels is not None:  # no token precedes the first token after padding
