@@ -415,6 +415,31 @@ def test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named(tmp_
     assert f"the checkpoint {disk / 'checkpoints'}" in run.metrics()["reason"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a read-only mount needs root")
+def test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays_good(tmp_path):
+    run = Run(tmp_path, SAVING, nproc=1, name="ro")
+    folder = run.path / "checkpoints"
+    run.until(lambda: manifest.newest_first(run.path))
+    if subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode:
+        pytest.skip("this machine does not let root mount a directory read-only")
+    try:
+        # Busy while a save is being written.
+        read_only = ["mount", "-o", "remount,ro,bind", folder]
+        run.until(lambda: not subprocess.run(read_only, capture_output=True).returncode)
+        run.until(lambda: "Read-only file system" in run.text())
+        good = manifest.newest_first(run.path)[0]
+        manifest.verify(good)
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+    run.until(lambda: manifest.newest_first(run.path)[0] > good)
+    # Out of the way first, or a save in the middle of it makes parts of it again.
+    shutil.rmtree(run.path.rename(tmp_path / "away"), ignore_errors=True)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait() == 15
+    assert "Traceback" not in run.text()
+    assert any(f"the checkpoint {folder}" in line for line in run.text().splitlines()[-4:])
+
+
 def readable(run: Path) -> list[dict]:
     """Returns the progress records between torn lines."""
     records = []
