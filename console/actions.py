@@ -60,7 +60,7 @@ class LaunchOptions:
     assume_gpus: str = ""
     """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
     measure: bool | None = None
-    """Whether the preflight measures the devices; None means that the plan decides."""
+    """True if the preflight measures the devices; None if the plan decides that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ FAILED = re.compile(
 )
 GONE_STATES = ("Z", "X", process.GONE)
 LATE_S = 1.0
-"""Within this time, KILL ends a process, and the owner reports the exit of an ended process."""
+"""Time in which a process ends after KILL, and in which the owner reports its exit."""
 ROOT_CAUSE = b"Root Cause (first observed failure):"
 
 

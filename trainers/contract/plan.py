@@ -79,7 +79,7 @@ PLACEHOLDER = "{checkpoint}"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Whether the supervisor loads each new checkpoint in another process, and backs it up.
+    """The checks of each new checkpoint: a load in another process (`load`), then a back-up.
 
     `backup` is a program with its arguments; it runs after a checkpoint was loaded. The path of the
     checkpoint replaces `PLACEHOLDER`, or is the last argument.

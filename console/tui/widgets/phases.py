@@ -91,7 +91,7 @@ def gate_rows(
 ) -> list[Row]:
     """Returns the gates with value and bound, failed gates first, in as many columns as fit.
 
-    Before the first evaluation, only the bounds of the gates are shown.
+    If no gate was evaluated yet, only the bounds are shown.
     """
     if not gates and bounds:
         pending = [("", _pending(name, bound)) for name, bound in bounds.items()]
