@@ -162,7 +162,7 @@ def test_each_xid_is_counted_on_the_gpu_that_it_is_about(gpus):
     fake.xid(folder, 5, 31, via=0)
     fake.xid(folder, 5, 31, via=0)
     fake.xid(folder, 6, 94)
-    rows = reader.wait(lambda rows: rows[6]["xid"] == 94)
+    rows = reader.wait(lambda rows: rows[6]["xid"] == 94 and rows[5]["xid_count"] == 2)
     assert (rows[5]["xid"], rows[5]["xid_count"], rows[5]["xids"]) == (31, 2, [31, 31])
     assert rows[5]["why"] == "Xid 31, 2 times"
     assert abs(rows[5]["xid_ts"] - time.time()) < 10
