@@ -59,9 +59,7 @@ def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
 
 def explained(inputs: Inputs) -> Verdict | None:
     """Returns the verdict that a supervisor gives on these inputs."""
-    doubtful = any(each.doubt for each in inputs.ranks)
-    evidence = Evidence() if doubtful else inputs.evidence
-    return diagnose(inputs.ranks, inputs.watch, inputs.ts, evidence)
+    return diagnose(inputs.ranks, inputs.watch, inputs.ts, inputs.evidence)
 
 
 def write(path: Path, inputs: Inputs, **more: Any) -> None:

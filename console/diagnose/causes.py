@@ -166,22 +166,27 @@ LOOK_AT_STACKS = "dump the stacks to see the cause"
 def diagnose(
     ranks: Sequence[RankEvidence], watch: Watch, ts: float, evidence: Evidence = NO_EVIDENCE
 ) -> Verdict | None:
-    """Returns why the run makes no progress, or None if it has not stalled.
-
-    `ts` is the unix time of the verdict. A rank without a usable pulse is never named. If there is
-    such a rank, the confidence is "low", unless the cause is one of `KERNEL_CAUSES`.
-    """
+    """Returns why the run makes no progress at unix time `ts`, or None if it has not stalled."""
     case = case_of(ranks, watch, ts)
-    if case is None or not (case.stalled or case.blocked()):
-        return None
-    found = explain(case, evidence)
-    if not any(each.doubt for each in ranks) or found.cause in KERNEL_CAUSES:
-        return found
-    return replace(found, sure="low", sentence=f"{found.sentence}; {unusable_pulses(ranks)}")
+    return explain(case, evidence) if case and case.is_stalled else None
 
 
 def explain(case: Case, evidence: Evidence) -> Verdict:
-    """Returns the verdict on a stall: its cause, the evidence for and against it, the next step."""
+    """Returns the verdict on a stall: its cause, the evidence for and against it, the next step.
+
+    A rank without a usable pulse is never named. If there is such a rank, the evidence is not used,
+    and the confidence is "low", unless the cause is one of `KERNEL_CAUSES`.
+    """
+    if not case.doubtful:
+        return _explain(case, evidence)
+    found = _explain(case, NO_EVIDENCE)
+    if found.cause in KERNEL_CAUSES:
+        return found
+    sentence = f"{found.sentence}; {unusable_pulses(case.doubtful)}"
+    return replace(found, sure="low", sentence=sentence)
+
+
+def _explain(case: Case, evidence: Evidence) -> Verdict:
     stall, slow = Stall(case, evidence), case.slowest[0]
     early = [each for each in case.exited if each.step <= slow.step]
     # A rank that saves does not wait for a rank that exited.

@@ -32,19 +32,21 @@ class Case:
     running: tuple[RankEvidence, ...]
     slowest: tuple[RankEvidence, ...]
     exited: tuple[RankEvidence, ...]
+    doubtful: tuple[RankEvidence, ...]
+    """The ranks without a usable pulse."""
     watch: Watch
     ts: float
 
     @property
-    def stalled(self) -> bool:
-        return all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest)
+    def is_stalled(self) -> bool:
+        """True if the run makes no progress.
 
-    def blocked(self) -> bool:
-        """Returns whether a rank is stopped, or has ended without reporting its exit.
-
-        Its pulse must have been unchanged for `NAMED_AFTER_S`. Returns False if all ranks
-        have ended, and none of them reported its exit.
+        Either the slowest ranks exceed their stall limit, or a rank is stopped or has ended without
+        reporting its exit. The pulse of that rank must have been unchanged for `NAMED_AFTER_S`. It
+        is not enough that all ranks have ended and none of them reported its exit.
         """
+        if all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest):
+            return True
         ended = [each.state in ENDED_STATES for each in self.running]
         if all(ended) and not self.exited:
             return False
@@ -79,9 +81,10 @@ class Case:
 def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
     """Returns the case of the ranks with a usable pulse, or None if no such rank still runs."""
     usable = [each for each in ranks if not each.doubt]
+    doubtful = tuple(each for each in ranks if each.doubt)
     running = tuple(each for each in usable if each.phase != "exit")
     exited = tuple(each for each in usable if each.phase == "exit")
-    return Case(running, slowest(running), exited, watch, ts) if running else None
+    return Case(running, slowest(running), exited, doubtful, watch, ts) if running else None
 
 
 def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from console.diagnose.causes import diagnose, explain
+from console.diagnose.causes import explain
 from console.diagnose.evidence import Evidence
 from console.diagnose.readings import Readings
 from console.diagnose.stall import RankEvidence, names, unusable_pulses
@@ -100,24 +100,19 @@ class Diagnoser:
     def _own(self, state: RunState, run: Path, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
         """Diagnoses the run with evidence that this process collects now."""
         watch = self._source.watch
-        early = replace(watch, stall_floor_s=min(SLOW_S, watch.stall_floor_s))
-        if diagnose(ranks, early, time.time()) is None:
+        if not _is_slow(ranks, watch):
             return self._without_verdict(state, run, ranks)
         evidence = collect(run, ranks)
         state, _, now = self._poll()
         after = self._ranks(state, run, now) if now else ()
         if self._source.over:
             return self._of_ended(state, run)
-        found = diagnose(after, early, time.time())
-        if found is None:
-            return self._without_verdict(state, run, after)
         case = case_of(after, watch, time.time())
-        if case is not None and not any(each.doubt for each in after):
-            found = explain(case, evidence)
-        contrary = tuple(line for line in found.against if line not in evidence.gaps)
-        found = replace(found, against=contrary)
-        why, is_stalled = "", diagnose(after, watch, time.time()) is not None
-        if not is_stalled:
+        if case is None or not _is_slow(after, watch):
+            return self._without_verdict(state, run, after)
+        found, why = explain(case, evidence), ""
+        found = replace(found, against=tuple(e for e in found.against if e not in evidence.gaps))
+        if not case.is_stalled:
             why = "within its stall limit; so far the evidence says:"
             found = replace(found, sure="medium" if found.sure == "high" else found.sure)
         if not (evidence.after or evidence.stacks or evidence.flights):
@@ -125,8 +120,8 @@ class Diagnoser:
         doubt = now.stall_doubt if now else ""
         missing = (*evidence.gaps, *filter(None, (doubt,)), *_elsewhere(state))
         return Diagnosis(
-            "stalled" if is_stalled else "slow", state, why, found, "evidence collected now",
-            after, missing, int(is_stalled), run, watch,
+            "slow" if why else "stalled", state, why, found, "evidence collected now",
+            after, missing, int(not why), run, watch,
         )  # fmt: skip
 
     def _without_verdict(
@@ -178,6 +173,13 @@ def _with_process(rank: RankEvidence, worker: Mapping[str, Any]) -> RankEvidence
     if state == process.GONE and worker.get("host") == rundir.host_name():
         return replace(rank, state=state)
     return replace(rank, pid=0)
+
+
+def _is_slow(ranks: Sequence[RankEvidence], watch: Watch) -> bool:
+    """Returns whether the slowest ranks have not moved for some seconds, or a rank cannot move."""
+    early = replace(watch, stall_floor_s=min(SLOW_S, watch.stall_floor_s))
+    case = case_of(ranks, early, time.time())
+    return case is not None and case.is_stalled
 
 
 def _elsewhere(state: RunState) -> tuple[str, ...]:

@@ -166,7 +166,7 @@ class Monitor:
             return None
         self._context.observers.run("evidence", lambda: self._evidence.poll(seen), None)
         evidence = self._evidence.complete
-        if evidence is None or any(each.doubt for each in seen):
+        if evidence is None:
             return found
         return self._context.observers.run(
             "diagnosis", lambda: diagnose(seen, self._watch, time.time(), evidence), found

@@ -286,6 +286,14 @@ def test_without_any_evidence_the_verdict_of_the_pulses_stays():
     assert "no stack of rank 1" in found.against
 
 
+@pytest.mark.decision("verdict-cause", "absent")
+def test_the_evidence_gives_no_cause_while_a_pulse_cannot_be_used():
+    lost = replace(rank(2), doubt="lost")
+    found = explained(CASES["sleep"], rank(0), rank(1), lost)
+    assert found == diagnose((rank(0), rank(1), lost), WATCH, NOW)
+    assert (found.cause == "sleep", found.sure) == (False, "low")
+
+
 def test_ranks_that_all_wait_in_one_collective_have_a_transport_stall():
     found = explained(evidence(last=11), rank(0), rank(1))
     assert (found.cause, found.rank) == ("transport", None)
