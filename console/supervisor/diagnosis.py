@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from console.diagnose.causes import explain
+from console.diagnose.causes import diagnose, explain
 from console.diagnose.evidence import Evidence
 from console.diagnose.readings import Readings
 from console.diagnose.stall import RankEvidence, names, unusable_pulses
@@ -100,7 +100,8 @@ class Diagnoser:
     def _own(self, state: RunState, run: Path, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
         """Diagnoses the run with evidence that this process collects now."""
         watch = self._source.watch
-        if not _is_slow(ranks, watch):
+        early = replace(watch, stall_floor_s=min(SLOW_S, watch.stall_floor_s))
+        if diagnose(ranks, early, time.time()) is None:
             return self._without_verdict(state, run, ranks)
         evidence = collect(run, ranks)
         state, _, now = self._poll()
@@ -108,7 +109,7 @@ class Diagnoser:
         if self._source.over:
             return self._of_ended(state, run)
         case = case_of(after, watch, time.time())
-        if case is None or not _is_slow(after, watch):
+        if case is None or diagnose(after, early, time.time()) is None:
             return self._without_verdict(state, run, after)
         found, why = explain(case, evidence), ""
         found = replace(found, against=tuple(e for e in found.against if e not in evidence.gaps))
@@ -173,13 +174,6 @@ def _with_process(rank: RankEvidence, worker: Mapping[str, Any]) -> RankEvidence
     if state == process.GONE and worker.get("host") == rundir.host_name():
         return replace(rank, state=state)
     return replace(rank, pid=0)
-
-
-def _is_slow(ranks: Sequence[RankEvidence], watch: Watch) -> bool:
-    """Returns whether the slowest ranks have not moved for some seconds, or a rank cannot move."""
-    early = replace(watch, stall_floor_s=min(SLOW_S, watch.stall_floor_s))
-    case = case_of(ranks, early, time.time())
-    return case is not None and case.is_stalled
 
 
 def _elsewhere(state: RunState) -> tuple[str, ...]:
