@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import json
 import multiprocessing
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, median, publish, table
+from benchmarks.trace import Trace
 from console.sources import snapshot
 from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
@@ -40,39 +39,21 @@ DAY_S = 86_400
 
 def write(folder: Path, span_s: int) -> Path:
     """Writes the launch of a running run that began `span_s` ago; returns its directory."""
-    launch = folder / "long" / "20261101-000000"
-    run = launch / "0-one"
-    for each in (run, launch / rundir.REQUESTS, run / rundir.REQUESTS):
-        each.mkdir(parents=True, exist_ok=True)
-    began, me = time.time() - span_s, rundir.identity()
-    planned = int(2 * span_s / STEP_S)
-    document = {"v": 1, "updated_ts": time.time()}
-    rundir.write_json(launch / rundir.PLAN, {
-        "v": 1, "launch": "long-20261101-000000", "name": "long", "created_ts": began,
-        "phases": [{"name": "one", "proves": "nothing"}],
-    })  # fmt: skip
-    rundir.write_json(launch / rundir.PLAN_STATE, document | {
-        "state": "running", "phase": 0, "supervisor": me,
-        "phases": [{"name": "one", "state": "running", "dir": "0-one"}],
-    })  # fmt: skip
-    rundir.write_json(run / rundir.RUN, {
-        "v": 1, "run": "long-20261101-000000/0-one", "world": RANKS, "nproc": RANKS,
-        "settings": {"train.steps": {"value": planned, "origin": "plan"}}, "flags": {},
-        "gates": {"loss_finite": True}, "created_ts": began,
-    })  # fmt: skip
-    workers = [
-        {"rank": rank, "local_rank": rank, "pid": os.getpid(), "exit": None, "host": me["host"]}
-        for rank in range(RANKS)
-    ]
-    rundir.write_json(run / rundir.SUPERVISOR, document | me | {
-        "state": "running", "why": "", "since_ts": began, "attempt": 1, "workers": workers,
-        "run": "long-20261101-000000/0-one",
-    })  # fmt: skip
+    began, steps = time.time() - span_s, int(span_s / STEP_S)
+    trace = Trace(
+        folder / "long" / "20261101-000000", RANKS, began_ts=began, first_step=0, steps=2 * steps,
+        step_s=STEP_S, every=EVERY,
+    )  # fmt: skip
+    trace.write_documents()
     for rank in range(RANKS):
-        with rundir.heartbeat(run, rank).open("wb") as stream:
-            stream.writelines(map(heartbeat.encode, records(rank, began, span_s)))
-    write_samples(rundir.samples(run, me["host"]), samples(began, span_s, me["host"]))
-    return run
+        with rundir.heartbeat(trace.run, rank).open("wb") as stream:
+            stream.writelines(
+                heartbeat.encode(trace.progress(rank, number, began + number * EVERY * STEP_S))
+                for number in range(1, steps // EVERY)
+            )
+    samples = (trace.sample(began + second, int(second / STEP_S)) for second in range(span_s))
+    write_samples(rundir.samples(trace.run, rundir.host_name()), map(jsonl.encode, samples))
+    return trace.run
 
 
 def write_samples(path: Path, lines: Iterator[bytes]) -> None:
@@ -87,50 +68,6 @@ def write_samples(path: Path, lines: Iterator[bytes]) -> None:
             whole.write_bytes(gzip.compress(b"".join(part), GZIP_LEVEL))
             part, size = [], 0
     path.write_bytes(b"".join(part))
-
-
-def records(rank: int, began: float, span_s: int) -> Iterator[dict]:
-    for number, step in enumerate(range(EVERY, int(span_s / STEP_S), EVERY), 1):
-        yield {
-            "v": 1, "n": number, "ts": began + step * STEP_S, "mono": step * STEP_S, "rank": rank,
-            "attempt": 1, "step": step, "msg": "progress", "loss": 2.5 + 1 / step, "lr": 3e-4,
-            "grad_norm": 0.7, "toks_per_s": 12345.6, "toks_per_s_rank": 1543.2, "mfu": 0.31,
-            "tokens_total": step * 10**6, "dt_fetch_s": 0.001, "dt_forward_s": 0.1,
-            "dt_backward_s": 0.18, "dt_optimizer_s": 0.01, "gate_entropy_mean": 0.93,
-            "gate_entropy_layers": [0.9] * 12, "gate_branch_shares": [0.3, 0.3, 0.4],
-            "steps_dt_s": [STEP_S] * EVERY, "nonfinite_loss_steps": 0, "skipped_steps": 0,
-        }  # fmt: skip
-
-
-def samples(began: float, span_s: int, host: str) -> Iterator[bytes]:
-    """Yields a sample for each second; the sensors vary as on a machine."""
-    draw = random.Random(1)
-    phases = ("fetch", "forward", "backward", "optimizer")
-    for second in range(span_s):
-        step = int(second / STEP_S)
-        gpus = [
-            {"index": index, "name": "H200", "uuid": f"GPU-{index}",
-             "util_pct": float(draw.randint(90, 100)),
-             "mem_used_mib": 90_000.0 + draw.randint(0, 400), "mem_total_mib": 141_000.0,
-             "power_w": round(draw.gauss(640, 25), 1), "temp_c": float(draw.randint(58, 66)),
-             "sm_mhz": float(draw.randrange(1700, 1981, 15)), "state": "ok", "why": "",
-             "throttle": "", "ecc_uncorrected": 0, "xid_count": 0}
-            for index in range(RANKS)
-        ]  # fmt: skip
-        ranks = [
-            {"rank": rank, "pid": os.getpid(), "state": draw.choice("RRRS"),
-             "cpu_pct": round(draw.gauss(99, 2), 1), "rss_mib": round(draw.gauss(5000, 20), 1),
-             "pulse": {"step": step, "phase": draw.choice(phases),
-                       "since_s": round(draw.random() / 4, 3), "age_s": round(draw.random(), 3),
-                       "collectives": 40 * step + draw.randint(0, 40), "device_step": step,
-                       "device_phase": draw.choice(phases)}}
-            for rank in range(RANKS)
-        ]  # fmt: skip
-        record = {
-            "v": 1, "ts": began + second, "mono": float(second), "host": host, "attempt": 1,
-            "gpus": gpus, "ranks": ranks, "disk": {"free_gib": 900.0}, "load1": 9.0,
-        }  # fmt: skip
-        yield json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 def observe(run: Path) -> None:
