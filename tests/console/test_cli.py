@@ -173,9 +173,8 @@ def test_followed_logs_go_on_with_the_next_phase(tmp_path):
     )  # fmt: skip
     try:
         assert process.stdout.readline().strip() == "r0       words of 0-first"
-        held = json.loads((launch / rundir.PLAN_STATE).read_text())
         directory.run(launch / "1-second", state="completed")
-        directory.document(launch / rundir.PLAN_STATE, held | {"phase": 1, "state": "ended"})
+        directory.change(launch / rundir.PLAN_STATE, phase=1, state="ended")
         told = process.communicate(timeout=10)[0]
         last = "r0       words of 1-second\nr0       last words of 1-second\n"
         assert told == f"r0       last words of 0-first\n{last}"

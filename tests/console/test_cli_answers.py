@@ -73,14 +73,8 @@ def test_a_further_attempt_is_told_in_status_and_in_the_list(launch, capsys):
 
 def ended(launch, why: str, result: str, gate: str) -> None:
     """The launch ended after its first phase, which completed."""
-    run = directory.run(launch / "0-first", state="completed", why="all ranks done after step 100")
-    born = rundir.read_json(run / rundir.RUN) or {}
-    directory.document(run / rundir.RUN, born | {"world": 1, "gates": {"no_stall": True}})
-    directory.event(run, "state", attempt=1, state="completed")
-    directory.beat(run, 0, 100)
-    directory.beat(run, 0, 100, "exit", exit_code=0)
     gates = [{"name": "no_stall", "value": 1.0, "bound": "= 0", "result": gate}]
-    directory.document(run / rundir.GATES, {"gates": gates})
+    directory.completed(launch / "0-first", {"no_stall": True}, gates)
     phases = [
         {"name": "first", "state": "completed", "result": result, "dir": "0-first"},
         {"name": "second", "state": "later", "dir": "1-second"},
@@ -88,10 +82,7 @@ def ended(launch, why: str, result: str, gate: str) -> None:
     planned = rundir.read_json(launch / rundir.PLAN) or {}
     planned["phases"][0]["gates"] = {"no_stall": True}
     directory.document(launch / rundir.PLAN, planned)
-    held = rundir.read_json(launch / rundir.PLAN_STATE)
-    directory.document(
-        launch / rundir.PLAN_STATE, held | {"state": "ended", "why": why, "phases": phases}
-    )
+    directory.change(launch / rundir.PLAN_STATE, state="ended", why=why, phases=phases)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +157,7 @@ def test_the_value_of_a_gate_stands_in_the_unit_of_its_bound(unit, value, text):
 
 def test_watching_returns_when_the_plan_waits_if_that_is_asked(launch, capsys):
     directory.run(launch / "0-first", state="completed")
-    state = rundir.read_json(launch / rundir.PLAN_STATE)
-    directory.document(launch / rundir.PLAN_STATE, state | {"state": "waiting", "why": "proceed"})
+    directory.change(launch / rundir.PLAN_STATE, state="waiting", why="proceed")
     code, out, _ = said(capsys, "watch", launch, "--until-waiting")
     assert (code, "is waiting: proceed." in out) == (0, True)
 
@@ -180,8 +170,7 @@ def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys):
     (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000088\n")
     sentence = f"to resume, run: nsa-console resume {launch}\n"
     assert sentence in said(capsys, "status", launch)[1]
-    state = rundir.read_json(launch / rundir.PLAN_STATE)
-    directory.document(launch / rundir.PLAN_STATE, state | {"state": "ended"})
+    directory.change(launch / rundir.PLAN_STATE, state="ended")
     assert sentence in said(capsys, "watch", launch, "--plain")[1]
 
 

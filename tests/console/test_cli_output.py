@@ -159,9 +159,8 @@ def test_watching_ends_with_the_launch_though_its_run_cannot_be_read(tmp_path, w
     path = directory.launch(tmp_path)
     run = directory.run(path / "0-first")
     (run / rundir.SUPERVISOR).write_text("garbage")
-    held = json.loads((path / rundir.PLAN_STATE).read_text())
     change = {"state": "ended"} if state == "ended" else {"supervisor": directory.DEAD}
-    directory.document(path / rundir.PLAN_STATE, held | change)
+    directory.change(path / rundir.PLAN_STATE, **change)
     done = run_cli(tmp_path, "watch", str(path), *words)
     assert done.returncode == (4 if state == "ended" else 5)
 
@@ -172,12 +171,11 @@ def test_a_phase_has_ended_before_the_next_one_starts(tmp_path):
     source, changes = RunSource(path), status_text.Changes()
     said = list(changes.sentences(source.poll(), 0.0))
     directory.run(path / "1-second", state="starting")
-    held = json.loads((path / rundir.PLAN_STATE).read_text())
     phases = [
         {"name": "first", "state": "completed", "result": "pass", "dir": "0-first"},
         {"name": "second", "state": "starting", "dir": "1-second"},
     ]
-    directory.document(path / rundir.PLAN_STATE, held | {"phase": 1, "phases": phases})
+    directory.change(path / rundir.PLAN_STATE, phase=1, phases=phases)
     said = list(changes.sentences(source.poll(), 1.0))
     assert said[0] == "Phase first is completed, no gates."
     assert "1-second is starting" in said[1]

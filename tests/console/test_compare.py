@@ -18,19 +18,13 @@ BOUNDS = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
 
 def measured(path, phase, step_s):
     """A completed run of one phase whose steps took `step_s` each."""
-    run = directory.run(path, 1, "completed", why="all ranks done")
-    bucket = phase.flags["NSA_DDP_BUCKET_MB"]
-    born = (rundir.read_json(run / rundir.RUN) or {}) | {"world": 1, "gates": BOUNDS}
-    born |= {"settings": {"ddp.bucket_mb": {"value": int(bucket)}}, "flags": {}}
-    directory.document(run / rundir.RUN, born)
-    directory.document(run / rundir.ENV, FACTS)
     passed = [PASSED[0] | {"value": STEPS, "bound": f"≥ {STEPS}"}, *PASSED[1:]]
-    directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": passed})
-    directory.event(run, "state", attempt=1, state="completed")
-    directory.beat(run, 0, 0, "boot")
-    for step in range(1, STEPS + 1):
-        directory.beat(run, 0, step, loss=1.0, steps_dt_s=[step_s + (step % 5) / 1000])
-    directory.beat(run, 0, STEPS, "exit", exit_code=0)
+    run = directory.completed(
+        path, BOUNDS, passed, STEPS,
+        lambda step: {"loss": 1.0, "steps_dt_s": [step_s + (step % 5) / 1000]},
+        settings={"ddp.bucket_mb": {"value": int(phase.flags["NSA_DDP_BUCKET_MB"])}}, flags={},
+    )  # fmt: skip
+    directory.document(run / rundir.ENV, FACTS)
 
 
 @pytest.fixture
@@ -38,19 +32,13 @@ def launch(tmp_path):
     """A completed launch of the sweep, whose larger bucket is faster by a sixth."""
     planned = plan.parse(PLAN, "p")
     path = directory.launch(tmp_path)
-    phases = [phase.name for phase in planned.phases]
     document = json.loads(json.dumps(planned.as_dict()))
     for entry in document["phases"]:
         entry["gates"] = BOUNDS
-    held = rundir.read_json(path / rundir.PLAN) or {}
-    directory.document(path / rundir.PLAN, held | document)
+    directory.change(path / rundir.PLAN, **document)
     for index, phase in enumerate(planned.phases):
         measured(path / f"{index}-{phase.name}", phase, 0.05 if phase.variant == "mb50" else 0.06)
-    done = [{"name": name, "state": "completed", "result": "pass", "dir": f"{i}-{name}"}
-            for i, name in enumerate(phases)]  # fmt: skip
-    state = rundir.read_json(path / rundir.PLAN_STATE) or {}
-    ended = {"state": "ended", "phase": len(phases) - 1, "why": "all phases are done"}
-    directory.document(path / rundir.PLAN_STATE, state | ended | {"phases": done})
+    directory.end(path)
     return path
 
 
@@ -84,14 +72,13 @@ def test_a_run_that_does_not_count_leaves_no_comparison(launch, capsys, what, wo
         directory.document(run / rundir.ENV, FACTS | {"tokens_per_step": "inf"})
     elif what == "rounds":
         planned = rundir.read_json(launch / rundir.PLAN) or {}
-        directory.document(launch / rundir.PLAN, planned | {"phases": planned["phases"][:6]})
+        directory.change(launch / rundir.PLAN, phases=planned["phases"][:6])
     elif what == "hook":
         directory.document(run / rundir.ENV, FACTS | {"comm_hook": "bf16"})
     elif what == "gates":
         directory.document(run / rundir.GATES, {"v": 1, "gates": []})
     else:
-        held = rundir.read_json(run / rundir.SUPERVISOR) or {}
-        directory.document(run / rundir.SUPERVISOR, held | {"state": "crashed"})
+        directory.change(run / rundir.SUPERVISOR, state="crashed")
     code, out = said(capsys, "compare", launch)
     assert code == 1
     assert words in out

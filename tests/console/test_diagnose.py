@@ -91,9 +91,8 @@ def test_an_ended_run_shows_its_last_verdict(stalled):
 def test_a_plan_that_waits_for_its_operator_says_so(tmp_path):
     launch = directory.launch(tmp_path)
     directory.run(launch / "0-first", state="completed")
-    held = rundir.read_json(launch / rundir.PLAN_STATE) or {}
     why = "first is done; the action proceed starts second"
-    directory.document(launch / rundir.PLAN_STATE, held | {"state": "waiting", "why": why})
+    directory.change(launch / rundir.PLAN_STATE, state="waiting", why=why)
     with directory.owned(launch):
         code, found = diagnosed(launch)
     assert (code, found["why"], found["ranks"]) == (0, f"the plan waits: {why}", [])

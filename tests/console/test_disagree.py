@@ -22,10 +22,6 @@ from trainers.contract import environ, rundir
 TOKEN = "0123456789abcdef"
 
 
-def change(path, **fields):
-    directory.document(path, (rundir.read_json(path) or {}) | fields)
-
-
 @pytest.fixture
 def launch(tmp_path):
     """A launch whose second phase failed a gate."""
@@ -33,21 +29,16 @@ def launch(tmp_path):
     runs = [completed(path / name) for name in ("0-first", "1-second")]
     plan_gates(path, BOUNDS)
     failed = [gate | {"result": "fail"} for gate in PASSED[:1]] + PASSED[1:]
-    directory.document(runs[1] / rundir.GATES, {"v": 1, "result": "fail", "gates": failed})
-    phases = [
-        {"name": name, "state": "completed", "result": result, "dir": run.name}
-        for name, result, run in zip(("first", "second"), ("pass", "fail"), runs, strict=True)
-    ]
-    why = "second: gate steps_done failed (20 steps, bound ≥ 99999)"
-    change(path / rundir.PLAN_STATE, state="ended", phase=1, why=why, phases=phases)
+    directory.change(runs[1] / rundir.GATES, result="fail", gates=failed)
+    directory.end(
+        path, "pass", "fail", why="second: gate steps_done failed (20 steps, bound ≥ 99999)"
+    )
     return path
 
 
 def let_pass(launch):
     directory.document(launch / "1-second" / rundir.GATES, {"v": 1, "gates": PASSED})
-    phases = (rundir.read_json(launch / rundir.PLAN_STATE) or {})["phases"]
-    phases[1]["result"] = "pass"
-    change(launch / rundir.PLAN_STATE, phases=phases, why="all phases are done")
+    directory.end(launch)
     return launch
 
 
@@ -63,12 +54,12 @@ def alone(tmp_path):
     path = directory.launch(tmp_path)
     run = directory.run(path / "0-first", **directory.DEAD)
     born = rundir.read_json(run / rundir.RUN) or {}
-    change(run / rundir.RUN, environment=born["environment"] | {environ.TOKEN: TOKEN})
+    directory.change(run / rundir.RUN, environment=born["environment"] | {environ.TOKEN: TOKEN})
     here = os.environ | {environ.TOKEN: TOKEN}
     rank = subprocess.Popen([sys.executable, "-c", "input()"], env=here, stdin=subprocess.PIPE)
     worker = {"rank": 0, **rundir.identity(rank.pid), "exit": None}
-    change(run / rundir.SUPERVISOR, workers=[worker])
-    change(path / rundir.PLAN_STATE, supervisor=rundir.identity() | directory.DEAD)
+    directory.change(run / rundir.SUPERVISOR, workers=[worker])
+    directory.change(path / rundir.PLAN_STATE, supervisor=rundir.identity() | directory.DEAD)
     yield path
     rank.kill()
     rank.communicate()
@@ -122,7 +113,7 @@ def test_a_run_whose_gates_were_taken_out_of_two_documents_is_no_go(launch, caps
         "no go; toy/1-second: completed: all ranks done after step 20; gate steps_done failed "
         "(20, bound ≥ 20)"
     ), "the gate stands in the sentence"
-    change(run / rundir.RUN, gates={})
+    directory.change(run / rundir.RUN, gates={})
     directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": []})
     for path in (run, launch):
         code, out = said(capsys, "check", path)
@@ -133,7 +124,7 @@ def test_a_run_whose_gates_were_taken_out_of_two_documents_is_no_go(launch, caps
 
 
 def test_the_row_of_an_unconfirmed_phase_shows_unknown_gates(passed, capsys):
-    change(passed / "0-first" / rundir.SUPERVISOR, state="running")
+    directory.change(passed / "0-first" / rundir.SUPERVISOR, state="running")
     _, out = said(capsys, "status", passed)
     assert "no go: first: its state is running in supervisor.json" in out
     assert "1 first        completed  gates unknown" in out
@@ -150,10 +141,10 @@ def test_a_run_whose_processes_live_is_unsupervised_whatever_plan_state_says(alo
     if how == "empty":
         path.write_text("")
     elif how == "ended":
-        change(path, state="ended", why="all phases are done")
+        directory.change(path, state="ended", why="all phases are done")
     elif how == "other run":
-        change(completed(alone / "1-second") / rundir.SUPERVISOR, workers=[])
-        change(path, state="running", phase=1)
+        directory.change(completed(alone / "1-second") / rundir.SUPERVISOR, workers=[])
+        directory.change(path, state="running", phase=1)
     else:
         key = {"no phases": "phases", "no index": "phase"}[how]
         directory.document(path, {name: held[name] for name in held if name != key})
@@ -177,17 +168,17 @@ def test_an_end_does_not_count_while_ranks_are_alive(alone, shared_memory, where
     end = {"v": 1, "ts": now, "state": "crashed", "why": "rank 0 is gone"}
     alert = {"alert": "rank-gone", "ts": now, "level": "crit", "text": "rank 0 is gone"}
     if where == "document":
-        change(run / rundir.SUPERVISOR, state="crashed")
+        directory.change(run / rundir.SUPERVISOR, state="crashed")
     elif where == "event":
         directory.event(run, **({"kind": "state"} | end))
         directory.event(run, "alert", **alert)
     elif where == "status":
-        change(run / rundir.SUPERVISOR, live_dir=str(shared_memory), **rundir.identity())
+        directory.change(run / rundir.SUPERVISOR, live_dir=str(shared_memory), **rundir.identity())
         directory.document(shared_memory / rundir.LIVE_STATUS, end | {"alerts": [alert]})
     else:
         phases = [{"name": "first", "state": "crashed", "ended_ts": now, "dir": "0-first"},
                   {"name": "second", "state": "later"}]  # fmt: skip
-        change(alone / rundir.PLAN_STATE, phases=phases, state="ended")
+        directory.change(alone / rundir.PLAN_STATE, phases=phases, state="ended")
     state = RunSource(alone).poll()
     expected = ("running", 0) if where == "status" else ("unsupervised", 1)
     assert (state.state, status_text.exit_code(state, True)) == expected, state.why

@@ -25,16 +25,9 @@ PASSED = [
 
 def completed(path, **losses):
     """A run that completed and whose gates.json says that every gate passed."""
-    run = directory.run(path, 1, "completed", why="all ranks done after step 20")
-    born = rundir.read_json(run / rundir.RUN) or {}
-    directory.document(run / rundir.RUN, born | {"world": 1, "gates": BOUNDS})
-    directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": PASSED})
-    directory.event(run, "state", attempt=1, state="completed")
-    directory.beat(run, 0, 0, "boot")
-    for step in range(1, 21):
-        directory.beat(run, 0, step, loss=losses.get(f"step{step}", 1.0))
-    directory.beat(run, 0, 20, "exit", exit_code=0)
-    return run
+    return directory.completed(
+        path, BOUNDS, PASSED, figures=lambda step: {"loss": losses.get(f"step{step}", 1.0)}
+    )
 
 
 def plan_gates(path, gates, *phases):
@@ -49,12 +42,8 @@ def launch(tmp_path):
     path = directory.launch(tmp_path)
     for name in ("0-first", "1-second"):
         completed(path / name)
-    phases = [{"name": name, "state": "completed", "result": "pass", "dir": f"{i}-{name}"}
-              for i, name in enumerate(("first", "second"))]  # fmt: skip
-    state = rundir.read_json(path / rundir.PLAN_STATE) or {}
     plan_gates(path, BOUNDS)
-    ended = {"state": "ended", "phase": 1, "why": "all phases are done", "phases": phases}
-    directory.document(path / rundir.PLAN_STATE, state | ended)
+    directory.end(path)
     return path
 
 
@@ -94,8 +83,7 @@ def test_a_plan_that_waits_is_go_so_far_and_names_what_has_not_run(launch, capsy
     shutil.rmtree(launch / "1-second")
     held = rundir.read_json(launch / rundir.PLAN_STATE) or {}
     phases = [held["phases"][0], {"name": "second", "state": "next", "dir": "1-second"}]
-    waits = held | {"state": "waiting", "phase": 0, "phases": phases}
-    directory.document(launch / rundir.PLAN_STATE, waits)
+    directory.change(launch / rundir.PLAN_STATE, state="waiting", phase=0, phases=phases)
     code, out = said(capsys, "check", launch)
     assert (code, out.splitlines()[-1]) == (0, "go so far; not started: second")
 
@@ -109,8 +97,7 @@ def lie(run, name):
         directory.event(run, "alert", attempt=1, alert="stall", level="crit", text="stalled")
         return "gate no_stall is passed in gates.json and failed by the records (1 stall"
     if name == "gates.json: fewer steps in the records":
-        born = rundir.read_json(run / rundir.RUN) or {}
-        directory.document(run / rundir.RUN, born | {"gates": BOUNDS | {"steps_done": 21}})
+        directory.change(run / rundir.RUN, gates=BOUNDS | {"steps_done": 21})
         return "gate steps_done is passed in gates.json and failed by the records"
     path = rundir.heartbeat(run, 0)
     path.write_text(path.read_text().replace('"step":15,', '"step":900000,').replace('"n":16', "?"))
@@ -164,8 +151,7 @@ def test_it_is_no_go_when_one_of_them_is_missing(launch, capsys, name, text):
 
 def test_a_run_without_gates_is_judged_by_its_exits(launch, capsys):
     run = launch / "1-second"
-    born = rundir.read_json(run / rundir.RUN) or {}
-    directory.document(run / rundir.RUN, {k: v for k, v in born.items() if k != "gates"})
+    directory.change(run / rundir.RUN, gates=...)
     (run / rundir.GATES).unlink()
     rundir.heartbeat(run, 0).unlink()
     plan_gates(launch, {}, 1)

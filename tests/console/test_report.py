@@ -27,28 +27,21 @@ HOSTILE = "a|b <script>alert(1)</script> [x](http://e) \x1b]0;t\x07 ![i](u) `c`"
 def recorded(launch, **more):
     """A phase of 20 steps of 800 tokens, 2 s each, with an override of its speed."""
     gates = BOUNDS | {"toks_per_s_50_above": {"bound": 900, "override": "A shared node."}}
-    run = directory.run(launch / "0-first", 1, "completed", why="all ranks done after step 20")
-    born = rundir.read_json(run / rundir.RUN) or {}
-    born |= {"world": 1, "gates": gates, "steps_planned": 50_000, "git": {"sha": "abc123"}}
-    born["settings"]["train.steps"] = {"value": 50_000}
-    directory.document(run / rundir.RUN, born | more)
-    directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": [*PASSED, SLOW]})
+    run = directory.completed(
+        launch / "0-first", gates, [*PASSED, SLOW],
+        figures=lambda step: {"loss": 3.0 - step / 10, "toks_per_s": 400.0, "steps_dt_s": [2.0],
+                              "dt_fetch_s": 0.25, "sel_overlap": 0.75},
+        **{"steps_planned": 50_000, "git": {"sha": "abc123"}} | more,
+    )  # fmt: skip
+    settings = (rundir.read_json(run / rundir.RUN) or {})["settings"]
+    directory.change(run / rundir.RUN, settings=settings | {"train.steps": {"value": 50_000}})
     directory.document(run / rundir.ENV, {
         "v": 1, "attempt": 1, "parameters": 450_712, "tokens_per_step": 800,
         "device": {"type": "cpu", "name": "x86_64"}, "comm_hook": "none", "config": "tiny.yaml",
     })  # fmt: skip
-    directory.event(run, "state", attempt=1, state="completed")
     directory.event(run, "note", attempt=1, by="ann@host", text="moved the rack", ts=1e9)
-    directory.beat(run, 0, 0, "boot")
-    for step in range(1, 21):
-        directory.beat(run, 0, step, loss=3.0 - step / 10, toks_per_s=400.0, steps_dt_s=[2.0],
-                       dt_fetch_s=0.25, sel_overlap=0.75)  # fmt: skip
-    directory.beat(run, 0, 20, "exit", exit_code=0)
     plan_gates(launch, gates, 0)
-    state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
-    phases = [{"name": "first", "state": "completed", "result": "pass", "dir": "0-first"}]
-    ended = {"state": "ended", "phase": 0, "why": "all phases are done", "phases": phases}
-    directory.document(launch / rundir.PLAN_STATE, state | ended)
+    directory.end(launch)
     planned = rundir.read_json(launch / rundir.PLAN) or {}
     planned["phases"] = planned["phases"][:1]
     planned["phases"][0] |= {
@@ -167,8 +160,7 @@ def test_no_document_makes_a_report_raise(launch):
 
 def live(launch, **bounds):
     run = directory.run(launch / "0-first", 1)
-    born = rundir.read_json(run / rundir.RUN) or {}
-    directory.document(run / rundir.RUN, born | {"world": 1, "gates": BOUNDS | bounds})
+    directory.change(run / rundir.RUN, world=1, gates=BOUNDS | bounds)
     directory.event(run, "state", attempt=1, state="running")
     directory.beat(run, 0, 0, "boot")
     for step in range(1, 11):

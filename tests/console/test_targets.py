@@ -28,9 +28,8 @@ def made(path: Path, name: str = "", created: object = None, written: float | No
     """A launch of a living supervisor at any path, with one run."""
     made_at = directory.launch(path.parent / f".{path.name}").rename(path)
     shutil.rmtree(path.parent / f".{path.name}")
-    plan = rundir.read_json(path / rundir.PLAN) or {}
     told = {} if created is None else {"created_ts": created}
-    directory.document(path / rundir.PLAN, plan | {"launch": name or path.name} | told)
+    directory.change(path / rundir.PLAN, launch=name or path.name, **told)
     if written is not None:
         os.utime(path / rundir.PLAN, (written, written))
     directory.run(path / "0-first")

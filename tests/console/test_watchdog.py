@@ -61,8 +61,7 @@ def said(process, number: signal.Signals) -> tuple[int, list[dict]]:
 def run(tmp_path):
     """A run whose supervisor lives, without pulses; every 20th step is recorded."""
     path = directory.run(tmp_path / "0-first")
-    born = json.loads((path / rundir.RUN).read_text())
-    directory.document(path / rundir.RUN, born | {"watch": QUICK})
+    directory.change(path / rundir.RUN, watch=QUICK)
     (path / rundir.TRAINING_CSV).write_text("step,loss\n80,2.0\n")
     for step in range(0, 100, 20):
         for rank in (0, 1):
@@ -138,8 +137,7 @@ def test_a_healthy_run_is_left_alone_to_its_end(run):
             for rank in (0, 1):
                 directory.beat(run, rank, step, loss=2.0, grad_norm=1.0, steps_dt_s=[0.005] * 20)
             time.sleep(0.1)
-        held = json.loads((run / rundir.SUPERVISOR).read_text())
-        directory.document(run / rundir.SUPERVISOR, held | {"state": "completed"})
+        directory.change(run / rundir.SUPERVISOR, state="completed")
 
     trainer = threading.Thread(target=train)
     trainer.start()
@@ -163,8 +161,7 @@ def test_pulses_tell_which_rank_stands_still(run, step, text):
     try:
         for rank, phase in ((0, "backward"), (1, "forward")):
             PulseWriter(rundir.pulse(live, rank), rank).set(step, phase)
-        held = json.loads((run / rundir.SUPERVISOR).read_text())
-        directory.document(run / rundir.SUPERVISOR, held | {"live_dir": str(live)})
+        directory.change(run / rundir.SUPERVISOR, live_dir=str(live))
         with watchdog(run, "--interval", "0.1") as process:
             line = json.loads(process.stdout.readline())
     finally:

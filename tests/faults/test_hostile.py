@@ -93,8 +93,7 @@ EVIL = (
 def test_looking_at_a_hostile_directory_runs_nothing_and_writes_nothing(scene, tmp_path):
     canary, launch = tmp_path / "canary", directory.launch(tmp_path / "root")
     run = directory.run(launch / "0-first", workers=[], **directory.DEAD)
-    state = rundir.read_json(launch / rundir.PLAN_STATE)
-    directory.document(launch / rundir.PLAN_STATE, state | {"supervisor": directory.DEAD})
+    directory.change(launch / rundir.PLAN_STATE, supervisor=directory.DEAD)
     directory.beat(run, 0, 5, loss=1.0)
     evil = pickle.dumps(Canary(canary))
     for name in EVIL:

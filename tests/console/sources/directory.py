@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,9 @@ def owned(path: Path) -> Iterator[None]:
 def told(path: Path, token: str, **owner: Any) -> None:
     """Puts a token into the documents of a launch's supervisor, and what else identifies it."""
     held = json.loads((path / rundir.PLAN_STATE).read_text())
-    held["supervisor"] |= {"token": token} | owner
-    document(path / rundir.PLAN_STATE, held)
+    change(path / rundir.PLAN_STATE, supervisor=held["supervisor"] | {"token": token} | owner)
     for each in path.glob(f"[0-9]*/{rundir.SUPERVISOR}"):
-        document(each, json.loads(each.read_text()) | {"lock_token": token} | owner)
+        change(each, lock_token=token, **owner)
 
 
 def run(path: Path, world: int = 2, state: str = "running", **supervisor: Any) -> Path:
@@ -100,8 +99,41 @@ def run(path: Path, world: int = 2, state: str = "running", **supervisor: Any) -
     return path
 
 
-def document(path: Path, record: dict[str, Any]) -> None:
+def completed(
+    path: Path, bounds: Mapping[str, Any], gates: Sequence[Mapping[str, Any]], steps: int = 20,
+    figures: Callable[[int], dict[str, Any]] = lambda _: {"loss": 1.0}, **born: Any,
+) -> Path:  # fmt: skip
+    """A run of one rank that completed its steps; `gates` says how the gates of `bounds` passed."""
+    run(path, 1, "completed", why=f"all ranks done after step {steps}")
+    change(path / rundir.RUN, **{"world": 1, "gates": bounds} | born)
+    document(path / rundir.GATES, {"v": 1, "result": "pass", "gates": gates})
+    event(path, "state", attempt=1, state="completed")
+    beat(path, 0, 0, "boot")
+    for step in range(1, steps + 1):
+        beat(path, 0, step, **figures(step))
+    beat(path, 0, steps, "exit", exit_code=0)
+    return path
+
+
+def end(path: Path, *results: str, why: str = "all phases are done") -> None:
+    """Makes a launch one that ended after phases with these results of their gates."""
+    runs = sorted(path.glob("[0-9]*-*"), key=lambda run: int(run.name.partition("-")[0]))
+    phases = [
+        {"name": run.name.partition("-")[2], "state": "completed", "result": result,
+         "dir": run.name}
+        for run, result in zip(runs, results or ["pass"] * len(runs), strict=True)
+    ]  # fmt: skip
+    change(path / rundir.PLAN_STATE, state="ended", phase=len(runs) - 1, why=why, phases=phases)
+
+
+def document(path: Path, record: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(record))
+
+
+def change(path: Path, **fields: Any) -> None:
+    """Replaces fields of a document, and removes those that are `...`."""
+    held = (rundir.read_json(path) or {}) | fields
+    document(path, {key: value for key, value in held.items() if value is not ...})
 
 
 def beat(path: Path, rank: int, step: int, msg: str = "progress", **figures: Any) -> None:

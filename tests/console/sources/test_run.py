@@ -249,8 +249,7 @@ def test_a_document_that_cannot_be_shown_is_named_and_ignored(launch, content, s
 
 def test_a_launch_that_lost_its_supervisor_before_it_had_a_run_is_lost(tmp_path):
     path = directory.launch(tmp_path)
-    state = json.loads((path / rundir.PLAN_STATE).read_text())
-    directory.document(path / rundir.PLAN_STATE, state | {"supervisor": rundir.identity() | DEAD})
+    directory.change(path / rundir.PLAN_STATE, supervisor=rundir.identity() | DEAD)
     assert RunSource(path).poll().state == "lost"
 
 
@@ -348,9 +347,7 @@ def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
 def test_numbers_that_are_too_large_are_left_out(launch):
     """They would raise where a figure, an ETA or a date is made of them."""
     run, huge = launch / "0-first", 10**400
-    born = json.loads((run / rundir.RUN).read_text())
-    born["settings"] = {"train.steps": {"value": huge}}
-    directory.document(run / rundir.RUN, born)
+    directory.change(run / rundir.RUN, settings={"train.steps": {"value": huge}})
     directory.beat(run, 0, 1, loss=5.0, ts=time.time() - 5, steps_dt_s=[0.2])
     directory.beat(run, 0, 2, loss=4.0, ts=1e300, steps_dt_s=[huge, 0.2])
     source = RunSource(launch)

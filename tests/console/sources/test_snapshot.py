@@ -537,10 +537,8 @@ def test_charts_show_a_long_run_at_once_and_then_its_past(run, monkeypatch):
 def test_check_names_its_basis_and_full_reads_all_records(run, monkeypatch, capsys):
     monkeypatch.setattr(run_records, "RECENT_BYTES", 1 << 10)
     prepared(run)
-    held = json.loads((run / rundir.SUPERVISOR).read_text())
-    directory.document(run / rundir.SUPERVISOR, held | {"state": "completed", "workers": []})
-    born = json.loads((run / rundir.RUN).read_text())
-    directory.document(run / rundir.RUN, born | {"world": 2, "gates": {"restarts_at_most": 0}})
+    directory.change(run / rundir.SUPERVISOR, state="completed", workers=[])
+    directory.change(run / rundir.RUN, world=2, gates={"restarts_at_most": 0})
     gate = {"name": "restarts_at_most", "value": 0.0, "bound": "≤ 0", "result": "pass"}
     directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": [gate]})
     assert main(["check", str(run)]) == 1

@@ -68,8 +68,7 @@ def test_without_a_supervisor_two_records_start_an_attempt(bare):
 
 def test_records_of_another_rank_or_beyond_the_world_are_ignored(launch):
     run = launch / "0-first"
-    born = json.loads((run / rundir.RUN).read_text())
-    directory.document(run / rundir.RUN, born | {"world": 2})
+    directory.change(run / rundir.RUN, world=2)
     directory.beat(run, 0, 3)
     lie = json.loads(rundir.heartbeat(run, 0).read_text())
     for rank in (1, 5):
@@ -134,8 +133,7 @@ def test_only_the_loss_of_our_own_trainers_has_a_unit(launch):
     run = launch / "0-first"
     directory.beat(run, 0, 1, loss=2.5, toks_per_s=3.0)
     assert RunSource(launch).poll().figures["loss"].unit == "nats/token"
-    born = json.loads((run / rundir.RUN).read_text())
-    directory.document(run / rundir.RUN, born | {"settings": {}})
+    directory.change(run / rundir.RUN, settings={})
     figures = RunSource(launch).poll().figures
     assert (figures["loss"].unit, figures["toks_per_s"].unit) == ("", "tok/s")
 

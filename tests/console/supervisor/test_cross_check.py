@@ -22,6 +22,7 @@ from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.restart import AttemptEnd, next_attempt
 from console.supervisor.shm import LastPulses, Live
 from tests import owners
+from tests.console.sources.directory import change
 from tests.console.sources.recorded import Recorded
 from tests.console.test_go import BOUNDS, completed
 from tests.launches import STUB, phase, write_plan
@@ -55,11 +56,6 @@ def launch(tmp_path):
     rundir.write_json(run / rundir.SUPERVISOR, held)
     rundir.write_json(path / rundir.PLAN_STATE, {"v": 1, "state": "running", "phase": 0})
     return path
-
-
-def change(path, **fields):
-    record = (rundir.read_json(path) or {}) | fields
-    rundir.write_json(path, {key: value for key, value in record.items() if value is not ...})
 
 
 def tell(folder, *events):

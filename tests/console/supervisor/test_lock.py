@@ -69,8 +69,7 @@ def test_a_launch_that_was_adopted_and_ended_meanwhile_is_not_adopted(tmp_path):
         adopted = pool.submit(launcher.adopt, path, Settings())
         time.sleep(0.3)
         assert adopted.running(), "adopt waits for the lock"
-        held = rundir.read_json(path / rundir.PLAN_STATE) or {}
-        rundir.write_json(path / rundir.PLAN_STATE, held | {"state": "ended"})
+        directory.change(path / rundir.PLAN_STATE, state="ended")
     with pytest.raises(RefusedError, match="has ended; there is nothing to adopt"):
         adopted.result()
 
