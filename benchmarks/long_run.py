@@ -80,7 +80,7 @@ def observe(run: Path) -> None:
         ended += reducer.series.ended
         reducer.series.ended.clear()
     for level in range(len(SPANS_S)):
-        told = sorted((span for span in ended if span.level == level), key=lambda span: span.at)
+        told = sorted((span for span in ended if span.level == level), key=lambda span: span.ts)
         lines = (jsonl.encode(snapshot.plain(span)) for span in told)
         snapshot.history(run, level).write_bytes(b"".join(lines))
     rundir.write_json(run / rundir.SNAPSHOT, snapshot.document(reducer, "long", time.time()))
