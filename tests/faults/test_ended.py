@@ -18,7 +18,7 @@ from tests.mounts import ext4
 from trainers.contract import rundir
 
 GRACE_S = 2
-WATCH = {"stall_floor_s": 2, "startup_s": 60, "grace_s": GRACE_S}
+WATCH = {"stall_floor_s": 10, "startup_s": 60, "grace_s": GRACE_S}
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def test_a_load_holds_for_the_file_of_its_own_attempt(tmp_path):
 
 
 def test_a_program_that_succeeds_is_a_success_however_late_it_is_noticed():
-    ended = program.run(["true"], dict(os.environ), 0.5, stopped=lambda: bool(time.sleep(1)))
+    ended = program.run(["true"], dict(os.environ), 3.0, stopped=lambda: bool(time.sleep(4)))
     assert (ended.code, ended.failure) == (0, "")
 
 
