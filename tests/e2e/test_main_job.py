@@ -68,12 +68,11 @@ def launch(root):
         terminal.wait("plumbing")
         wait_for(lambda: RunSource(path).poll().launch.state == "waiting")
         terminal.press("E")
-        terminal.wait("after each phase: wait for L")  # the line before the first flag
         for flag in flags.TABLE:
-            terminal.press("down")
-            terminal.wait(flag.help[:20])
+            terminal.wait(flag.help[:20])  # else a slow screen would be scrolled too far
             if flag.name == FLAG:
                 break
+            terminal.press("down")
         terminal.press("space")
         wait_for(lambda: RunSource(path).poll().launch.next_flags)
         terminal.press("L")
