@@ -27,7 +27,11 @@ CONSOLE = f"{shlex.quote(sys.executable)} -m console"
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=150
+        ["bash", "-o", "pipefail", "-c", line],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=150,
     )
 
 

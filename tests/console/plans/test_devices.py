@@ -127,10 +127,10 @@ def test_a_full_disk_measures_nothing_and_says_so(tmp_path, monkeypatch):
 
 
 def test_processes_that_the_measurement_started_end_with_it(tmp_path, monkeypatch):
-    left = tmp_path / "pid"
+    left, begun = tmp_path / "pid", tmp_path / "begun"
     program = f"""if os.fork() == 0:
-    open({str(left) + "-"!r}, "w").write(str(os.getpid()))
-    os.rename({str(left) + "-"!r}, {str(left)!r})
+    open({str(begun)!r}, "w").write(str(os.getpid()))
+    os.rename({str(begun)!r}, {str(left)!r})
     time.sleep(600)
 while not os.path.exists({str(left)!r}): time.sleep(0.01)
 """

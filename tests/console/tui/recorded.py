@@ -272,6 +272,7 @@ async def renewed(pilot: Any) -> None:
 
 async def charted(pilot: Any) -> str:
     """Returns the screen when all its charts are drawn."""
+
     def drawn() -> bool:
         shown = picture(pilot.app)
         return max(shown) > "⠀" and "no data yet" not in shown

@@ -19,7 +19,17 @@ from console.tui.widgets.answer import KEEP_S
 from console.tui.widgets.picker import Picker
 from console.tui.widgets.stacks import grouped, stack_rows
 from tests.console.tui import recorded
-from tests.console.tui.recorded import NOW, Asked, app_on, charted, drive, lines, picture, see, until
+from tests.console.tui.recorded import (
+    NOW,
+    Asked,
+    app_on,
+    charted,
+    drive,
+    lines,
+    picture,
+    see,
+    until,
+)
 
 LAUNCH = "/nowhere/cpu_smoke/20261120-031500"
 

@@ -67,13 +67,14 @@ def seen(state, size=(80, 24), keys=()):
 
     async def body(pilot):
         await until(pilot, lambda: bool(app.query_one("#header", Lines).shown))
+        shown = await settled(pilot)
         for key in keys:
             await pilot.press(key)
             if key in VIEWS:
                 await until(pilot, lambda key=key: app.view_name == VIEWS[key])
                 await renewed(pilot)
-                await settled(pilot)
-        found.append(await settled(pilot))
+            shown = await settled(pilot)
+        found.append(shown)
 
     drive(app, body, size)
     return found[0]
@@ -259,7 +260,9 @@ def test_the_picture_that_nothing_changes_sends_nothing():
 
     async def body(pilot):
         await until(pilot, lambda: app.snapshot is not None and app.snapshot.state is not None)
+        await settled(pilot)
         app.feed.stop()
+        await settled(pilot)
         # Read in an hour from now, so that no age on the screen grows.
         app.take(dataclasses.replace(app.snapshot, at=time.monotonic() + 3600))
         await settled(pilot)
