@@ -50,7 +50,7 @@ def together(
 
 @contextlib.contextmanager
 def own_port() -> Iterator[int]:
-    """A port that no other process is given; rank 0 listens on it, because both sockets reuse it."""
+    """A port that no other process is given; both sockets reuse it, so rank 0 can listen on it."""
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))

@@ -23,8 +23,16 @@ from console.tui.widgets.stacks import LEAST_WIDTH, grouped, stack_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import (
-    NOW, app_on, drive, lines, picture, renewed, see, settled, until,
-)  # fmt: skip
+    NOW,
+    app_on,
+    drive,
+    lines,
+    picture,
+    renewed,
+    see,
+    settled,
+    until,
+)
 from trainers.contract import rundir
 
 SIZES = [(80, 24), (120, 40)]
