@@ -61,7 +61,7 @@ def test_output_that_is_lost_is_exit_code_6_and_one_sentence(launch, words, wher
 
 
 def test_a_reader_that_leaves_is_no_error_worth_a_word(launch):
-    done = shell(f"{CONSOLE} flags | true")
+    done = shell(f"(sleep 0.5; {CONSOLE} flags) | true")
     assert (done.returncode, done.stderr) == (6, "")
 
 
