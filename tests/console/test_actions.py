@@ -204,10 +204,12 @@ def raced(tmp_path_factory):
     for racer in racers:
         racer.join()
     started = Started(folder / "one")
-    # The launch is named in plan_state.json before the directory of its first phase exists.
-    started.wait(lambda: started.runs() and started.state())
-    yield folder / "one", found
-    started.clean()
+    try:
+        # The launch is named in plan_state.json before the directory of its first phase exists.
+        started.wait(lambda: started.runs() and started.state())
+        yield folder / "one", found
+    finally:
+        started.clean()
 
 
 def test_exactly_one_of_fifty_launches_wins_and_the_others_say_who_did(raced):
