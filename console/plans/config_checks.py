@@ -29,7 +29,7 @@ NEARLY_FULL = 0.9
 def config(case: Case, index: int) -> Found:
     """Checks the settings of a phase against the facts that the plan expects.
 
-    If `--set` causes the difference, the result is only a warning.
+    If `--set` causes all differences, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
     if not resolved:

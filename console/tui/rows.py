@@ -97,7 +97,7 @@ def rule(title: str, width: int, right: str = "", focused: bool = False, detail:
 
 
 def wrap(text: str, width: int, limit: int = 99) -> list[str]:
-    """Breaks text at spaces into at most `limit` lines of at most `width` cells."""
+    """Breaks text into at most `limit` lines of at most `width` cells, if possible at spaces."""
     text = " ".join(text.split())
     if not text:
         return []
@@ -107,7 +107,7 @@ def wrap(text: str, width: int, limit: int = 99) -> list[str]:
 
 
 def flow(text: str, first: int, width: int, limit: int) -> list[str]:
-    """Breaks text at spaces into at most `limit` lines; the last line is cut if the text is longer.
+    """Breaks text into at most `limit` lines, if possible at spaces; the last line may be cut.
 
     The first line has at most `first` cells, the others at most `width`.
     """
