@@ -136,7 +136,7 @@ def _skipped_steps(_now: Readings, history: History, _watch: Watch) -> Measured 
 
 
 def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Counts the attention branches that run another route than the settings request."""
+    """Counts the attention branches in which a setting has no effect or a kernel is missing."""
     routes = jsonl.mapping(now.env, "backend")
     if not routes:
         return None
@@ -146,8 +146,8 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
     }  # fmt: skip
     found = "; ".join(f"{branch} runs {route}" for branch, route in others.items())
     text = (
-        f"the attention runs other routes than its settings request: {found}; change the setting, "
-        "or install the backend"
+        f"a setting of the attention has no effect, or a kernel is missing: {found}; change the "
+        "setting, or install what is missing"
     )
     return Measured(float(len(others)), text)
 
@@ -277,8 +277,8 @@ ROWS: tuple[Rule, ...] = (
          "consecutive records", 20, 1, 0.0, _constant_figure),
     Rule("skipped_steps", "share of skipped steps, of the last 200 or more steps", "share",
          0.1, 0.05, 0.0, _skipped_steps),
-    Rule("backend", "attention branches that run another route than the settings request", "routes",
-         1, 0, 0.0, _backend),
+    Rule("backend", "attention branches in which a setting has no effect or a kernel is missing",
+         "routes", 1, 0, 0.0, _backend),
     Rule("model_size", "parameters ÷ the number in the config's name, or the inverse if larger",
          "ratio", 2.0, 1.9, 0.0, _model_size),
     Rule("host_bound", "share of a step in which the GPUs are busy", "share",
