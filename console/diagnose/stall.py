@@ -180,7 +180,7 @@ def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
             return f"the records of {name} show a new step {each.records_s:.0f} s ago"
         if each.records_s < OVERDUE * each.records_gap_s:
             return (
-                f"{name} writes a record only every {each.records_gap_s:.0f} s, and the next one "
-                "is not overdue"
+                f"{name} writes a record only every {each.records_gap_s:.0f} s, and the next "
+                "record is not overdue"
             )
     return ""

@@ -240,7 +240,7 @@ def _below_communication(now: Readings, history: History, _watch: Watch) -> Meas
     least_s = size_gb / rate
     text = (
         f"a step takes {step_s:.3g} s and the reduction of {size_gb:.3g} GB of gradients at least "
-        f"{least_s:.3g} s, at the {rate:.3g} GB/s of the preflight: one of these is wrong; check "
+        f"{least_s:.3g} s, at the {rate:.3g} GB/s of the preflight: a figure is wrong; check "
         "that all ranks reduce their gradients, or measure again (check PLAN --measure)"
     )
     return Measured(step_s / least_s, text)

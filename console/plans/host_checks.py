@@ -70,9 +70,9 @@ def limits(case: Case) -> Found:
             "run ulimit -f unlimited first"
         )
     if space >= 0 and case.plan.gpus:
-        return "fail", f"CUDA needs more than {size(space)} of addresses; run ulimit -v unlimited"
+        return "fail", f"CUDA needs more address space than {size(space)}; run ulimit -v unlimited"
     if 0 <= files < ENOUGH_FILES:
-        return "unknown", f"only {files} open files are allowed; ulimit -n 65536 raises that"
+        return "unknown", f"only {files} open files are allowed; ulimit -n 65536 raises this limit"
     return "pass", f"{files if files >= 0 else 'unlimited'} open files"
 
 
@@ -127,7 +127,7 @@ def leftovers(case: Case) -> Found:
         )
         return "fail", text
     text = (
-        f"trainers without a supervisor share this machine: pid {pids}; kill, or {END}, ends them"
+        f"trainers without a supervisor share this machine: pid {pids}; end them with kill or {END}"
     )
     return "unknown" if case.plan.gpus else "pass", text
 

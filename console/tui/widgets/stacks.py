@@ -81,7 +81,7 @@ def _column(
     """Returns text and style of each cell: the ranks, what they wait for, and their frames."""
     head = f"rank{'s' * (len(ranks) > 1)} {','.join(spans(ranks, '–'))}"
     if stack is None:
-        return [(head, "crit"), ("no dump: the rank did not respond", "dim")]
+        return [(head, "crit"), ("no dump of this group", "dim")]
     age = f"{fmt.age(now - stack.ts)} ago"
     if is_old:
         head, style = f"{head}  {age}, not in newest dump", "warn"
