@@ -236,10 +236,10 @@ def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
 
 
 def _culprits(stall: Stall) -> list[Suspect]:
-    """Returns the ranks that cause a stall: they cannot run, or else the most sources name them.
+    """Returns the ranks that cause a stall: they cannot run, or else most sources agree on them.
 
     Ranks that cannot run are not the cause if at least two sources name only ranks that can run. If
-    every rank can run and no source names one, returns the rank of a run with one rank, or else [].
+    every rank can run and no source names one, returns the only rank, or [] for several ranks.
     """
     found, blocked = stall.signs, [each for each in stall.suspects if each.cannot_run]
     numbers = {each.number for each in blocked}

@@ -275,7 +275,7 @@ def _of_processes(stall: Stall) -> Sign:
 
 
 def _starting(stall: Stall) -> list[Suspect]:
-    """Returns the ranks for which the others wait at the start: they compute, or wait as `HELD`.
+    """Returns the ranks for which the others wait at the start: they compute, or else are `HELD`.
 
     Returns [] if a rank has left the start.
     """

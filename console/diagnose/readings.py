@@ -76,7 +76,7 @@ def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gate_collapsed(progress: Progress) -> bool | None:
-    """Returns whether the attention gate uses only one branch, or None without any figure of it."""
+    """Returns whether the attention gate uses only one branch, or None if it has no figures."""
     entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
     part = progress.gate_collapse_frac
     if entropy is None and largest is None and part is None:
@@ -138,7 +138,7 @@ class History:
         self._steps: deque[tuple[float, int]] = deque(maxlen=PACE_POINTS)
 
     def number(self, setting: str, default: float) -> float:
-        """Returns a setting such as `train.warmup_steps`, or `default` if it has no number."""
+        """Returns a setting such as `train.warmup_steps`, or `default` if there is no number."""
         found = jsonl.number(self._settings, setting)
         return default if found is None else found
 

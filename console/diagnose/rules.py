@@ -292,7 +292,7 @@ def check(watch: Watch, where: str) -> None:
 
 
 def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Returns the table with a plan's changes; `actions` has the least actions of some rules.
+    """Returns the table with a plan's changes; `actions` has a least action for some rules.
 
     The value that clears a rule changes in proportion to the rule's threshold.
     """

@@ -275,7 +275,7 @@ ROWS: tuple[Rule, ...] = (
          3, 0, 0.0, _same_batch),
     Rule("constant_figure", "loss or gradient norm with exactly the same value",
          "consecutive records", 20, 1, 0.0, _constant_figure),
-    Rule("skipped_steps", "share of skipped steps, of the last 200 or more steps", "share",
+    Rule("skipped_steps", "share of skipped steps among the last 200 or more steps", "share",
          0.1, 0.05, 0.0, _skipped_steps),
     Rule("backend", "attention branches in which a setting has no effect or a kernel is missing",
          "routes", 1, 0, 0.0, _backend),

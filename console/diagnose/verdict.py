@@ -1,7 +1,7 @@
 """The verdict on a run that makes no progress: its cause, the rank to blame, and a sentence.
 
-There is a verdict when the slowest ranks exceed their stall limits, or `NAMED_AFTER_S` after the
-pulse of a rank that the kernel shows as stopped or exited has last changed.
+There is a verdict when the slowest ranks exceed their stall limits. If the kernel shows a rank as
+stopped or exited, `NAMED_AFTER_S` without a change of its pulse is enough.
 """
 
 from __future__ import annotations
