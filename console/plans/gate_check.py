@@ -213,7 +213,7 @@ def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
 def _contradictions(
     path: Path, launch: LaunchState, run: str, bounds: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields each contradiction of plan.json or plan_state.json to the gates of a completed run."""
+    """Yields how plan.json or plan_state.json contradicts the gates of a completed run."""
     if launch.doubt:
         yield launch.doubt
         return

@@ -58,7 +58,10 @@ class Rule:
     """One of the `FIGURES`, or "". Only a gate with a figure can be evaluated at `LIVE_STEPS`."""
 
     def value(self, summary: Summary, at: int) -> Measured:
-        """Returns the value of the gate at a step; with `at` 0, or without a figure, the newest."""
+        """Returns the value of the gate at a step, or its newest value if `at` is 0.
+
+        A gate without a figure has only the newest value.
+        """
         if not self.figure:
             return self.measure(summary)
         ranks = range(1 if self.source == RANK0 else summary.world)

@@ -159,7 +159,7 @@ def _is_supervised(pid: int, proc: Path, commands: dict[int, str]) -> bool:
 
 
 def code(case: Case) -> Found:
-    """Reports the commit; for a plan with GPUs, code without a commit is a warning."""
+    """Reports the commit; for a plan with GPUs, local changes or no commit are a warning."""
     sha = jsonl.text(dict(case.git), "sha")[:12]
     if not sha:
         return "unknown" if case.plan.gpus else "pass", "the code is in no git repository"

@@ -141,7 +141,7 @@ def fast_s(steps_s: Sequence[float]) -> float:
 
 
 def p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the probability of a difference at least as large if the variants do not differ.
+    """Returns the probability of a difference at least this large, if the variants do not differ.
 
     `first` and `second` have the figures of two variants, one for each of at most `MAX_ROUNDS`
     rounds. The test is exact, because it compares the difference of the faster halves with the
