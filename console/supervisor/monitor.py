@@ -104,7 +104,7 @@ class Monitor:
         return True
 
     def reset(self) -> None:
-        """Drops the verdict and its alerts, because there is no new sample."""
+        """Drops the verdict and its alerts; the caller does this if there is no new sample."""
         why = "the watch rules are not evaluated"
         self.close(why)
         self._evidence.clear()
@@ -160,7 +160,7 @@ class Monitor:
             self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
 
     def _explained(self, seen: Sequence[RankEvidence], found: Verdict | None) -> Verdict | None:
-        """Returns the verdict with its cause, once the evidence about the stall is complete."""
+        """Returns the verdict; it has its cause once the evidence about the stall is complete."""
         if found is None:
             self._evidence.clear()
             return None
