@@ -101,7 +101,7 @@ def _phases(value: Any) -> Phases:
     return value
 
 
-LOST_STEPS = ("loses", "the steps since the last checkpoint")
+LOST_STEPS = ("loses", "at most the steps since the last checkpoint")
 
 TABLE: tuple[Action, ...] = (
     Action(
@@ -123,7 +123,7 @@ TABLE: tuple[Action, ...] = (
         ("run",), cost=("keeps", "all work (every rank saves and continues)"),
         key="C", neutral=True, title="Save a checkpoint now?", examples=("do latest checkpoint",),
     ),
-    Action("profile", "Profile the next steps of all ranks, into `profiles/`.", ("run",),
+    Action("profile", "Profile the next three steps of all ranks, into `profiles/`.", ("run",),
            neutral=True),
     Action(
         "stop", "Stop all ranks: TERM, the grace time, then KILL; the plan ends.",
@@ -131,7 +131,7 @@ TABLE: tuple[Action, ...] = (
         verb="stop", examples=("stop latest",),
     ),
     Action(
-        "kill", "Kill all ranks at once, without a checkpoint.", ("run",),
+        "kill", "Kill all ranks at once, without a checkpoint; the plan ends.", ("run",),
         (Argument("yes", "", _yes, "confirm --kill"),),
         cost=LOST_STEPS, key="K", verb="stop --kill", examples=("stop latest --kill --yes",),
     ),

@@ -25,8 +25,8 @@ EXITS: dict[int, str] = {
     1: "a gate or check failed or is unknown; or a run is stalled or unsupervised",
     2: "usage error",
     3: "no such run",
-    4: "rejected; halted or stopped by an operator",
-    5: "failed, crashed or lost; no answer in time",
+    4: "rejected; halted, stopped or killed by an operator",
+    5: "failed, crashed or lost; no answer in time; the screen failed",
     6: "cannot write to standard output (the action itself succeeded)",
     130: "ended by ctrl+c; runs continue",
 }
@@ -36,7 +36,7 @@ WORDS = "docs/words.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns a documented exit code. Bad input never causes a traceback."""
+    """Runs one command; returns a documented exit code. Prints errors as one sentence."""
     words = sys.argv[1:] if argv is None else list(argv)
     output.prepare()
     rundir.set_safe_umask()

@@ -1,4 +1,4 @@
-"""The table of rules that find the cause of a stall.
+"""The table of causes, and the verdict on a stall that follows from it.
 
 The evidence names the ranks to blame, and the first rule that applies to the first of these ranks
 gives the cause. The confidence "high" needs two independent sources that name this rank, and no

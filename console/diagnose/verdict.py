@@ -1,4 +1,4 @@
-"""The verdict on a run that makes no progress: its cause, the rank to blame, and a sentence.
+"""The ranks at one moment (`Case`: running, slowest, exited), and the phrases of verdicts.
 
 A rank that the kernel shows as stopped or exited is named after `NAMED_AFTER_S`; for every other
 cause the slowest ranks must exceed their stall limit.
