@@ -1,7 +1,7 @@
 """Writes one archive of a run for a bug report, without secrets.
 
 Anybody may have written the run directory, so no link is followed, only regular files are read, and
-all sizes are bounded. `TABLE` selects the files; `REMOVED` replaces each secret.
+all sizes are bounded. `TABLE` selects the files; `REMOVED` replaces the secrets.
 """
 
 from __future__ import annotations

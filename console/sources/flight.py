@@ -1,11 +1,10 @@
 """Reads the collective flight records of ranks, and finds the ranks that differ.
 
-A rank writes torch's record of its last collectives with every dump. The record has at most
-2,000 entries, or as many as `TORCH_FR_BUFFER_SIZE` says (0 turns the record off). Collectives are
+A rank writes torch's record of its last collectives with every dump. The record has at most 2,000
+entries, or as many as `TORCH_FR_BUFFER_SIZE` says (0 turns the record off). Collectives are
 numbered within their process group, and in a correct program a collective has the same number on
-all ranks. Point-to-point operations
-are left out, because they are numbered separately. `pg_status` is left out, because its last number
-may be that of a point-to-point operation.
+all ranks. Point-to-point operations are left out, because they are numbered separately. `pg_status`
+is left out, because its last number may be that of a point-to-point operation.
 
 gloo leaves `state` at "scheduled" and marks a collective that has ended as `retired`. With NCCL, a
 collective that is `retired` but not "completed" has timed out.

@@ -94,7 +94,7 @@ def _last_speed(run: Path) -> float | None:
 
 
 def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
-    """Returns three values: the number of lines with an error, the first, and what is not read."""
+    """Returns the number of lines with an error, the first of them, and what was not read."""
     count, first, doubt, left = 0, "", "", ALL_BYTES
     if attempts > MAX_ATTEMPTS:
         doubt = f"there are more than {MAX_ATTEMPTS} attempts"
@@ -131,7 +131,7 @@ def _size_of(log: Path) -> int:
 
 
 def _size(folder: Path, run: Path) -> tuple[int, str]:
-    """Returns two values: the size of a checkpoint, and how it differs from its manifest or ""."""
+    """Returns the size of a checkpoint, and how it differs from its manifest (or "")."""
     record: dict[str, Any] = rundir.read_json(folder / "manifest.json", below=run) or {}
     files = list(jsonl.mapping(record, "files").items())[:MAX_FILES]
     total = 0

@@ -95,7 +95,7 @@ def run_directories(launch: Path) -> list[Path]:
 
 
 def launches(root: Path = ROOT) -> list[Path]:
-    """Returns every launch in `root` (`<plan>/<stamp>/` or `<name>/`), the newest first."""
+    """Returns the launches in `root` (`<plan>/<stamp>/` or `<name>/`), the newest first."""
     return [each.path for each in _all(root)]
 
 

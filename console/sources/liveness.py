@@ -48,9 +48,9 @@ def age(ts: float | None) -> float | None:
 
 
 def live_directory(supervisor: Record) -> Path | None:
-    """Returns the live directory of a run, or None if the run was started elsewhere or is gone.
+    """Returns the live directory of a run, or None if it does not exist on this host.
 
-    "Elsewhere" means on another host, or before the last boot of this host.
+    A directory of another host, or from before the last boot, is not used.
     """
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):

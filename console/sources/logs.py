@@ -20,7 +20,7 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 class Log:
     """Follows one log. Reading starts `BACKLOG_BYTES` before its end.
 
-    If the log is shorter, reading starts in the rotated file.
+    If the log is shorter, reading starts in the rotated file, if there is one.
     If a later rotation removes lines before they were read, these lines are skipped.
     """
 

@@ -106,7 +106,7 @@ class AttemptTotals:
         return 1 <= number <= self.last and mono is not None and mono <= self.mono
 
     def add(self, record: Record, number: int, mono: float | None) -> None:
-        """Adds the number of a record, and the fields that all kinds of records have."""
+        """Adds a record of any kind, except the figures of a progress record."""
         step, msg = record["step"], record["msg"]
         if number < 1:
             self.trouble = self.trouble or "its records have no numbers (an older program)"

@@ -271,7 +271,7 @@ class Reducer:
 
 
 def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | None:
-    """Returns the charted values of a record, or None if the record has none."""
+    """Returns the charted values of a record, or None if the record is not charted."""
     rank = rank_of(name)
     if rank is None:
         return _charted_sample(record)

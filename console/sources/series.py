@@ -178,7 +178,7 @@ class Series:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all series that have ever had a point."""
+        """The names of the series that have had a point."""
         return frozenset(self._files)
 
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
@@ -227,7 +227,7 @@ class Series:
     def newest_steps_s(self, warm_up: int) -> list[float]:
         """Returns the durations of the newest steps.
 
-        Steps from the snapshot, and the first `warm_up` steps after it, are left out.
+        The steps of a snapshot, and the first `warm_up` steps that were added, are left out.
         """
         left_out = max(0, warm_up - (self._steps - len(self.durations_s)))
         return list(self.durations_s)[left_out:]

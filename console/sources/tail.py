@@ -50,8 +50,8 @@ class Tail:
     `accept` returns the record of a decoded object, or None if the line is to be skipped.
     `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
-    `begin_at`. If this is 0, `recent_bytes` can limit it to the end of the file. Long holes are
-    skipped. If the file is replaced, the new file is read from its start, unless `stays` is set.
+    `begin_at`, or, if that is 0, at most `recent_bytes` before the end. Long holes are skipped. If
+    the file is replaced, the new file is read from its start, unless `stays` is set.
     """
 
     def __init__(

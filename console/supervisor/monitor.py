@@ -222,7 +222,7 @@ class Monitor:
         """Returns whether a changed verdict is accepted.
 
         The verdict is accepted if two samples agree on it, or if no new sample caused the change. A
-        rank that waits in a loop shows a different cause in each sample of its process.
+        rank that waits in a loop may show a different cause in each sample of its process.
         """
         evidence = self._evidence.complete
         if evidence is None or self._sampled_ts in (0.0, evidence.ts):
