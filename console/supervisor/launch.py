@@ -287,7 +287,7 @@ class Launch:
         return run if run and request.path.parent.parent == run.path else None
 
     def _do_halt(self, request: Request) -> Outcome | None:
-        """Writes `.HALT`, and the answer follows later; ends a plan that waits at once."""
+        """Writes `.HALT` (the answer follows later), or ends a plan that has no running phase."""
         if self.run is None:
             return self._do_stop(request)
         self._policy.halt(self.run, request.by, partial(self._inbox.answer, request))
