@@ -178,7 +178,7 @@ QUERIES: tuple[Command, ...] = (
        "The verdict comes from the supervisor. Without a supervisor, the command\n"
        "collects the evidence itself, in about 4 s. + marks evidence for the verdict,\n"
        "- evidence for another rank, ? evidence that is not available (in the verdict of\n"
-       "a supervisor, - marks this too). Exit code 0: no stall; 1: stalled, or not known.\n"
+       "a supervisor, - marks this too). Exit code 0: no stall; 1: stalled, or unknown.\n"
        "For a run that has ended, the exit code is that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
     Command("bundle", "Write one archive of a run for a bug report, without secrets.",
