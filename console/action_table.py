@@ -160,7 +160,7 @@ TABLE: tuple[Action, ...] = (
     ),
     Action(
         "ack", "Acknowledge an alert.", ("run",),
-        (Argument("alert", "ID", _text(80), "id of the alert"),),
+        (Argument("alert", "ID", _text(80), "id of the alert, from `status --json`"),),
         cost=("keeps", "the alert, at level info"), key="A", weight=2,
     ),
     Action(

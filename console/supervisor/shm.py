@@ -30,7 +30,7 @@ class Live:
     """Owns the live directory of an attempt; `path` is None if there is no shared memory.
 
     A lock, released when this process ends, marks the directory as owned. The files of
-    ranks are created before the ranks start, so that either all ranks have files or no rank has.
+    the ranks are created before the ranks start, so that either all ranks have files or none has.
     With `adopt`, the directory of a former supervisor is opened.
 
     Pulses are read through descriptors, because logind with `RemoveIPC=yes` removes the names at
