@@ -1,4 +1,4 @@
-"""The table of rules that find the cause of a stall.
+"""The table of causes, and the verdict on a stall that follows from it.
 
 The evidence names the ranks to blame, and the first rule that applies to the first of these ranks
 gives the cause. A cause from the table has the confidence "high" only if two independent sources

@@ -1,4 +1,4 @@
-"""The input of the watch rules: `Readings` (the newest poll) and `History` (the attempt so far).
+"""The input of the watch rules: `Readings` (the newest poll), `History` (figures of the attempt).
 
 No file is read here. Times are CLOCK_MONOTONIC seconds unless the name says otherwise; None means
 "not measured".

@@ -1,4 +1,4 @@
-"""Decides whether ranks are stalled, from their pulses, stall limits and records.
+"""The evidence about one rank: its position, its stall limit, and whether records confirm it.
 
 A rank stalls when its pulse has not changed for longer than its stall limit, which is max(floor, 5
 × p99 of its phase). Start-up with the first step, evaluation and saving have their own limits. A

@@ -1,4 +1,4 @@
-"""The verdict on a run that makes no progress: its cause, the rank to blame, and a sentence.
+"""The ranks at one moment (`Case`: running, slowest, exited), and the phrases of verdicts.
 
 There is a verdict when the slowest ranks exceed their stall limits. If the kernel shows a rank as
 stopped or exited, `NAMED_AFTER_S` without a change of its pulse is enough.

@@ -1,4 +1,4 @@
-"""Rows of styled text as plain data, and the comparison of two rows, without Textual."""
+"""Rows of styled text as plain data: cut, wrap, align, compare. Without Textual."""
 
 from __future__ import annotations
 
