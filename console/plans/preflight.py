@@ -1,4 +1,4 @@
-"""The checks before a launch. A new check is one row in `TABLE`. No check writes a file."""
+"""The checks before a launch. A new check is one row in `TABLE`. No row writes a file."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _directory(case: Case) -> Found:
 def _shell(case: Case) -> Found:
     """Lists the shell variables that a launch passes to the training, and those that it drops.
 
-    A variable that the plan or an option sets for every phase is not reported.
+    A dropped variable that the plan or an option sets for every phase is not listed.
     """
     variables = environ.snapshot()
     passed = flags.from_shell(variables)
@@ -118,7 +118,8 @@ def _shell(case: Case) -> Found:
 def _is_foreign(name: str) -> bool:
     """Returns whether a variable configures a library and is not a flag.
 
-    Variables such as NAME_VERSION are not reported."""
+    The result is False for variables such as NAME_VERSION.
+    """
     known = name in flags.FLAGS or name in environ.INHERITED
     return name.startswith(LIBRARIES) and not known and not name.endswith("_VERSION")
 
@@ -208,7 +209,7 @@ ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
 
 
 def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
-    """Returns all checks. A row that hangs fails after its limit.
+    """Returns all checks. A row without an answer within its time limit fails.
 
     `said` gets a text when rows are late, and before the measurements.
     """

@@ -1,4 +1,4 @@
-"""Polls the run for the screen in one thread; delivers an immutable snapshot each second.
+"""Polls the run for the screen in one thread; delivers immutable snapshots, about one per second.
 
 The thread is a daemon thread, so a directory that does not answer blocks neither the screen nor its
 exit. It belongs to no executor, because the interpreter waits for the threads of executors at exit.
@@ -63,7 +63,10 @@ def open_source(path: Path) -> RunSource:
 
 
 def find_newest(root: Path) -> Path | None:
-    """Returns the newest launch in `root` that may be alive, else the newest launch, or None."""
+    """Returns the newest launch in `root` that may be alive, else the newest launch, or None.
+
+    Only the newest 50 launches are examined.
+    """
     from console.sources import launch_documents, launches
 
     found = launches.launches(root)[:50]
