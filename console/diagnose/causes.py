@@ -176,8 +176,8 @@ def diagnose(
 def explain(case: Case, evidence: Evidence) -> Verdict:
     """Returns the verdict on a stall: its cause, the evidence for and against it, the next step.
 
-    A rank whose pulse is ignored (`doubt`) is never blamed. If there is such a rank, the evidence is
-    not used, and the confidence is "low", unless the cause is one of `KERNEL_CAUSES`.
+    A rank whose pulse is ignored (`doubt`) is never blamed. If there is such a rank, the evidence
+    is not used, and the confidence is "low", unless the cause is one of `KERNEL_CAUSES`.
     """
     if not case.doubtful:
         return _explain(case, evidence)
