@@ -136,6 +136,8 @@ def drill(options: argparse.Namespace) -> int:
 
 
 def _interrupt(*_: object) -> None:
+    """Ends the drill; later signals are ignored, because the drill then ends its run."""
+    _on_signals(_ignore)
     raise KeyboardInterrupt
 
 

@@ -191,7 +191,7 @@ class Row:
 
 PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
 DRIVER = "the NVIDIA driver"
-LIMIT_S: Mapping[str, float] = {NETWORK: 2.5, DRIVER: gpu_survey.LIMIT_S + 2}
+LIMIT_S: Mapping[str, float] = {DRIVER: gpu_survey.LIMIT_S + 2}
 """Time limit of all rows with this value of `needs`; `USUAL_S` is the limit of other rows."""
 USUAL_S, SAID_S = 20.0, 2.0
 """After `SAID_S`, the preflight reports what it is still waiting for."""

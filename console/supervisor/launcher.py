@@ -25,7 +25,7 @@ from console.user_config import Settings
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
 
-READY_S = 20.0
+READY_S = 60.0
 POLL_S = 0.02
 DYING_S, ENDING_S = 3.0, 10.0
 BEFORE_THE_START = frozenset(

@@ -175,6 +175,7 @@ class Feed:
             self._source, self._opened = self._open(path), path
             self._logs = self._state = None
         source = self._source
+        self._stamps = self._stamp()  # a file that changes during the read is read again
         state = self._state = poll_confirmed(source, former=False)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
@@ -183,7 +184,6 @@ class Feed:
         stacks = self._poll_stacks(run, state)
         following, why_not = self._poll_coming(state.launch)
         self._watched = [run / name for name in STAMPED] if run else []
-        self._stamps = self._stamp()
         return ScreenData(at, now, state, charts, recorded, stacks, log, begins,
                         coming=following, coming_trouble=why_not)  # fmt: skip
 
