@@ -137,7 +137,10 @@ def at_logout(root: Path, uid: int, user: str) -> Found:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return "unknown", "not available: systemd-logind does not answer busctl"
-    kills, removes = (line == "b true" for line in [*done.stdout.splitlines(), "", ""][:2])
+    answers = done.stdout.splitlines()
+    if len(answers) != 2 or not {*answers} <= {"b true", "b false"}:
+        return "unknown", f"not available: busctl answers {clean(done.stdout, 80)!r}"
+    kills, removes = (line == "b true" for line in answers)
     place = (root / "proc/self/cgroup").read_text(errors="replace")
     lingers = (root / LINGER / user).exists()
     found = []

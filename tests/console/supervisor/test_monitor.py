@@ -175,6 +175,7 @@ def test_a_stall_has_a_bounded_number_of_verdicts_of_which_the_last_is_current(t
         (41, 0, True, "a stop costs all 41 steps (no checkpoint); a halt saves first"),
         (41, 0, False, ""),  # a foreign program may save without a record
         (0, 0, True, ""),
+        (0, 710, True, ""),  # the step is not known
     ],
 )
 def test_the_cost_of_a_stop_is_said_where_it_is_known(step, saved, reports, words):
