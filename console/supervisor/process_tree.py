@@ -271,7 +271,7 @@ class Tree:
         """Returns the processes that KILL does not end, with their state: "8302 (D)"."""
         if self._kill_at != 0.0 or time.monotonic() - self._first_killed < LATE_S:
             return []
-        states = {pid: process.state(pid) for pid in self._found()}
+        states = {pid: process.state(pid) for pid in (*self._found(), *self._strays())}
         return [f"{pid} ({state})" for pid, state in states.items() if state not in GONE_STATES]
 
     def _kill_ranks(self) -> None:

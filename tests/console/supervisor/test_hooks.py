@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from console.sources import process
+from console.supervisor import launch_spec
 from console.supervisor.hooks import Alive, Hooks, document, variables
 from console.user_config import Settings
 from tests.launches import phase, set_hook
@@ -232,3 +233,14 @@ def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, mo
     assert "crashed: rank 1 was killed by SIGKILL" in said
     assert all("NSA_CONSOLE_TOKEN" not in run["env"] for run in found)
     assert {run["usr1"] for run in found} == {str(signal.SIG_DFL.value)}
+
+
+def test_a_git_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
+    """A child that stayed would become an orphan of the supervisor and delay the end of a run."""
+    git, pid = tmp_path / "git", tmp_path / "pid"
+    git.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 60\n")
+    git.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(launch_spec, "GIT_S", 3.0)
+    assert launch_spec.git_facts(tmp_path) == {}
+    assert process.state(int(pid.read_text())) in (process.GONE, "Z")

@@ -108,6 +108,15 @@ def test_a_child_that_has_the_token_is_not_adopted_in_place_of_its_rank(run):
         each.wait()
 
 
+def test_an_orphan_that_kill_does_not_end_is_reported_although_it_has_no_token(run):
+    """The attempt is not over while the orphan is there, so the operator must know of it."""
+    with subprocess.Popen(["sleep", "60"]) as orphan:
+        found = Tree(secrets.token_hex(8), 1, select.poll(), owners.absent(), str(run))
+        found._parent, found._kill_at = os.getpid(), 0.0  # as if KILL had been sent long ago
+        assert f"{orphan.pid} ({process.state(orphan.pid)})" in found.stuck()
+        orphan.kill()
+
+
 @pytest.fixture
 def stranger(run, tmp_path_factory):
     """A process of this user whose output goes into a log of another run."""
