@@ -99,7 +99,9 @@ def cgroup_folders(pid: int | str, controller: str = "") -> list[str]:
     Without a `controller`, the cgroup of version 2 is used. Some of the directories may not exist,
     because in a container the path of the cgroup and the mount may begin at different parents.
     """
-    lines = (line.split(":", 2) for line in read_text(f"/proc/{pid}/cgroup", TABLE_BYTES).splitlines())
+    lines = (
+        line.split(":", 2) for line in read_text(f"/proc/{pid}/cgroup", TABLE_BYTES).splitlines()
+    )
     place = next((x[2] for x in lines if len(x) == 3 and controller in x[1].split(",")), "..")
     mounts = (line.split(" ") for line in read_text(MOUNTS, TABLE_BYTES).splitlines())
     kind, option = ("cgroup", controller) if controller else ("cgroup2", "")

@@ -75,7 +75,9 @@ def test_a_handler_of_a_signal_is_seen(busy):
 def test_a_handler_is_seen_in_a_process_of_a_user_with_many_groups():
     """The list of groups comes before the signals in the status file."""
     program = "import signal, time\nsignal.signal(signal.SIGUSR1, print)\ntime.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", program], extra_groups=range(10**5, 10**5 + 999))
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], extra_groups=range(10**5, 10**5 + 999)
+    )
     try:
         until(lambda: process.catches(child.pid, signal.SIGUSR1))
     finally:
