@@ -235,12 +235,12 @@ def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, mo
     assert {run["usr1"] for run in found} == {str(signal.SIG_DFL.value)}
 
 
-def test_a_git_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
-    """A child that stayed would become an orphan of the supervisor and delay the end of a run."""
+def test_no_child_of_git_stays(tmp_path, monkeypatch):
+    """It would become an orphan of the supervisor and delay the end of a run."""
     git, pid = tmp_path / "git", tmp_path / "pid"
-    git.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 60\n")
+    git.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {pid}\nexit 1\n")
     git.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(launch_spec, "GIT_S", 3.0)
+    monkeypatch.setattr(launch_spec, "GIT_S", HANG_GUARD_S)
     assert launch_spec.git_facts(tmp_path) == {}
     assert process.state(int(pid.read_text())) in (process.GONE, "Z")
