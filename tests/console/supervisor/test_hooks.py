@@ -238,7 +238,7 @@ def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, mo
 def test_no_child_of_git_stays(tmp_path, monkeypatch):
     """It would become an orphan of the supervisor and delay the end of a run."""
     git, pid = tmp_path / "git", tmp_path / "pid"
-    git.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {pid}\nexit 1\n")
+    git.write_text(f"#!/bin/sh\nsleep 60 >/dev/null 2>&1 &\necho $! > {pid}\nexit 1\n")
     git.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(launch_spec, "GIT_S", HANG_GUARD_S)
