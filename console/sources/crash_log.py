@@ -72,9 +72,11 @@ class FailedRank(NamedTuple):
 
 def failed_ranks(log: bytes) -> list[FailedRank]:
     """Returns the ranks in the summary that torchrun writes at the end of its log."""
-    root = log.rfind(_ROOT_CAUSE)
-    return [FailedRank(*map(int, match.groups()), match.start() > root >= 0)
-            for match in _FAILED.finditer(log)]  # fmt: skip
+    root, found = log.rfind(_ROOT_CAUSE), []
+    for match in _FAILED.finditer(log):
+        rank, code, pid = (int(group) for group in match.groups())
+        found.append(FailedRank(rank, code, pid, match.start() > root >= 0))
+    return found
 
 
 def read(log: bytes, rank: int | None = None) -> Crash:
