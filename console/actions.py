@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from console import plan as plans_module
 from console import rest_of_launch, targets, user_config
 from console.action_table import ACTIONS, check
+from console.plan import BETWEEN, Phase, Plan
 from console.plans import catalog, launch_facts, preflight
 from console.plans.case import Case, Check
 from console.sources import launches, process
@@ -21,9 +23,7 @@ from console.status_text import shell_line
 from console.supervisor import launch_spec, launcher, overrides
 from console.supervisor.launch_spec import LaunchSpec
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
-from trainers.contract import plan as plans_module
 from trainers.contract.errors import RefusedError, UsageError, did_you_mean
-from trainers.contract.plan import BETWEEN, Phase, Plan
 
 FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
 TRAINERS = ("ddp", "fsdp")

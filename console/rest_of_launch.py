@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from console.plan import Phase, Plan
 from console.plans import gate_check
 from console.sources import launches, liveness
 from console.sources.run import RunSource
@@ -15,7 +16,6 @@ from console.supervisor import cross_check, former_documents, launch_spec
 from console.supervisor.next_flags import OPERATOR
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
-from trainers.contract.plan import Phase, Plan
 
 RESUME = "resume"
 """The origin of the setting `checkpoint.resume`."""

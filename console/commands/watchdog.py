@@ -19,11 +19,11 @@ from console import actions
 from console.commands.output import emit, print_line
 from console.diagnose.rules import HALTING, STRONG
 from console.diagnose.watchdog import Change, Watchdog
+from console.plan import Watch
 from console.sources import launches
 from console.sources.sanitize import clean
 from console.supervisor import watchdog_readings
 from trainers.contract import rundir
-from trainers.contract.plan import Watch
 
 
 def watchdog(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from console.plan import Checkpoints
 from console.sources import procfs
 from console.sources.summary import Summary
 from console.supervisor import program
@@ -16,7 +17,6 @@ from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.rundir_io import Directory, event_record
 from tests.launches import STUB
 from trainers.contract import rundir
-from trainers.contract.plan import Checkpoints
 
 LONGEST_S = 30.0
 FINE = "echo some line; echo fine"
