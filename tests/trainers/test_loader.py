@@ -254,13 +254,13 @@ RANKS = {
 @pytest.mark.parametrize("case", RANKS)
 def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case, monkeypatch):
     contents, expected = RANKS[case]
-    plain = loader._SOURCES["text"]
+    plain = loader._source
 
-    def opens(chosen, seed, run, held_out):
-        return 1 // 0 if b"bug" in contents[int(run.name)] else plain(chosen, seed, run, held_out)
+    def opens(chosen, run, held_out):
+        return 1 // 0 if b"bug" in contents[int(run.name)] else plain(chosen, run, held_out)
 
     if b"bug" in contents:
-        monkeypatch.setitem(loader._SOURCES, "text", opens)
+        monkeypatch.setattr(loader, "_source", opens)
     for rank, content in enumerate(contents):
         (tmp_path / str(rank)).mkdir()
         if content:
