@@ -54,39 +54,12 @@ def samples(run: Path, host: str) -> Path:
     return run / f"samples_{host}.jsonl"
 
 
-GZIP = jsonl.GZIP
-PART = re.compile(r"\.([0-9]{4,9})(\.gz)?")
-
-
-def part(path: Path, number: int) -> Path:
-    """Returns the uncompressed path (without `.gz`) of part `number` of a record file."""
-    return path.with_name(f"{path.name}.{number:04d}")
-
-
-def parts(path: Path) -> list[tuple[int, Path]]:
-    """Returns the older parts of a record file with their numbers, the oldest first.
-
-    If a part exists both compressed and plain, the compressed file is returned. Raises OSError.
-    """
-    found: dict[int, Path] = {}
-    for name in sorted(os.listdir(path.parent)):
-        match = PART.fullmatch(name.removeprefix(path.name)) if name.startswith(path.name) else None
-        if match:
-            found[int(match[1])] = path.with_name(name)
-    return sorted(found.items())
-
-
 def logs(run: Path, attempt: int) -> Path:
     return run / "logs" / f"attempt{attempt}"
 
 
 def rank_log(run: Path, attempt: int, rank: int) -> Path:
     return logs(run, attempt) / f"rank{rank}.log"
-
-
-def rotated_log(log: Path) -> Path:
-    """Returns the path of the rotated file of a log."""
-    return log.with_name(f"{log.name}.1")
 
 
 def pulse(live: Path, rank: int) -> Path:
@@ -200,11 +173,6 @@ def read_json(
     return jsonl.decode(data) if len(data) <= limit else None
 
 
-def lock_token(launch: Path) -> str:
-    """Returns the token of the supervisor that owns a launch directory, or "" if there is none."""
-    return jsonl.text(read_json(launch / LOCK, below=launch) or {}, "token")
-
-
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Replaces `path` atomically: temporary name, fsync, rename. Raises OSError."""
     if isinstance(data, str):
@@ -259,12 +227,6 @@ def open_append(path: Path) -> int:
     return fd
 
 
-def set_safe_umask() -> None:
-    """Removes the owner's bits from the umask; if no other bit is left, sets the umask to 022."""
-    mask = os.umask(0o077) & 0o077
-    os.umask(mask or 0o022)
-
-
 def make_directory(path: Path) -> None:
     """Creates a directory and its parents with mode 0700; an existing directory gets this mode.
 
@@ -290,14 +252,6 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def check_ours(path: Path) -> None:
-    """Raises RefusedError unless `path` is a directory of this user, not writable for all."""
-    if check_owner(path).st_mode & stat.S_IWOTH:
-        raise RefusedError(
-            f"every user can write into {path}, so its content may be forged; chmod go-w {path}"
-        )
-
-
 def check_owner(path: Path) -> os.stat_result:
     """Returns the stat result of a directory. Raises RefusedError for a link or a foreign owner."""
     try:
@@ -311,21 +265,6 @@ def check_owner(path: Path) -> os.stat_result:
             f"{path} belongs to user id {status.st_uid}, not to you, so it is read-only here"
         )
     return status
-
-
-def check_parents(path: Path) -> None:
-    """Raises RefusedError if another user could replace `path` by another directory."""
-    try:
-        resolved = path.absolute().parent.resolve()
-        for parent in (resolved, *resolved.parents):
-            mode = parent.stat().st_mode if parent.exists() else 0
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                raise RefusedError(
-                    f"every user can rename files in {parent}; chmod o-w {parent}, or pass "
-                    "another directory with --run-dir"
-                )
-    except (OSError, RuntimeError) as error:
-        raise RefusedError(f"cannot read the parents of {path}: {error}") from error
 
 
 def _close_to_others(path: Path) -> None:
