@@ -84,7 +84,7 @@ def refuse_other_settings(settings: Settings, parallel: Single) -> None:
     first, *others = parallel.gather({key: x for key, x in values if key not in PLACES})
     for rank, theirs in enumerate(others, 1):
         wrong = [key for key in theirs if theirs[key] != first.get(key)]
-        text = "; ".join(f"{key} is {theirs[key]} instead of {first.get(key)}" for key in wrong)
+        text = "; ".join(f"{key} is {theirs[key]!r} instead of {first.get(key)!r}" for key in wrong)
         if wrong:
             raise UsageError(f"rank {rank} has other settings than rank 0: {text}")
 
