@@ -66,9 +66,6 @@ class DataSettings:
     recall_distance: int = key(
         64, "Distance in bytes from a span to its repetition; must exceed the window.", 1, 1 << 20
     )
-    recall_distance_max: int = key(
-        0, "Largest distance, if it is drawn for each sequence; 0: always `recall_distance`."
-    )
     skip: str = key(
         "", "Skip the data of steps A:B (B excluded), as numbered in the resumed training."
     )

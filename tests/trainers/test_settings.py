@@ -115,9 +115,6 @@ WRONG = {
     "recall_too_long": (
         {}, {"data.source": "recall", "data.seq_len": "64"}, "data.seq_len", "lengthen",
     ),
-    "recall_too_far": (
-        {}, {"data.source": "recall", "data.recall_distance_max": "100"}, "=100", "lengthen",
-    ),
     "recall_within_window": (
         {}, {"data.source": "recall", "model.nsa.window": "64"}, "model.nsa.window", "window",
     ),
