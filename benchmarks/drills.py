@@ -295,6 +295,8 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{case.name}: {truth(case).cause}" for case in cases))
         return 0
+    if options.record:
+        options.record.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     heard: list[dict[str, Any]] = []
 

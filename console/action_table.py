@@ -123,7 +123,7 @@ TABLE: tuple[Action, ...] = (
         ("run",), cost=("keeps", "all work (every rank saves and continues)"),
         key="C", neutral=True, title="Save a checkpoint now?", examples=("do latest checkpoint",),
     ),
-    Action("profile", "Profile the next steps of all ranks, into `profiles/`.", ("run",),
+    Action("profile", "Profile the next three steps of all ranks, into `profiles/`.", ("run",),
            neutral=True),
     Action(
         "stop", "Stop all ranks: TERM, the grace time, then KILL; the plan ends.",
@@ -131,7 +131,7 @@ TABLE: tuple[Action, ...] = (
         verb="stop", examples=("stop latest",),
     ),
     Action(
-        "kill", "Kill all ranks at once, without a checkpoint.", ("run",),
+        "kill", "Kill all ranks at once, without a checkpoint; the plan ends.", ("run",),
         (Argument("yes", "", _yes, "confirm --kill"),),
         cost=LOST_STEPS, key="K", verb="stop --kill", examples=("stop latest --kill --yes",),
     ),
@@ -160,7 +160,7 @@ TABLE: tuple[Action, ...] = (
     ),
     Action(
         "ack", "Acknowledge an alert.", ("run",),
-        (Argument("alert", "ID", _text(80), "id of the alert"),),
+        (Argument("alert", "ID", _text(80), "id of the alert, from `status --json`"),),
         cost=("keeps", "the alert, at level info"), key="A", weight=2,
     ),
     Action(

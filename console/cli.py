@@ -25,8 +25,8 @@ EXITS: dict[int, str] = {
     1: "a gate or check failed or is unknown; or a run is stalled or unsupervised",
     2: "usage error",
     3: "no such run",
-    4: "rejected; halted or stopped by an operator",
-    5: "failed, crashed or lost; no answer in time",
+    4: "rejected; halted, stopped or killed by an operator",
+    5: "failed, crashed or lost; no answer in time; the screen failed",
     6: "cannot write to standard output (the action itself succeeded)",
     130: "ended by ctrl+c; runs continue",
 }

@@ -187,13 +187,13 @@ QUERIES: tuple[Command, ...] = (
                help="new file with the ending .tar.gz (default: bundle-ID-TIME.tar.gz in the "
                "working directory)"),
     ), "MANIFEST.json in the archive lists the size and SHA-256 of each file, and what\n"
-       "was cut off or left out. The archive has at most 64 MiB, and nothing is read\n"
+       "was cut off or left out. Its content has at most 64 MiB, and nothing is read\n"
        "through links.\n" + LEGACY,
        "diagnose.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
     ), (
-        _run("DIR"),
+        _run(),
         option("--halt", action="store_true",
                help="halt the run for a rule with *, see below: write .HALT and .anomaly_type"),
         INTERVAL,
@@ -302,7 +302,7 @@ RESUME = Command(
     "resume", "Launch the rest of an ended launch, with its options.",
     ("resume latest", "resume latest --dry-run"), (_run("LAUNCH"), WAIT, DRY_RUN),
     "The new launch has the phases that did not pass. The first phase begins at its\n"
-    "newest checkpoint, if it has a checkpoint. The flags that an operator set for\n"
+    "newest verified checkpoint, if it has one. The flags that an operator set for\n"
     "these phases apply.\n",
     "control.resume",
 )  # fmt: skip

@@ -48,7 +48,7 @@ def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[
 def _place(verdict: Verdict) -> str:
     step = f", step {verdict.step:,}" if verdict.step is not None else ""
     where = f"rank {verdict.rank}, {verdict.phase}{step}" if verdict.rank is not None else ""
-    return f"{where}{'; ' if where else ''}{verdict.cause}  how sure: {verdict.sure}"
+    return f"{where}{'; ' if where else ''}{verdict.cause}  confidence: {verdict.sure}"
 
 
 COLUMNS = (
@@ -118,7 +118,7 @@ CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervis
 def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list[Row]:
     """Returns the evidence for the verdict: one line per sign, wrapped if there is room."""
     verdict = state.verdict
-    sure = f"how sure: {verdict.sure}" if verdict else ""
+    sure = f"confidence: {verdict.sure}" if verdict else ""
     rows = [rule("evidence", width, sure)]
     if verdict is None:
         return [*rows, ((CALM.get(state.state, "none"), "dim"),)]

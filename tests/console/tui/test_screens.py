@@ -69,7 +69,7 @@ SAYS = {
         r"p99 1\.31 s"]),
     "eight_gpus": ("", [r"(?m)^7 .*97%.* 61/80 ?G.* 612.* 63.* 41,208.* forward"]),
     "lost_gpu": ("", ["GPU LOST Xid 79"]),
-    "stalled": ("3", ["! CRIT rank 3: no step for 74 s", "3 diagnose  A ack", "how sure: high",
+    "stalled": ("3", ["! CRIT rank 3: no step for 74 s", "3 diagnose  A ack", "confidence: high",
         "VERDICT  rank 3 has not left backward of step 41,207", r"(?m)^  3 .* backward .*◂",
         r"\+ GPU 3 is idle"]),
     "crashed": ("", ["CRASHED", "killed by SIGSEGV", "4 logs"]),
