@@ -272,6 +272,5 @@ def section_keys(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
 def _key(name: str, each: Field[Any], kind: type | tuple[str, ...]) -> Key:
     default = None if each.default is MISSING else each.default
     usual = ANY_MODEL_SIZE if name.startswith("model.") else ANY_COUNT
-    limits = each.metadata.get("limits") or MODEL_LIMITS.get(name, usual)
-    low, high = limits
+    low, high = each.metadata.get("limits") or MODEL_LIMITS.get(name, usual)
     return Key(kind, default, low, high, each.metadata.get("help", ""))

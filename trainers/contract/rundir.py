@@ -118,13 +118,11 @@ def _own_start_ticks(pid: int) -> int | None:
 
 def is_alive(owner: Mapping[str, Any]) -> bool:
     """Returns whether the process with this `identity` is alive on this host, in this boot."""
-    pid = jsonl.integer(owner, "pid")
-    if pid is None or pid <= 0:
+    pid = jsonl.integer(owner, "pid") or 0
+    found = identity(pid) if pid > 0 else {"start_ticks": None}
+    if found["start_ticks"] is None:
         return False
-    if owner.get("host") != host_name() or owner.get("boot_id") != boot_id():
-        return False
-    ticks = start_ticks(pid)
-    return ticks is not None and ticks == owner.get("start_ticks")
+    return all(owner.get(key) == value for key, value in found.items())
 
 
 class OpenDirectory:
