@@ -19,6 +19,7 @@ from trainers.contract.member import HALTING
 from trainers.contract.rundir import HALT, REQUEST_FILES
 
 HALT_REASONS = (HALT, *(number.name for number in HALTING))
+"""The reasons for which a rank asks to halt, as `Member.halt_reason` names them."""
 
 FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike", "scale_lowered")
 
