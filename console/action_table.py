@@ -101,7 +101,7 @@ def _phases(value: Any) -> Phases:
     return value
 
 
-LOST_STEPS = ("loses", "the steps since the last checkpoint")
+LOST_STEPS = ("loses", "at most the steps since the last checkpoint")
 
 TABLE: tuple[Action, ...] = (
     Action(

@@ -1,4 +1,4 @@
-"""The actions of an operator. Keys, buttons and commands call these functions and no others."""
+"""The actions of an operator, which keys, buttons and commands call."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
 
     If a check hangs, `said` is called with a sentence about it. Raises UsageError for an unknown
     plan, phase, flag, setting or gate, and for a wrong value. Raises RefusedError if the working
-    directory no longer exists.
+    directory no longer exists, or if the launch to resume is rejected.
     """
     try:
         Path.cwd()
@@ -150,8 +150,8 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
     """Starts a plan and returns the launch's directory, which the supervisor owns from then on.
 
     `seen` is the plan that an operator confirmed; if the plan has changed since, the launch is
-    rejected. Raises UsageError, RefusedError or ContractError; after an error nothing has started,
-    and no file remains.
+    rejected. Raises UsageError, RefusedError or ContractError; after an error, no process of the
+    launch runs.
     """
     prepared = prepare(replace(options, measure=None))
     if seen is not None and prepared.plan != seen:
@@ -248,7 +248,10 @@ def _checked(name: str, value: str) -> str:
 
 
 def _script(phase: Phase, folder: Path) -> str:
-    """Returns the path of a script in the working directory, the project or the plan's folder."""
+    """Returns the path of a script in the working directory, the project or the plan's folder.
+
+    If there is no such file, returns the name as it is.
+    """
     places = [Path(phase.script), catalog.PROJECT / phase.script, folder / phase.script]
     found = next(filter(catalog.is_file, places), None) if phase.script else None
     return str(found or phase.script)
@@ -334,7 +337,10 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
 
 
 def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | None:
-    """Returns the event that answers a request, or None if no answer comes within `timeout_s`."""
+    """Returns the event that answers a request, or None if no answer comes within `timeout_s`.
+
+    For the id "", which `send` returns after a direct halt, returns an answer at once.
+    """
     if not request_id:
         text = ".HALT was written directly, not by a supervisor; live ranks halt at the same step"
         return {"ok": True, "text": text, "detail": [], "request": ""}

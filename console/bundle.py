@@ -1,7 +1,7 @@
 """Writes one archive of a run for a bug report, without secrets.
 
 Anybody may have written the run directory, so no link is followed, only regular files are read, and
-all sizes are bounded. `TABLE` selects the files; `REMOVED` replaces each secret.
+all sizes are bounded. `TABLE` selects the files; `REMOVED` replaces the secrets.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ _HINT = re.compile(
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
     rb"hooks\.slack\.com/|/api/webhooks/|" + _FORM.lower().encode()
 )
-"""Every line with a secret contains one of these words when it is converted to lower case. The
-search for these words is faster than the search for the forms."""
+"""Each line that `_SECRETS` matches contains one of these words in lower case. The search for these
+words is faster than the search for the forms."""
 _KEY = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)|"
     rb"\A[\w+/=\\\s-]*-----END [A-Z ]*PRIVATE KEY-----",
@@ -158,7 +158,7 @@ class Redactor:
         self._home = re.compile(re.escape(home) + rb"(?![\w.-])") if len(home) > 1 else None
 
     def redact(self, data: bytes) -> tuple[bytes, int]:
-        """Returns two values: the bytes without secrets, and the number of removed secrets.
+        """Returns two values: the bytes without the secrets that it finds, and their number.
 
         `~` replaces the home directory.
         """
@@ -228,7 +228,7 @@ class _Archive:
 
 
 def _listed(folder: Path, top: Path) -> list[str]:
-    """Returns the names in a directory, newest first, or [] if a link leads to the directory."""
+    """Returns the names in a directory, newest first, or [] if it is missing or behind a link."""
     fd = jsonl.open_inside(folder, None if folder == top else top)
     if fd is None:
         return []

@@ -36,7 +36,7 @@ WORDS = "docs/words.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns a documented exit code. Bad input never causes a traceback."""
+    """Runs one command; returns a documented exit code. Prints errors as one sentence."""
     words = sys.argv[1:] if argv is None else list(argv)
     output.prepare()
     access.set_safe_umask()

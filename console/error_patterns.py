@@ -50,7 +50,7 @@ _PERMANENT = re.compile(
     r"(?:[\w.]+\.)?(?:UsageError|RefusedError|ModuleNotFoundError|ImportError|SyntaxError|"
     r"IndentationError|TabError)(?::|$)"
 )
-"""Exceptions that every start of the same program raises."""
+"""Exceptions that a program usually raises again at each start."""
 
 _NUMBER = r"[-+]?\d+(?:[.,:]\d+)*(?:[eE][-+]?\d+)?"
 _HEX = r"0x[0-9a-fA-F]+|\b(?=[a-fA-F-]*\d)[0-9a-fA-F]{8}[0-9a-fA-F-]*\b"
@@ -87,7 +87,7 @@ def _requested(text: str) -> str:
 
 
 def is_permanent(text: str) -> bool:
-    """Returns whether the program would raise this exception at every start."""
+    """Returns whether the program would probably raise this exception again at each start."""
     return bool(_PERMANENT.match(text))
 
 
@@ -129,7 +129,7 @@ class OomEvidence:
         return self.after.cgroup is None and _rose(self.before.host, self.after.host)
 
     def words(self) -> str:
-        """Returns the counter that rose, for example "cgroup oom_kill 0 → 1"."""
+        """Returns the counter to which `here` or `perhaps` refers: "cgroup oom_kill 0 → 1"."""
         if self.here:
             return f"cgroup oom_kill {self.before.cgroup} → {self.after.cgroup}"
         return f"host-wide oom_kill {self.before.host} → {self.after.host}"

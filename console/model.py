@@ -70,12 +70,12 @@ class Pulse:
 
 
 RECENT_XID_S = 600.0
-"""The screen shows an Xid (a critical error that the GPU driver reports) for this time."""
+"""The screen shows an Xid (an error that the GPU driver reports) for this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One sample of a GPU. A field is None if NVML has no value; `why` has the reason.
+    """One sample of a GPU. A field is None if NVML has no value; `why` may have the reason.
 
     `state` is `ok`, `lost` (NVML does not find the GPU), or `error` (NVML returns no values).
     """
@@ -175,7 +175,7 @@ class Gate:
     result: Result
     why: str = ""
     override: str = ""
-    """The reason in the plan why the result does not stop the plan, or "" if there is none."""
+    """The reason of an override, in the plan or by request, or "" if there is no override."""
 
     @property
     def blocks(self) -> bool:
@@ -199,7 +199,7 @@ class PhaseState:
     ended_ts: float | None
     dir: str
     has_gates: bool = False
-    """True if the plan has gates for the phase; a phase without gates has the `result` "pass"."""
+    """True if the plan has gates for the phase. Without gates, a completed phase has passed."""
 
     @property
     def numbered(self) -> str:

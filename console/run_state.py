@@ -61,7 +61,7 @@ class Facts:
     step: int = 0
     verdict: str = ""
     torchrun_code: int | None = None
-    """Exit status of torchrun."""
+    """Exit status of torchrun, or None if it is not known or torchrun is alive."""
     torchrun_gone: bool = False
     ends: Sequence[RankEnd] = ()
     order: Sequence[int] = ()
@@ -153,7 +153,7 @@ class Facts:
 
     @property
     def killed_together(self) -> bool:
-        """True if all ranks got SIGKILL at the same time, and the supervisor did not send it."""
+        """True if all of several ranks got SIGKILL at the same time, not from the supervisor."""
         killed = [e for e in self.ends if e.signal == "SIGKILL" and not e.killed_after_failure]
         times = [end.ts for end in killed if end.ts is not None]
         return len(times) == self.world > 1 and max(times) - min(times) <= TOGETHER_S

@@ -31,7 +31,7 @@ RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown"
 
 
 def age(seconds: float | None) -> str:
-    """Returns an age in at most five characters: `1s`, `74s`, `12m`, `3h05`, `2d`.
+    """Returns an age in a few characters: `1s`, `74s`, `12m`, `3h05`, `2d`.
 
     Seconds are rounded up, so that a value that is always new shows a steady `1s`.
     """
@@ -54,7 +54,11 @@ def counted(count: int, thing: str) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Returns a number with `digits` significant digits and a separator for thousands."""
+    """Returns a number as text, or "-".
+
+    Long and whole numbers are shown without decimals and with a separator for thousands, other
+    numbers with `digits` significant digits.
+    """
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -92,7 +96,7 @@ def exit_code(state: RunState, whole: bool = False) -> int:
 
 
 def no_go(state: RunState) -> str:
-    """Returns why the records do not confirm the gates of a run, or "" if they confirm them."""
+    """Returns the text of the alert that the records do not confirm the gates, or ""."""
     return next((alert.text for alert in state.alerts if alert.id == NO_GO), "")
 
 
@@ -229,7 +233,7 @@ def gate_value(gate: Gate) -> str:
 
 
 def not_passed(gates: Sequence[Gate]) -> str:
-    """Returns the gates that did not pass, with value and bound, or "" if all passed."""
+    """Returns the gates that did not pass and have no override, with value and bound, or ""."""
     return "; ".join(
         f"gate {gate.name} {RESULT_WORDS[gate.result]} ({gate_value(gate)}, bound {gate.bound})"
         + (f": {gate.why}" if gate.result == "unknown" and gate.why else "")

@@ -1,7 +1,7 @@
-"""The user's configuration file: the hooks of a launch, and the Dashboard's charts.
+"""The operator's settings file: the hooks of a launch, and the Dashboard's charts.
 
 The file is YAML. The hooks are read when a launch starts or is adopted. The file names programs
-that run as this user, so no other user may have write access to it.
+that run as this user, so no other user except root may have write access to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_WORDS = 64
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The user's settings. The supervisor runs the program `hook` on alerts of `hook_levels`.
+    """The operator's settings. The supervisor runs the program `hook` on alerts of `hook_levels`.
 
     `hook_every_s` is the shortest time between two starts of `hook`, in seconds. As long as the
     supervisor works, it also runs the program `alive` every `alive_every_s`. An empty `hook` or
@@ -52,7 +52,7 @@ def path() -> Path:
 
 
 def load() -> Settings:
-    """Returns the user's settings, or the defaults if there is no file.
+    """Returns the operator's settings, or the defaults if there is no file.
 
     Raises UsageError for a wrong value and for a file that another user can write.
     """

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,41 @@ PROGRAMS = Path(__file__).with_name("programs")
 STUB: Mapping[str, str] = {"PYTHONPATH": str(PROGRAMS / "stub")}
 """Puts a small torchrun in the place of torch's, for programs that need no torch."""
 ENDED = ("halted", "stopped", "completed", "failed", "crashed", "killed")
+HANG_GUARD_S = 300.0
+"""The longest wait for what has to come. It ends a test that hangs, and judges no speed."""
+
+
+def wait_for(
+    reached: Callable[[], Any], timeout_s: float = HANG_GUARD_S, every_s: float = 0.05,
+    told: Callable[[], object] = str,
+) -> Any:  # fmt: skip
+    """Polls until `reached` returns something true, and returns that; else fails with `told`.
+
+    `reached` has to be all that is asserted: of two signs either may come first. While a file, a
+    directory of a phase or a process does not exist, nothing is reached.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, StopIteration):
+            if value := reached():
+                return value
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"not reached in {timeout_s:g} s: {told()}")
+        time.sleep(every_s)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """Returns the whole lines of a file of records; its writer may be in the middle of the last."""
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def sleeping(**variables: str) -> subprocess.Popen[bytes]:
+    """Starts `sleep`; returns when the kernel shows its environment, a moment after its exec."""
+    given = os.environ | variables
+    found = subprocess.Popen(["sleep", "600"], env=given)
+    wait_for(lambda: given.items() <= process.environment(found.pid).items(), every_s=0.002)
+    return found
 
 
 class Started:
@@ -56,14 +92,17 @@ class Started:
         return {w["rank"]: w["pid"] for w in self.state(index).get("workers", [])}
 
     def child(self) -> int:
-        """Returns the pid of the process that works for the supervisor."""
+        """Returns the pid of the process that works for the supervisor.
+
+        It alone stays in the supervisor's session. torchrun has one of its own before its exec,
+        while its command line is still that of the supervisor.
+        """
         owner = self.owner["pid"]
-        mine = Path(f"/proc/{owner}/cmdline").read_bytes()
 
         def found() -> int:
             for pid in process.children(owner):
-                with contextlib.suppress(OSError):
-                    if Path(f"/proc/{pid}/cmdline").read_bytes() == mine:
+                with contextlib.suppress(ProcessLookupError):
+                    if os.getsid(pid) == owner and process.state(pid) != "Z":
                         return pid
             return 0
 
@@ -78,7 +117,7 @@ class Started:
         """Kills the supervisor and waits for its end; returns the identity that it had."""
         former = self.owner
         os.kill(former["pid"], signal.SIGKILL)
-        self.wait(lambda: not rundir.is_alive(former), 10)
+        self.wait(lambda: not rundir.is_alive(former))
         return former
 
     def replace_supervisor(self) -> None:
@@ -87,9 +126,9 @@ class Started:
         actions.adopt(self.path)
         self.wait(lambda: self.state().get("pid") not in (None, former["pid"]))
 
-    def wait_gone(self, timeout_s: float = 60.0) -> None:
+    def wait_gone(self) -> None:
         """Waits until no process with the token of the run lives."""
-        self.wait(lambda: not process.with_token(self.token()), timeout_s)
+        self.wait(lambda: not process.with_token(self.token()))
 
     def alerts(self, name: str, index: int = 0) -> list[dict[str, Any]]:
         """Returns the events that raised or cleared an alert."""
@@ -108,43 +147,49 @@ class Started:
                 os.kill(pid, signal.SIGCONT)
 
     def events(self, index: int | None = None) -> list[dict[str, Any]]:
-        folder = self.path if index is None else self.run(index)
-        return [json.loads(line) for line in (folder / rundir.EVENTS).read_text().splitlines()]
+        return records((self.path if index is None else self.run(index)) / rundir.EVENTS)
 
     def samples(self, index: int = 0) -> list[dict[str, Any]]:
-        path = rundir.samples(self.run(index), rundir.host_name())
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return records(rundir.samples(self.run(index), rundir.host_name()))
+
+    def heartbeats(self, index: int = 0, rank: int = 0) -> list[dict[str, Any]]:
+        return records(rundir.heartbeat(self.run(index), rank))
 
     def wait(
-        self, reached: Callable[[], Any], timeout_s: float = 60.0, every_s: float = 0.05
+        self, reached: Callable[[], Any], timeout_s: float = HANG_GUARD_S, every_s: float = 0.05
     ) -> Any:
-        """Polls until `reached` is true; fails with the state otherwise."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            value = reached()
-            if value:
-                return value
-            time.sleep(every_s)
-        raise AssertionError(f"not reached: {self.plan_state} {self.state()}")
+        """Polls until `reached` is true, as `wait_for`; fails with the state otherwise."""
+        return wait_for(reached, timeout_s, every_s, lambda: f"{self.plan_state} {self.state()}")
 
-    def wait_state(self, *states: str, index: int = 0, timeout_s: float = 60.0) -> dict[str, Any]:
+    def wait_state(
+        self, *states: str, index: int = 0, timeout_s: float = HANG_GUARD_S
+    ) -> dict[str, Any]:
         return self.wait(lambda: (s := self.state(index)).get("state") in states and s, timeout_s)
 
-    def wait_steps(self, count: int, index: int = 0, timeout_s: float = 60.0) -> None:
-        def done() -> bool:
-            path = rundir.heartbeat(self.run(index), 0)
-            return path.exists() and path.read_bytes().count(b"progress") >= count
+    def wait_steps(self, count: int, index: int = 0, timeout_s: float = HANG_GUARD_S) -> None:
+        """Waits for this many steps of rank 0 in a run whose supervisor knows all ranks."""
 
-        self.wait_state("running", *ENDED, index=index, timeout_s=timeout_s)
+        def known() -> bool:
+            state = self.state(index)
+            world = (rundir.read_json(self.run(index) / rundir.RUN) or {}).get("nproc")
+            return state.get("state") in ENDED or (
+                state.get("state") == "running" and len(state["workers"]) == world
+            )
+
+        def done() -> bool:
+            steps = rundir.heartbeat(self.run(index), 0).read_bytes().count(b"progress")
+            return steps >= count
+
+        self.wait(known, timeout_s)
         self.wait(done, timeout_s)
 
-    def wait_end(self, timeout_s: float = 60.0) -> dict[str, Any]:
+    def wait_end(self, timeout_s: float = HANG_GUARD_S) -> dict[str, Any]:
         return self.wait(lambda: (s := self.plan_state).get("state") == "ended" and s, timeout_s)
 
     def ask(self, action: str, where: Path | None = None, **args: Any) -> dict[str, Any]:
         path = where or self.path
         request = actions.send(path, action, args, "tester")
-        answer = actions.answer(path, request, 15)
+        answer = actions.answer(path, request, HANG_GUARD_S)
         assert answer is not None, f"no answer to {action}"
         return answer
 

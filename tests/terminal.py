@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pyte
 
+from tests.launches import HANG_GUARD_S
+
 KEYS = {"enter": "\r", "esc": "\x1b", "tab": "\t", "space": " ", "up": "\x1b[A", "down": "\x1b[B"}
 QUERIES = re.compile(
     rb"\x1b\[[<>=][0-9;:]*[A-Za-z]|\x1b\[\?[0-9;]*\$p|\x1bP[^\x1b]*\x1b\\|\x1b_[^\x1b]*\x1b\\"
@@ -94,8 +96,11 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.screen.display)
 
-    def wait(self, wanted: str | Callable[[str], object], seconds: float = 30.0) -> str:
-        """Waits until the text (or a predicate of the screen) is there; returns the screen."""
+    def wait(self, wanted: str | Callable[[str], object], seconds: float = HANG_GUARD_S) -> str:
+        """Waits until the text (or a predicate of the screen) is there; returns the screen.
+
+        A screen is painted piece by piece, so `wanted` has to be all that is asserted.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.closed:
             shown = self.text
@@ -127,7 +132,7 @@ class Terminal:
                 return
         raise AssertionError(f"{words!r} is not on the screen:\n{self.text}")
 
-    def wait_exit(self, seconds: float = 10.0) -> int:
+    def wait_exit(self, seconds: float = HANG_GUARD_S) -> int:
         """Returns the exit code; a negative one is the signal that ended it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

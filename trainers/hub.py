@@ -24,7 +24,7 @@ def resolve(
     """Returns three values: a description, the files of the training split, their fingerprints.
 
     `fingerprint` is a function that returns the fingerprint of a file in the folder of a mirror.
-    Raises DataError, within about a second if the hub cannot be reached.
+    Raises DataError, within three seconds if the hub cannot be reached.
     """
     if not data.path:
         probe()
@@ -60,10 +60,10 @@ def _content(address: str) -> str:
 
 
 def probe() -> None:
-    """Raises DataError within a second if the hub, or its proxy, does not answer.
+    """Raises DataError within three seconds if the hub, or its proxy, does not answer.
 
     The package `datasets` would retry for 23 s on every rank.
     """
     late = f"{remote.hub()[0]} does not answer, so {DATASET} cannot be read; {remote.MIRROR}"
-    if why := within(remote.PROBE_S, remote.hub_problem, late):
+    if why := within(3 * remote.PROBE_S, remote.hub_problem, late):
         raise DataError(why)

@@ -36,7 +36,7 @@ def pairs(words: Sequence[str], option: str) -> dict[str, str]:
 
 
 def _chosen(options: argparse.Namespace) -> LaunchOptions:
-    """Returns the options of a launch. Raises UsageError unless there is one plan or one config."""
+    """Returns the options of a launch. Raises UsageError if they do not fit together."""
     if (options.plan is None) == (options.config is None):
         raise UsageError("launch needs either PLAN or --config FILE; see nsa-console launch --help")
     if options.trainer and options.config is None:
@@ -164,8 +164,8 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 def _work_in_child(work: Callable[[], T], answer: Callable[[object], None]) -> NoReturn:
     """Sends the result or the error of `work`, and ends the process.
 
-    Descriptors 0-2 lead to /dev/null, so that a reader of the command's output does not wait for
-    this process.
+    Descriptors 0-2 lead to /dev/null, so that a process that reads the command's output does not
+    wait for this process.
     """
     try:
         null = os.open(os.devnull, os.O_RDWR)

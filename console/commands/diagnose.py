@@ -26,7 +26,10 @@ MAX_RANK_LINES = 64
 
 
 def diagnose(options: argparse.Namespace) -> int:
-    """Prints the verdict on a run; returns 1 if the run is stalled, or if that is unknown."""
+    """Prints the verdict on a run; returns 1 if the run is stalled, or if that is unknown.
+
+    For a run that has ended, returns the exit code of `status`.
+    """
     found = Diagnoser(launches.find(options.run, options.root)).diagnose()
     record = as_json(found, options.root)
     show(options.json, record, map(clean, lines(found, record)))

@@ -28,7 +28,7 @@ from trainers.contract.errors import ContractError, UsageError, did_you_mean
 
 PLAN = catalog.PROJECT / "configs" / "drill.yaml"
 FOLDER = "drills"
-"""The folder of drills below the root. A drill in this folder is never the `latest` launch."""
+"""The folder of drills below the root. No drill there is the `latest` launch of the root."""
 POLL_S = 0.5
 MAX_PROCESSES = 16
 READ_BYTES = 1 << 20
@@ -41,7 +41,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The results that the files of a drill show so far; times are in seconds after the fault."""
+    """The results that the files of a drill show so far.
+
+    `fault_ts` is in unix seconds. The other times are in seconds after the fault.
+    """
 
     drill: Drill
     truth: Truth
@@ -136,6 +139,8 @@ def drill(options: argparse.Namespace) -> int:
 
 
 def _interrupt(*_: object) -> None:
+    """Ends the drill; later signals are ignored, because the drill then ends its run."""
+    _on_signals(_ignore)
     raise KeyboardInterrupt
 
 
@@ -181,7 +186,7 @@ def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
 
 
 def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Prints each change until the score is complete, the run ends, or the time limit passes."""
+    """Prints each change until the score is complete, the run ends, or a time limit passes."""
     source, changes = RunSource(path), status_text.Changes()
     until, reached = time.monotonic() + STARTUP_S, 0
     while True:
@@ -269,7 +274,7 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
 
 
 def _end(path: Path) -> None:
-    """Stops the run of a drill, and waits until the run and its supervisor have ended."""
+    """Stops the run of a drill; waits for the end of the run and its supervisor, or `ENDED_S`."""
     source, until = RunSource(path), time.monotonic() + ENDED_S
     if path.is_dir() and not status_text.is_over(source.poll()):
         with contextlib.suppress(ContractError, OSError):

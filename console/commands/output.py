@@ -75,7 +75,7 @@ def emit(record: Any) -> None:
 def program() -> str:
     """Returns the command that starts this program: `python -m console`, its name or its path.
 
-    The name is returned only if the shell would find this program under it.
+    The path is returned if the shell would not find this program under its name.
     """
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.name == "__main__.py":

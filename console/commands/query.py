@@ -35,7 +35,7 @@ from trainers.contract.errors import NotFoundError, RefusedError, UsageError
 LOGS_POLL_S = 0.5
 FULL_BYTES = 8 << 20
 ENDED_EARLY: tuple[State, ...] = ("halted", "stopped", "killed", "failed", "crashed", "lost")
-"""States of a run that ended before its last step."""
+"""States of a run that ended and is not completed."""
 
 
 def source(options: argparse.Namespace) -> RunSource:
@@ -77,7 +77,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def _resume(state: RunState) -> Iterator[str]:
-    """Yields a line with the command `resume`, if a phase ended early and has a checkpoint."""
+    """Yields a line with the command `resume`, if a phase ended early and can continue."""
     launch = state.launch
     if launch is None or state.state not in ENDED_EARLY or not (state.checkpoint and state.decided):
         return

@@ -20,7 +20,8 @@ LONGEST_S = 86_400.0
 LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
 HALTS = (
     "With --halt, a rule with * halts the run if its condition has lasted three times\n"
-    "the listed time and a second source confirms the condition. A stall must have\n"
+    "the listed time and a second source confirms the condition. So does a rule that\n"
+    "the plan lets halt, restart, stop or kill the run. A stall must have\n"
     "lasted at least three stall limits and at least watch.stall_act_s of the plan\n"
     "(default: 1800 s).\n"
 )
@@ -176,9 +177,9 @@ QUERIES: tuple[Command, ...] = (
             ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),
        "The verdict comes from the supervisor. Without a supervisor, the command\n"
        "collects the evidence itself, in about 4 s. + marks evidence for the verdict,\n"
-       "- evidence for another rank, ? evidence that is not available. Exit code 0: no\n"
-       "stall; 1: stalled, or not known. For a run that has ended, the exit code is\n"
-       "that of `status`.\n"
+       "- evidence for another rank, ? evidence that is not available (in the verdict of\n"
+       "a supervisor, - marks this too). Exit code 0: no stall; 1: stalled, or unknown.\n"
+       "For a run that has ended, the exit code is that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
     Command("bundle", "Write one archive of a run for a bug report, without secrets.",
             ("bundle latest", "bundle latest --output run.tar.gz"), (
@@ -187,7 +188,7 @@ QUERIES: tuple[Command, ...] = (
                help="new file with the ending .tar.gz (default: bundle-ID-TIME.tar.gz in the "
                "working directory)"),
     ), "MANIFEST.json in the archive lists the size and SHA-256 of each file, and what\n"
-       "was cut off or left out. Its content has at most 64 MiB, and nothing is read\n"
+       "was cut off or left out. The content has at most 64 MiB, and nothing is read\n"
        "through links.\n" + LEGACY,
        "diagnose.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
@@ -302,8 +303,8 @@ RESUME = Command(
     "resume", "Launch the rest of an ended launch, with its options.",
     ("resume latest", "resume latest --dry-run"), (_run("LAUNCH"), WAIT, DRY_RUN),
     "The new launch has the phases that did not pass. The first phase begins at its\n"
-    "newest verified checkpoint, if it has one. The flags that an operator set for\n"
-    "these phases apply.\n",
+    "newest verified checkpoint, if it has one and its trainer is one of this\n"
+    "project. The flags that an operator set for these phases apply.\n",
     "control.resume",
 )  # fmt: skip
 ADOPT = Command(

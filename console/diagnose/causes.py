@@ -1,8 +1,8 @@
-"""The table of rules that find the cause of a stall.
+"""The table of causes, and the verdict on a stall that follows from it.
 
 The evidence names the ranks to blame, and the first rule that applies to the first of these ranks
-gives the cause. The confidence "high" needs two independent sources that name this rank, and no
-source that names only other ranks.
+gives the cause. A cause from the table has the confidence "high" only if two independent sources
+name this rank, and no source names only other ranks.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _busy(of: Suspect) -> str:
 
 
 def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
-    """Returns a rule that applies to system calls of this kind, or to stacks of these classes."""
+    """Returns an `explain` for system calls of this kind, and for stacks of these classes."""
 
     def explain(of: Suspect) -> str:
         if of.main.kind == kind and of.where.kind != "peers":
@@ -145,16 +145,18 @@ CAUSES: tuple[Cause, ...] = (
     Cause("native", _native, "py-spy dump --native --pid {pid} shows the native frames"),
     Cause("device", _device, "see the GPU's Xids; py-spy dump --native --pid {pid} shows the call"),
     Cause("child", _waiting("child", "process"), "resume or kill that process"),
-    Cause("lock", _lock, "stop its holder, or release the lock"),
+    Cause("lock", _lock, "stop the holder of the lock, or release the lock"),
     Cause("network", _waiting("network", "socket"), "check that server and the network to it"),
     Cause("pipe", _waiting("pipe", "pipe"),
           "start or stop the process at the other side of the pipe"),
-    Cause("busy", _busy, "dump again: an endless loop shows equal frames, slow code shows others"),
+    Cause("busy", _busy,
+          "dump again: an endless loop shows the same frames, slow code shows other frames"),
     Cause("sleep", _waiting("timer", "sleep"), "see {place}"),
 )  # fmt: skip
 """The first rule that applies gives the cause."""
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
-"""Causes that one source proves; all others need both the stack and the process of the rank."""
+"""Causes that one source proves. Other causes have the confidence "high" only if both the stack and
+the process of the rank show them."""
 OF_LIBRARY = ("loader", "socket")
 """Classes of stacks that show what a `poll` call waits for; the call itself does not show it."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
@@ -166,10 +168,10 @@ LOOK_AT_STACKS = "dump the stacks to see the cause"
 def diagnose(
     ranks: Sequence[RankEvidence], watch: Watch, ts: float, evidence: Evidence = NO_EVIDENCE
 ) -> Verdict | None:
-    """Returns why the run makes no progress, or None if it has not stalled.
+    """Returns the verdict on a stall, or None if the usable pulses show no stall.
 
-    `ts` is the unix time of the verdict. A rank without a usable pulse is never named. If there is
-    such a rank, the confidence is "low", unless the cause is one of `KERNEL_CAUSES`.
+    `ts` is the unix time of the verdict. A rank whose pulse is ignored (`doubt`) is never blamed.
+    If there is such a rank, the confidence is "low", unless the cause is one of `KERNEL_CAUSES`.
     """
     case = case_of(ranks, watch, ts)
     if case is None or not (case.stalled or case.blocked()):
@@ -234,10 +236,10 @@ def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
 
 
 def _culprits(stall: Stall) -> list[Suspect]:
-    """Returns the ranks that cause a stall: they cannot run, or else most sources name them.
+    """Returns the ranks that cause a stall: they cannot run, or else most sources agree on them.
 
-    Ranks that cannot run are not the cause if two sources name only other ranks. If no source names
-    a rank, the result is the only rank, or [] for several ranks.
+    Ranks that cannot run are not the cause if at least two sources name only ranks that can run. If
+    every rank can run and no source names one, returns the only rank, or [] for several ranks.
     """
     found, blocked = stall.signs, [each for each in stall.suspects if each.cannot_run]
     numbers = {each.number for each in blocked}
@@ -259,11 +261,12 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
     of, difference = culprits[0], stall.difference
     first, numbers = of.number, {each.number for each in culprits}
     contrary = [sign for sign in stall.signs if sign.ranks and first not in sign.ranks]
-    # Incomplete flight records name no rank, but they contradict if another rank differs.
+    # Incomplete flight records name no rank, but contradict the verdict if another rank differs.
     disagree = max(len(contrary), bool(difference.ranks) and first not in difference.ranks)
     agree = sum(first in sign.ranks for sign in stall.signs)
     everyone = len(culprits) == len(stall.suspects) > 1
-    # The unchanged pulse of a rank that cannot run is one more source.
+    # The unchanged pulse of a stopped or ended rank is one more source. So are the pulses of all
+    # ranks if none of them can run.
     agree += of.state in LASTING_STATES or (everyone and all(s.cannot_run for s in culprits))
     agree += difference.confirmed and stall.calls_differ(numbers)
     if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):

@@ -1,7 +1,8 @@
 """The second sources of the watch rules that may interrupt or end a run.
 
-The second source must confirm such a rule before its action starts. Each function returns "" if its
-source confirms the rule, or else why the source does not confirm it. No function here reads a file.
+The second source must confirm such a rule before the rule interrupts or ends the run. A
+`Corroborate` returns "" if its source confirms the rule, or else why the source does not confirm
+it. No function here reads a file.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import Stack
 
 HELD = ("disk", "lock", "pipe", "child")
-"""During the start, a rank in one of these waits is busy; in any other it waits for its peers."""
+"""Kinds of waits during the start that count as work: the other ranks wait for such a rank."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
 """Calls that the flight records do not show."""
@@ -31,7 +31,7 @@ UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monit
 class Sign:
     """The ranks that one source names as the cause of the stall; () if it names no rank.
 
-    `text` is "" if the source is not available.
+    `text` is "" if the source is not available or shows nothing.
     """
 
     source: str
@@ -52,8 +52,8 @@ class Evidence:
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
     gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
-    """The row of each rank's own GPU, or () if that GPU is not known. A rank without a GPU has no
-    key."""
+    """The row of each rank's own GPU, or () if that GPU is not known. A rank without a known use of
+    a GPU has no key."""
     ts: float = 0.0
     """Time of the second sample (unix s)."""
 
@@ -73,7 +73,10 @@ class Evidence:
         return self._compared[ranks]
 
     def as_of(self, source: str) -> str:
-        """Returns the time of a source's oldest sample or dump as " as of 14:03:22", or ""."""
+        """Returns the time of a source's oldest dump or of the second sample, or "" if not known.
+
+        The text has the form " as of 14:03:22".
+        """
         dumps = {"flight records": self.flights, "stacks": self.stacks}.get(source, {})
         times = [each.ts for each in dumps.values()] + [self.ts] * (source == "processes")
         if not any(times):
@@ -130,7 +133,10 @@ class Stall:
         return tuple(each.number for each in found)
 
     def lost(self) -> dict[tuple[int, int], Connection]:
-        """Returns the connections that lose packets in both samples, with the two ranks as key."""
+        """Returns the connections between ranks that lose packets, with the two ranks as key.
+
+        Both samples of a process must show the loss. If there is only one sample, it is enough.
+        """
         after = self.evidence.after
         ends = {(c.here, c.peer): rank for rank, p in after.items() for c in p.connections}
         found = {}
@@ -174,11 +180,12 @@ def _suspect(rank: RankEvidence, evidence: Evidence) -> Suspect:
 
 
 def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
-    """Returns the suspects; those that wait for their GPU have the class "device".
+    """Returns the suspects; those that may wait for their GPU have the class "device".
 
     A thread that runs in the program's code may wait for its GPU, unless that GPU is idle. If the
-    GPU of such a rank runs a kernel, every other rank in the same frame waits for its own GPU too.
-    Open GPU files do not prove a use: a process that only counted the GPUs has them open too.
+    GPU of such a rank runs a kernel, each rank in the same frame may wait too, unless its own GPU
+    is idle. Open GPU files do not prove a use: a process that only counted the GPUs has them open
+    too.
     """
     own = [each for each in suspects if each.gpus is not None and each.where.kind == "own"
            and not gpu_signs.is_idle(each.gpus)]  # fmt: skip
@@ -212,7 +219,8 @@ def _odd(odd: Sequence[int], stall: Stall) -> tuple[int, ...]:
 def _of_flights(stall: Stall) -> Sign:
     """Names the ranks that differ, if the flight record of every rank is available.
 
-    Otherwise names the ranks without a record, if none of them could write its record.
+    Otherwise, if the available records do not differ, names the ranks without a record, unless one
+    of these ranks could have written its record.
     """
     found, flights = stall.difference, stall.evidence.flights
     complete = all(each.rank in flights for each in stall.ranks)
@@ -226,8 +234,9 @@ def _of_stacks(stall: Stall) -> Sign:
     """Names the ranks of the first group that is not empty.
 
     The groups are: ranks whose native code holds the GIL; ranks that do not wait for peers, for a
-    GPU or to join; ranks that may wait for their GPU; ranks that wait to join after the others have
-    joined. If all stacks wait for peers, the last group is the ranks that could not write a stack.
+    GPU or to join; ranks that may wait for a GPU that is not known to run a kernel; ranks that wait
+    to join after the others have joined, if every rank has a stack. If all stacks wait for peers,
+    the last group is the ranks that could not write a stack.
     """
     places = stall.places()
     native = [rank for rank, place in places.items() if place.kind == "native"]
@@ -251,7 +260,7 @@ def _of_stacks(stall: Stall) -> Sign:
 def _of_processes(stall: Stall) -> Sign:
     """Names the ranks that cannot run, or else the ranks for which the others wait at the start.
 
-    If there are no such ranks, names the ranks that compute, or wait for something else than peers.
+    If there are no such ranks, names the ranks that compute or whose wait is not for peers.
     """
     odd = [each for each in stall.suspects if each.cannot_run]
     odd = odd or _starting(stall) or [each for each in stall.suspects if each.waits or each.runs]
@@ -266,7 +275,10 @@ def _of_processes(stall: Stall) -> Sign:
 
 
 def _starting(stall: Stall) -> list[Suspect]:
-    """Returns the ranks that compute or read during the start, while the others wait for them."""
+    """Returns the ranks for which the others wait at the start: they compute, or else are `HELD`.
+
+    Returns [] if a rank has left the start.
+    """
     if any(each.phase and each.phase not in STARTING_PHASES for each in stall.ranks):
         return []
     works = [each for each in stall.suspects

@@ -25,7 +25,8 @@ def own_gpus(
 ) -> dict[int, tuple[Gpu, ...]]:
     """Returns the row of each rank's own GPU, or () if that GPU is not known.
 
-    A rank without a GPU has no key.
+    A rank that has no GPU file open has no key. If `rows` is empty, neither has a rank whose open
+    files are not available.
 
     `opened` has the numbers N of the files /dev/nvidiaN that each rank has open, or None if they
     are not available. `visible` has the CUDA_VISIBLE_DEVICES of each rank. CUDA opens the files of
@@ -64,7 +65,7 @@ def is_running(rows: Sequence[Gpu]) -> bool:
 def words(rows: Sequence[Gpu]) -> str:
     """Returns a text such as "GPU 0 at 100 %, 120 of 700 W".
 
-    The text says why a figure is missing.
+    If a figure is missing, the text has the reason, if it is known.
     """
     return ", ".join(_words(gpu) for gpu in rows[:8])
 
@@ -79,7 +80,10 @@ def _words(gpu: Gpu) -> str:
 
 
 def kernel_words(rows: Sequence[Gpu]) -> str:
-    """Returns what a running kernel does according to the GPU's power draw, or "" if not known."""
+    """Returns what a running kernel does according to the GPU's power draw.
+
+    Returns "" if no kernel is known to run, or if the power is not known.
+    """
     shares = [
         gpu.power_w / gpu.power_limit_w for gpu in rows
         if gpu.power_w is not None and gpu.power_limit_w
@@ -94,9 +98,10 @@ def kernel_words(rows: Sequence[Gpu]) -> str:
 def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
     """Returns the ranks whose GPU differs from the GPUs of the other ranks.
 
-    These are the ranks with a lost GPU. If no GPU is lost, they are the ranks with an idle GPU, if
-    all other GPUs run a kernel. If no GPU is idle, they are the ranks whose GPU computes, if all
-    other GPUs run a kernel that computes little, because it waits for a peer.
+    If a GPU is lost, these are the ranks with a lost GPU. If none is lost, but some are idle and
+    all others run a kernel, these are the ranks with an idle GPU. If none is idle, but some compute
+    and all others run a kernel that computes little (it waits for a peer), these are the ranks
+    whose GPU computes. Otherwise, returns ().
     """
     groups: dict[str, list[int]] = {}
     for rank, rows in gpus.items():

@@ -1,4 +1,4 @@
-"""The input of the watch rules: `Readings` (the newest poll) and `History` (the attempt so far).
+"""The input of the watch rules: `Readings` (the newest poll), `History` (figures of the attempt).
 
 No file is read here. Times are CLOCK_MONOTONIC seconds unless the name says otherwise; None means
 "not measured".
@@ -76,7 +76,7 @@ def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gate_collapsed(progress: Progress) -> bool | None:
-    """Returns whether the attention gate uses only one branch, or None if figures are missing."""
+    """Returns whether the attention gate uses only one branch, or None if it has no figures."""
     entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
     part = progress.gate_collapse_frac
     if entropy is None and largest is None and part is None:
@@ -97,7 +97,7 @@ class Counter:
     at: float = -math.inf
 
     def update(self, value: int, mono: float) -> None:
-        """Adds a value; a value below the last value (a GPU reset) sets the increase to 0."""
+        """Adds a value; a value below the last one, as after a reset, sets the increase to 0."""
         if value > self.last:
             self.increase, self.at = self.increase + value - self.last, mono
         elif value < self.last:
@@ -126,7 +126,7 @@ class History:
         self.truth = TruthHistory()
         self.ecc: dict[int, Counter] = {}
         self.xids: dict[int, Counter] = {}
-        """Xids by GPU. `at` may be the time of an Xid that ended a former attempt."""
+        """Xids by GPU. `at` may be the time of an Xid in a former attempt."""
         self.jump_s = 0.0
         self._uniform_since: int | None = None
         self._rates: deque[float] = deque(maxlen=KEPT_RATES)
@@ -138,7 +138,7 @@ class History:
         self._steps: deque[tuple[float, int]] = deque(maxlen=PACE_POINTS)
 
     def number(self, setting: str, default: float) -> float:
-        """Returns a setting such as `train.warmup_steps`, or `default` if it is not a number."""
+        """Returns a setting such as `train.warmup_steps`, or `default` if there is no number."""
         found = jsonl.number(self._settings, setting)
         return default if found is None else found
 

@@ -21,7 +21,7 @@ class Measured:
 
     `limit_s` is the longest time that the condition may last, or 0 if the rule has no such limit.
     `lasted_s` is the time that the condition has lasted according to the evidence. It is infinite
-    if only the observation by the watchdog counts.
+    if only the observation by the watchdog counts, and negative if no strong action may follow.
     """
 
     value: float

@@ -1,9 +1,9 @@
 """The table of watch rules: what each rule measures, and when the rule is raised and cleared.
 
-A measure is a pure function of the newest poll and the attempt so far; it reads no file and has no
-state. A rule is raised when its value has been at least as bad as `threshold` for `for_s`, and
-cleared when the value is at least as good as `clear`. Low values are bad if `threshold` is below
-`clear`; otherwise high values are bad. A new rule is one row in `TABLE`.
+A measure is a function of the newest poll, the attempt so far and the plan's key `watch`; it reads
+no file and has no state. A rule is raised when its value has been at least as bad as `threshold`
+for `for_s`, and cleared when the value is at least as good as `clear`. Low values are bad if
+`threshold` is below `clear`; otherwise high values are bad. A new rule is one row in `TABLE`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ STRONG_TIMES = 3.0
 
 
 def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
-    """Returns the time without progress of the slowest rank, divided by its stall limit.
+    """Returns a time without progress, divided by the stall limit of the slowest rank.
 
-    The value is at least 1 if there is a verdict, and below 1 otherwise.
+    The time is that of the slowest rank, or that of a stopped or ended rank if it is longer. The
+    value is at least 1 if there is a verdict, and below 1 otherwise.
     """
     first = min(slowest(now.ranks), key=lambda rank: rank.unchanged_s, default=None)
     if first is None:
@@ -160,7 +161,7 @@ def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
 def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Counts all Xids of each GPU that had an Xid within `RECENT_XID_S`.
 
-    An Xid of a former attempt raises an alert, but never causes an action in this attempt.
+    An Xid of a former attempt raises an alert too, but never causes a strong action.
     """
     if not now.gpus:
         return None
@@ -245,8 +246,9 @@ TABLE: tuple[Rule, ...] = (
     Rule("zero_gradient", "gradient norm of exactly zero", "consecutive records",
          3, 0, 0.0, _zero_gradient, corroborate.gradient, "crit", anomaly="zero_grad"),
     Rule("gate_collapse",
-         "attention gate: entropy < 0.2 nats, mean of the largest share > 0.9, or more than half "
-         "of the gates collapsed",
+         "attention gate uses one branch: mean entropy < 0.2 nats, mean share of the largest "
+         "branch > 0.9, or one branch has nearly all the weight for more than half of tokens and "
+         "heads",
          "consecutive records", 3, 0, 60.0, _gate_collapse, corroborate.gate,
          anomaly="gate_collapse"),
     Rule("gate_never_learned", "entropy of the attention gate within 1 % of its maximum", "steps",
@@ -274,7 +276,7 @@ TABLE: tuple[Rule, ...] = (
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
 HALTING = tuple(rule.name for rule in TABLE if rule.anomaly)
-"""The rules for which `watchdog --halt` halts a run."""
+"""The rules for which `watchdog --halt` halts a run, even if the plan gives them no action."""
 
 
 def check(watch: Watch, where: str) -> None:
@@ -290,7 +292,7 @@ def check(watch: Watch, where: str) -> None:
 
 
 def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Returns the table with a plan's changes; `actions` has the least action of each rule.
+    """Returns the table with a plan's changes; `actions` has a least action for some rules.
 
     The value that clears a rule changes in proportion to the rule's threshold.
     """

@@ -1,7 +1,8 @@
 """Classes of stacks: the object that a main thread waits for.
 
 No file is read here. A stack shows Python frames only. For a wait inside a built-in function, such
-as `time.sleep` or `recv`, the stack shows only the caller, so the class is "own".
+as `time.sleep` or `recv`, the stack shows only the caller. If the program itself is the caller, the
+class is "own".
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ class Where:
 
 
 def where(stack: Stack) -> Where:
-    """Returns the class of a stack; the class is "native" if the dump has only one thread."""
+    """Returns the class of a stack.
+
+    Without frames it is "none". If the dump has only one thread, it is "native".
+    """
     frames = _deciding(stack)
     own = _own(frames)
     if not frames:
@@ -130,7 +134,7 @@ def _deciding(stack: Stack) -> Sequence[Frame]:
 
 
 def _wait(frames: Sequence[Frame]) -> tuple[Frame, Wait] | None:
-    """Returns the wait that the program called, and the frame that decided it, or None."""
+    """Returns two values, the frame that decided and the wait that the program called, or None."""
     found = None
     for at, frame in enumerate(frames):
         wait = _wait_of(frame)
@@ -157,7 +161,7 @@ def _wait_of(frame: Frame) -> Wait | None:
 
 
 def _own(frames: Sequence[Frame]) -> Frame | None:
-    """Returns the innermost frame of the program, or else of the contract."""
+    """Returns the innermost frame of the program, or else of the contract, or None."""
     ours = [each for each in frames if not each.is_of_library]
     helper = ours[0] if ours else None
     return next((each for each in ours if not _HELPERS.search(each.file)), helper)
@@ -172,7 +176,8 @@ def loader_thread(rank: int, stacks: Mapping[int, Stack]) -> tuple[str, bool]:
 
     A data thread reads the data of the program. The first sign is that the thread's name or one of
     its frames matches `_DATA`. The second sign is that the same thread of another rank has filled
-    its queue. The text is "" if no thread has such a sign, or if a queue of this rank is full.
+    its queue. The text is "" if no thread has such a sign. If a queue of this rank is full, only
+    threads that have ended count.
     """
     others = [each for number, stack in stacks.items() if number != rank
               for each in stack.threads[1:]]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Decides whether ranks are stalled, from their pulses, stall limits and records.
+"""The evidence about one rank: its position, its stall limit, and whether records confirm it.
 
 A rank stalls when its pulse has not changed for longer than its stall limit, which is max(floor, 5
-× p99 of its phase). Start-up, evaluation and saving have limits of their own. A run stalls when its
-slowest ranks stall. No file is read here.
+× p99 of its phase). Start-up with the first step, evaluation and saving have their own limits. A
+run stalls when its slowest ranks stall. No file is read here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ OVERDUE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RankEvidence:
-    """Evidence about one rank at one time. `phase` is "" for a rank without a pulse.
+    """Evidence about one rank at one time, from its pulse, or else from `by_records`.
 
-    `unchanged_s` is the time since its pulse changed; without a pulse, the time since the attempt
-    began. `state` is the kernel's letter, "gone", or "?" if it was not read. `p99_s` is the 99th
-    percentile of the times of the rank's phase, or of its steps if the phase has no times.
+    Without both, `phase` is "". `unchanged_s` is the time since the pulse changed; without a pulse,
+    the age of the newest record or the time since the attempt began. `state` is the kernel's
+    letter, "gone", or "?" if it was not read. `p99_s` is the 99th percentile of the times of the
+    rank's phase, or of its steps if the phase has no times.
     """
 
     rank: int
@@ -161,9 +162,9 @@ def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:
 def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
     """Returns why the records do not confirm that these ranks stall, or "" if they confirm it.
 
-    A record contradicts the stall if it has a new step, is younger than the stall limit, and is
-    newer than the last change of the pulse. If a rank rarely writes a record, its records confirm a
-    stall only when the next record is overdue.
+    A record contradicts the stall if it has a new step, is younger than the stall limit, and came
+    more than `RECORDS_LATE_S` after the last change of the pulse. If a rank rarely writes a record,
+    its records confirm a stall only when the next record is overdue.
     """
     for each in ranks:
         name = f"rank {each.rank}"
@@ -179,7 +180,7 @@ def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
             return f"the records of {name} show a new step {each.records_s:.0f} s ago"
         if each.records_s < OVERDUE * each.records_gap_s:
             return (
-                f"{name} writes a record only every {each.records_gap_s:.0f} s, and the next one "
-                "is not overdue"
+                f"{name} writes a record only every {each.records_gap_s:.0f} s, and the next "
+                "record is not overdue"
             )
     return ""

@@ -1,4 +1,4 @@
-"""One suspected rank: what its process, its stack and its GPU tell about it."""
+"""One suspected rank, with the evidence from its process, its stack and its GPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SPIN_SHARE = 0.5
 """A main thread that waits for its GPU spins, and uses at least this share of a core. The share is
 low because ranks may share cores."""
 BUSY_SHARE = 0.7
-"""A process that uses at least this share of a core runs; a process that waits uses far less."""
+"""A process that uses at least this share of a core is busy: it computes, or spins in a wait."""
 RAN_SHARE = 0.025
-"""A main thread that waits all the time between the samples uses less than this share of a core."""
+"""A main thread that is blocked between the samples uses less than this share of a core."""
 ALONE_SHARE = 0.8
 """Least share of a process's CPU time that its main thread uses if no other thread computes."""
 GIL_WAITS_PER_S, WATCHER_PER_S, GIL_HELD_PER_S = 4.0, (5.0, 21.0), 120.0
@@ -30,7 +30,7 @@ GIL_WAITS_PER_S, WATCHER_PER_S, GIL_HELD_PER_S = 4.0, (5.0, 21.0), 120.0
 never waits for the GIL is within `WATCHER_PER_S`, because it polls 20 times a second. A watcher
 that asks for the GIL every 5 ms and never gets it waits at least `GIL_HELD_PER_S` times."""
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
-"""Kinds of system calls in which a rank never waits for its peers."""
+"""Kinds of system calls that count as a wait of the rank itself, not as a wait for its peers."""
 FOR_PEERS = ("peers", "device", "none")
 """Classes of stacks that do not blame their rank: a wait for peers or for a GPU, or no stack."""
 
@@ -46,9 +46,9 @@ class Suspect:
     stacks: Mapping[int, Stack]
     """The stacks of all ranks."""
     gpus: Sequence[Gpu] | None
-    """The row of the rank's own GPU, () if that GPU is not known, None if the rank uses no GPU."""
+    """The row of the rank's own GPU, () if that GPU is not known, None without a known GPU use."""
     calls_other: bool = False
-    """True if the flight records show that the rank calls another collective than the others."""
+    """True if flight records or stacks show that the rank calls another collective than others."""
 
     @property
     def number(self) -> int:
@@ -65,7 +65,7 @@ class Suspect:
 
     @property
     def state(self) -> str:
-        """The kernel's letter for the state of the process, or "gone" if the process has ended."""
+        """The kernel's letter for the state of the process, "gone", or "?" if it was not read."""
         if self.after is None or self.rank.state in ENDED_STATES:
             return self.rank.state
         return self.after.state
@@ -85,7 +85,7 @@ class Suspect:
 
     @property
     def cannot_run(self) -> bool:
-        """True if the process has ended, or if both samples show that it cannot run.
+        """True if the process has ended, or if all its samples show that it cannot run.
 
         Without a sample, the state of the rank counts if its pulse has not changed for
         `NAMED_AFTER_S`.
@@ -101,7 +101,7 @@ class Suspect:
 
     @property
     def waits(self) -> bool:
-        """True if both samples show the same kind of wait, and it is not a wait for peers."""
+        """True if all samples show the same kind of wait, and the kind is one of `OWN_WAITS`."""
         if self.main.kind not in OWN_WAITS:
             return False
         return self.before is None or self.before.main.kind == self.main.kind
@@ -110,7 +110,8 @@ class Suspect:
     def runs(self) -> bool:
         """True if the rank uses a core, and its stack shows no wait for peers or for its GPU.
 
-        False without a stack, because CUDA and NCCL also use a core while they wait.
+        False without a stack, because CUDA and NCCL also use a core while they wait. Also false if
+        the main thread waits in a system call other than a futex.
         """
         blocked = self.main.kind not in ("none", "futex")
         return self.where.kind not in FOR_PEERS and not blocked and self.uses_a_core

@@ -84,7 +84,10 @@ def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measu
 
 
 def _dead_parameters(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts parameters without a gradient; returns None during an ablation of the attention."""
+    """Counts the parameters without a gradient in step 1.
+
+    Returns None without a record of rank 0, and during an ablation of the attention.
+    """
     if 0 not in now.progress:
         return None
     dead = now.progress[0].dead
@@ -133,7 +136,7 @@ def _skipped_steps(_now: Readings, history: History, _watch: Watch) -> Measured 
 
 
 def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Counts the attention branches that run another route than a switch requests."""
+    """Counts the attention branches in which a setting has no effect or a kernel is missing."""
     routes = jsonl.mapping(now.env, "backend")
     if not routes:
         return None
@@ -143,8 +146,8 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
     }  # fmt: skip
     found = "; ".join(f"{branch} runs {route}" for branch, route in others.items())
     text = (
-        f"the attention does not follow its switches: {found}; unset the switch, or install the "
-        "backend"
+        f"a setting of the attention has no effect, or a kernel is missing: {found}; change the "
+        "setting, or install what is missing"
     )
     return Measured(float(len(others)), text)
 
@@ -191,7 +194,10 @@ def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | No
 
 
 def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns power draw ÷ power limit of the GPUs, or 1 if their utilisation is below `BUSY`."""
+    """Returns power draw ÷ power limit of the GPUs, or 1 if their utilisation is below `BUSY`.
+
+    Returns None unless there are enough samples with a known power.
+    """
     busy, power = history.truth.busy, history.truth.power
     if len(power) < LEAST_BUSY or len(power) < len(busy):
         return None
@@ -234,7 +240,7 @@ def _below_communication(now: Readings, history: History, _watch: Watch) -> Meas
     least_s = size_gb / rate
     text = (
         f"a step takes {step_s:.3g} s and the reduction of {size_gb:.3g} GB of gradients at least "
-        f"{least_s:.3g} s, at the {rate:.3g} GB/s of the preflight: one of these is wrong; check "
+        f"{least_s:.3g} s, at the {rate:.3g} GB/s of the preflight: a figure is wrong; check "
         "that all ranks reduce their gradients, or measure again (check PLAN --measure)"
     )
     return Measured(step_s / least_s, text)
@@ -269,11 +275,11 @@ ROWS: tuple[Rule, ...] = (
          3, 0, 0.0, _same_batch),
     Rule("constant_figure", "loss or gradient norm with exactly the same value",
          "consecutive records", 20, 1, 0.0, _constant_figure),
-    Rule("skipped_steps", "share of skipped steps in the last 200 or more", "share",
+    Rule("skipped_steps", "share of skipped steps among the last 200 or more steps", "share",
          0.1, 0.05, 0.0, _skipped_steps),
-    Rule("backend", "branches of the attention that do not obey a switch", "routes",
-         1, 0, 0.0, _backend),
-    Rule("model_size", "parameters ÷ the number in the name of the config, or its inverse",
+    Rule("backend", "attention branches in which a setting has no effect or a kernel is missing",
+         "routes", 1, 0, 0.0, _backend),
+    Rule("model_size", "parameters ÷ the number in the config's name, or the inverse if larger",
          "ratio", 2.0, 1.9, 0.0, _model_size),
     Rule("host_bound", "share of a step in which the GPUs are busy", "share",
          0.3, 0.4, 60.0, _host_bound),
@@ -281,6 +287,6 @@ ROWS: tuple[Rule, ...] = (
          0.25, 0.3, 60.0, _no_power),
     Rule("below_communication", "step time ÷ least time to reduce the gradients", "ratio",
          0.7, 0.8, 60.0, _below_communication),
-    Rule("late", "time of all steps at this pace ÷ the hours that the plan expects", "ratio",
-         1.5, 1.4, 60.0, _late),
+    Rule("late", "time of all steps at the present pace ÷ the hours that the plan expects",
+         "ratio", 1.5, 1.4, 60.0, _late),
 )  # fmt: skip

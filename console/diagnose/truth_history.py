@@ -30,7 +30,7 @@ STEPPING = frozenset((*TIMED_PHASES, "log", "step"))
 WARM_STEPS, RATED_EVERY_S = 5, 10.0
 KEPT_BUSY, LEAST_BUSY = 120, 20
 HALF_BITS = 11
-"""A figure with at most this many bits has half precision, so it may also repeat by chance."""
+"""A figure with at most this many bits may have half precision, so it may also repeat by chance."""
 SHORTEST_S, LARGEST_LOSS, LARGEST_LOAD = 1e-9, 1e6, 10.0
 """Bounds of valid figures: the shortest time, the largest loss, the largest power ÷ power limit."""
 
@@ -43,7 +43,10 @@ class Same:
         self.count = 0
 
     def add(self, value: float | None) -> None:
-        """Adds a figure; if the figure is not finite or may be rounded, the count becomes 0."""
+        """Adds a figure; if it is not finite or may be rounded, the count becomes 0.
+
+        None is ignored.
+        """
         if value is None:
             return
         if not math.isfinite(value) or _is_rounded(value):
@@ -65,7 +68,7 @@ class TruthHistory:
         self.first: Progress | None = None
         """The record of step 1 of rank 0."""
         self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
-        """Finite losses of rank 0."""
+        """The newest losses of rank 0, without losses that are not finite or not plausible."""
         self.same: dict[str, Same] = {"loss": Same(), "grad_norm": Same()}
         self.zero_norms: dict[int, int] = {}
         """Number of consecutive records with a gradient norm of zero, by rank."""
@@ -221,7 +224,10 @@ class TruthHistory:
         return ratio if bound >= SURELY else bound, text
 
     def _update_usual(self) -> None:
-        """Replaces the usual times after every `WINDOW` records of each rank."""
+        """Replaces the usual times after every `WINDOW` records of each rank.
+
+        Fewer than `WINDOW` complete steps replace nothing.
+        """
         if self._added - self._usual_at < WINDOW * len(self._newest):
             return
         steps, self._usual_at = self._complete(), self._added
@@ -230,7 +236,7 @@ class TruthHistory:
             self._usual_step_s = median(found[min(found)].step_s or 0.0 for found in steps)
 
     def slower(self) -> str:
-        """Returns a text on the ranks that are slower than before and on their phase, or ""."""
+        """Returns a text with the ranks that became slower and their phase, or "" if none did."""
         steps = self._complete()[-LEAST:]
         if len(steps) < LEAST or self._usual.keys() != self._newest.keys():
             return ""
@@ -255,7 +261,10 @@ class TruthHistory:
         return f"; {who} {median(ratios.values()):.1f} times as long as before in {phase}"
 
     def _in_words(self, ranks: Sequence[int]) -> str:
-        """Returns the names of ranks, or the name of a host if these are all ranks of that host."""
+        """Returns the names of ranks; adds the host if they are all its ranks.
+
+        The host is not added for a single rank, or for all ranks of the run.
+        """
         hosts = {self._newest[rank].host for rank in ranks}
         of_host = [rank for rank, each in self._newest.items() if each.host in hosts]
         if len(hosts) == 1 < len(ranks) == len(of_host) < len(self._newest):
@@ -267,8 +276,8 @@ class TruthHistory:
     def own_gpus(self, gpus: Sequence[Gpu]) -> list[Gpu]:
         """Returns the GPUs with at least as much memory in use as a rank of this run reserves.
 
-        Returns [] if the number of such GPUs differs from the number of ranks, because other jobs
-        may then use GPUs too.
+        Returns [] if a rank has recorded no reserved memory. Also returns [] if the number of such
+        GPUs differs from the number of ranks, because other jobs may then use GPUs too.
         """
         needed = [each.gpu_mem_reserved or 0.0 for each in self._newest.values()]
         if not needed or min(needed) <= 0:

@@ -1,7 +1,7 @@
-"""The verdict on a run that makes no progress: its cause, the rank to blame, and a sentence.
+"""The ranks at one moment (`Case`: running, slowest, exited), and the phrases of verdicts.
 
-A rank that the kernel shows as stopped or exited is named after `NAMED_AFTER_S`; for every other
-cause the slowest ranks must exceed their stall limit.
+There is a verdict when the slowest ranks exceed their stall limits. If the kernel shows a rank as
+stopped or exited, `NAMED_AFTER_S` without a change of its pulse is enough.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Case:
         return Verdict(self.ts, sentence, cause, number, place.phase, place.step, sure, evidence)
 
     def _evidence(self, first: RankEvidence | None) -> tuple[str, ...]:
-        """Returns one line per rank; the rank of the verdict comes first."""
+        """Returns one line per rank, at most `EVIDENCE_LINES`; the rank of the verdict is first."""
         ranks = sorted((*self.running, *self.exited), key=lambda each: each is not first)
         counted = any(each.collectives for each in ranks)
         return tuple(

@@ -1,10 +1,10 @@
 """The watchdog: evaluates all watch rules at each update; returns alerts and due actions.
 
 An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
-that the condition has lasted three times as long, and that the rule's second source confirms it.
-Until the confirmation, the action is withheld, and this is reported once. Time in which the
-watchdog was stopped or not yet started does not count. Each time a rule is raised, its action
-becomes due once.
+a severe value, a condition that has lasted three times as long, and the confirmation of the rule's
+second source. Until the confirmation, the action is withheld, and this is reported once per alert.
+Of the time in which the watchdog was stopped, at most `LONGEST_GAP_S` or two intervals count. Each
+time a rule is raised, its action becomes due once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _State:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt. `actions` has the least action of each rule (option --halt).
+    """Watches one attempt. `actions` has a least action for some rules (option --halt).
 
     `interval_s` is the intended time between two updates. `settings` has the values of the run's
     settings by name, for the rules that depend on them.

@@ -1,1 +1,1 @@
-"""Plans: finding a plan, the preflight before a launch, and the gates after a phase."""
+"""Plans: finding a plan, its preflight, the gates after a phase, sweeps and reports."""

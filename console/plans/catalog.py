@@ -45,7 +45,7 @@ def is_plan(name: str) -> bool:
 
 
 def find(name: str) -> Path:
-    """Returns the file of a plan, or raises UsageError with the most similar name."""
+    """Returns the file of a plan. Raises UsageError, with a similar name if there is one."""
     path = Path(name)
     there = is_file(path)
     if path.suffix in ENDINGS or there:
@@ -82,7 +82,10 @@ def load(name: str) -> Plan:
 
 
 def misspelt(name: str) -> str:
-    """Returns the plan name that is similar to a word, or "" if no name is similar."""
+    """Returns the plan name that is similar to a word.
+
+    Returns "" if no name is similar, or if the word begins with that name.
+    """
     near = difflib.get_close_matches(name, files(), n=1)
     return near[0] if near and not name.startswith(near[0]) else ""
 

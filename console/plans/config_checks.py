@@ -29,7 +29,7 @@ NEARLY_FULL = 0.9
 def config(case: Case, index: int) -> Found:
     """Checks the settings of a phase against the facts that the plan expects.
 
-    If `--set` causes the difference, the result is only a warning.
+    If `--set` causes all differences, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
     if not resolved:
@@ -55,7 +55,7 @@ def config(case: Case, index: int) -> Found:
         return "unknown", f"{said}; changed by --set {', '.join(keys)}"
     used = phase.config or "no config, which trains the built-in toy"
     return "fail", (
-        f"{said}; the phase uses {used}; correct its config, set or nproc, or expects in the plan"
+        f"{said}; the phase uses {used}; correct config, set or nproc of the phase, or its expects"
     )
 
 

@@ -1,6 +1,6 @@
 """The checks that measure devices, data and attention, in processes that import torch.
 
-They run if the plan has `preflight: {measure: true}`, or with `check PLAN --measure`.
+They run only if the plan has `preflight: {measure: true}`, or with `check PLAN --measure`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(case: Case, refused: bool, said: Callable[[str], None] | None) -> tu
     }  # fmt: skip
     reasons = (
         (not case.measure, "use check PLAN --measure"), (case.assumed, "the GPUs are assumed"),
-        (refused, "another check failed"), (not phases, "the plan starts foreign programs"),
+        (refused, "another check failed"), (not phases, "all programs are foreign"),
     )  # fmt: skip
     if why := next((text for applies, text in reasons if applies), ""):
         text = f"{', '.join(ROWS)} are not measured: {why}"
@@ -91,7 +91,7 @@ def _run(case: Case, folder: Path) -> str:
 
 
 def _check(row: str, record: Mapping[str, Any] | None, end: str) -> Check:
-    """Returns the result of a row; a row that began and did not end fails."""
+    """Returns the result of a row: unknown if it did not begin, "fail" if it began without end."""
     if record is None:
         return Check(row, "unknown", f"not measured: {end}")
     known: dict[str, Result] = {each: each for each in RESULTS}

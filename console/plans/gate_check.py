@@ -1,7 +1,8 @@
 """Compares the gates in gates.json with the gates evaluated from the records of the run.
 
-A gate passes only if both results agree, because `gates.json` alone is a single source. The bounds
-must equal those of plan.json, and plan_state.json must not contradict the result.
+A gate counts as passed only if both report it as passed, because `gates.json` alone is a single
+source. The bounds must equal those of plan.json, and plan_state.json must not contradict the
+result.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ FULL = "run nsa-console check --full"
 def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
     """Polls a run; returns its state, with an alert if the records do not confirm the gates.
 
-    With `former`, the function also checks the earlier phases of a launch that has ended, and it
-    checks a run even if some of its records have not been read yet.
+    Only a state that would be go is checked. With `former`, the function also checks the earlier
+    phases of a launch that has ended, and it checks a run even if some of its records have not been
+    read yet.
     """
     state = source.poll()
     over = source.is_launch and status_text.is_over(state)
@@ -75,7 +77,7 @@ def _read_whole(run: Path) -> tuple[RunSource, RunState]:
 
 
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str, str]]:
-    """Yields pairs for the earlier phases that are no go: the directory of a phase, a reason."""
+    """Yields pairs for the other phases that are no go: the directory of a phase, a reason."""
     for phase in state.launch.phases if state.launch else ():
         if source.launch_path is None or not phase.dir:
             yield phase.dir, f"{phase.name}: its run directory is not available"
@@ -108,7 +110,10 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
 def _unconfirmed_gates(
     source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields a text for each gate that gates.json and the records do not both report as passed."""
+    """Yields a text for each gate that gates.json and the records do not both confirm.
+
+    If the gates cannot be evaluated, yields only the reason.
+    """
     summary = _complete(source, state, run_json, document)
     if isinstance(summary, str):
         yield summary
@@ -129,7 +134,8 @@ def _complete(
 ) -> Summary | str:
     """Returns the summary with all that the gates need, or why the gates cannot be evaluated.
 
-    The last pulses come from supervisor.json; files are read only if a gate needs them.
+    The last pulses come from supervisor.json; logs and checkpoints are read only if a gate needs
+    them.
     """
     summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
     world = jsonl.integer(run_json, "world") or 0
@@ -151,7 +157,7 @@ def _complete(
 
 
 def continued(run: Path, step: int) -> Summary | None:
-    """Returns the totals of the run that `run` continues, or None if they do not fit `run`.
+    """Returns the totals of the run that `run` continues, or None if there is none that fits.
 
     `step` is `Summary.resumed_at_end` of `run`. The records of the earlier run must show that its
     ranks reached that step. Their last pulses suffice too, because the loaded checkpoint confirms
@@ -207,7 +213,7 @@ def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
 def _contradictions(
     path: Path, launch: LaunchState, run: str, bounds: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields what in plan.json or plan_state.json contradicts the gates of a completed run."""
+    """Yields how plan.json or plan_state.json contradicts the gates of a completed run."""
     if launch.doubt:
         yield launch.doubt
         return

@@ -1,7 +1,8 @@
 """The gates of a phase, evaluated over the records of the run. A new gate is one row in `TABLE`.
 
 Each gate has a span: all attempts, or the surviving steps (steps that no later attempt repeated).
-A gate passes only if the numbered records of its ranks cover that span without a gap.
+A gate passes only if the numbered records of its ranks cover that span without a gap. For a gate
+with `tails`, the last pulse of a killed rank can close the gap at its end.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Rule:
 
     With the bound "yes", the plan says `true`, and the measured count must be 0. With "fall", the
     plan says `true` (0.1 nats) or the least fall in nats. If `source` is RANK0, the gate needs only
-    the records of rank 0. `missing` is the reason shown if there is
-    no value. A `certain` gate that fails stays failed, even if records are missing. With `tails`,
-    the pulse of a killed rank replaces the last records that the rank could not write.
+    the records of rank 0. `missing` is shown if there is no value and `measure` gives no reason. A
+    `certain` gate that fails stays failed, even if records are missing. With `tails`, the pulse of
+    a killed rank replaces the last records that the rank could not write.
     """
 
     name: str
@@ -57,7 +58,10 @@ class Rule:
     """One of the `FIGURES`, or "". Only a gate with a figure can be evaluated at `LIVE_STEPS`."""
 
     def value(self, summary: Summary, at: int) -> Measured:
-        """Returns the value of the gate at a step; with `at` 0, its value over all steps so far."""
+        """Returns the value of the gate at a step, or its newest value if `at` is 0.
+
+        A gate without a figure has only the newest value.
+        """
         if not self.figure:
             return self.measure(summary)
         ranks = range(1 if self.source == RANK0 else summary.world)
@@ -271,5 +275,5 @@ def overall(gates: tuple[Gate, ...]) -> Result:
 
 
 def steps_done(summary: Summary) -> int:
-    """Returns the number of surviving steps, or 0 if the records contradict each other."""
+    """Returns the number of surviving steps, or 0 if it is not known."""
     return int(measures.steps_reached(summary).value or 0)

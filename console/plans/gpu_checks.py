@@ -28,7 +28,7 @@ CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
 def torch_cuda() -> tuple[int, int] | None:
     """Returns the CUDA version of torch's build, or None for a CPU build, without importing torch.
 
-    If torch's version.py cannot be read, torch is treated as a CPU build.
+    If torch is not installed, or if its version.py cannot be read, the result is None too.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -60,7 +60,10 @@ def torch(case: Case) -> Found:
 
 
 def device(case: Case) -> Found:
-    """Checks that each phase of a plan for GPUs trains on GPUs, with at most one rank per GPU."""
+    """Checks that each phase of a plan for GPUs trains on GPUs, with at most one rank per GPU.
+
+    A phase of a foreign program is not checked.
+    """
     plan = case.plan
     for index, phase in enumerate(plan.phases if plan.gpus else ()):
         setting = case.settings[index].get("train.device")
@@ -128,7 +131,8 @@ def seen_by(case: Case, index: int, uuids: Sequence[str]) -> list[int | None]:
 def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
     """Returns the index of each GPU that CUDA sees with this CUDA_VISIBLE_DEVICES.
 
-    A MIG slice has the index None. CUDA stops at the first entry that is no GPU or is repeated.
+    A MIG slice, or a UUID that no GPU has, has the index None. CUDA stops at the first entry that
+    is no GPU or is repeated.
     """
     if not devices:
         return list(range(len(uuids)))
@@ -168,7 +172,7 @@ def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, s
 
 
 def not_healthy(card: Card) -> str:
-    """Returns why a GPU cannot be used, or "" if it is healthy and idle."""
+    """Returns why a GPU cannot be used, or "" if no figure shows a fault or another use."""
     gpu, found = card.gpu, []
     if gpu.state != "ok":
         return f"is not usable ({gpu.why or gpu.state})"
@@ -186,12 +190,12 @@ def not_healthy(card: Card) -> str:
 
 
 def driver(case: Case) -> Found:
-    """Checks that the driver supports the CUDA version that torch was built with."""
+    """Checks that the driver supports the major version of CUDA that torch was built with."""
     survey, built = case.survey, torch_cuda()
     if case.plan.gpus == 0 or case.assumed:
         return "pass", f"{case.assumed} assumed" if case.assumed else "no GPU is needed"
     if isinstance(survey, str) or built is None or not survey.cards or not survey.cuda[0]:
-        return "unknown", "not available, see torch and gpus"
+        return "unknown", "the versions are not available; see the rows torch and gpus"
     newest = f"the driver {survey.driver} supports CUDA {survey.cuda[0]}.{survey.cuda[1]}"
     if survey.cuda[0] < built[0]:
         return "fail", (

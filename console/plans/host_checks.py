@@ -70,9 +70,9 @@ def limits(case: Case) -> Found:
             "run ulimit -f unlimited first"
         )
     if space >= 0 and case.plan.gpus:
-        return "fail", f"CUDA needs more than {size(space)} of addresses; run ulimit -v unlimited"
+        return "fail", f"CUDA needs more address space than {size(space)}; run ulimit -v unlimited"
     if 0 <= files < ENOUGH_FILES:
-        return "unknown", f"only {files} open files are allowed; ulimit -n 65536 raises that"
+        return "unknown", f"only {files} open files are allowed; ulimit -n 65536 raises this limit"
     return "pass", f"{files if files >= 0 else 'unlimited'} open files"
 
 
@@ -88,7 +88,7 @@ def shm(case: Case) -> Found:
     try:
         found = os.statvfs(folder)
     except OSError as error:
-        return "unknown", f"{folder}: {error.strerror}; no stall is detected without pulses"
+        return "unknown", f"{folder}: {error.strerror}; the run directory stores the pulses instead"
     free = found.f_bavail * found.f_frsize
     if free < needed:
         advice = "; start the container with --shm-size=1g" if nccl else ""
@@ -113,7 +113,7 @@ def ports(_case: Case) -> Found:
 def leftovers(case: Case) -> Found:
     """Lists trainers without a supervisor; fails for a plan with GPUs if such a trainer has a GPU.
 
-    A trainer without a GPU is only listed, because it shares only cores and memory with the launch.
+    Other trainers are only listed, because they share only cores and memory with the launch.
     """
     proc = case.root / "proc"
     found = unsupervised(proc)
@@ -127,7 +127,7 @@ def leftovers(case: Case) -> Found:
         )
         return "fail", text
     text = (
-        f"trainers without a supervisor share this machine: pid {pids}; kill, or {END}, ends them"
+        f"trainers without a supervisor share this machine: pid {pids}; end them with kill or {END}"
     )
     return "unknown" if case.plan.gpus else "pass", text
 
@@ -140,13 +140,13 @@ def unsupervised(proc: Path) -> list[int]:
 
 
 def _command(folder: Path) -> str:
-    """Returns the command line of a process, or "" if it has ended."""
+    """Returns the command line of a process, or "" if it cannot be read."""
     data = jsonl.read_bytes(folder / "cmdline", MAX_COMMAND, 0)
     return data.replace(b"\0", b" ").decode(errors="replace")
 
 
 def _is_supervised(pid: int, proc: Path, commands: dict[int, str]) -> bool:
-    """Returns whether an ancestor of a process is a supervisor."""
+    """Returns whether a process or one of its nearest `MAX_DEPTH` ancestors is a supervisor."""
     for _ in range(MAX_DEPTH):
         if SUPERVISOR in commands.get(pid, ""):
             return True
@@ -159,7 +159,7 @@ def _is_supervised(pid: int, proc: Path, commands: dict[int, str]) -> bool:
 
 
 def code(case: Case) -> Found:
-    """Reports the commit; for a plan with GPUs, code that is not committed is a warning."""
+    """Reports the commit; for a plan with GPUs, local changes or no commit are a warning."""
     sha = jsonl.text(dict(case.git), "sha")[:12]
     if not sha:
         return "unknown" if case.plan.gpus else "pass", "the code is in no git repository"

@@ -38,7 +38,7 @@ def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, s
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures that follow from the settings of a phase; the first fields are those of `Expects`."""
+    """Figures that follow from the settings of a phase; three of them can be facts of `Expects`."""
 
     parameters: int
     seq_len: int
@@ -71,13 +71,14 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
     """Returns the expected time of a launch as text: the sum of the times of earlier runs.
 
     For each phase, the newest completed run with the same settings, host and number of ranks is
-    used. If a phase has no such run, there is no estimate.
+    used. If a phase has no such run in the newest `EARLIER` launches, there is no estimate.
     """
     total_s = 0.0
     for phase in phases:
         took_s = _took_s(root, phase)
         if took_s is None:
-            return f"no estimate: no run of {phase['phase']} with these settings on this host"
+            name = phase["phase"]
+            return f"no estimate: no completed run of {name} with these settings on this host"
         total_s += took_s
     return f"about {age(total_s)}, as in the newest runs"
 

@@ -87,7 +87,7 @@ def loss_finite(s: Summary) -> Measured:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Returns the mean, or nan if the sum of the values overflows."""
+    """Returns the mean, or nan if the sum overflows or is not defined."""
     try:
         return math.fsum(values) / len(values)
     except (OverflowError, ValueError):
@@ -136,7 +136,7 @@ def restarts(s: Summary) -> Measured:
 def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at: int) -> Measured:
     """Returns the worst value of one of the `FIGURES` among the ranks.
 
-    `at` is a step, or 0 for the value over all steps so far.
+    `at` is a step, or 0 for the newest value.
     """
     each = [s.of_rank(rank) for rank in s.different(ranks)]
     found = {t.rank: t.figures_at(at) if at else t.figures() for t in each}
@@ -160,7 +160,7 @@ def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at:
 
 
 def _few(steps: float | None) -> str:
-    """Returns a text if there are too few steps, or "" if there are enough."""
+    """Returns a text if there are too few steps, or "" if there are enough or it is not known."""
     enough = steps is None or steps >= LAST_STEPS
     return "" if enough else f"{LAST_STEPS} steps are needed, {steps:.0f} are known"
 
@@ -237,8 +237,9 @@ def without_hook(s: Summary) -> Measured:
 def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     """Returns three values: the use of each GPU in %, the share of time without samples, a result.
 
-    The result has a window, an explanation and a doubt, but no value. A sample that lacks a GPU is
-    not used. A step without a sample counts as idle, and as long as the longest newest step.
+    The result has a window, an explanation and a doubt, but no value. The time of a sample that
+    lacks a GPU counts as idle for that GPU. A step without a sample counts as idle; its time is
+    taken as that of the longest of the newest steps.
     """
     longest_s = max((row[1] or 0.0 for row in s.of_rank(0).steps.rows), default=0.0)
     missing = 0

@@ -1,4 +1,4 @@
-"""The checks before a launch. A new check is one row in `TABLE`. No check writes a file."""
+"""The checks before a launch. A new check is one row in `TABLE`. No row writes a file."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _directory(case: Case) -> Found:
 def _shell(case: Case) -> Found:
     """Lists the shell variables that a launch passes to the training, and those that it drops.
 
-    A variable that the plan or an option sets for every phase is not reported.
+    A dropped variable that the plan or an option sets for every phase is not listed.
     """
     variables = environ.snapshot()
     passed = flags.from_shell(variables)
@@ -119,7 +119,8 @@ def _shell(case: Case) -> Found:
 def _is_foreign(name: str) -> bool:
     """Returns whether a variable configures a library and is not a flag.
 
-    Variables such as NAME_VERSION are not reported."""
+    The result is False for variables such as NAME_VERSION.
+    """
     known = name in flags.FLAGS or name in environ.INHERITED
     return name.startswith(LIBRARIES) and not known and not name.endswith("_VERSION")
 
@@ -189,7 +190,7 @@ class Row:
 
 PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
 DRIVER = "the NVIDIA driver"
-LIMIT_S: Mapping[str, float] = {NETWORK: 2.5, DRIVER: gpu_survey.LIMIT_S + 2}
+LIMIT_S: Mapping[str, float] = {DRIVER: gpu_survey.LIMIT_S + 2}
 """Time limit of all rows with this value of `needs`; `USUAL_S` is the limit of other rows."""
 USUAL_S, SAID_S = 20.0, 2.0
 """After `SAID_S`, the preflight reports what it is still waiting for."""
@@ -209,7 +210,7 @@ ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
 
 
 def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
-    """Returns all checks. A row that hangs fails after its limit.
+    """Returns all checks. A row without an answer within its time limit fails.
 
     `said` gets a text when rows are late, and before the measurements.
     """

@@ -124,7 +124,10 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
 
 
 def cell(value: object) -> str:
-    """Returns a value as one line of text for a table, without markup, link or HTML."""
+    """Returns a value as one line of text for a table; HTML and most Markdown marks are escaped.
+
+    `_` and `~` are not escaped, and a bare address may become a link.
+    """
     text = number(value) if isinstance(value, float) else "–" if value is None else value
     text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
     for mark in "|`*[]!#":
@@ -226,7 +229,7 @@ def _figures(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _sweeps(path: Path) -> Iterator[str]:
-    """Yields the comparison of each sweep; yields nothing if the plan has no sweep."""
+    """Yields the comparison of each sweep; yields nothing if no sweep can be read."""
     try:
         found = sweep.sweeps(path)
     except ContractError:
@@ -308,7 +311,7 @@ def _files(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the notes and requests of operators, the newest `MAX_ROWS`."""
+    """Yields the notes and requests of operators by directory, at most the last `MAX_ROWS`."""
     launch = source.launch_path if source.is_launch else None
     rows: list[Sequence[object]] = []
     for folder in (*([launch] if launch else []), *(each.path for each in phases)):

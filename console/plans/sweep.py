@@ -50,7 +50,7 @@ class Run:
     mean_toks_per_s: float
     """The mean throughput of the last steps of the run, computed as in the runbooks."""
     settings: Mapping[str, Any]
-    """The settings, the flags of libraries, and the commit."""
+    """The settings, the flags of libraries, the commit, the host and the number of ranks."""
     facts: Mapping[str, Any]
 
 
@@ -141,7 +141,7 @@ def fast_s(steps_s: Sequence[float]) -> float:
 
 
 def p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the probability of such a difference if the runs of each round can be exchanged.
+    """Returns the probability of a difference at least this large, if the variants do not differ.
 
     `first` and `second` have the figures of two variants, one for each of at most `MAX_ROUNDS`
     rounds. The test is exact, because it compares the difference of the faster halves with the

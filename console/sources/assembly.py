@@ -33,21 +33,21 @@ class Assembly:
 
     run: Path
     is_away: bool
-    """True if the run's directory is missing, or is a link; links are not followed."""
+    """True if the directory of a launch's run is missing or is a link; no link is followed."""
     launch: LaunchState | None
     supervisor: Record
     """supervisor.json, or {} if it cannot be read."""
     by_launch: Record
     """The entry of the run in plan_state.json, with the keys of supervisor.json."""
     run_json: Record
-    """run.json"""
+    """run.json, or {} if it cannot be read."""
     gates: Record
     env: Record
     records: RunRecords
     behind_bytes: int
     """Bytes of records that are left to read, including the records for the charts."""
     trouble: str
-    """Why supervisor.json cannot be shown, or "" if it can be shown."""
+    """Why supervisor.json cannot be shown, or "" if it can be shown or does not exist."""
     troubles: Sequence[Alert]
     """An alert for each document that cannot be shown."""
 
@@ -70,7 +70,7 @@ class Assembly:
         )
 
     def _recorded_end(self) -> Record:
-        """Returns how the run ended, according to its launch or (for a legacy run) its metrics."""
+        """Returns the entry in plan_state.json, or a legacy run's end in its metrics, or {}."""
         if self.records.files.is_legacy and not self.supervisor:
             records = [head.last.record for head in self.records.heads.values()]
             return legacy.end(self.run, records)
@@ -153,7 +153,7 @@ class Assembly:
         return alerts if others == alerts or liveness.has_lost_rank(self._newest) else others
 
     def _reader_alerts(self) -> list[Alert]:
-        """Returns alerts on a missing supervisor, doubtful documents, and unread files."""
+        """Returns alerts on a missing supervisor, doubtful documents, and what was not read."""
 
         def add(name: str, level: Level, text: str, key: str = "") -> None:
             found.append(Alert(name, time.time(), level, text, key, observed=True))
@@ -168,15 +168,16 @@ class Assembly:
             if launch.doubt and launch.doubt not in known:
                 add("documents", "crit", f"the state of the launch is unknown: {launch.doubt}")
         if missing := self._unreadable():
-            add("directory", "warn", f"{missing}; its state comes from {rundir.PLAN_STATE}")
+            add("directory", "warn", f"{missing}; the run's state comes from {rundir.PLAN_STATE}")
         if behind_bytes := self.behind_bytes:
             add("behind", "info", f"{status_text.size(behind_bytes)} of records are not read yet")
         return found
 
     def _unreadable(self) -> str:
-        """Returns what cannot be read of a run that its launch lists, or "" if nothing is missing.
+        """Returns what cannot be read of a run that its launch lists, or "" if all can be read.
 
-        Either the whole run directory or only the supervisor's document may be missing.
+        Either the whole run directory or only the supervisor's document may be missing. While a
+        run starts, neither counts as missing.
         """
         is_unread = bool(self.by_launch) and (self.is_away or not self.supervisor)
         if not is_unread or self._state == "starting":

@@ -1,6 +1,6 @@
 """Finds the cause of a crash at the end of a log: the last exception, or faulthandler's dump.
 
-All functions are pure. The log may contain anything; each result is one clean line.
+All functions are pure. The log may contain anything; each text of a `Crash` is one clean line.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FRAME = re.compile(r'\s+File "(?P<file>[^"]*)", line (?P<line>\d{1,9})(?:, in .
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?::(?: .*)?)?$")
 _WITHOUT_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): .*$")
 _USAGE = re.compile(r"[\w.\-]+: error: .*$")
-"""The last line that argparse prints, for example for an unknown option of torchrun."""
+"""The last line of a usage error of argparse, for example for an unknown torchrun option."""
 _USES = "usage: "
-"""Start of the lines that argparse prints before its last line."""
+"""Start of the lines that argparse prints before the last line of a usage error."""
 _NOT_FATAL = ("Exception ignored in", "Exception in thread")
 """Markers of a traceback that is printed without ending the process."""
 _OF_TORCHRUN = ("ChildFailedError", "SignalException")
@@ -35,7 +35,7 @@ _FATAL = "Fatal Python error: "
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The last error in a log; every field is "" if the log has no error.
+    """The last error in a log; a field is "" if the log does not show it.
 
     `raised_at` is the place of the exception, for example "train.py:41". `crashed_in` is the place
     of a native crash according to faulthandler, for example "forward (model.py:88)". Both are the
@@ -56,7 +56,7 @@ class _Raised(NamedTuple):
 
 
 def read(log: bytes, rank: int | None = None) -> Crash:
-    """Returns the last error in a log; in a shared log, lines of other ranks are ignored."""
+    """Returns the last error in a log; with `rank`, lines of other ranks are ignored."""
     lines = [
         line for raw in log.decode("utf-8", "replace").splitlines()
         if (line := _without_prefix(raw[:MAX_LINE], rank)) is not None
@@ -74,7 +74,7 @@ def _without_prefix(line: str, rank: int | None) -> str | None:
 
 
 def _last_exception(lines: list[str]) -> _Raised:
-    """Returns an uncaught C++ exception, else the last fatal exception, else the last exception."""
+    """Returns an uncaught C++ exception, else the last fatal exception, else the last (or none)."""
     if thrown := _cxx_exception(lines):
         return thrown
     found = list(_exceptions(lines))
@@ -83,7 +83,7 @@ def _last_exception(lines: list[str]) -> _Raised:
 
 
 def _cxx_exception(lines: Iterable[str]) -> _Raised | None:
-    """Returns the exception that C++ code raised and did not catch, or None if there is none."""
+    """Returns the first uncaught C++ exception that has a text, or None if there is none."""
     kind = ""
     for line in lines:
         if thrown := _CXX_TYPE.match(line):
@@ -94,7 +94,7 @@ def _cxx_exception(lines: Iterable[str]) -> _Raised | None:
 
 
 def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
-    """Yields the Python exceptions in a log, except those that torchrun itself raised."""
+    """Yields the Python exceptions and usage errors in a log, except exceptions of torchrun."""
     frames: list[Frame] | None = None
     """The frames of the traceback that is being read; None outside a traceback."""
     is_fatal, follows_usage = True, False
@@ -119,13 +119,13 @@ def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
 
 
 def _place(frames: list[Frame]) -> str:
-    """Returns the innermost place outside the libraries in a traceback: "train.py:41"."""
+    """Returns the value of `Crash.raised_at` for a traceback, for example "train.py:41"."""
     top = stacks.innermost_own(frames[::-1])
     return clean(top.place, 90) if top else ""
 
 
 def _native_crash(lines: list[str]) -> str:
-    """Returns where the crashed thread was according to faulthandler, or "" if there is no dump."""
+    """Returns the value of `Crash.crashed_in`, or "" if there is no dump of the crashed thread."""
     at = max((i for i, line in enumerate(lines) if line.startswith(_FATAL)), default=len(lines))
     threads = stacks.parse("\n".join(lines[at:]))
     top = stacks.innermost_own(threads[0].frames) if threads and threads[0].name == MAIN else None

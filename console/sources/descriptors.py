@@ -31,7 +31,7 @@ NO_PEER = "a socket whose peer is not available"
 
 @dataclass(frozen=True, slots=True)
 class BlockedOn:
-    """The object for which a system call waits. `text` is a noun phrase; the kind "none" has ""."""
+    """The object for which a system call waits. `text` is a noun phrase, or "" for "none"."""
 
     kind: Kind
     text: str
@@ -54,20 +54,20 @@ def poll_wait(pid: int) -> BlockedOn:
     """Returns the object of a poll: the process's only socket, or its only unfinished connection.
 
     The kernel does not show which descriptors a poll has. A connected socket is therefore named
-    only if no descriptor above stderr is a pipe.
+    only if no descriptor above stderr is a pipe. In all other cases, `NOTHING` is returned.
     """
     fds = [fd for fd in numbers_in(f"/proc/{pid}/fd") if fd > 2]
     return _only(pid, len(fds), {link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]})
 
 
 def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
-    """Returns the object of the highest descriptor, which is certainly in the set of a select."""
+    """Returns the highest descriptor of a select if it is a socket or a pipe, else `NOTHING`."""
     link = link_of(pid, f"fd/{highest}")
     if link.startswith("socket:["):
         return replace(socket_wait(pid, link[8:-1], False), unsure=True)
     if link.startswith(("pipe:[", "/")) and not link.startswith(
         "/dev/"
-    ):  # select never blocks on a regular file, so a descriptor with a path must be a FIFO
+    ):  # select never blocks on a regular file, so a path outside /dev is that of a FIFO
         return replace(pipe_wait(link, not reads), unsure=True)
     return NOTHING
 
@@ -95,7 +95,10 @@ def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
 
 
 def _wake_ups(pid: int, sockets: set[str]) -> set[str]:
-    """Returns the unnamed sockets in `sockets` whose other end belongs to the same process."""
+    """Returns the unnamed sockets in `sockets` whose other end belongs to the same process.
+
+    The other end of a socket pair has the next or the previous inode.
+    """
     names = (link_of(pid, f"fd/{fd}") for fd in numbers_in(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS])
     mine = {int(each) for each in inodes_of(names)}
     table = read_text(f"/proc/{pid}/net/unix", TABLE_BYTES)
@@ -104,7 +107,7 @@ def _wake_ups(pid: int, sockets: set[str]) -> set[str]:
 
 
 def _only(pid: int, count: int, links: set[str]) -> BlockedOn:
-    """Returns the only socket among `count` descriptors, or their only unfinished connection."""
+    """Returns the only unfinished connection, or the only one of all sockets, or `NOTHING`."""
     sockets = sorted(inodes_of(links))
     tables = socket_tables(pid) if sockets else ""
     opening = [each for each in sockets if tcp_entry(tables, each)[2] == SYN_SENT]
@@ -130,8 +133,8 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
     """Returns a socket as the object that a system call waits for.
 
-    The text contains the address of the peer. With `accepts`, it contains the address of the socket
-    itself.
+    The text contains the address of a TCP peer (with `accepts`, of the socket itself), or the path
+    of a local socket. It says if the peer is not available.
     """
     here, peer, state = tcp_entry(socket_tables(pid), inode)
     if not state:
@@ -153,7 +156,8 @@ def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
 class Connection:
     """An established connection; `is_unacked` means that the kernel resends unacknowledged data.
 
-    A peer that does not read still acknowledges data, so a resend shows a fault of the network.
+    A peer that does not read still acknowledges data, so a resend shows a fault of the network
+    or of the host of the peer.
     """
 
     here: str
@@ -162,7 +166,7 @@ class Connection:
 
 
 def connections(tables: str, inodes: Collection[str]) -> tuple[Connection, ...]:
-    """Returns the established connections among these sockets."""
+    """Returns at most `MAX_CONNECTIONS` established connections of the sockets with `inodes`."""
     found: list[Connection] = []
     for here, peer, queued, timer, sent_again, inode in _LINE.findall(tables):
         if inode in inodes and len(found) < MAX_CONNECTIONS:
@@ -179,7 +183,7 @@ def tcp_entry(tables: str, inode: str) -> tuple[str, str, str]:
 
 
 def address(field: str) -> str:
-    """Returns "10.0.0.7:443" or "[::1]:443" for an address in the kernel's hexadecimal form."""
+    """Returns for example "10.0.0.7:443" for an address in the kernel's hexadecimal form."""
     if not re.fullmatch(r"([0-9A-F]{8}|[0-9A-F]{32}):[0-9A-F]{4}", field):
         return "an unknown address"
     host, _, port = field.partition(":")

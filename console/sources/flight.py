@@ -1,10 +1,10 @@
 """Reads the collective flight records of ranks, and finds the ranks that differ.
 
-A rank writes torch's record of its last collectives with every dump. The record has 2,000 entries,
-or as many as `TORCH_FR_BUFFER_SIZE` says (0 turns the record off). Collectives are numbered within
-their process group, and a collective has the same number on all ranks. Point-to-point operations
-are left out, because they are numbered separately. `pg_status` is left out, because its last number
-may be that of a point-to-point operation.
+A rank writes torch's record of its last collectives with every dump. The record has at most 2,000
+entries, or as many as `TORCH_FR_BUFFER_SIZE` says (0 turns the record off). Collectives are
+numbered within their process group, and in a correct program a collective has the same number on
+all ranks. Point-to-point operations are left out, because they are numbered separately. `pg_status`
+is left out, because its last number may be that of a point-to-point operation.
 
 gloo leaves `state` at "scheduled" and marks a collective that has ended as `retired`. With NCCL, a
 collective that is `retired` but not "completed" has timed out.
@@ -86,7 +86,8 @@ class Difference:
     - behind: `ranks` have not called collective `number`, in which other ranks wait.
     - mismatch: the ranks call different operations as collective `number`. `ranks` are the
       minority. If there is no minority, `ranks` are the ranks that make an unusual call (see
-      `_unusual`). If ranks wait for each other in different groups, `number` is None.
+      `_unusual`). If several ranks are the root, `ranks` are all of them except the lowest. If
+      ranks wait for each other in different groups, `number` is None.
     - same: no rank is behind. `number` is the collective in which ranks wait, or None if no rank
       waits in a collective.
     - unknown: there is nothing to compare. `number` is the collective in which a rank waits, or
@@ -224,7 +225,7 @@ def _of_group(group: str) -> str:
 
 
 def _mismatch(group: str, members: _Members) -> Difference | None:
-    """Returns the difference at the first number at which the ranks call different collectives."""
+    """Returns the first mismatch: different operations, or several roots. None if there is none."""
     for number in sorted({number for member in members.values() for number in member.calls}):
         calls = {r: m.calls[number] for r, m in members.items() if number in m.calls}
         roots = [rank for rank, call in calls.items() if any(each.is_root for each in call)]
@@ -260,9 +261,9 @@ def _unusual(
     """Returns two values: ranks with an unusual call `number`, and whether they skipped a call.
 
     A call is usual if it also came earlier after the same preceding call. Ranks have skipped a call
-    if their call usually comes a little later. If every rank makes a usual call, the ranks with a
-    much rarer call are returned. If no rank makes a usual call, or too few calls are known, no rank
-    is returned.
+    if their call usually comes a little later. If every rank makes a usual call, and no call
+    has a majority, the ranks with a much rarer call are returned. If no rank makes a usual
+    call, or too few calls are known, no rank is returned.
     """
     earlier: dict[int, str] = {}
     for member in members.values():
@@ -345,7 +346,8 @@ def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
 
     It is a mismatch, or the difference of ranks that are behind in one group and wait in no other
     group. Ranks that wait for each other in different groups are a mismatch without a minority; if
-    all ranks have a record, a rank that waits alone in its group is the minority.
+    all ranks have a record, a rank that waits alone in its group is the minority. If there is no
+    such difference, a group in which ranks wait is returned, or else any group.
     """
     circular: list[str] = []
     found = {group: _difference(group, members) for group, members in groups.items()}

@@ -1,7 +1,7 @@
-"""Reads the files that gates need besides the records: the logs, and the newest checkpoint.
+"""Reads what gates need besides the records: logs, newest checkpoint, speed of an earlier phase.
 
-All sizes are bounded, and no link is followed. If a log cannot be read completely, the
-result of its gate is unknown, unless the part that was read has an error.
+All sizes are bounded, and a file that is a link is not read. If a log cannot be read completely,
+the result of its gate is unknown, unless the part that was read has an error.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ ERROR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class GateFiles:
-    """Errors in the logs, and the size of the newest checkpoint; `*_doubt` says what is missing."""
+    """Errors in the logs, newest checkpoint, earlier phase; `*_doubt` says what is missing."""
 
     errors: int = 0
+    """Number of lines with an error."""
     first_error: str = ""
     log_doubt: str = ""
     checkpoint: str = ""
     checkpoint_mib: float | None = None
     checkpoint_doubt: str = ""
     single: str = ""
-    """The name of the newest earlier phase in plan.json whose run has one rank."""
+    """The run of the newest earlier phase in plan.json that has one rank, or "" if none has."""
     single_toks_per_s: float | None = None
 
 
 def read(run: Path, attempts: int, world: int) -> GateFiles:
-    """Returns what the logs of all attempts and the newest checkpoint show."""
+    """Returns what the logs of all attempts, the newest checkpoint and an earlier phase show."""
     name, left = json_documents.latest_checkpoint(run), ""
     size_bytes = 0
     if name:
@@ -56,7 +57,7 @@ def read(run: Path, attempts: int, world: int) -> GateFiles:
 
 
 def _single(run: Path) -> tuple[str, float | None]:
-    """Returns two values: the newest earlier phase that has one rank, and its speed at the end.
+    """Returns two values: the newest earlier run that has one rank, or "", and its last speed.
 
     The speed is None unless the gate on the speed passed with the same value.
     """
@@ -82,7 +83,7 @@ def _is_same(written: float | None, own: float | None) -> bool:
 
 
 def _last_speed(run: Path) -> float | None:
-    """Returns the tokens per second of the last steps, or None if a record is missing."""
+    """Returns the tokens per second of the last `LAST_STEPS` steps, or None if one was not read."""
     totals = RankTotals(0)
     tail = Tail(rundir.heartbeat(run, 0), heartbeat.accept, SPEED_BYTES)
     for record in tail.poll(SPEED_BYTES):
@@ -93,7 +94,7 @@ def _last_speed(run: Path) -> float | None:
 
 
 def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
-    """Returns three values: the number of errors, the first error, and which log is incomplete."""
+    """Returns the number of lines with an error, the first of them, and what was not read."""
     count, first, doubt, left = 0, "", "", ALL_BYTES
     if attempts > MAX_ATTEMPTS:
         doubt = f"there are more than {MAX_ATTEMPTS} attempts"
@@ -121,7 +122,7 @@ def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
 
 
 def _size_of(log: Path) -> int:
-    """Returns the size of a log in bytes; -1 if it cannot be read or was rotated."""
+    """Returns the size of a log in bytes, or -1 if it cannot be read or was rotated."""
     try:
         with jsonl.opened(log) as fd:
             return -1 if os.path.lexists(record_parts.rotated_log(log)) else os.fstat(fd).st_size
@@ -130,7 +131,7 @@ def _size_of(log: Path) -> int:
 
 
 def _size(folder: Path, run: Path) -> tuple[int, str]:
-    """Returns two values: the size of a checkpoint, and which file differs from the manifest."""
+    """Returns the size of a checkpoint, and how it differs from its manifest (or "")."""
     record: dict[str, Any] = rundir.read_json(folder / "manifest.json", below=run) or {}
     files = list(jsonl.mapping(record, "files").items())[:MAX_FILES]
     total = 0
@@ -138,7 +139,7 @@ def _size(folder: Path, run: Path) -> tuple[int, str]:
         listed = entry[0] if isinstance(entry, list) and entry else None
         try:
             status = os.lstat(folder / Path(name).name)
-        except (OSError, ValueError):  # a name can have NUL or half of a surrogate pair
+        except (OSError, ValueError):  # a name can contain NUL or half of a surrogate pair
             return 0, f"{folder.name}: {clean(name, 80)} is missing"
         if not stat.S_ISREG(status.st_mode) or status.st_size != listed:
             return 0, f"{folder.name}: {clean(name, 80)} has another size than in its manifest"

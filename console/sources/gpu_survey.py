@@ -1,6 +1,6 @@
 """Reads all GPUs of this host once, in a child process, because a call may hang in the driver.
 
-A call that hangs in the driver does not end by KILL, and neither does its process.
+KILL does not end a process that hangs in the driver.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All GPUs of a host. `cuda` is the newest CUDA version of the driver, (0, 0) if not known."""
+    """All GPUs of a host. `cuda` is the newest version that the driver supports, or (0, 0)."""
 
     cards: tuple[Card, ...] = ()
     driver: str = ""

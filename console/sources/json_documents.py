@@ -23,7 +23,7 @@ CLOCK_S = 2.0
 class Document:
     """One JSON file, which is read again when it is replaced.
 
-    `trouble` says why the file cannot be shown; it is "" if the file can be shown.
+    `trouble` says why the file cannot be shown; it is "" if the file can be shown or is missing.
     """
 
     def __init__(self, path: Path):
@@ -31,10 +31,10 @@ class Document:
         self.trouble = ""
         self._stamp: tuple[int, int, int] | None = None
         self.record: dict[str, Any] = {}
-        """The last valid object that was read."""
+        """The last valid object that was read, or {} if there was none."""
 
     def read(self) -> dict[str, Any]:
-        """Returns the object in the file, or the last valid object while it cannot be read."""
+        """Returns the object in the file, or else the last valid object, or else {}."""
         stamp = rundir.stamp(self.path)
         if stamp is None or stamp == self._stamp:
             return self.record
@@ -54,7 +54,7 @@ class Document:
 
 
 def line(record: Mapping[str, Any], key: str, default: str) -> str:
-    """Returns a text field, safe for a terminal."""
+    """Returns a text field, safe for a terminal, or `default` if there is no such text."""
     value = record.get(key)
     return clean(value, 400) if isinstance(value, str) and value else default
 
@@ -86,12 +86,12 @@ READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
     Sure: _one_of(("high", "medium"), "low"),
     State: _one_of(get_args(State), ""),
 }
-"""The reader of each type of field. A reader gets a JSON object and the key of the field."""
+"""The function that reads a field of each type. It gets a JSON object and the field's key."""
 
 
 @cache
 def _readers(kind: Any) -> dict[str, Any]:
-    """Returns the reader of each field of a dataclass, or None for a type without a reader."""
+    """Returns the function in `READERS` for each field of a dataclass, or None if there is none."""
     types = get_type_hints(kind)
     return {each.name: READERS.get(types[each.name]) for each in fields(kind)}
 
@@ -99,7 +99,7 @@ def _readers(kind: Any) -> dict[str, Any]:
 def read(kind: Callable[..., T], record: Mapping[str, Any], **known: Any) -> T:
     """Returns an object of the model; its fields come from a JSON object or from `known`.
 
-    A field whose type has no reader must be in `known`.
+    A field whose type is not in `READERS` must be in `known`.
     """
     readers = _readers(kind).items()
     return kind(**{name: get(record, name) for name, get in readers if name not in known}, **known)
@@ -131,7 +131,7 @@ def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def setting_int(record: Mapping[str, Any], key: str) -> int | None:
-    """Returns a setting of run.json, or of a phase in a plan, as an integer, or None."""
+    """Returns an integer setting of run.json or of a phase in a plan, or None if it has none."""
     for name in ("settings", "set"):
         settings = jsonl.mapping(record, name)
         setting = jsonl.mapping(settings, key) or {"value": settings.get(key)}
@@ -161,7 +161,7 @@ def flag_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def backend(env: Mapping[str, Any]) -> str:
-    """Returns the effective backend of each branch, or "" until rank 0 has written env.json."""
+    """Returns the effective backend of each branch, or "" if env.json does not contain it."""
     backend = env.get("backend")
     if isinstance(backend, dict):
         routes = list(backend.items())[:8]
@@ -170,7 +170,7 @@ def backend(env: Mapping[str, Any]) -> str:
 
 
 def latest_checkpoint(run: Path) -> str:
-    """Returns the name of the newest complete checkpoint, or "" if there is none."""
+    """Returns the checkpoint that the file `latest` names (the newest complete one), or ""."""
     data = jsonl.read_bytes(run / rundir.CHECKPOINTS / rundir.LATEST, 200, below=run)
     name = data.decode("ascii", "replace").strip()
     return name if name.startswith("step_") and name.replace("_", "").isalnum() else ""

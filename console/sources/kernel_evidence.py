@@ -56,7 +56,7 @@ _EPOLL_PWAIT2, _UNTIL = 441, 1
 _OTHER_END = {os.O_RDONLY: "writer", os.O_WRONLY: "reader"}
 _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup.freeze", "1"),
             ("cgroup.events", "frozen 1"))  # fmt: skip
-"""Files of a cgroup, each with the line that the file contains while the cgroup is frozen."""
+"""Files of a cgroup, each with its line while the cgroup is frozen or is being frozen."""
 _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
 """Kernel functions that show a freeze even in a container that does not see its cgroup."""
 
@@ -95,9 +95,9 @@ _FUTEX = BlockedOn("futex", "a lock, an event or a future (futex)")
 class ProcessEvidence:
     """One reading of a process at the monotonic time `mono`.
 
-    `state` is the kernel's letter of the main thread, or "gone". `wchan` is "" if the kernel hides
-    it. `cpu_ticks` is the CPU time of all threads. `tracer` is the pid and the name of the process
-    that traces this process, or None.
+    `state` is the kernel's letter of the main thread, "?" if only other threads run, or "gone".
+    `wchan` is "" if there is none or it is hidden. `cpu_ticks` is the CPU time of all threads.
+    `tracer` is the pid and the name of the process that traces this process, or None.
     """
 
     pid: int
@@ -195,7 +195,7 @@ def _is_frozen(pid: int) -> bool:
 
 
 def _parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
-    """Returns the number and the six arguments of a system call, None for a running thread."""
+    """Returns the number and the six arguments of a system call, or None if not available."""
     if not re.fullmatch(r"[0-9]{1,9}( 0x[0-9a-f]{1,16}){8}\s*", text):
         return None
     number, *arguments = text.split()
@@ -205,7 +205,10 @@ def _parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
 def _blocked_on(
     pid: int, state: str, wchan: str, children: _Children, threads: _Threads = ()
 ) -> BlockedOn:  # fmt: skip
-    """Returns the object that the main thread waits on, from its system call and its wchan."""
+    """Returns the object that the main thread waits on, or `NOTHING` if it cannot be named.
+
+    The sources are its system call and its wchan.
+    """
     call, arguments = _parse_syscall(read_text(f"/proc/{pid}/syscall")) or (-1, (0,) * 6)
     name = _CALLS.get(call, "")
     waits_in = next((kind for kind, known in _WCHANS.items() if re.match(known, wchan)), "")
@@ -276,7 +279,7 @@ def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
 
 
 def _locks_of_others(pid: int) -> dict[int, int]:
-    """Returns the holders of POSIX file locks by inode; libraries do not poll for a flock."""
+    """Returns the process that holds each POSIX file lock, except `pid`. The key is the inode."""
     lines = map(_LOCK.match, read_text("/proc/locks", TABLE_BYTES).splitlines())
     return {
         int(found[5]): int(found[4]) for found in lines
@@ -311,7 +314,7 @@ def _holder(locks: str, waiting: int) -> int | None:
 
 
 def _waited_pid(pid: int, name: str, arguments: tuple[int, ...]) -> int:
-    """Returns the pid of the child that a process waits for, 0 for any child."""
+    """Returns the pid of the child that a process waits for, or 0 if it is not one known child."""
     first, second = (each & 0xFFFFFFFF for each in arguments[:2])
     if name == "waitid" and first == os.P_PIDFD:
         return number_after(read_text(f"/proc/{pid}/fdinfo/{second}"), "Pid") or 0

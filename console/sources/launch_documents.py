@@ -64,7 +64,10 @@ def launch_state(
 
 
 def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
-    """Returns two values: the phases in both documents, and a text if a directory is misnamed."""
+    """Returns two values: the phases of the two documents, and an error of a directory's name.
+
+    The error is "" if every name is valid.
+    """
     planned, reached = entries(plan, "phases"), entries(state, "phases")
     phases: list[PhaseState] = []
     wrong = ""
@@ -85,7 +88,7 @@ def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
 def _contradiction(
     plan: Record, state: Record, phases: Sequence[PhaseState], existing: Sequence[str]
 ) -> str:
-    """Returns how plan.json, plan_state.json and the directories differ, or "" if they agree."""
+    """Returns how the phases of the documents and the directories differ, or "" if they agree."""
     planned, reached = (
         [line(entry, "name", "?") for entry in entries(each, "phases")] for each in (plan, state)
     )

@@ -1,7 +1,7 @@
 """Finds launches and runs on disk by directory, id, unique prefix or `latest`.
 
-A query returns the best match. An action (`act`) is rejected unless a second source agrees. See the
-rows `target-id` and `target-latest` of docs/decisions.md.
+An action (`act`) on an id or on `latest` is rejected if a second source contradicts the match. See
+the rows `target-id` and `target-latest` of docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KnownLaunch:
     written_ts: float
 
     def claim_against(self, newest: KnownLaunch) -> str:
-        """Returns the evidence that this launch is newer than `newest`, or "" if there is none."""
+        """Returns why this launch may be newer than `newest`, or "" if there is no sign of it."""
         if self.written_ts > newest.written_ts:
             return f"a newer {rundir.PLAN}"
         return "the same creation time" if self.created_ts == newest.created_ts else ""
@@ -95,7 +95,7 @@ def run_directories(launch: Path) -> list[Path]:
 
 
 def launches(root: Path = ROOT) -> list[Path]:
-    """Returns every launch in `root` (`<plan>/<stamp>/` or `<name>/`), the newest first."""
+    """Returns the launches in `root` (`<plan>/<stamp>/` or `<name>/`), the newest first."""
     return [each.path for each in _all(root)]
 
 
@@ -137,7 +137,8 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
 
     `name` is a directory, an id (`<launch>` or `<launch>/<n>-<phase>`), a unique prefix of an id,
     or `latest`. Raises NotFoundError if nothing matches, and UsageError if several launches match.
-    For an action (`act`), raises RefusedError if two sources contradict each other.
+    For an action (`act`), raises RefusedError if a second source does not confirm the match (see
+    `check_in_place`), unless `name` is the directory.
     """
     path = Path(name)
     there = path.is_dir()

@@ -1,7 +1,7 @@
-"""Reads legacy run directories, which are those of the system that this console replaces.
+"""Converts heartbeats and the end of a legacy run to records of the run contract.
 
-Their heartbeats become records of the run contract. Values that the legacy system measured wrongly
-are left out.
+A legacy run is one of the system that this console replaces. Values that the legacy system measured
+wrongly are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WATCH = Watch(stall_floor_s=180.0, startup_s=900.0, stall_act_s=900.0)
 METRICS = ("metrics.json", "metrics_fsdp.json")
 MESSAGES = {"beat": "step_start"}
 WRONG = ("grad_norm",)
-"""Fields that are always zero, because they were measured after the gradients were cleared."""
+"""Fields without a meaning, because they were measured after the gradients were cleared."""
 OWN_DUMP = "watchdog_dump"
 """A record of the legacy watchdog; its step 0 does not show progress of the training."""
 HEAD_BYTES = 1 << 16
@@ -28,7 +28,7 @@ CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
 
 
 def is_legacy(run: Path) -> bool:
-    """Returns whether a directory is a legacy run: its heartbeats have no version."""
+    """Returns whether a directory is a legacy run: no run.json, heartbeats without a version."""
     if (run / rundir.RUN).exists():
         return False
     head = jsonl.read_bytes(rundir.heartbeat(run, 0), HEAD_BYTES, 0)
@@ -37,7 +37,7 @@ def is_legacy(run: Path) -> bool:
 
 
 def tail(run: Path, rank: int, recent_bytes: int | None) -> Tail:
-    """Returns a reader of one rank's heartbeat file; restarts append to the same file.
+    """Returns a `Tail` of one rank's heartbeat file; restarts append to the same file.
 
     `recent_bytes` has the same meaning as in `Tail`; attempts are counted from the place
     where reading starts.

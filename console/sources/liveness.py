@@ -49,7 +49,10 @@ def age(ts: float | None) -> float | None:
 
 
 def live_directory(supervisor: Record) -> Path | None:
-    """Returns the live directory of a run that was started on this host since the last boot."""
+    """Returns the live directory of a run, or None if it does not exist on this host.
+
+    A directory of another host, or from before the last boot, is not used.
+    """
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
         return None
@@ -67,7 +70,10 @@ def live_directory(supervisor: Record) -> Path | None:
 
 
 def is_supervised(supervisor: Record) -> bool:
-    """Returns whether the supervisor named in a document is alive."""
+    """Returns whether the supervisor named in a document is alive.
+
+    A supervisor on another host is treated as alive if it wrote the document recently.
+    """
     if supervisor.get("host") == rundir.host_name():
         return rundir.is_alive(supervisor)
     silent_s = age(jsonl.number(supervisor, "updated_ts"))
@@ -166,8 +172,9 @@ def _view(
 def _age_words(seconds: float) -> str:
     if seconds < -CLOCK_S:
         return "age of the newest record not available (its time is in the future)"
-    known = f"newest record {max(0.0, seconds):.0f} s old"
-    return known if math.isfinite(seconds) else "age of the records not available (no time)"
+    if not math.isfinite(seconds):
+        return "age of the records not available (they contain no time)"
+    return f"newest record {max(0.0, seconds):.0f} s old"
 
 
 def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEnd]:

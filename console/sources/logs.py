@@ -19,8 +19,9 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
 class Log:
-    """Follows one log. Reading starts `BACKLOG_BYTES` before its end, maybe in the rotated file.
+    """Follows one log. Reading starts `BACKLOG_BYTES` before its end.
 
+    If the log is shorter, reading starts in the rotated file, if there is one.
     If a later rotation removes lines before they were read, these lines are skipped.
     """
 
@@ -31,7 +32,10 @@ class Log:
         self._carry = b""
 
     def poll(self, over: bool = False) -> list[bytes]:
-        """Returns the new complete lines; with `over` also an incomplete last line."""
+        """Returns the new complete lines; with `over` also an incomplete last line.
+
+        A line that is longer than `MAX_LINE_BYTES` is returned in parts.
+        """
         try:
             with jsonl.opened(self.path, self._run) as fd:
                 status = os.fstat(fd)
@@ -69,7 +73,7 @@ class LogSource:
         self._events = Tail(run / rundir.EVENTS, lambda record: record)
 
     def poll(self, over: bool = False) -> list[LogLine]:
-        """Returns the new lines of all logs; `over` has the same meaning as in `Log.poll`."""
+        """Returns the new lines of all logs that are not blank; `over` as in `Log.poll`."""
         self._discover()
         fresh = [line for record in self._events.poll() if (line := _event_line(record))]
         for file in self._files.values():

@@ -2,7 +2,7 @@
 
 A GPU that hangs does not delay the others. Until NVML is initialised, one thread retries, at first
 after 5 s, later once a minute. Each read of a GPU returns a row (a `Gpu`), even after an error. An
-Xid is a critical error of one GPU that the NVIDIA driver reports.
+Xid is an error of one GPU that the NVIDIA driver reports.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def code_of(error: BaseException) -> int | None:
 
 
 def words_of(error: BaseException) -> str:
-    """Returns NVML's sentence for an error, or the exception's name."""
+    """Returns NVML's sentence for an error, or the name and text of another exception."""
     if code_of(error) is None:
         return f"{type(error).__name__}: {error}"
     return str(error)
@@ -146,7 +146,7 @@ class Device:
     nvml: Any
     index: int
     xids: XidLog | None = None
-    """None for a reader that needs no Xids."""
+    """None if the Xids are not to be read."""
     _handle: Any = None
     _events: Any = None
     _known: Gpu = field(init=False)
@@ -285,8 +285,8 @@ def kernel_count(root: Path = Path("/")) -> int | None:
 class Nvml:
     """Samples all GPUs of this host; `rows` never waits. `root` is the parent of /proc.
 
-    NVML is initialised once and stays in use. While a process uses NVML, the kernel neither unloads
-    the driver nor resets a GPU.
+    Once NVML has found a GPU, it stays in use. While a process uses NVML, the kernel neither
+    unloads the driver nor resets a GPU.
     """
 
     def __init__(
@@ -369,8 +369,8 @@ class Nvml:
     def _fail(self, error: Exception, listed: int) -> None:
         """Sets an error row for each expected GPU.
 
-        A library without a driver means that there is no GPU. After any other failure, at least one
-        GPU is expected.
+        The number is that of the kernel driver's list. If this list is empty or missing, no GPU is
+        expected without a driver, and one GPU after any other failure.
         """
         least = 0 if code_of(error) in NO_DRIVER_CODES else 1
         why = f"NVML cannot be initialised ({words_of(error)}); retrying"

@@ -9,7 +9,7 @@ VMSTAT = "/proc/vmstat"
 EVENTS = "memory.events"
 """The file of a cgroup (version 2) with the count `oom_kill`."""
 CACHE = ("inactive_file", "active_file")
-"""Memory of a cgroup that the kernel frees when a process needs it."""
+"""Memory of a cgroup that the kernel can free when a process needs it."""
 
 
 def snapshot(pid: int | str = "self") -> OomCounts:
@@ -24,10 +24,10 @@ def since(before: OomCounts) -> OomEvidence:
 
 
 def spare_bytes() -> int | None:
-    """Returns the memory left in this cgroup if an out-of-memory kill ends all its processes.
+    """Returns the memory that is left until the kernel kills all processes of this cgroup.
 
-    With memory.oom.group = 1, as Kubernetes sets it, the kill ends all processes. Returns
-    None if the cgroup has no memory limit, or if the kernel would kill only one process.
+    An out-of-memory kill ends all processes if memory.oom.group is 1, as Kubernetes sets it.
+    Returns None if it is not 1, or if the cgroup has no memory limit or cannot be read.
     """
     folder = _counting_folder("self")
     if not folder or _number_in(folder, "memory.oom.group") != 1:
@@ -40,7 +40,7 @@ def spare_bytes() -> int | None:
 
 
 def _number_in(folder: str, name: str) -> int | None:
-    """Returns the number that is the whole content of a file, or None."""
+    """Returns the number that is the whole content of a file, or None for another content."""
     text = read_text(f"{folder}/{name}").strip()
     return int(text) if text.isdecimal() else None
 

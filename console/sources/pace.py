@@ -1,6 +1,7 @@
-"""The pace of one rank in one attempt: times between its records, durations of steps and phases.
+"""The figures of one progress record (`Progress`), and the pace of one rank in one attempt.
 
-Only a reader that detects stalls has a pace. The content of the records is in `LatestRecords`.
+A pace has the times between records, and the durations of steps and phases. Only the detection of
+stalls needs it. `LatestRecords` has the content of the newest records.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Progress:
 
 
 def progress_of(record: Mapping[str, object], dead: tuple[str, ...] = ()) -> Progress:
-    """Returns the figures of a progress record; an invalid field becomes None."""
+    """Returns the figures of a progress record; an invalid field gets its default."""
     steps_s = _steps_s(record)
     highest = jsonl.number(record, "gate_entropy_max")
     return json_documents.read(
@@ -85,7 +86,7 @@ def _p99(ordered: list[float]) -> float:
 
 
 class Pace:
-    """The pace of one rank. At `live_since` its reader had read all older records.
+    """The pace of one rank. At `live_since`, all older records had been read.
 
     `live_since` is in monotonic seconds; it is infinite while older records are still being read.
     """
@@ -115,7 +116,8 @@ class Pace:
     def add(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
         """Adds one record, which was read at the times `mono` (monotonic s) and `ts` (unix s).
 
-        `first_step` is the first step of the attempt; only gaps after this step are used.
+        `first_step` is the first step of the attempt. A gap is used if it begins at this step, at a
+        later step, or after a progress record.
         """
         step, written = record["step"], jsonl.number(record, "ts") or 0.0
         if self._read_at == -math.inf or step > self._step:
@@ -136,7 +138,7 @@ class Pace:
         self._new_step_at, self._live_since = -math.inf, mono
 
     def take_fresh(self) -> list[Progress]:
-        """Returns the progress records since the last call."""
+        """Returns the progress records since the last call, at most `KEPT_FRESH`."""
         fresh = list(self._fresh)
         self._fresh.clear()
         return fresh
@@ -160,11 +162,11 @@ class Pace:
         self._new_step_at = mono if self._live_since < math.inf else -math.inf
 
     def without_step_s(self, mono: float) -> float:
-        """Returns the seconds since the last new step, or infinity if `mark_old` came later."""
+        """Returns the seconds since the last new step; infinity if none came after `live_since`."""
         return max(0.0, mono - self._new_step_at)
 
     def age_s(self, mono: float) -> float:
-        """Returns the seconds since the rank's newest record was written."""
+        """Returns the seconds since the newest record was written; infinity if there is none."""
         return self._age_s + max(0.0, mono - self._read_at)
 
     def gap_s(self) -> float:
@@ -189,7 +191,7 @@ class Pace:
     def _possible(self, steps_s: list[float], mono: float) -> list[float]:
         """Returns the step times, or [] if their sum cannot be true.
 
-        The step times together cannot exceed the time since the reader began to read live. The
+        The step times together cannot exceed the time since `live_since` (and a margin). The
         steps in the first record may have started earlier, so each of them is limited to that time.
         """
         most_s = mono - self._live_since + RECORDS_LATE_S

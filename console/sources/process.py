@@ -42,7 +42,7 @@ class ProcessUse:
 
 
 class Meter:
-    """Measures the CPU and memory of processes; each sample reads /proc once."""
+    """Measures the CPU and memory of processes; each sample reads one file of /proc."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Stat, float]] = {}
@@ -88,7 +88,9 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def with_token(token: str, home: str = "") -> list[int]:
-    """Returns the pids of all processes that were started with this token.
+    """Returns the pids of the processes that were started with this token.
+
+    Processes whose environment this user cannot read are left out.
 
     With `home`, the environment must also contain this run directory, because a token may be
     copied.
@@ -152,12 +154,12 @@ class Handle:
 
 
 def open_process(pid: int, token: str) -> Handle | None:
-    """Opens a process, then checks its token; returns None if the token differs."""
+    """Opens a process, then checks its token; returns None if it differs or cannot be read."""
     return _open(pid, lambda: environment(pid).get(environ.TOKEN) == token)
 
 
 def open_child(pid: int, parent: int) -> Handle | None:
-    """Opens a process, then checks its parent; returns None if the parent differs."""
+    """Opens a process, then checks its parent; returns None if it differs or cannot be read."""
     return _open(pid, lambda: pid in children(parent))
 
 

@@ -33,7 +33,7 @@ class Stat(NamedTuple):
 
 
 def read_text(path: str, limit: int = SMALL_BYTES) -> str:
-    """Returns at most `limit` bytes of a file of the kernel as text, or ""."""
+    """Returns at most `limit` bytes of a file of the kernel as text, or "" after an error."""
     try:
         with Path(path).open("rb") as file:
             return file.read(limit).decode("utf-8", "replace")
@@ -42,7 +42,7 @@ def read_text(path: str, limit: int = SMALL_BYTES) -> str:
 
 
 def numbers_in(folder: str) -> list[int]:
-    """Returns the names in a directory of /proc that are numbers, or []."""
+    """Returns the names in a directory of /proc that are numbers, or [] after an error."""
     try:
         return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
     except OSError:
@@ -69,7 +69,10 @@ def stat(folder: str) -> Stat | None:
 
 
 def parse_stat(text: str) -> Stat | None:
-    """Returns the fields of a stat file; a name may contain parentheses, spaces and newlines."""
+    """Returns the fields of a stat file, or None if they are not valid.
+
+    A name may contain parentheses, spaces and newlines.
+    """
     head, _, tail = text.rpartition(")")
     name, fields = head.partition("(")[2], tail.split()
     try:
@@ -91,8 +94,9 @@ def children(pid: int, threads: Iterable[int] | None = None) -> list[int]:
 def cgroup_folders(pid: int | str, controller: str = "") -> list[str]:
     """Returns the directories of a process's cgroup and of its parents, the outermost first.
 
-    Without a `controller`, the cgroup of version 2 is used. Some of the directories may not exist,
-    because in a container the path of the cgroup and the mount may begin at different parents.
+    Returns [] if they are not available. Without a `controller`, the cgroup of version 2 is used.
+    Some of the directories may not exist, because in a container the path of the cgroup and the
+    mount may begin at different parents.
     """
     lines = (line.split(":", 2) for line in read_text(f"/proc/{pid}/cgroup").splitlines())
     place = next((x[2] for x in lines if len(x) == 3 and controller in x[1].split(",")), "..")

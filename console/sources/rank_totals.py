@@ -38,8 +38,8 @@ FIGURES: Mapping[str, tuple[str, str, str]] = {
 }
 """Unit, window and counter of each figure; the counter is the name of a field of `RankTotals`.
 
-The field has the number of records with a value. A figure that a progress record need not have has
-the counter "".
+The field has the number of records with a value. The counter is "" for a figure of step durations,
+which a progress record need not contain.
 """
 NEEDED = ("loss", "grad_norm", "gpu_mem_reserved", "dt_fetch_s", "gate_entropy_mean")
 OF_EARLIER_STEPS = ("checkpoint", "checkpoint_failed", "checkpoint_skipped")
@@ -106,7 +106,7 @@ class AttemptTotals:
         return 1 <= number <= self.last and mono is not None and mono <= self.mono
 
     def add(self, record: Record, number: int, mono: float | None) -> None:
-        """Adds the number of a record, and the fields that all kinds of records have."""
+        """Adds a record of any kind, except the figures of a progress record."""
         step, msg = record["step"], record["msg"]
         if number < 1:
             self.trouble = self.trouble or "its records have no numbers (an older program)"
@@ -282,7 +282,7 @@ class RankTotals:
         return {row.step for row in self.saved.rows}
 
     def saved_in(self, step: int) -> int:
-        """Returns the attempt that saved the remaining checkpoint of a step."""
+        """Returns the attempt that saved the remaining checkpoint of a step, or 0 if none did."""
         return max((number for number, part in self.attempts.items()
                     if part.start is not None and part.start <= step), default=0)  # fmt: skip
 
@@ -351,7 +351,7 @@ class RankTotals:
             self.steps.add(Step(number, took_s, tokens))
 
     def figures(self) -> dict[str, float | None]:
-        """Returns the value of each of `FIGURES` over the steps so far."""
+        """Returns the present value of each of `FIGURES`."""
         values = (*self._speed(), self.memory_mib.value, self.memory_mib.growth(self.step // 2),
                   self.entropy_min, self.collapse_max, self.fetch_max_s)  # fmt: skip
         return dict(zip(FIGURES, values, strict=True))
@@ -365,8 +365,9 @@ class RankTotals:
         """Returns four values: step count, tokens per second, deviation, and longest ÷ median step.
 
         The values are those of the last steps; the deviation is that of tokens per second. All
-        are None if one of these steps is missing. Only the newest step may be missing: a foreign
-        program reports the figures of a step when the next step begins.
+        are None if fewer than two steps are known, or if a step or its duration is missing. Only
+        the newest step may be missing: a foreign program reports the figures of a step when the
+        next step begins.
         """
         rows = list(self.steps.rows)[-LAST_STEPS:]
         few = self.steps.dropped and len(rows) < LAST_STEPS

@@ -51,7 +51,7 @@ class _Sources:
 def read_ranks(
     supervisor: Record, records: RunRecords, live: Path | None, devices: str, ended: bool
 ) -> tuple[Rank, ...]:
-    """Returns all ranks that any source contains.
+    """Returns the ranks in supervisor.json, in the samples and in the records.
 
     `devices` is CUDA_VISIBLE_DEVICES, `live` the run's directory in shared memory. Ranks of a run
     that has `ended` have no age and no figures of CPU and memory.
@@ -109,7 +109,7 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None, ended: bool) ->
 
 
 def gpu_index(devices: str, local: int) -> int | None:
-    """Returns NVML's index of a rank's GPU, or None if CUDA_VISIBLE_DEVICES has no number."""
+    """Returns NVML's index of a rank's GPU, or None if CUDA_VISIBLE_DEVICES has no such number."""
     if not devices:
         return local
     names = devices.split(",")
@@ -118,7 +118,7 @@ def gpu_index(devices: str, local: int) -> int | None:
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
-    """Returns a rank's pulse in shared memory, or None if its process is not alive."""
+    """Returns the pulse of a rank's living process in shared memory, or None if there is none."""
     found = pulse.read(rundir.pulse(live, rank)) if live else None
     if found is None or (pid and found.pid != pid) or rundir.start_ticks(found.pid) is None:
         return None
@@ -159,7 +159,7 @@ def _sampled_pulse(sources: _Sources) -> Pulse | None:
 def newest_step(
     supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords
 ) -> int | None:  # fmt: skip
-    """Returns the newest step in a pulse, a record or supervisor.json, or None if there is none."""
+    """Returns the highest step in pulses, records and supervisor.json, or None if there is none."""
     steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
     steps += [head.last.record["step"] for head in records.heads.values()]
     steps.append(jsonl.integer(supervisor, "steps"))

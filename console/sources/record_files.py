@@ -35,7 +35,7 @@ class Cursor:
     skipped: int = 0
 
     def fits(self, path: Path) -> bool:
-        """Returns whether a file is the same as when it was read, and is not shorter."""
+        """Returns whether a file has the first line that it had, and still contains the place."""
         if not self.place.at:
             return True
         found = _part_at(path, self.place.part)
@@ -94,7 +94,7 @@ def _part_at(path: Path, number: int) -> Path | None:
 
 
 def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
-    """Returns the record at a place, or {} if it no longer exists."""
+    """Returns the record at a place, or {} if there is no such record."""
     found = _part_at(path, place.part)
     if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
         return {}
@@ -201,7 +201,7 @@ class RecordFile:
 
 
 def open_part(path: Path, part: int, begin_at: int = 0) -> Tail:
-    """Returns a reader of one part of a file of records."""
+    """Returns a `Tail` of one part of a file of records."""
     if path.suffix == GZIP:
         return GzipTail(path, _any, begin_at, part)
     return Tail(path, _any, begin_at=begin_at, stays=True, part=part)

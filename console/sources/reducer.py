@@ -1,7 +1,7 @@
 """Reduces the records of a run to its state: first each file separately, then all together.
 
-The order in which the files are read does not matter. So every reader gets the same state, and a
-snapshot of that state replaces all earlier records.
+The order in which the files are read does not matter. So the same records always give the same
+state, and a snapshot of that state replaces all earlier records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 MAX_ATTEMPT = 100_000
-"""A record of a later attempt is ignored."""
+"""A later attempt has no head, and is never the present attempt."""
 KEPT_HEADS = 4
 STARTED_RECORDS = 2
 """If supervisor.json has no attempt, an attempt has started when it has this many records."""
@@ -109,7 +109,7 @@ class Events:
     """The time of the last event on each alert."""
     attempts: int | None = None
     stalls: int | None = None
-    """`attempts` and `stalls` are None before the first event."""
+    """None before the first event; `attempts` also until an event has an attempt."""
 
     def add(self, line: Line) -> None:
         kind = jsonl.text(line.record, "kind")
@@ -224,7 +224,7 @@ class Reducer:
             self.series.add_steps(at, record["step"], jsonl.numbers(record, "steps_dt_s"))
 
     def mark_old(self) -> None:
-        """Marks all records so far as older than the start of this reader."""
+        """Marks all records so far as old, as in `Pace.mark_old`."""
         self._live_since = time.monotonic()
         for heads in self.all_heads.values():
             for head in heads.values():
@@ -245,7 +245,7 @@ class Reducer:
     # --- all files together --------------------------------------------------------------------
 
     def attempt(self, named: int | None) -> int:
-        """Returns the present attempt: that of supervisor.json, or else the newest that started."""
+        """Returns the attempt in supervisor.json, or else the newest that started, or else 1."""
         if named is not None and 0 < named <= MAX_ATTEMPT:
             return named
         records: dict[int, int] = {}
@@ -271,7 +271,7 @@ class Reducer:
 
 
 def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | None:
-    """Returns the charted values of a record, or None if the record has none."""
+    """Returns the charted values of a record, or None if the record is not charted."""
     rank = rank_of(name)
     if rank is None:
         return _charted_sample(record)
@@ -285,7 +285,7 @@ def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | 
 def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
     """Returns the attention gate's entropy in each layer (nats), and the lowest of these.
 
-    Returns {} for a record that lacks a layer.
+    Returns {} for a record that has no layers, or that was shortened (`cut`).
     """
     layers = jsonl.numbers(record, "gate_entropy_layers")[:MAX_LAYERS]
     if not layers or "cut" in record:

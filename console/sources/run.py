@@ -1,6 +1,6 @@
 """Reads one run, or the current run of a launch, as a `RunState`; a poll reads only new records.
 
-No content of a run directory raises an error here; unreadable content is counted, or is None.
+No content of a run directory raises an error here; unreadable content is counted or reported.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class RunSource:
         self._documents: dict[Path, Document] = {}
         self._records: RunRecords | None = None
         self._charts: RunRecords | None = None
-        """The reader for the charts. After it has read all records, it replaces `_records`."""
+        """The records for the charts. After all of them have been read, they replace `_records`."""
         self._is_away = False
-        """True if the launch's run directory is missing, or is a link; links are not followed."""
+        """True if the directory of a launch's run is missing or is a link; no link is followed."""
         self._began_away = False
         """The value of `_is_away` when `_records` began. If True, `_records` used no snapshot."""
 
@@ -68,7 +68,7 @@ class RunSource:
 
     @property
     def has_all_records(self) -> bool:
-        """True if no record is missing from the totals: each was read or is part of a snapshot."""
+        """True if no heartbeat is left out: each was read, will be read or is in a snapshot."""
         return self._records is None or self._records.files.has_all_records
 
     @property
@@ -84,7 +84,7 @@ class RunSource:
         return records.has_snapshot, records.snapshot_ts, records.reducer.counted
 
     def read_all(self, progress: Callable[[int], object] = lambda _: None) -> RunState:
-        """Polls until nothing is left to read; `progress` gets the number of bytes left."""
+        """Polls until nothing more can be read; `progress` gets the number of bytes left."""
         state = self.poll()
         while before := state.behind_bytes:
             progress(before)
@@ -121,7 +121,7 @@ class RunSource:
     # --- records -------------------------------------------------------------------------------
 
     def _read(self, run: Path, attempt: int | None, world: int | None) -> RunRecords:
-        """Reads the new records of a run; returns the reader of the run."""
+        """Reads the new records of a run; returns the `RunRecords` of the run."""
         records = self._records
         is_back = self._began_away and not self._is_away
         if records is None or records.run != run or is_back:
@@ -139,7 +139,10 @@ class RunSource:
         return records
 
     def _begin(self, run: Path) -> RunRecords:
-        """Returns a reader for a run; a snapshot is not read through a link."""
+        """Returns a `RunRecords` of a run.
+
+        It ignores the snapshot if the run directory is missing or is a link.
+        """
         self._began_away = self._is_away
         first: Reads = "recent" if self._reads == "charts" else self._reads
         return RunRecords(run, "all" if self._is_away else first)
@@ -167,7 +170,7 @@ class RunSource:
     def _phase_of(self, run: Path) -> dict[str, Any]:
         """Returns the entry of a run in plan_state.json, with the keys of supervisor.json.
 
-        `ts` is the time at which the run ended. Returns {} for a run that did not start.
+        `ts` is the time at which the run ended. Returns {} if there is no state of the run.
         """
         state = self._document(self.launch_path / rundir.PLAN_STATE) if self.launch_path else {}
         for index, phase in enumerate(jsonl.entries(state, "phases")):
@@ -182,10 +185,10 @@ class RunSource:
         return {}
 
     def _current_run(self, launch: LaunchState | None) -> Path | None:
-        """Returns the run of the last phase that has started.
+        """Returns the run of the last phase that has started, or None if there is none.
 
-        If the launch is unsupervised or its documents are in doubt, the newest run with processes
-        that are alive is returned instead.
+        If the launch is unsupervised, or if its documents are in doubt and do not say that it is
+        under way, the newest run with processes that are alive is preferred.
         """
         if launch is None or self.launch_path is None:
             return None

@@ -82,7 +82,7 @@ class RunRecords:
 
     @property
     def state_event(self) -> dict[str, Any] | None:
-        """The newest `state` event."""
+        """The newest `state` event, or None if there is none."""
         newest = self.reducer.events.state
         return newest.record if newest is not None else None
 
@@ -102,6 +102,8 @@ class RunRecords:
 
     def alerts(self, status: Mapping[str, Any], more: Sequence[Alert]) -> tuple[Alert, ...]:
         """Returns the open alerts of the run and those in `more`, the worst first.
+
+        Acknowledged alerts follow after all others.
 
         `status` is the supervisor heartbeat, or {} if there is none. The heartbeat lists all open
         alerts, including those whose event could not be written to the disk. While the heartbeat is
@@ -190,7 +192,7 @@ def step_figures(progress: Records, series: Series) -> dict[str, Figure]:
 
 
 def sample_figures(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure]:
-    """Returns disk, load and memory from the newest sample of each host."""
+    """Returns disk, load and memory from the newest sample; of several hosts, from the last."""
     figures = {}
     for sample in samples.values():
         at = jsonl.number(sample, "ts") or 0.0

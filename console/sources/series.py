@@ -22,7 +22,7 @@ MAX_SERIES, MAX_ENDED = 16_384, 10_000
 STEP_WINDOW, PACE_WINDOW, PAUSE = 200, 64, 5
 AHEAD_S = 60.0
 LATEST_S = 1 << 40
-"""Later times have no calendar date."""
+"""Records with this time (unix s) or a later one are ignored: the time cannot be right."""
 Points = tuple[tuple[float, float], ...]
 """Points of one quantity, oldest first: (unix s, value)."""
 Values = tuple[float, Mapping[str, float]]
@@ -48,7 +48,7 @@ class Span:
 
     @property
     def is_valid(self) -> bool:
-        """True if the span has a time of the calendar, and bands of two finite numbers in order."""
+        """True if the span has a valid time and level, and bands of two finite numbers in order."""
         bands = self.bands.values()
         in_order = all(-math.inf < low <= high < math.inf for low, high in bands)
         return in_order and 0 <= self.ts < LATEST_S and 0 <= self.level < len(SPANS_S)
@@ -178,7 +178,7 @@ class Series:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all series that have ever had a point."""
+        """The names of the series that have had a point."""
         return frozenset(self._files)
 
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
@@ -225,7 +225,10 @@ class Series:
         return tuple(found)
 
     def newest_steps_s(self, warm_up: int) -> list[float]:
-        """Returns the durations of the newest steps, without the first `warm_up` of the run."""
+        """Returns the durations of the newest steps.
+
+        The steps of a snapshot, and the first `warm_up` steps that were added, are left out.
+        """
         left_out = max(0, warm_up - (self._steps - len(self.durations_s)))
         return list(self.durations_s)[left_out:]
 
@@ -238,10 +241,10 @@ class Series:
         return p50, p99, len(steps)
 
     def eta_s(self, step: int, planned: int) -> float | None:
-        """Returns the seconds to the planned step at the measured speed, which includes pauses.
+        """Returns the seconds to the planned step at the measured speed, or None without a speed.
 
-        The time between two records counts as at most `PAUSE` times its usual length, so that one
-        stall hardly changes the result.
+        The speed includes pauses. The time between two records counts as at most `PAUSE` times its
+        usual length, so that one stall hardly changes the result.
         """
         if planned <= step:
             return 0.0
@@ -266,7 +269,7 @@ class Series:
     def add_history(self, level: int, newest_first: Iterable[Span]) -> None:
         """Adds the spans of a level that had ended when the snapshot was written.
 
-        It adds only as many spans as a series stores.
+        It stops when each file has as many spans as a series stores.
         """
         found: dict[str, dict[int, Span]] = {of: {} for of in self.thinners}
         for span in newest_first:

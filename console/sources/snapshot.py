@@ -140,7 +140,7 @@ def _fill(run: Path, saved: Mapping[str, Any], reducer: Reducer, most_bytes: int
 
 
 def _check_files(run: Path, cursors: Mapping[str, Cursor], most_bytes: int | None) -> None:
-    """Raises ValueError if a file is not a file of records, is another file, or is too long."""
+    """Raises ValueError if a file is another file, or if too many bytes follow the snapshot."""
     since = 0
     for name, cursor in cursors.items():
         rank, path = rank_of(name), run / name
@@ -228,7 +228,7 @@ def _line(ref: Any, file: Path | None) -> Line:
 
 
 def _warm_up(run: Path, reducer: Reducer) -> None:
-    """Adds the records before the snapshot to the pace of the ranks."""
+    """Adds the last heartbeats before the snapshot to the pace of their ranks."""
     for name, cursor in reducer.cursors.items():
         rank = rank_of(name)
         if rank is not None:

@@ -22,7 +22,7 @@ MAX_TRIES = 8
 """The most files of one rank that are tried until a file can be read."""
 MAX_FRAMES = 200
 MAIN = "main"
-"""The name of the first thread of a dump."""
+"""The name of the first thread of a dump: the main thread, or the thread that crashed."""
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (?P<name>.+?)(?: \(most recent call first\))?:?\s*$")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")

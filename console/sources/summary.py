@@ -39,7 +39,7 @@ class GpuTotals:
     busy_s: dict[int, float] = field(default_factory=dict)
     seen_s: dict[int, float] = field(default_factory=dict)
     covered: dict[int, int] = field(default_factory=dict)
-    """The number of steps between the samples of each attempt. The key is the attempt."""
+    """The number of steps between the counted samples of an attempt. The key is the attempt."""
     trouble: str = ""
     """Why the use of the GPUs is not known, or "" if it is known."""
     newest: tuple[int, float, int] | None = None
@@ -110,7 +110,7 @@ class Summary:
         """The last pulse of each process that has ended. The key has the attempt and the rank."""
 
     def add(self, record: Record) -> bool:
-        """Adds one heartbeat of any rank and attempt; returns whether it is new and was added."""
+        """Adds one heartbeat; returns whether it is a new record of a rank below `world`."""
         rank = record["rank"]
         totals = self.ranks.get(rank)
         if totals is None:
@@ -120,7 +120,7 @@ class Summary:
         return totals.add(record)
 
     def add_event(self, event: Record) -> None:
-        """Adds the event of a loaded checkpoint or of an override; gates need no other event."""
+        """Adds the event of a loaded checkpoint or of an override; other events are ignored."""
         kind, step = jsonl.text(event, "kind"), jsonl.integer(event, "step")
         if kind == "checkpoint" and event.get("what") == "load" and step is not None:
             attempt = jsonl.integer(event, "attempt") or 0
@@ -265,7 +265,7 @@ class Summary:
         return ""
 
     def _starts_differ(self, ranks: range) -> str:
-        """Returns which ranks began an attempt at different steps, or "" if they agree."""
+        """Returns which ranks began a later attempt at different steps, or "" if they agree."""
         for attempt in self.all_attempts[1:]:
             starts = {
                 part.start: rank for rank in sorted(self.ranks) if rank in ranks
@@ -280,7 +280,7 @@ class Summary:
     def resumed_at_end(self) -> int:
         """The step of the checkpoint that all ranks loaded, if no rank did a step after it; else 0.
 
-        It is also 0 if the run stalled or was restarted.
+        It is also 0 if the run stalled or was restarted, or if a rank did not exit with code 0.
         """
         parts = [self.of_attempt(rank, 1) for rank in range(self.world)]
         starts = {part.start if part and part.exit and part.exit[1] == 0 else 0 for part in parts}

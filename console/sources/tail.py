@@ -1,6 +1,6 @@
-"""Follows growing files of JSON lines, plain or compressed.
+"""Follows growing files of JSON lines, and reads complete compressed ones.
 
-A reader buffers the unfinished last line, skips and counts lines that it cannot parse, detects
+A `Tail` buffers the unfinished last line, skips and counts lines that it cannot parse, detects
 truncation and replacement, and reads a limited number of bytes at a time.
 """
 
@@ -51,7 +51,7 @@ class Tail:
     `accept` returns the record of a decoded object, or None if the line is to be skipped.
     `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
-    `begin_at`; with `recent_bytes`, it starts that many bytes before the end. Holes are skipped. If
+    `begin_at`, or, if that is 0, at most `recent_bytes` before the end. Long holes are skipped. If
     the file is replaced, the new file is read from its start, unless `stays` is set.
     """
 
@@ -66,9 +66,9 @@ class Tail:
         self.is_replaced = False
         """True if `stays` is set and another file is at the path; that file is not read."""
         self.line_at = self._begin_at = begin_at
-        """`line_at` is the offset of the next line; all lines before it were returned."""
+        """`line_at` is the offset of the next line; those before it were returned or skipped."""
         self.left_out_bytes = 0
-        """Bytes before the place where reading started."""
+        """Bytes before the place where reading started, or 0 if that was `begin_at`."""
         self._recent_bytes = recent_bytes
         self.skipped = 0
         self.unread = False
@@ -76,7 +76,7 @@ class Tail:
         self.size_bytes = 0
         self.offset = 0
         self.taken_bytes = 0
-        """Number of bytes that were read; it is less than `offset` if bytes were left out."""
+        """Number of bytes that were read; those of a compressed file count after unpacking."""
         self._accept = accept
         self._identity: tuple[int, int] | None = None
         self._carry = b""

@@ -31,7 +31,7 @@ class Seen:
 
 
 def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[Verdict]:
-    """Yields the verdicts of a run, the newest first."""
+    """Yields the newest verdicts of a run, at most `limit`, the newest first."""
     for record, _ in _documents(run, limit):
         if record is not None:
             yield json_documents.read(Verdict, record)
@@ -78,8 +78,8 @@ def newest(run: Path) -> Verdict | None:
 def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
     """Returns the newest verdict of another run in `root` with the same cause and line of code.
 
-    The search covers the newest `MAX_LAUNCHES` launches, and at most `MAX_SEARCH_BYTES` in all. A
-    verdict without a line of code has no match.
+    The search covers the newest `MAX_LAUNCHES` launches, `MAX_RUNS` runs of each, and at most
+    `MAX_SEARCH_BYTES`. A verdict without a line of code has no match.
     """
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():

@@ -104,7 +104,7 @@ class Window:
             self.losses = len(self.first)
 
     def last(self, name: str, count: int) -> list[float] | None:
-        """Returns the newest `count` values of a figure, or None if some of them were dropped."""
+        """Returns the newest `count` values of a figure, or None if one may be dropped."""
         values = (getattr(each, name) for each in self.newest.rows)
         found = [value for value in values if value is not None][-count:]
         return None if self.newest.dropped and len(found) < count else found

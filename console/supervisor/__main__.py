@@ -44,10 +44,11 @@ def become_subreaper() -> None:
 
 
 def handle_signals(on_stop: Callable[[int], None]) -> None:
-    """Makes TERM and INT call `on_stop`, and gives the other signals a harmless handler.
+    """Makes TERM and INT call `on_stop`, and gives other signals a harmless handler.
 
-    SIGUSR1 is ignored, and stays ignored in torchrun, because exec does not change that. The other
-    signals get a handler that does nothing, so that torchrun ignores none of them.
+    SIGUSR1 is ignored, and stays ignored in torchrun, because exec does not change that. All other
+    signals, except `UNHANDLED_SIGNALS`, get a handler that does nothing, so that torchrun ignores
+    none of them.
     """
     for number in signal.valid_signals() - UNHANDLED_SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -68,7 +69,7 @@ def take_lock(launch: Path, fd: int) -> lock.LaunchLock:
 
 
 def main() -> int:
-    """Runs the supervisor; returns 0 when the launch has ended, in whatever state."""
+    """Runs the supervisor; returns 0 when the launch has ended, in any state, or an error code."""
     parser = argparse.ArgumentParser(prog="python -m console.supervisor", description=__doc__)
     parser.add_argument("launch", type=Path, help="launch directory")
     parser.add_argument(

@@ -72,7 +72,7 @@ class Attempt:
         self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
         self._ends = Ends(self.tree, self._heads, self._pulses)
         self._oom_before = oom_counts.snapshot()
-        """The kernel's counts of out-of-memory kills, taken before the attempt."""
+        """The kernel's counts of out-of-memory kills before the attempt, or before its adoption."""
         self._checkpoint_step: int | None = 0
         self._caught_up, self._cut_short = former is None, False
         self._sampled = self._ended_at = self._records_at = 0.0
@@ -107,7 +107,9 @@ class Attempt:
             (self._begin_preparing if self.stage == "prepare" else self._read_rest)()
 
     def end(self, action: str, by: str) -> str:
-        """Halts, stops or kills the ranks unless this was already requested; returns the answer.
+        """Halts, restarts, stops or kills the ranks; returns the answer.
+
+        Nothing is done if this action, or a stronger one, is already in progress.
 
         For a halt, the caller has already written `.HALT`, so this method only records the request.
         """
@@ -216,7 +218,7 @@ class Attempt:
             self._sampled = now
             self._sample()
             self._watch_stuck()
-            if not self.tree.agent_over:  # once torchrun has ended, its logs stay complete
+            if not self.tree.agent_over:  # no rotation after torchrun has ended
                 self._upkeep.poll(self._run.event)
         if self.tree.is_over():
             self._begin_collecting()
@@ -235,7 +237,7 @@ class Attempt:
             self._alerts.raise_(AGENT_LOST, text, "crit")
 
     def _watch_ranks(self) -> None:
-        """Ends the other ranks within the grace time after a rank has failed.
+        """Kills the other ranks that are still alive one grace time after a rank has failed.
 
         torchrun also ends them. But it may wait 30 s before it sends KILL, and it sends nothing if
         it is stopped or has exited.
@@ -297,7 +299,7 @@ class Attempt:
         self._directory.job(lambda: self.files.poll(True), self._add_part, self.path)
 
     def _add_part(self, news: Poll | None, error: Exception | None) -> None:
-        """Adds a part of the records and reads the next part; after an error, tries again."""
+        """Adds a part of the records and reads the next part; retries briefly after an error."""
         unread = f"cannot read the run directory: {error}"
         if news is not None:
             self.take(news)

@@ -1,4 +1,4 @@
-"""Loads each new checkpoint of a run in another process, and then runs the back-up of the plan.
+"""Loads new checkpoints of a run in another process, and then runs the back-up of the plan.
 
 One program runs at a time, at the lowest priority. If several checkpoints wait, only the newest is
 loaded. After the working process was replaced, the last program may run again.
@@ -165,7 +165,7 @@ class CheckpointCheck:
 
 
 def _lack_of_memory(path: Path) -> str:
-    """Returns why loading could take the memory of the training, or "" if it could not."""
+    """Returns why loading could take the memory of the training, or "" if no reason is known."""
     spare = oom_counts.spare_bytes()
     needed = PROGRAM_BYTES + sum(map(jsonl.size_bytes, path.glob("*")))
     if spare is None or needed <= spare:

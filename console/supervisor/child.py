@@ -45,8 +45,8 @@ def _wake(fd: int) -> None:
 def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link: Link) -> None:
     """Runs the phases of a launch, from its start or from where a former process stopped.
 
-    `adopt` contains the settings of the adopting operator, as JSON. Raises ContractError if
-    plan.json cannot be used.
+    `adopt` contains the settings of the adopting operator, as JSON. Raises ContractError, for
+    example if plan.json cannot be used.
     """
     record = link.stored(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
     spec, former = launch_spec.load(path, record), link.stored(path / rundir.PLAN_STATE)

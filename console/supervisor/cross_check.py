@@ -1,8 +1,8 @@
 """Checks the documents of a former supervisor against each other before an adoption.
 
-If a document demands an action, the action is taken only if an event confirms it. Otherwise a
-warning says that the action is not taken. If two documents contradict each other, the launch is not
-adopted.
+If a document demands a restart, or flags for later phases, this is done only if an event confirms
+it. Otherwise a warning says that it is not done. If two documents contradict each other, the launch
+is not adopted.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Diagnoser:
     def _without_verdict(
         self, state: RunState, run: Path, ranks: tuple[RankEvidence, ...]
     ) -> Diagnosis:
-        """Returns "no stall" if the run starts or each rank shows progress, or else "unknown"."""
+        """Returns "no stall" if the run is starting or all ranks show progress, else "unknown"."""
         silent = [each for each in ranks if not each.phase]
         why, missing = "", _elsewhere(state)
         if not ranks:
@@ -154,7 +154,8 @@ class Diagnoser:
     def _ranks(self, state: RunState, run: Path, now: Readings) -> tuple[RankEvidence, ...]:
         """Returns the ranks of the last poll, each with its process.
 
-        The pid of a rank is 0 if supervisor.json does not prove that the process is the rank.
+        The pid of a rank that has not ended is 0 if supervisor.json does not prove that the process
+        is the rank.
         """
         document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
         here = {key: document.get(key) for key in ("boot_id", "host")}
@@ -168,7 +169,7 @@ class Diagnoser:
 
 
 def _with_process(rank: RankEvidence, worker: Mapping[str, Any]) -> RankEvidence:
-    """Returns a rank with the state of its process, if `worker` names that process."""
+    """Returns a rank with the state of its process, or with pid 0 if `worker` does not name it."""
     if rank.phase == "exit":
         return rank
     state, pid = process.state(rank.pid) if rank.pid > 0 else "?", jsonl.integer(worker, "pid")
@@ -187,7 +188,7 @@ def _elsewhere(state: RunState) -> tuple[str, ...]:
 
 
 def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
-    """Returns two samples of each process, and the dumps made since a rank last moved."""
+    """Returns two samples of the processes of ranks, and the dumps made since a rank last moved."""
     running = [each for each in ranks if each.phase != "exit"]
     still_s = min((each.unchanged_s for each in running), default=0.0)
     nvml = Nvml()

@@ -141,9 +141,10 @@ class Dumps:
             self._send_last_resort(each)
 
     def _send_last_resort(self, each: _RankDump) -> None:
-        """Sends the signal whose handler needs no GIL, unless the rank has moved since SIGUSR1.
+        """Sends the signal whose handler needs no GIL, if the rank has not moved since SIGUSR1.
 
-        A rank that moves is only slow, and its frames must not be read while they change.
+        The rank must also catch this signal, and its pulse must be available. A rank that moves is
+        only slow, and its frames must not be read while they change.
         """
         pid, position = each.handle.pid, _position(self._live, each.rank)
         is_still = position is not None and position == each.position

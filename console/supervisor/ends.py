@@ -1,4 +1,4 @@
-"""Finds how the ranks of an attempt ended, from the kernel or from records, logs and pulses."""
+"""Finds how the ranks of an attempt ended: from the kernel, else from records, logs and pulses."""
 
 from __future__ import annotations
 

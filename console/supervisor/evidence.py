@@ -22,7 +22,7 @@ APART_S = 2.0
 """Time between the two samples of each process."""
 DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 6.0
 """Stacks and flight records are read again until every rank has both, at most for `DUMPED_AFTER_S`.
-If the run directory does not answer for `UNREAD_AFTER_S`, the evidence has only the processes.
+If the run directory does not answer for `UNREAD_AFTER_S`, the evidence has what was read so far.
 """
 READ_EVERY_S = 0.5
 CLOCKS_APART_S = 0.1
@@ -52,7 +52,7 @@ def _places(ranks: Sequence[RankEvidence]) -> Places:
 class Collector:
     """Owns the evidence about the present stall; collects new evidence if a rank has moved.
 
-    `poll` is called once a second and never waits. Each collection has a thread, which reads the
+    `poll` is called at intervals and never waits. Each collection has a thread, which reads the
     run directory unless `check` raises OSError.
     """
 
@@ -71,7 +71,7 @@ class Collector:
         """The evidence after each step of the collection; the thread appends to this list."""
         self._thread = threading.Thread()
         self.complete: Evidence | None = None
-        """The evidence about the ranks at their present positions; None while it is collected."""
+        """The evidence about the ranks at their present positions; None until it is collected."""
         self.wants_dump: frozenset[int] = frozenset()
         """The ranks whose stacks are needed; the caller dumps the stacks and clears this set.
 
@@ -79,7 +79,7 @@ class Collector:
         """
 
     def clear(self) -> None:
-        """Drops the evidence, because the ranks make progress again."""
+        """Drops the evidence; the caller does this when the ranks make progress again."""
         self._places, self.complete = None, None
         self.wants_dump = frozenset()
 
@@ -154,7 +154,7 @@ class Collector:
         self.complete = replace(found, gaps=tuple(gaps), ts=time.time(), gpus=gpus)
 
     def _own_gpus(self) -> dict[int, tuple[Gpu, ...]]:
-        """Returns the newest row of each rank's own GPU."""
+        """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}
         visible = {rank: visible_devices(pid) for rank, pid in pids.items()}

@@ -76,10 +76,10 @@ def disk_ns(place: int) -> int:
 
 
 def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
-    """Returns the requests in the mailbox of a run or launch, sorted by name.
+    """Returns the requests in the mailbox of a run or launch, at most `MAX_REQUESTS_A_POLL`.
 
-    Regular files come first, so that other entries never delay them. A mailbox that is a link is
-    not read.
+    They are sorted by name. Regular files come first, so that other entries never delay them. A
+    mailbox that is a link is not read.
     """
     box = folder / rundir.REQUESTS
     fd = jsonl.open_inside(box, folder)
@@ -138,7 +138,8 @@ class Inbox:
     """Owns the ids of the requests that were seen, so that each request is executed once.
 
     A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
-    an earlier supervisor may have executed it. Only times of the file system are compared, never
+    an earlier supervisor may have executed it. After the clock of the file system was set back,
+    this is not checked. Only times of the file system are compared, never
     the clock of a host or the time in a request.
     """
 

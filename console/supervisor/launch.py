@@ -27,7 +27,7 @@ from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
-"""The file in the run directory that passes an action to the ranks, by action."""
+"""For each of these actions, the file in the run directory that passes it to the ranks."""
 
 
 def method(action: str) -> str:
@@ -287,7 +287,7 @@ class Launch:
         return run if run and request.path.parent.parent == run.path else None
 
     def _do_halt(self, request: Request) -> Outcome | None:
-        """Writes `.HALT`; the answer to the request follows later."""
+        """Writes `.HALT` (the answer follows later), or ends a plan that has no running phase."""
         if self.run is None:
             return self._do_stop(request)
         self._policy.halt(self.run, request.by, partial(self._inbox.answer, request))
@@ -366,7 +366,7 @@ class Launch:
         return self._directory.event(self.path, 1, kind, text, level, **more)
 
     def _steps(self, run: Run) -> int | None:
-        """Returns the number of completed steps, or the last one known until records are read."""
+        """Returns the number of completed steps, or its last known value until records are read."""
         return gates.steps_done(run.summary) if run.is_read else self._phases[self._index]["steps"]
 
     def _publish(self, keeps_place: bool = False) -> None:

@@ -153,7 +153,7 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
 def _has_shutdown_timeout() -> bool:
     """Returns whether torchrun has the option --shutdown-timeout (torch 2.12 and newer).
 
-    Older versions always give the ranks 30 s to end.
+    Older versions always give the ranks 30 s to end. An unknown version counts as new.
     """
     from importlib.metadata import PackageNotFoundError, version
 

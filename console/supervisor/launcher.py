@@ -25,7 +25,7 @@ from console.user_config import Settings
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
 
-READY_S = 20.0
+READY_S = 60.0
 POLL_S = 0.02
 DYING_S, ENDING_S = 3.0, 10.0
 BEFORE_THE_START = frozenset(
@@ -175,7 +175,7 @@ def start(directory: Path, spec: LaunchSpec) -> None:
     """Starts the supervisor of a launch and waits until the supervisor is ready.
 
     Raises RefusedError if the directory cannot be used, or ContractError if the supervisor does not
-    start. In both cases no file remains.
+    start. The files that this launch wrote are then removed.
     """
     record, claim = spec.as_dict(time.time()), Claim(directory)
     claim.take()
@@ -279,7 +279,8 @@ def _wait_until_ready(
 ) -> None:  # fmt: skip
     """Waits until plan_state.json contains the pid of the new supervisor. Raises ContractError.
 
-    A supervisor that is not ready in time is ended, unless ranks that are alive would end with it.
+    A supervisor that is not ready in time is ended. A supervisor that adopts a launch is not ended,
+    because ranks that are alive would end with it.
     """
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
@@ -315,7 +316,7 @@ def _last_line(directory: Path) -> str:
 
 
 def host_facts() -> dict[str, Any]:
-    """Returns facts about this host, for run.json."""
+    """Returns facts about this host, for plan.json and run.json."""
     uname = os.uname()
     return {
         "name": rundir.host_name(), "kernel": f"{uname.sysname} {uname.release}",

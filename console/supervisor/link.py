@@ -74,7 +74,7 @@ class Channel:
         self._fds: deque[int] = deque()
 
     def send(self, kind: bytes, data: bytes = b"", fd: int | None = None) -> None:
-        """Sends a whole message. Raises OSError if the other end does not read.
+        """Sends a whole message. Raises OSError, for example if the other end is closed.
 
         On a non-blocking socket, the message must be smaller than the socket's buffer.
         """
@@ -249,7 +249,7 @@ class Link:
     ) -> tuple[int, int]:
         """Asks the owner to start a command in a new session; returns the pid and the pidfd.
 
-        Raises OSError if the command cannot be started.
+        Raises OSError if the command cannot be started, or RuntimeError if no descriptor is left.
         """
         command = {"argv": list(argv), "environment": dict(environment), "grace_s": grace_s}
         self.state.exit_codes.clear()

@@ -104,7 +104,7 @@ class Monitor:
         return True
 
     def reset(self) -> None:
-        """Drops the verdict and its alerts, because there is no new sample."""
+        """Drops the verdict and its alerts; the caller does this if there is no new sample."""
         why = "the watch rules are not evaluated"
         self.close(why)
         self._evidence.clear()
@@ -160,7 +160,7 @@ class Monitor:
             self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
 
     def _explained(self, seen: Sequence[RankEvidence], found: Verdict | None) -> Verdict | None:
-        """Returns the verdict with its cause, once the evidence about the stall is complete."""
+        """Returns the verdict; it has its cause once the evidence about the stall is complete."""
         if found is None:
             self._evidence.clear()
             return None
@@ -222,7 +222,7 @@ class Monitor:
         """Returns whether a changed verdict is accepted.
 
         The verdict is accepted if two samples agree on it, or if no new sample caused the change. A
-        rank that waits in a loop shows a different cause in each sample of its process.
+        rank that waits in a loop may show a different cause in each sample of its process.
         """
         evidence = self._evidence.complete
         if evidence is None or self._sampled_ts in (0.0, evidence.ts):

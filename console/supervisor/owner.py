@@ -3,8 +3,8 @@
 The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that a
 rank wrote. Its child, a fork of this process, reads, writes and decides. A child that ends, or
 sends nothing for `SILENT_S`, is replaced; the next child starts with the documents that this
-process stores. If TERM arrives and no child handles it, the owner itself ends the ranks within the
-grace time.
+process stores. If TERM or INT arrives and no child handles it, the owner itself ends the
+ranks within the grace time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SETTLED_S = 60.0
 HANDLE_S = 0.5
 """The owner handles a signal itself when the child has not done so after this time."""
 LATE_S = 0.5
-"""The owner waits this long for the child to send KILL, and then sends KILL itself."""
+"""After the grace time, the owner waits this long for the child's KILL, then sends its own."""
 SCAN_EVERY_S, RESEND_EVERY_S, POLL_S = 0.2, 0.1, 2.5
 
 
@@ -347,7 +347,7 @@ class Owner:
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun, or to the remaining ranks if torchrun has exited."""
+        """Sends TERM to torchrun, or to the remaining processes if torchrun has exited."""
         self._state.term_sent = True
         self._unsent.append((link.TERM_SENT, b""))
         if self._torchrun_lives:

@@ -27,7 +27,7 @@ class Policy:
         """A `.HALT` in the launch directory has no effect before this time."""
 
     def apply(self, run: Run) -> None:
-        """Dumps the stacks for new actions of watch rules; executes an action after its dump."""
+        """Dumps the stacks that a verdict or an action needs; executes an action after its dump."""
         if not self._dumps.busy and (wanted := run.attempt.monitor.pop_dump_wanted()):
             handles = run.attempt.tree.handles().items()
             self._dumps.start(run.path, run.live, {r: h for r, h in handles if r in wanted})

@@ -84,7 +84,7 @@ class Worker:
 
 
 class Tree:
-    """Owns the processes of one attempt; every method returns at once.
+    """Owns the processes of one attempt; every method except `spawn` returns at once.
 
     The environment of these processes contains `token` and `home`, the run directory.
     """

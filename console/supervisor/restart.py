@@ -22,8 +22,8 @@ class AttemptEnd:
     """The end of one attempt.
 
     `checkpoint` is the step of the newest checkpoint at that time, or 0 if there was none.
-    `signature` is the error without its variable parts, or "" if the attempt was killed from
-    outside. `hopeless` says that each further attempt would fail with the same error.
+    `signature` is the error without its variable parts, or "" if the end predicts nothing (see the
+    function `signature`). `hopeless` says that each further attempt would fail with the same error.
     """
 
     state: State
@@ -74,8 +74,9 @@ def restarts_left(ended: Sequence[AttemptEnd], policy: Restart, saved: int = 0) 
 def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | str:
     """Returns the next attempt, or why there is none ("" if the policy has no restart).
 
-    Only attempts without a new checkpoint use up the restarts, and each of them doubles the
-    back-off. The run ends if two attempts have the same error and no new checkpoint between them.
+    Only attempts without a new checkpoint use up the restarts, and each of them after the first
+    doubles the back-off. The run ends if the last two attempts have the same error and no new
+    checkpoint between them.
     """
     last = ended[-1]
     if policy.when == "never" or last.state not in RESTARTABLE:

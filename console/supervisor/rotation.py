@@ -4,7 +4,7 @@ Ranks and torchrun open logs with O_APPEND. They therefore write at the beginnin
 log was copied to `.1` and truncated. Bytes written between the end of the copy and the truncation
 are lost.
 
-`samples_H.jsonl` of host H is always the newest part; `samples_H.jsonl.0001.gz` is the oldest part.
+`samples_H.jsonl` of host H is the newest part; `samples_H.jsonl.0001.gz` is the oldest part.
 """
 
 from __future__ import annotations

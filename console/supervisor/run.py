@@ -219,7 +219,7 @@ class Run:
         return self._check.doing
 
     def end(self, action: str, by: str) -> str:
-        """Halts, stops or kills the run unless this was already requested; returns the answer."""
+        """Halts, restarts, stops or kills the run as `Attempt.end` does; returns the answer."""
         if action in ("stop", "kill"):
             self._check.stop()
         if self._next_at is not None:

@@ -1,4 +1,4 @@
-"""Reads `.HALT`, heartbeats, training.csv and disk space of an attempt, and at the end its logs."""
+"""Reads `.HALT`, records, training.csv and disk space of an attempt, and at the end its logs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class FinalRead:
-    """The data read after all processes have ended; `last` is the crash log of each rank."""
+    """The data read after all processes have ended; `last` is the last error of each rank."""
 
     log: bytes = b""
     last: Mapping[int, Crash] = field(default_factory=dict)

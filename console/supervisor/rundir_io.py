@@ -252,7 +252,7 @@ class Directory(Recorder):
         self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",
         by: str = "supervisor", **more: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Appends one event to a run or launch and returns the event; events are never dropped."""
+        """Appends one event to a run or launch and returns it; a full disk drops no event."""
         record = event_record(attempt, kind, text, level, by, **more)
         self.put(folder / rundir.EVENTS, jsonl.encode(record), keep=True)
         return record

@@ -1,6 +1,6 @@
 """Samples GPUs, processes and pulses each second, as records and as evidence for a verdict.
 
-No code here accesses the run directory.
+Only pulses are read from the run directory, and only if there is no shared memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The directory of one attempt in shared memory: pulses, stacks and the supervisor heartbeat."""
+"""Creates, reads and removes the live directory of an attempt, which is in shared memory.
+
+The directory has the pulses, the stacks and the supervisor heartbeat. `sweep` removes the live
+directories of dead supervisors.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,9 @@ def _prefix() -> str:
 class Live:
     """Owns the live directory of an attempt; `path` is None if there is no shared memory.
 
-    A lock, released when this process ends, marks the directory as owned. Every file is created
-    before the ranks start, so that either all ranks have files or no rank has files. With `adopt`,
-    the directory of a former supervisor is opened.
+    A lock, released when this process ends, marks the directory as owned. The files of
+    the ranks are created before the ranks start, so that either all ranks have files or none has.
+    With `adopt`, the directory of a former supervisor is opened.
 
     Pulses are read through descriptors, because logind with `RemoveIPC=yes` removes the names at
     logout while the ranks still have the files mapped.
@@ -147,7 +151,7 @@ class Live:
 class LastPulses:
     """Reads the pulse of each rank that has ended, because the rank's last records may be lost.
 
-    Calls `add` once for each rank, with the pulse, or with None if the rank never wrote a pulse.
+    Calls `add` at most once for each rank: with its pulse, or with None if it never wrote a pulse.
     """
 
     def __init__(self, live: Live, add: Callable[[int, pulse.Pulse | None], object]):

@@ -37,7 +37,7 @@ class Snapshots:
         self._written = time.monotonic()
         self._is_waiting = False
         self.is_loaded = True
-        """False until the snapshot of a former child has been read."""
+        """False while the snapshot of a former child is being read."""
 
     def load(self, stored: Mapping[str, Any] | None) -> None:
         """Starts from the snapshot that a former child sent to the owner."""

@@ -1,7 +1,7 @@
-"""Reads a run's files into `Readings`, for `nsa-console watchdog`.
+"""Polls a run's files into `Readings` without a supervisor, for `watchdog` and `diagnose`.
 
-No supervisor is needed, and legacy run directories can be read. The state of a rank comes from its
-pulse; else from the supervisor's last sample, if that is recent; else from the age of its records.
+Legacy run directories can be read. The state of a rank comes from its pulse; else from the
+supervisor's last sample, if that is recent; else from the age of its records.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def stall_doubt(run: Path) -> str:
 
     A CSV file, log or checkpoint contradicts a stall if it was written more than `RECORDS_LATE_S`
     after the newest record. It no longer does so once the time since then exceeds that difference.
+    If there is no such file, or no record, nothing confirms the records.
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
     others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
@@ -155,7 +156,7 @@ def _recorded(heads: Mapping[int, LatestRecords], watch: Watch) -> tuple[RankEvi
 
 
 def _watch_of(record: Mapping[str, Any]) -> Watch:
-    """Returns the limits in run.json, or the defaults if run.json has none."""
+    """Returns the limits in run.json, or the defaults if run.json has no valid limits."""
     try:
         return plan.section(Watch, jsonl.mapping(record, "watch"), rundir.RUN)
     except UsageError:

@@ -174,7 +174,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             panel.redraw()
 
     async def show_view(self, name: str) -> None:
-        """Shows a view; the widget of a view is created when the view is first shown."""
+        """Shows a view; a view other than the Dashboard is created when it is first shown."""
         if not self.body.is_attached:
             return
         if self.paused and name != self.view_name:
@@ -195,7 +195,10 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.call_after_refresh(self.feed.nudge)
 
     async def action_key(self, key_id: str) -> None:
-        """Calls the method of a key: of the overlay, or else of the view, app or operator."""
+        """Calls the method of a key: of an open overlay, or else of the view, app or operator.
+
+        A key without a method in an open overlay may close it first (`gives_way`).
+        """
         key = keys.KEYS[key_id]
         if self.overlay is not None:
             work = getattr(self.overlay, f"do_{key_id}", None)
@@ -283,7 +286,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     async def do_flags(self) -> None:
         await self.show_view("launch")
-        self.say("the mark › is in the flags: ↓ ↑ move it; enter and space change the next phase")
+        self.say("the mark › is in the flags: ↓ ↑ move it; enter and space set the next value")
 
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
 

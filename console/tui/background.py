@@ -97,8 +97,8 @@ def run_in_background(
 def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
     """Sends a request by `nsa-console do` (or `adopt`) in another process; returns the answer.
 
-    A thread that writes into a frozen directory cannot be ended, so the console could not exit.
-    Raises ContractError if the request is rejected or not answered.
+    In this process, a write into a directory that does not answer could keep the console from
+    exiting. Raises ContractError if the request is rejected or not answered.
     """
     from console.supervisor import launch_spec
 

@@ -1,8 +1,8 @@
 """Computes a chart as text: time window, columns, axis bounds, braille or block characters.
 
 A scrolling chart would be sent to the terminal completely at every sample. This chart fills from
-left to right and, when it is full, jumps left by a quarter of its width; so a sample changes one
-column.
+left to right and, when it is full, jumps left by a quarter of its width; so most samples change
+only a few columns.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:
 
 
 def bounds(held: Sequence[Bin], from_zero: bool) -> tuple[float, float]:
-    """Returns round bounds around all values; round bounds rarely change, so redrawing is rare."""
+    """Returns round bounds around all values; they rarely change, so the axis is rarely redrawn."""
     known = [b for b in held if b is not None]
     if not known:
         return 0.0, 1.0

@@ -19,8 +19,9 @@ LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart: its title and its series. It draws a curve per layer, or one band over all series.
+    """One chart: its title and its series. It draws one band over all series.
 
+    A chart with `each` "layer" draws a curve per series instead.
     `each` is the kind of thing that has a separate series: "GPU", "rank" or "layer".
     """
 

@@ -88,7 +88,7 @@ def _end(launch: LaunchState) -> Question:
 
 
 def _of_halt(state: RunState) -> dict[str, str]:
-    """Returns facts about a halt: the step, phases not started, a warning about stalled ranks."""
+    """Returns facts about a halt: the step, phases not started, a warning about a stalled rank."""
     facts = {}
     if state.step is not None:
         facts["step"] = f"{state.step:,}"

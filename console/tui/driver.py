@@ -40,7 +40,7 @@ RESTORE = (
 
 
 class TerminalDriver(LinuxDriver):
-    """Exits at once when the terminal is gone; after a key or signal, within about `GRACE_S`.
+    """Exits at once when the terminal is gone; after `exit` or a signal, within about `GRACE_S`.
 
     It also exits if the terminal reads nothing. Such a terminal blocks the writer, and the writer
     then blocks the event loop.

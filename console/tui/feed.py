@@ -1,4 +1,4 @@
-"""Polls the run for the screen in one thread; delivers an immutable snapshot each second.
+"""Polls the run for the screen in one thread; delivers immutable snapshots, about one per second.
 
 The thread is a daemon thread, so a directory that does not answer blocks neither the screen nor its
 exit. It belongs to no executor, because the interpreter waits for the threads of executors at exit.
@@ -63,7 +63,10 @@ def open_source(path: Path) -> RunSource:
 
 
 def find_newest(root: Path) -> Path | None:
-    """Returns the newest launch in `root` that may be alive, else the newest launch, or None."""
+    """Returns the newest launch in `root` that may be alive, else the newest launch, or None.
+
+    Only the newest 50 launches are examined.
+    """
     from console.sources import launch_documents, launches
 
     found = launches.launches(root)[:50]
@@ -175,6 +178,7 @@ class Feed:
             self._source, self._opened = self._open(path), path
             self._logs = self._state = None
         source = self._source
+        self._stamps = self._stamp()  # a file that changes during the read is read again
         state = self._state = poll_confirmed(source, former=False)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
@@ -183,7 +187,6 @@ class Feed:
         stacks = self._poll_stacks(run, state)
         following, why_not = self._poll_coming(state.launch)
         self._watched = [run / name for name in STAMPED] if run else []
-        self._stamps = self._stamp()
         return ScreenData(at, now, state, charts, recorded, stacks, log, begins,
                         coming=following, coming_trouble=why_not)  # fmt: skip
 

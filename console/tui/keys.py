@@ -1,7 +1,8 @@
 """The table of keys, from which bindings, footer, buttons, help and palette are made.
 
-The keys of actions are rows of `console.action_table`. Every other key has a row here, and a method
-`do_<id>` in the app or in each view that uses the key.
+The keys of actions are rows of `console.action_table`. Every other key of the views has a row here,
+and a method `do_<id>` in the app or in each view that uses the key. A question and the palette have
+a few more keys of their own.
 """
 
 from __future__ import annotations

@@ -176,7 +176,10 @@ class Operator:
         self._screen.run_worker(self._screen.show_view("dashboard"))
 
     def _launch(self, options: Any, plan: Any) -> None:
-        """Launches the confirmed `plan`, or nothing if the plan has changed since its check."""
+        """Launches the confirmed `plan`; a plan that has changed since its check is rejected.
+
+        Does nothing but show a message while another launch is starting.
+        """
         screen, actions = self._screen, self.actions
         if self._is_starting():
             return

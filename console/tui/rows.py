@@ -1,4 +1,4 @@
-"""Rows of styled text as plain data, and the comparison of two rows, without Textual."""
+"""Rows of styled text as plain data: cut, wrap, align, compare. Without Textual."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def rule(title: str, width: int, right: str = "", focused: bool = False, detail:
 
 
 def wrap(text: str, width: int, limit: int = 99) -> list[str]:
-    """Breaks text at spaces into at most `limit` lines of at most `width` cells."""
+    """Breaks text into at most `limit` lines of at most `width` cells, if possible at spaces."""
     text = " ".join(text.split())
     if not text:
         return []
@@ -107,7 +107,7 @@ def wrap(text: str, width: int, limit: int = 99) -> list[str]:
 
 
 def flow(text: str, first: int, width: int, limit: int) -> list[str]:
-    """Breaks text at spaces into at most `limit` lines; the last line is cut if the text is longer.
+    """Breaks text into at most `limit` lines, if possible at spaces; the last line may be cut.
 
     The first line has at most `first` cells, the others at most `width`.
     """
@@ -131,10 +131,10 @@ def flowed(parts: Iterable[Row], width: int) -> list[Row]:
 
 
 def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> list[str]:
-    """Breaks text into lines of at most `width` cells, at spaces if there are any.
+    """Breaks text into at most `limit` lines of at most `width` cells, if possible at spaces.
 
-    Unlike `wrap` it does not change the spacing of the text, because logs are often tables. It does
-    not break at a space before `first` (by default the middle of the line).
+    Unlike `wrap` it keeps the spacing within a line, because logs are often tables. It does not
+    break at a space before `first` (by default the middle of the line).
     """
     lines: list[str] = []
     while cell_len(text) > width and len(lines) < limit - 1:

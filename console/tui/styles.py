@@ -42,7 +42,7 @@ ascii_only = False
 
 
 def drawn(text: str) -> str:
-    """Returns text as the terminal can display it, with the same number of cells."""
+    """Returns text as the terminal can display it, with the same number of characters."""
     if not ascii_only or text.isascii():
         return text
     return "".join(c if c.isascii() else "?" for c in text.translate(PLAIN))

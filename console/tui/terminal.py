@@ -21,8 +21,8 @@ class Terminal:
 def detect(environment: Mapping[str, str], mouse: bool | None) -> Terminal:
     """Returns the terminal that the environment describes; `mouse`, if not None, has precedence.
 
-    The mouse is off over SSH, because a terminal that reattaches loses its mouse mode, and because
-    text can be selected only while the mouse is off.
+    By default the mouse is off over SSH, because a terminal that reattaches loses its mouse mode.
+    While the mouse is on, many terminals cannot select text.
     """
     term = environment.get("TERM", "")
     locale = next(

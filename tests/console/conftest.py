@@ -11,7 +11,7 @@ from tests.console.sources import directory
 from tests.launches import Begin
 from tests.mounts import ext4
 
-LONGEST_FROZEN_S = 20
+LONGEST_FROZEN_S = 120
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def cli(root: Path, *words: str, **variables: str) -> subprocess.CompletedProces
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=150,
         stdin=subprocess.DEVNULL,
         env={"PATH": os.environ["PATH"], "HOME": str(root), "LANG": "C.UTF-8", **variables},
     )
@@ -176,7 +176,7 @@ def test_followed_logs_go_on_with_the_next_phase(tmp_path):
         held = json.loads((launch / rundir.PLAN_STATE).read_text())
         directory.run(launch / "1-second", state="completed")
         directory.document(launch / rundir.PLAN_STATE, held | {"phase": 1, "state": "ended"})
-        told = process.communicate(timeout=10)[0]
+        told = process.communicate(timeout=60)[0]
         last = "r0       words of 1-second\nr0       last words of 1-second\n"
         assert told == f"r0       last words of 0-first\n{last}"
         assert process.returncode == 0

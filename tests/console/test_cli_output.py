@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -26,7 +27,11 @@ CONSOLE = f"{shlex.quote(sys.executable)} -m console"
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=60
+        ["bash", "-o", "pipefail", "-c", line],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=150,
     )
 
 
@@ -56,7 +61,7 @@ def test_output_that_is_lost_is_exit_code_6_and_one_sentence(launch, words, wher
 
 
 def test_a_reader_that_leaves_is_no_error_worth_a_word(launch):
-    done = shell(f"{CONSOLE} flags | true")
+    done = shell(f"(sleep 0.5; {CONSOLE} flags) | true")
     assert (done.returncode, done.stderr) == (6, "")
 
 
@@ -195,10 +200,11 @@ def test_a_run_started_by_hand_is_halted_by_its_file_and_told_so(tmp_path):
         heartbeat = rundir.heartbeat(tmp_path, 0)
         while not (heartbeat.exists() and b"progress" in heartbeat.read_bytes()):
             assert trainer.poll() is None
+            time.sleep(0.02)
         done = run_cli(tmp_path, "halt", str(tmp_path))
         assert (done.returncode, done.stderr) == (0, "")
         assert ".HALT was written" in done.stdout
-        assert trainer.wait(30) == 0
+        assert trainer.wait(60) == 0
     finally:
         trainer.kill()
     done = run_cli(tmp_path, "halt", str(tmp_path))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from console.sources import verdicts
 from tests.console.sources import directory
 from tests.console.test_cli import cli
 from tests.launches import PROGRAMS, STUB, Begin, Started, phase
@@ -35,11 +36,15 @@ def stalled(begin: Begin, tmp_path_factory) -> list[Started]:
     hang = phase("one", "member.py", 100_000, "hang")
     found = [begin(hang, root=root, watch=WATCH, shell=STUB) for _ in range(2)]
     for each in found:
-        each.wait(lambda each=each: any(
-            (rundir.read_json(path) or {}).get("place")
-            for path in each.path.glob("0-one/verdicts/*.json")
-        ))  # fmt: skip
+        each.wait(lambda each=each: has_verdict(each.path / "0-one"))
     return found
+
+
+def has_verdict(run: Path) -> bool:
+    """Says whether the line where rank 1 sleeps is known; a slow start may be a stall before."""
+    found = verdicts.newest(run)
+    named = found is not None and found.place == f"member.py:{STALLS_AT}"
+    return named and any(run.glob("stackdump_rank1_*"))
 
 
 def test_the_verdict_of_the_supervisor_has_its_cost_and_the_run_that_had_it_before(stalled):

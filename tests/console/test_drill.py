@@ -180,6 +180,8 @@ def test_signals_end_a_drill_and_its_run(tmp_path, capsys, monkeypatch):
     def interrupt() -> None:
         while not list(tmp_path.glob("artifacts/drills/*/*/0-drill/heartbeat_rank0.jsonl")):
             time.sleep(0.002)
+        while signal.getsignal(signal.SIGTERM) is drill._ignore:  # the launch is not begun yet
+            time.sleep(0.002)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(os.getpid(), number)
             time.sleep(0.05)

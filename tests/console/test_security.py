@@ -192,7 +192,7 @@ def test_modules_in_the_working_directory_are_not_taken_for_ours(tmp_path, monke
     monkeypatch.delenv("PYTHONPATH", raising=False)
     phase = actions.prepare(LaunchOptions(plan="cpu_smoke", root=tmp_path)).phases[0]
     command = [sys.executable, "-m", "trainers.ddp", "--help"]
-    subprocess.run(command, env=phase["environment"], timeout=100, check=True,
+    subprocess.run(command, env=phase["environment"], timeout=300, check=True,
                    capture_output=True)  # fmt: skip
     assert not (tmp_path / "ran").exists()
     path = actions.launch(options(tmp_path), "tester")

@@ -191,7 +191,8 @@ def test_a_supervisor_that_holds_the_lock_with_its_token_takes_the_request(launc
 @pytest.mark.parametrize("action", ["halt", "stop", "dump", "note"])
 def test_documents_of_a_living_supervisor_in_a_copy_are_refused(launched, tmp_path, action):
     """Also where the records of the copy are changed to name it as their directory."""
-    copy = Path(shutil.copytree(launched.path, tmp_path / "copy"))
+    with launched.stopped():  # no file is replaced while it is copied
+        copy = Path(shutil.copytree(launched.path, tmp_path / "copy"))
     args = {"text": "x"} if action == "note" else {}
     with pytest.raises(RefusedError, match=f"processes use {launched.path}; give that"):
         actions.send(copy, action, args, "tester")
@@ -242,7 +243,7 @@ def elsewhere(*words: object) -> tuple[int, str]:
     command = [sys.executable, "-m", "console", *map(str, words)]
     done = subprocess.run(
         ["unshare", "--uts", "sh", "-ec", script, "sh", *command], cwd=ROOT, capture_output=True,
-        text=True, timeout=60,
+        text=True, timeout=150,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
@@ -330,7 +331,7 @@ def test_a_launch_works_and_is_closed_to_others_under_any_umask(begin, tmp_path,
     done = subprocess.run(
         [*(anybody if os.geteuid() == 0 else ()), "sh", "-c", f'umask {umask}; exec "$@"', "sh",
          sys.executable, "-m", "console", "launch", plan, "--run-dir", str(path), "--wait"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, **STUB},
+        cwd=ROOT, capture_output=True, text=True, timeout=150, env={**os.environ, **STUB},
     )  # fmt: skip
     begin.adopt(path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from console import actions
 from console.sources.run import RunSource
-from tests.e2e.test_main_job import CONSOLE, ROOT, wait_for
+from tests.e2e.test_main_job import CONSOLE, ROOT
 from tests.fakes import nvml as fake
+from tests.launches import HANG_GUARD_S, wait_for
 from tests.terminal import Terminal
 
 
@@ -19,7 +20,7 @@ def screen(root: Path, size: tuple[int, int] = (80, 24)) -> Terminal:
 
 
 def end(path: Path) -> None:
-    actions.answer(path, actions.send(path, "halt", {}, "tester"), 30)
+    actions.answer(path, actions.send(path, "halt", {}, "tester"), HANG_GUARD_S)
     wait_for(lambda: RunSource(path).poll().launch.state == "ended")
 
 
@@ -46,15 +47,16 @@ def test_eight_gpu_rows_appear_and_a_lost_one_is_marked_lost(tmp_path):
     try:
         wait_for(lambda: RunSource(path).poll().step)
         with screen(root) as terminal:
-            shown = terminal.wait(lambda text: text.count("97% █") == 8, 30)
-            lines = [line for line in shown.splitlines() if "97% █" in line]
-            assert "watt °C" in shown
-            for words in ("322W", " 64 ", "60/80G"):
-                assert all(words in line for line in lines), shown
+            figures = ("97% █", "322W", " 64 ", "60/80G")
+
+            def with_figures(text: str) -> int:
+                return sum(all(each in line for each in figures) for line in text.splitlines())
+
+            terminal.wait(lambda text: with_figures(text) == 8 and "watt °C" in text)
             fake.write(tmp_path / "nvml", gpu3={"state": "lost"})
-            shown = terminal.wait(lambda text: text.count("97% █") == 7, 30)
-            row = next(line for line in shown.splitlines() if line.startswith("3 "))
-            assert "lost" in row.lower()
+            terminal.wait(lambda text: with_figures(text) == 7 and any(
+                line.startswith("3 ") and "lost" in line.lower() for line in text.splitlines()
+            ))  # fmt: skip
             terminal.press("q")
             assert terminal.wait_exit() == 0
     finally:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,29 +13,19 @@ import pytest
 from console import actions
 from console.sources import launches
 from console.sources.run import RunSource
+from tests.launches import HANG_GUARD_S, wait_for
 from tests.terminal import Terminal
 from trainers import manifest
-from trainers.contract import jsonl, rundir
+from trainers.contract import flags, jsonl, rundir
 
 ROOT = Path(__file__).parents[2]
 PLAN = ROOT / "tests/e2e/main_job.yaml"
 CONSOLE = [sys.executable, "-m", "console"]
 FLAG = "NSA_DISABLE_CSV_LOGS"
-FLAG_HELP = "Write no training.csv"
 
 
 def console(root: Path) -> Terminal:
     return Terminal([*CONSOLE, "--root", str(root), "--plan", str(PLAN)], ROOT)
-
-
-def wait_for(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.1)
-    raise AssertionError("did not happen in time")
 
 
 def workers(run: Path) -> list[dict]:
@@ -74,16 +63,16 @@ def launch(root):
         terminal.press("L")
         terminal.wait("Launch main_job?")
         terminal.press("y")
-        terminal.wait(lambda text: "tok/s" in text and "loss" in text and "5." in text, 60)
+        terminal.wait(lambda text: "tok/s" in text and "loss" in text and "5." in text)
         path = wait_for(lambda: next(iter(launches.launches(root)), None))
-        terminal.wait("plumbing", 60)
+        terminal.wait("plumbing")
         wait_for(lambda: RunSource(path).poll().launch.state == "waiting")
         terminal.press("E")
-        for _ in range(24):
-            if FLAG_HELP in terminal.text:
+        for flag in flags.TABLE:
+            terminal.wait(flag.help[:20])  # else a slow screen would be scrolled too far
+            if flag.name == FLAG:
                 break
             terminal.press("down")
-        terminal.wait(FLAG_HELP)
         terminal.press("space")
         wait_for(lambda: RunSource(path).poll().launch.next_flags)
         terminal.press("L")
@@ -120,8 +109,7 @@ def test_opening_again_shows_the_run_and_a_dump_shows_both_stacks(launch, root):
         terminal.press("y")
         wait_for(lambda: len(list(run.glob("stackdump_rank?_*.txt"))) >= 2)
         terminal.press("3")
-        shown = terminal.wait(lambda text: text.count(".py:") >= 6)
-        assert "innermost first" in shown
+        terminal.wait(lambda text: text.count(".py:") >= 6 and "innermost first" in text)
         terminal.press("q")
         assert terminal.wait_exit() == 0
     for rank in (0, 1):
@@ -145,13 +133,13 @@ def test_the_run_continues_when_the_console_ends(launch, root, end):
         terminal.pid = 0
     finally:
         terminal.close()
-    step = RunSource(run).poll().step
-    wait_for(lambda: RunSource(run).poll().step > step + 3)
+    step = wait_for(lambda: RunSource(run).poll().step)
+    wait_for(lambda: (RunSource(run).poll().step or 0) > step + 3)
 
 
 def test_a_button_works_by_click(launch, root):
     with console(root) as terminal:
-        terminal.wait("RUNNING")
+        terminal.wait(lambda text: "RUNNING" in text and "[ Halt ]" in text)
         terminal.settle()
         terminal.click("[ Halt ]")
         terminal.wait("Halt this run")
@@ -169,15 +157,14 @@ def test_a_stopped_rank_is_named_until_it_resumes(launch, root):
         terminal.wait("plumbing")
         os.kill(pid, signal.SIGSTOP)
         try:
-            terminal.wait(lambda text: "rank 1" in text and "stopped" in text, 40)
-            state = RunSource(launch).poll()
-            assert state.verdict is not None
+            terminal.wait(lambda text: "rank 1" in text and "stopped" in text)
+            state = wait_for(lambda: (s := RunSource(launch).poll()).verdict and s)
             assert state.verdict.rank == 1
-            assert state.verdict.phase in terminal.text
+            terminal.wait(state.verdict.phase)
             assert state.eta_s is None
         finally:
             os.kill(pid, signal.SIGCONT)
-        terminal.wait(lambda text: "stopped" not in text, 40)
+        terminal.wait(lambda text: "stopped" not in text)
         wait_for(lambda: RunSource(launch).poll().state == "running")
         terminal.press("q")
         assert terminal.wait_exit() == 0
@@ -196,7 +183,7 @@ def test_a_checkpoint_and_a_profile_are_made_when_asked_for(launch, root):
     saved = wait_for(lambda: [b for b in last_beats(run)[0] if b["msg"] == "checkpoint"])
     assert manifest.verify(run / rundir.CHECKPOINTS / saved[0]["path"]).step == saved[0]["step"]
     asked = actions.send(run, "profile", {}, "tester")
-    assert (actions.answer(run, asked, 10) or {}).get("ok")
+    assert (actions.answer(run, asked, HANG_GUARD_S) or {}).get("ok")
     wait_for(lambda: len(list((run / "profiles").glob("*_rank?.json"))) == 2)
 
 
@@ -207,7 +194,7 @@ def test_z_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(launch, root
         terminal.press("H")
         terminal.wait("Halt this run")
         terminal.press("y")
-        terminal.wait(lambda text: "HALTED" in text.upper(), 60)
+        terminal.wait(lambda text: "HALTED" in text.upper())
         terminal.press("q")
         assert terminal.wait_exit() == 0
     beats = last_beats(run)

@@ -13,7 +13,7 @@ GPU = {
     "name": "Fake A100-SXM4-80GB",
 }  # fmt: skip
 IDLE = {"util": 0, "used": 500}
-HANGS_MS = 60_000
+HANGS_MS = 300_000
 
 
 def build(folder: Path) -> Path:

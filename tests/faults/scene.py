@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from console.model import RunState
 from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import shm
-from tests.launches import Started
+from tests.launches import HANG_GUARD_S, Started, wait_for
 from tests.terminal import Terminal
 from tests.trainers.runs import latest_checkpoint
 from trainers import manifest
@@ -32,8 +32,8 @@ Seen = Callable[[RunState], str]
 def console(*words: object, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
     """Runs `nsa-console` in a process of its own; returns exit code, output, errors."""
     done = subprocess.run(
-        [*CONSOLE, *map(str, words)], cwd=ROOT, text=True, capture_output=True, timeout=60,
-        env={**os.environ, **(env or {})},
+        [*CONSOLE, *map(str, words)], cwd=ROOT, text=True, capture_output=True,
+        timeout=HANG_GUARD_S, env={**os.environ, **(env or {})},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -79,11 +79,22 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 def order(folder: Path, rank: int, words: str) -> None:
     """Tells a rank of `obedient.py` what to do; returns when it begins."""
-    rundir.write_atomic(folder / f"rank{rank}", words)
-    until = time.monotonic() + 20
-    while (folder / f"rank{rank}").exists():
-        assert time.monotonic() < until, f"rank {rank} does not take the order {words!r}"
-        time.sleep(0.002)
+    path = folder / f"rank{rank}"
+    rundir.write_atomic(path, words)
+    wait_for(lambda: not path.exists(), every_s=0.002, told=lambda: f"rank {rank}, order {words!r}")
+
+
+def sweep_own(tokens: Iterable[str]) -> list[Path]:
+    """Sweeps as a launch does that begins long after; returns the live directories that are left.
+
+    It is too early for those of other tests. A launch of another test may sweep at the same time.
+    """
+    found = [path for t in tokens for path in rundir.SHARED_MEMORY.glob(f"*nsa-console-*{t}")]
+    for path in found:
+        with suppress(FileNotFoundError):
+            os.utime(path, (0, 0))
+    shm.sweep()
+    return [path for path in found if path.exists()]
 
 
 def all_run(pids: Mapping[int, int]) -> bool:
@@ -145,7 +156,6 @@ class Scene:
         started: Started,
         act: Callable[[], object],
         seen: Seen,
-        guard_s: float = 30.0,
         cause: Seen | None = None,
     ) -> str:
         """Injects and waits until a console that was there before shows it; returns its words.
@@ -157,10 +167,10 @@ class Scene:
         source.poll()
         act()
         begun = time.monotonic()
-        words = started.wait(lambda: seen(source.poll()), guard_s, LOOK_EVERY_S)
+        words = started.wait(lambda: seen(source.poll()), every_s=LOOK_EVERY_S)
         self.note(words, time.monotonic() - begun)
         if cause is not None:
-            words = started.wait(lambda: cause(source.poll()), guard_s, LOOK_EVERY_S)
+            words = started.wait(lambda: cause(source.poll()), every_s=LOOK_EVERY_S)
             self.note(f"cause after {time.monotonic() - begun:.1f} s: {words}")
         return words
 
@@ -176,14 +186,16 @@ class Scene:
             ranks = source.poll().ranks
             return {r.rank: r.pulse.step for r in ranks if r.pulse is not None and r.pulse.live}
 
-        before = started.wait(lambda: len(found := steps()) == len(pids) and found, 20)
-        started.wait(
-            lambda: all(steps().get(rank, 0) > step + 5 for rank, step in before.items()), 20
-        )
+        before = started.wait(lambda: len(found := steps()) == len(pids) and found)
+        started.wait(lambda: all(steps().get(rank, 0) > step + 5 for rank, step in before.items()))
         assert started.pids() == dict(pids)
-        started.wait(lambda: source.poll().state == "running", 20)
-        code, said = status(started.path)
-        assert (code, said["state"]) == (0, "running"), said["why"]
+        started.wait(lambda: source.poll().state == "running")
+
+        def said() -> tuple[int, str]:
+            code, found = status(started.path)
+            return code, found["state"]
+
+        started.wait(lambda: said() == (0, "running"))
         self._left = "0 killed, 0 files"
 
     def steps_on(
@@ -196,11 +208,10 @@ class Scene:
             time.sleep(0.2)
 
         def newest() -> int:
-            path = rundir.heartbeat(started.run(), 0)
-            return json.loads(path.read_bytes().splitlines()[-1])["step"]
+            return started.heartbeats()[-1]["step"]
 
         before = newest()
-        started.wait(lambda: newest() > before + 5, 20)
+        started.wait(lambda: newest() > before + 5)
         assert started.pids() == pids
         assert all_run(pids)
         assert started.state()["attempt"] == 1
@@ -216,10 +227,9 @@ class Scene:
         tokens = [started.token(int(run.name.partition("-")[0])) for run in started.runs()]
         owner = started.plan_state.get("supervisor", {})
         started.wait(
-            lambda: not rundir.is_alive(owner) and not any(map(process.with_token, tokens)), 30
+            lambda: not rundir.is_alive(owner) and not any(map(process.with_token, tokens))
         )
-        shm.sweep(0.0)
-        assert not [t for t in tokens for _ in rundir.SHARED_MEMORY.glob(f"*nsa-console-*{t}")]
+        started.wait(lambda: sweep_own(tokens) == [])
         for run in started.runs():
             if (run / rundir.CHECKPOINTS).exists():
                 newest = latest_checkpoint(run)

@@ -36,8 +36,8 @@ from trainers.contract import jsonl, rundir
 
 LIVE = f"{rundir.LIVE_PREFIX}{os.geteuid()}-"
 STEPS, LONG = 40, 100_000
-LIMIT_S, PATIENT_S, STOP_AFTER_S, END_S, POLL_S = 40.0, 9.0, 0.6, 20.0, 0.02
-COMES_S = 5.0
+LIMIT_S, PATIENT_S, STOP_AFTER_S, END_S, POLL_S = 150.0, 9.0, 0.6, 100.0, 0.02
+COMES_S = 10.0
 """The ranks go on after this time whether the next supervisor has come or not."""
 GATES = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
 WORKERS, TRIES = 4, 3

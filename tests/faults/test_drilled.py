@@ -13,8 +13,8 @@ from tests.trainers.runs import CONFIG, heartbeats, small
 from trainers.contract import rundir
 
 EVERY, HOOK, LOADER, KILLED = 10, 12, 25, 47
-STALL_S = 4.5
-"""Longer than the stall limit, the supervisor's next look and a dump."""
+STALL_S = 8.0
+"""Much longer than the stall limit, the supervisor's next look and a dump."""
 DRILLS = f"backward@{HOOK}:1:{STALL_S},loader@{LOADER}:0:{STALL_S},kill@{KILLED}:1"
 WATCH = {"stall_floor_s": 2, "startup_s": 60, "grace_s": 2, "rules": {"stall": {"action": "dump"}}}
 SAVED = KILLED - KILLED % EVERY
@@ -35,7 +35,7 @@ def ended(begin: Begin) -> Started:
         trainer(DRILLS, train__steps=KILLED + 5, checkpoint__every=EVERY),
         watch=WATCH, restart={"when": "crash", "attempts": 1, "backoff_s": 0.5},
     )  # fmt: skip
-    started.wait_end(120)
+    started.wait_end()
     return started
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
 import subprocess
@@ -15,20 +14,12 @@ from console.sources import process
 from tests.console.sources import directory
 from tests.fakes import nvml as fake
 from tests.faults.scene import console, watching
-from tests.launches import STUB
+from tests.launches import STUB, sleeping
 from trainers.contract import environ, rundir
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 TRIES = 50
 TOKEN = "0123456789abcdef"
-
-
-def sleeper(**variables: str) -> subprocess.Popen[bytes]:
-    """Returns a process whose environment can be read."""
-    found = subprocess.Popen(["sleep", "60"], env={**os.environ, **variables})
-    while not process.environment(found.pid):
-        assert found.poll() is None
-    return found
 
 
 def stranger_with(pid: int) -> subprocess.Popen[bytes] | None:
@@ -37,7 +28,7 @@ def stranger_with(pid: int) -> subprocess.Popen[bytes] | None:
         LAST_PID.write_text(str(pid - 1))
     except OSError:
         pytest.skip("this machine lets nobody choose the next pid (ns_last_pid)")
-    found = sleeper()
+    found = sleeping()
     if found.pid == pid:
         return found
     found.kill()
@@ -49,7 +40,7 @@ def stranger_with(pid: int) -> subprocess.Popen[bytes] | None:
 @pytest.mark.fault("26")
 def test_a_stranger_with_the_pid_of_a_dead_rank_is_never_signalled(scene):
     for _ in range(TRIES):
-        rank = sleeper(**{environ.TOKEN: TOKEN})
+        rank = sleeping(**{environ.TOKEN: TOKEN})
         handle, known = process.open_process(rank.pid, TOKEN), rundir.identity(rank.pid)
         assert handle is not None
         rank.kill()
@@ -138,7 +129,7 @@ def test_a_gpu_that_is_busy_at_idle_power_shows_both_figures(scene, launch, tmp_
     fake.write(tmp_path, count=2, gpu1={"util": 100, "power_mw": 70_000})
     started = launch(shell={**STUB, "LD_LIBRARY_PATH": str(tmp_path)})
     with watching(started.path) as screen:
-        shown = screen.wait(lambda text: "100%" in text and "70W" in text, 30)
+        shown = screen.wait(lambda text: "100%" in text and "70W" in text)
     row = next(line for line in shown.splitlines() if "100%" in line)
     assert "70W" in row
     scene.note(" ".join(row.split()))

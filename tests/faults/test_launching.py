@@ -9,14 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from console import actions
 from tests.faults.scene import CONSOLE, ROOT, console
-from tests.launches import STUB, Started, phase
+from tests.launches import HANG_GUARD_S, STUB, Started, phase, wait_for
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
 
@@ -49,7 +48,7 @@ def launch_and_die(folder: Path, last: int, plan: str) -> int:
     """Launches in a process that kills itself at a step; returns how many steps there were."""
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHER, str(folder), str(last), plan], cwd=ROOT, text=True,
-        capture_output=True, timeout=60, env={**os.environ, **STUB},
+        capture_output=True, timeout=HANG_GUARD_S, env={**os.environ, **STUB},
     )  # fmt: skip
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return int(done.stdout) if done.returncode == 0 else 0
@@ -74,14 +73,9 @@ def is_locked(folder: Path) -> bool:
 
 def took_place(folder: Path) -> bool:
     """Says whether a supervisor has taken over, as soon as that is decided."""
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        if (folder / rundir.PLAN_STATE).exists():
-            return True
-        if not is_locked(folder):
-            return (folder / rundir.PLAN_STATE).exists()
-        time.sleep(0.02)
-    raise AssertionError(f"{folder} is locked and has no supervisor: {os.listdir(folder)}")
+    path = folder / rundir.PLAN_STATE
+    wait_for(lambda: path.exists() or not is_locked(folder), every_s=0.02)
+    return path.exists()
 
 
 @pytest.fixture

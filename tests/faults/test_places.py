@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from console.sources.run import RunSource
 from tests.faults.scene import all_run, order, plant_kill
 from tests.launches import STUB
 from trainers.contract import rundir
@@ -46,9 +45,8 @@ def test_without_shared_memory_a_stall_is_said_and_nothing_is_done(scene, launch
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_MEMORY)
     started = launch(shell={"PYTHONPATH": f"{tmp_path}:{STUB['PYTHONPATH']}"})
     pids = started.pids()
-    order(orders, 1, "sleep 6")
-    told = started.wait(lambda: {a.id: a.text for a in RunSource(started.path).poll().alerts}
-                        .get("stall-withheld"), 30)  # fmt: skip
+    order(orders, 1, "sleep 12")
+    told = started.wait(lambda: started.alerts("stall-withheld"))[0]["text"]
     assert "there is no shared memory: pulses and records are in one directory" in told
     scene.steps_on(started, pids)
 
@@ -57,7 +55,7 @@ def test_without_shared_memory_a_stall_is_said_and_nothing_is_done(scene, launch
 def test_a_hole_in_a_heartbeat_keeps_no_run_from_its_end(scene, launch):
     started = launch(steps=150)
     os.truncate(rundir.heartbeat(started.run(), 1), 1 << 40)
-    ended = started.wait_end(40)
+    ended = started.wait_end()
     assert ended["phases"][0]["state"] == "completed", ended["why"]
     scene.note("the run ends; the hole is skipped")
 

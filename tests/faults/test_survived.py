@@ -33,7 +33,7 @@ from tests.faults.scene import (
     verdict_of,
     watching,
 )
-from tests.launches import phase
+from tests.launches import HANG_GUARD_S, phase
 from tests.terminal import Terminal
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError
@@ -169,7 +169,7 @@ def test_a_killed_console_is_opened_again_on_the_same_run(scene, run, pids):
         os.kill(screen.pid, signal.SIGKILL)
         assert screen.wait_exit() == -signal.SIGKILL
     with watching(run.path) as screen:
-        assert screen.text.startswith(f"tested {run.path.name[9:13]} one")
+        screen.wait(lambda text: text.startswith(f"tested {run.path.name[9:13]} one"))
     scene.note("the same run")
 
 
@@ -177,7 +177,7 @@ def test_a_killed_console_is_opened_again_on_the_same_run(scene, run, pids):
 def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, pids, orders):
     words = scene.inject(
         run,
-        lambda: order(orders, 1, f"sleep {2 * STILL_S}"),
+        lambda: order(orders, 1, f"sleep {3 * STILL_S}"),
         stalled(),
         cause=verdict_of("sleep"),
     )
@@ -189,7 +189,7 @@ def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, 
 def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, pids, orders):
     words = scene.inject(
         run,
-        lambda: order(orders, 1, f"gil {3 * STILL_S}"),
+        lambda: order(orders, 1, f"gil {5 * STILL_S}"),
         stalled(),
         cause=verdict_of("native"),
     )
@@ -229,8 +229,8 @@ def test_a_stopped_torchrun_is_said(scene, run, pids):
 
 def steps_from(run) -> None:
     """Waits until a console shows twenty more steps."""
-    before = RunSource(run.path).poll().step
-    run.wait(lambda: RunSource(run.path).poll().step > before + 20)
+    before = run.wait(lambda: RunSource(run.path).poll().step)
+    run.wait(lambda: (RunSource(run.path).poll().step or 0) > before + 20)
 
 
 @pytest.mark.fault("b")
@@ -264,7 +264,7 @@ def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_
                 run=str(run.path), root=run.path.parent, action="dump", args=[], timeout=0.5,
                 json=False,
             ))  # fmt: skip
-    assert actions.answer(run.path, asked, 15)["ok"]
+    assert actions.answer(run.path, asked, HANG_GUARD_S)["ok"]
     assert words.startswith(f"working process (pid {child}) is stopped (SIGSTOP")
 
 
@@ -361,7 +361,7 @@ def test_records_that_are_deleted_or_replaced_disturb_nobody(scene, run, pids, t
     source = RunSource(run.path)
     before = source.poll().skipped_records
     mine.rename(aside)
-    assert source.poll().state == "running"
+    run.wait(lambda: source.poll().state == "running")
     mine.symlink_to("/etc/passwd")
     assert source.poll().skipped_records == before
     mine.unlink()
@@ -383,7 +383,7 @@ def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(scene, run, pids):
     with log.open("a") as stream:
         stream.write(f"{ESCAPES}\n")
     sent = actions.send(run.path, "note", {"text": ESCAPES}, ESCAPES)
-    assert actions.answer(run.path, sent, 15)["ok"]
+    assert actions.answer(run.path, sent, HANG_GUARD_S)["ok"]
     with watching(run.path) as screen:
         screen.press("4")
         shown = screen.wait("[red]boo[/red] marker")

@@ -35,16 +35,16 @@ def test_the_wheel_of_nsa_works_without_the_console_and_the_trainers(tmp_path):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     alone, site = ["--no-deps", "--no-index"], tmp_path / "site"
     build = [*pip, "wheel", *alone, "--no-build-isolation", "-w", tmp_path, ROOT / "nsa"]
-    subprocess.run(build, check=True, timeout=120)
+    subprocess.run(build, check=True, timeout=300)
     (wheel,) = tmp_path.glob("nsa_attention-*.whl")
-    subprocess.run([*pip, "install", *alone, "--target", site, wheel], check=True, timeout=120)
+    subprocess.run([*pip, "install", *alone, "--target", site, wheel], check=True, timeout=300)
     assert (site / "nsa/py.typed").exists()
     assert {path.name.partition("-")[0] for path in site.iterdir()} == {"nsa", "nsa_attention"}
     program = tmp_path / "example.py"
     program.write_text(ALONE.format(root=str(ROOT), site=str(site)) + example())
     done = subprocess.run(
         [sys.executable, program], cwd=tmp_path, env={"PYTHONPATH": str(site)},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,7 @@
-"""A foreign DDP program; the three lines with `join` and `run` make its ranks instrumented."""
+"""A foreign DDP program; the three lines with `join` and `run` make its ranks instrumented.
+
+`foreign_ddp.py STEPS [FILE]`: before it ends it waits for the file.
+"""
 
 import os
 import sys
@@ -24,4 +27,6 @@ for step in range(1, int(sys.argv[1]) + 1):
     loss.backward()
     optimizer.step()
     time.sleep(float(os.environ.get("PAUSE", "0.05")))
+while len(sys.argv) > 2 and not os.path.exists(sys.argv[2]):
+    time.sleep(0.05)
 dist.destroy_process_group()

@@ -1,9 +1,11 @@
 """A contract process without torch; its ranks step together through a shared file.
 
 `member.py STEPS [MODE]`: `raise` makes rank 1 raise at step 5, `hang` makes it sleep at step 30,
-`deaf` makes all ranks ignore TERM, `leave` makes rank 1 exit with code 7 at step 5.
+`deaf` makes all ranks ignore TERM, `leave` makes rank 1 exit with code 7 at step 5. With
+`until FILE` they go on after STEPS until the file exists.
 """
 
+import itertools
 import mmap
 import os
 import signal
@@ -14,6 +16,8 @@ from pathlib import Path
 
 from trainers.contract.member import join
 
+BEYOND = 1 << 62
+"""The step of a rank that has ended: nobody waits for it."""
 steps, mode = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
 run = join()
 if mode == "deaf":
@@ -23,7 +27,8 @@ path.touch()
 with path.open("r+b") as stream:
     stream.truncate(8 * run.world)
     board = mmap.mmap(stream.fileno(), 8 * run.world)
-for step in range(1, steps + 1):
+for step in itertools.count(1):
+    is_last = step >= steps and (mode != "until" or Path(sys.argv[3]).exists())
     if run.step(step, loss=1.0 / step, grad_norm=1.0):
         break
     run.pulse.set(step, "forward")
@@ -35,6 +40,8 @@ for step in range(1, steps + 1):
         time.sleep(3600)
     time.sleep(0.02)
     run.pulse.set(step, "backward")
-    struct.pack_into("<q", board, 8 * run.rank, step)
+    struct.pack_into("<q", board, 8 * run.rank, BEYOND if is_last else step)
     while min(struct.unpack_from(f"<{run.world}q", board)) < step:
         time.sleep(0.002)
+    if is_last:
+        break

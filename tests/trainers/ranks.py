@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from trainers.contract.member import Member
 from trainers.parallel import Fsdp, Group, make_strategy
 from trainers.schema import Settings
 
-TIMEOUT_MIN = 0.25
+TIMEOUT_MIN = 1.0
 """Ends a collective that not all ranks call, so that a test fails instead of hanging."""
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 Work = Callable[[int, Group, Member], Any]
 
 
@@ -30,26 +31,38 @@ def together(
 
     Each rank has its own run directory. `first_only`: the answer of rank 0 is enough.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     fork, children = multiprocessing.get_context("fork"), []
-    for rank, run in enumerate(runs):
-        mine = dict(variables or {}) | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(runs)),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        }  # fmt: skip
-        answers, answer = fork.Pipe(duplex=False)
-        child = fork.Process(target=_rank, args=(rank, run, work, mine, answer))
-        child.start()
-        answer.close()
-        children.append((child, answers))
-    try:
-        return [_answer(answers) for _, answers in (children[:1] if first_only else children)]
-    finally:
-        for child, _ in children:
-            child.kill()
-            child.join()
+    with own_port() as port:
+        for rank, run in enumerate(runs):
+            mine = dict(variables or {}) | named(rank, len(runs), port)
+            answers, answer = fork.Pipe(duplex=False)
+            child = fork.Process(target=_rank, args=(rank, run, work, mine, answer))
+            child.start()
+            answer.close()
+            children.append((child, answers))
+        try:
+            return [_answer(answers) for _, answers in (children[:1] if first_only else children)]
+        finally:
+            for child, _ in children:
+                child.kill()
+                child.join()
+
+
+@contextlib.contextmanager
+def own_port() -> Iterator[int]:
+    """A port that no other process is given; both sockets reuse it, so rank 0 can listen on it."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
+
+
+def named(rank: int, world: int, port: int) -> dict[str, str]:
+    """Returns the environment that tells a rank its place in the group."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
 
 
 def sharded(parallel: Group, resolved: Settings) -> Fsdp:

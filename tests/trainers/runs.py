@@ -75,7 +75,7 @@ class Run(Recorded):
         # A test that fails leaves no training behind: torchrun takes its ranks with it.
         weakref.finalize(self, end, self.process)
 
-    def wait(self, timeout_s: float = 120) -> int:
+    def wait(self, timeout_s: float = 300) -> int:
         """Returns the exit code; ends the run with an error when it takes too long."""
         try:
             return self.process.wait(timeout_s)
@@ -83,7 +83,7 @@ class Run(Recorded):
             end(self.process)
             raise AssertionError(f"the run did not end in {timeout_s} s:\n{self.text()}") from None
 
-    def done(self, timeout_s: float = 120) -> Run:
+    def done(self, timeout_s: float = 300) -> Run:
         """Returns the run after its successful end."""
         assert self.wait(timeout_s) == 0, self.text()
         return self
@@ -91,7 +91,7 @@ class Run(Recorded):
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def until(self, what: Callable[[], Any], timeout_s: float = 60) -> Any:
+    def until(self, what: Callable[[], Any], timeout_s: float = 150) -> Any:
         """Waits for something true while the run lives; returns it."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:

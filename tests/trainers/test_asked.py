@@ -24,7 +24,7 @@ def asked(tmp_path_factory):
     (run.path / ".CHECKPOINT").touch()
     run.until(lambda: run.records(0, "checkpoint"))
     (run.path / ".PROFILE").touch()
-    run.until(lambda: len(run.records(0, "profile")) >= 2)
+    run.until(lambda: all(len(run.records(rank, "profile")) >= 2 for rank in range(2)))
     (run.path / ".HALT").touch()
     return run.done()
 

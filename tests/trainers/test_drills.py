@@ -166,7 +166,7 @@ def test_a_fatal_drill_ends_the_rank_at_its_step_as_the_real_fault_does(kind, dy
 
 PASSING = (
     "nan@3,inf_grad@5,sleep@7:0:0.4,spin@9:0:0.4,gil@11:0:0.4,backward@13:0:0.4,stop@15,"
-    "slow@18:all:0.05,leak@22:0:8,loader@36:0:1.5,kill@4:5,exit@41"
+    "slow@18:all:0.05,leak@22:0:8,loader@36:0:4,kill@4:5,exit@41"
 )
 
 

@@ -54,7 +54,7 @@ def checkpointed(path, changes, kind=Parts, infinite=False):
 def command(tmp_path, *words):
     return subprocess.run(
         [sys.executable, "-m", "trainers.generate", *map(str, words)],
-        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path), timeout=120,
+        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path), timeout=300,
     )  # fmt: skip
 
 

@@ -52,9 +52,9 @@ def runs(tmp_path_factory, smoke):
         folder, RANDOM | {"train.steps": 120}, 1, broken="sees_the_next_byte", name="leak",
         flags=NO_STATS,
     )  # fmt: skip
-    assert leaking.wait(170) == 12
+    assert leaking.wait(300) == 12
     recall = Recorded(smoke[2] / "2-recall")
-    return {"recall": recall, "no_attention": broken.done(170), "leak": leaking}
+    return {"recall": recall, "no_attention": broken.done(300), "leak": leaking}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def more_runs(tmp_path_factory, runs):
         ),
         "random": Run(folder, RANDOM, 1, name="random", flags=NO_STATS),
     }
-    return runs | {name: run.done(170) for name, run in started.items()}
+    return runs | {name: run.done(300) for name, run in started.items()}
 
 
 def rights(run: Recorded) -> list[float]:

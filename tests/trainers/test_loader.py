@@ -112,30 +112,27 @@ class Panic(BaseException):
 
 
 def small(**changes) -> Settings:
-    overrides = {"data.timeout_s": 0.2, "data.prefetch": 2, "data.seq_len": 8} | changes
+    overrides = {"data.timeout_s": 60, "data.prefetch": 2, "data.seq_len": 8} | changes
     return settings.resolve(None, {}, overrides).settings
 
 
-def loader_of(kind, state=None, rank: int = 0, world: int = 1) -> Loader:
-    chosen = small()
-    return Loader(kind(chosen.data, 0), chosen, rank, world, CPU, state and Manifest(0, 0, state))
+def loader_of(kind, state=None, **changes) -> Loader:
+    chosen = small(**changes)
+    return Loader(kind(chosen.data, 0), chosen, 0, 1, CPU, state and Manifest(0, 0, state))
 
 
 def test_every_fetch_has_a_time_limit_and_says_what_did_not_come():
-    late = loader_of(Hangs)
+    limit = {"data.timeout_s": 3}
+    late = loader_of(Hangs, **limit)
     late.fetch(2)
-    for broken in (late, loader_of(HangsAtOnce, late.state)):
-        began = time.monotonic()
-        with pytest.raises(DataError, match=r"no batch from synthetic random bytes within 0\.2 s"):
+    for broken in (late, loader_of(HangsAtOnce, late.state, **limit)):
+        with pytest.raises(DataError, match="no batch from synthetic random bytes within 3 s"):
             broken.wait_for_first()
-        assert time.monotonic() - began < 2
 
 
 def test_a_call_that_hangs_ends_in_a_sentence_and_one_that_raises_in_its_error():
-    began = time.monotonic()
     with pytest.raises(DataError, match="too late"):
         within(0.05, threading.Event().wait, "too late")
-    assert time.monotonic() - began < 10
     for error in (ZeroDivisionError, Panic):
         with pytest.raises(error):
             within(60, raising(error()), "too late")
@@ -164,7 +161,9 @@ def test_an_error_of_a_source_is_raised_by_fetch(monkeypatch, error, says):
 
 def test_reading_ahead_is_bounded_and_the_state_is_what_training_took():
     ahead = loader_of(Synthetic)
-    time.sleep(0.3)
+    while ahead._ready.qsize() < 2:
+        time.sleep(0.01)
+    time.sleep(0.3)  # for a third batch, which must not come
     assert ahead.state["position"] == 0
     assert ahead.epoch is None
     assert ahead._ready.qsize() == 2

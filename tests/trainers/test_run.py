@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 from nsa.config import flops_per_token, parameter_count
 from nsa.model import Transformer
 from tests.mounts import tmpfs
+from tests.trainers.ranks import named, own_port
 from tests.trainers.runs import (
     CONFIG,
     ROOT,
@@ -29,7 +29,7 @@ from tests.trainers.runs import (
     small,
 )
 from trainers import checkpoint, failures, manifest, precision, settings
-from trainers.contract import rundir
+from trainers.contract import pulse, rundir
 from trainers.contract.member import Member
 from trainers.report import Report
 
@@ -233,7 +233,7 @@ def test_a_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(tmp_path, ho
     halts = [run.records(rank, "halt")[-1] for rank in range(2)]
     assert halts[0]["step"] == halts[1]["step"] > seen
     assert {halt["reason"] for halt in halts} == {how}
-    assert halts[0]["ts"] - asked < 5
+    assert halts[0]["ts"] - asked < 60
     metrics = run.metrics()
     assert (metrics["steps_done"], metrics["reason"]) == (halts[0]["step"], how)
     assert metrics["exit_code"] == 0
@@ -313,31 +313,31 @@ def test_a_checkpoint_that_cannot_be_written_ends_with_15(tmp_path):
     assert (metrics["steps_done"], metrics["exit_code"]) == (2, 15)
 
 
-def test_a_rank_whose_peer_dies_ends_with_14_and_says_so(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@pytest.fixture
+def port():
+    with own_port() as kept:
+        yield kept
+
+
+def test_a_rank_whose_peer_dies_ends_with_14_and_says_so(tmp_path, port):
     words = [part for k, v in small(train__steps=100_000).items() for part in ("--set", f"{k}={v}")]
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     ranks = []
     for rank, log in enumerate(logs):
-        variables = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
+        variables = named(rank, 2, port)
         command = [sys.executable, "-m", "trainers.ddp", "--run-dir", str(tmp_path / "run"), *words]
         with log.open("wb") as stream:
             ranks.append(subprocess.Popen(
                 command, cwd=ROOT, env=environment(tmp_path, **variables), stderr=stream,
                 stdout=stream,
             ))  # fmt: skip
-    end = time.monotonic() + 60
+    end = time.monotonic() + 150
     while not heartbeats(tmp_path / "run", 1, "progress"):
         assert time.monotonic() < end, logs[1].read_text()
         time.sleep(0.05)
     ranks[1].kill()
     ranks[1].wait()
-    assert ranks[0].wait(30) == 14, logs[0].read_text()
+    assert ranks[0].wait(60) == 14, logs[0].read_text()
     assert "Traceback" not in logs[0].read_text()
     error = heartbeats(tmp_path / "run", 0, "error")[-1]
     assert "another rank has exited" in error["error"]
@@ -362,7 +362,7 @@ def disk(tmp_path):
 
 def fill(disk: Path) -> Path:
     """Writes a file until the disk is full."""
-    with (disk / "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+    with (disk / "filler").open("ab", buffering=0) as stream, contextlib.suppress(OSError):
         while stream.write(b"x" * 4096):
             pass
     return disk / "filler"
@@ -376,13 +376,18 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path, disk):
     filler = fill(disk)
     run.until(lambda: "records are dropped and counted" in run.text())
     before = run.records(0, "progress")[-1]
-    time.sleep(0.5)
+    run.until(lambda: step_of(disk) > before["step"] + 1)
     filler.unlink()
     after = run.until(lambda: [r for r in readable(disk) if r.get("dropped_records")])[-1]
     assert after["step"] > before["step"] + 1
     (disk / rundir.HALT).touch()
     assert run.wait() == 0, run.text()
     assert run.metrics()["reason"] == rundir.HALT
+
+
+def step_of(run: Path) -> int:
+    found = pulse.read(rundir.pulse(run, 0))
+    return found.step if found else 0
 
 
 def in_the_way(file: Path, folder: Path) -> bool:
@@ -402,7 +407,8 @@ def test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named(tmp_
     run = Run(tmp_path, SAVING, nproc=1, name=disk.name)
     first = run.until(lambda: manifest.newest_first(disk))[0]
     filler = fill(disk)
-    run.until(lambda: "the save of the checkpoint" in run.text())
+    # An old checkpoint that goes, because the save before was complete, makes room for another.
+    run.until(lambda: fill(disk) and "the save of the checkpoint" in run.text())
     (good,) = manifest.newest_first(disk)
     manifest.verify(good)
     filler.unlink()

@@ -31,7 +31,7 @@ def names(run: Path) -> list[str]:
 
 
 def waited(saver: Saver) -> list[Path | CheckpointError]:
-    within(20, saver.wait, "the background save did not end")
+    within(120, saver.wait, "the background save did not end")
     return saver.collect()
 
 
@@ -121,7 +121,8 @@ class Leaves(Saver):
     how = signal.SIGSTOP
 
     def _write(self, *arguments):
-        time.sleep(0.3)  # until rank 0 has all that both need to begin
+        while not (self._run / "began").exists():  # rank 0 has all that both need to begin
+            time.sleep(0.01)
         os.kill(os.getpid(), self.how)
         return super()._write(*arguments)
 
@@ -142,14 +143,15 @@ def test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next(
         mine = (peer if rank else Saver)(run, made(1, parallel), BACKGROUND)
         mine.save_async(at(1))
         if rank:
-            time.sleep(60)
+            time.sleep(600)
         began = time.monotonic()
+        (run / "began").touch()
         (failed,) = mine.finish()
         return time.monotonic() - began, str(failed)
 
     run.mkdir()
     took_s, failed = together([run, run], work, first_only=True)[0]
-    assert took_s < 10
+    assert took_s < 45, "not the limit of a collective"
     assert "step_00000001 failed" in failed
     saved(run, made(1), 2)
     assert names(run) == ["latest", "step_00000002"]

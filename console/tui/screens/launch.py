@@ -229,7 +229,7 @@ class Launch(Scrolls, View):
         self.fill()
 
     def do_zoom(self) -> None:
-        """Opens an overlay with the complete content of all panels."""
+        """Opens an overlay with the rows of all panels, up to `WHOLE` rows of each."""
         snapshot, width = self.snapshot, self.size.width
         if snapshot is not None:
             rows = [row for p in self.query(Panel) for row in p.rows(snapshot, width, WHOLE)]

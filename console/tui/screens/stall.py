@@ -24,7 +24,7 @@ STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
 
 
 def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[Row]:
-    """Returns the verdict in at most two lines, with its confidence."""
+    """Returns the verdict in at most two lines, with its confidence if one line is free."""
     verdict = state.verdict
     if verdict is not None:
         since = "no supervisor now" if state.state == "unsupervised" else "the run has ended"
@@ -34,7 +34,7 @@ def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[
         second = (rest[0], style) if rest else (_place(verdict), "dim")
         return [((VERDICT, style), (first, style)), ((" " * len(VERDICT), ""), second)]
     calm = {
-        "running": ("no stall: every rank makes progress", "ok"),
+        "running": ("no stall detected", "ok"),
         "stalled": ("stalled; diagnosis in progress", "dim"),
     }
     said, style = calm.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
@@ -58,7 +58,7 @@ COLUMNS = (
 """Heading and width of each column before the frame; a negative width aligns right."""
 MARK_WIDTH = 2
 PLACE = "frame, age"
-"""The heading of the last column: the innermost frame outside libraries, and the dump's age."""
+"""The heading of the last column: the frame that `top_frame` returns, and the age of the dump."""
 
 
 def _layout(state: RunState) -> list[tuple[str, int]]:
@@ -116,7 +116,7 @@ CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervis
 
 
 def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list[Row]:
-    """Returns the evidence for the verdict: one line per sign, wrapped if there is room."""
+    """Returns the next step, then the evidence for and against the verdict, two lines per sign."""
     verdict = state.verdict
     sure = f"confidence: {verdict.sure}" if verdict else ""
     rows = [rule("evidence", width, sure)]

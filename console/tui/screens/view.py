@@ -32,7 +32,8 @@ class Body(Box):
 class View(Box):
     """One of the four views between the alert line and the action bar.
 
-    The method `do_<id>` executes the key `<id>`; the app looks for the method here first.
+    The method `do_<id>` executes the key `<id>`. The app looks for the method in the view first,
+    unless an overlay is open.
     """
 
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"

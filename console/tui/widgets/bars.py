@@ -41,7 +41,7 @@ class Footer(Lines):
 
 
 class ActionBar(Box):
-    """The buttons of the most used actions. Tab and Enter, a click or the key press a button."""
+    """The buttons of the most used actions: press one with Tab and Enter, a click, or its key."""
 
     DEFAULT_CSS = "ActionBar { layout: horizontal; height: 1; }"
 

@@ -129,7 +129,7 @@ def _labels(low: float, high: float, unit: str, height: int) -> list[str]:
 
 
 def time_axis(start: float, span: int, width: int) -> str:
-    """Returns the clock times at both ends of the time axis."""
+    """Returns the clock times at both ends of the time axis; a short axis has only the first."""
     form = "%H:%M:%S" if span <= 300 else "%H:%M"
     left, right = (time.strftime(form, time.localtime(t)) for t in (start, start + span))
     return left + right.rjust(width - len(left)) if width > len(left + right) else left
@@ -145,6 +145,7 @@ def zoomed_rows(
     """Returns one chart for the whole view, with values below the chart.
 
     The values are those at the crosshair: of the whole chart, and of each GPU, rank or layer.
+    Without a crosshair, the newest values of each GPU, rank or layer are shown.
     """
     parts = part_rows(chart, series, at, width, height // 3)
     rows = chart_rows(chart, series, window, width, height - 1 - len(parts), mode, at)
@@ -181,7 +182,7 @@ def nearest(points: Points, at: float | None) -> Point:
 def part_rows(
     chart: Chart, series: Mapping[str, Points], at: float | None, width: int, height: int
 ) -> list[Row]:
-    """Returns the value of each GPU, rank or layer; the lowest layer is marked."""
+    """Returns the values of the GPUs, ranks or layers that fit; the lowest layer is marked."""
     values = {
         name.partition(":")[2]: nearest(points, at)[1] / chart.scale
         for name in chart.parts if (points := series.get(name))
@@ -210,7 +211,10 @@ def part_rows(
 
 
 class ChartPanel(Panel):
-    """A chart. It is drawn again only if its points, its window or its options have changed."""
+    """A chart. It is drawn again only if its points, its window or its options have changed.
+
+    A zoomed chart is also drawn again every second, because it shows an age.
+    """
 
     def __init__(self, id: str, mode: Mode):
         super().__init__(id=id)

@@ -34,7 +34,7 @@ class Entry:
 
 
 def entries(root: Path) -> list[Entry]:
-    """Returns the newest launches, the runs without a launch, and all plans."""
+    """Returns the newest launches, the newest runs without a launch, and the plans that load."""
     from console.plans import catalog
     from console.sources import launches
 

@@ -1,4 +1,4 @@
-"""The confirmation of an action. No is the default; the text of an open question never changes."""
+"""The confirmation of an action. No is the default; the facts of an open question never change."""
 
 from __future__ import annotations
 

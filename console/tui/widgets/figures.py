@@ -1,4 +1,4 @@
-"""The newest figures, each with value, unit and window."""
+"""The newest figures, each with its value and, if there is room, a note."""
 
 from __future__ import annotations
 

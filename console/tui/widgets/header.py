@@ -108,7 +108,7 @@ def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
 
 
 def _armed(state: RunState, room: int) -> list[str]:
-    """Returns the forms of the policy's text, longest first; [] if the run has no supervisor."""
+    """Returns the forms of the policy's text, longest first; [] without a policy or supervisor."""
     watched = state.state in LIVE_STATES and state.state != "unsupervised"
     if not state.armed or not watched or (state.launch and state.launch.state == "unsupervised"):
         return []

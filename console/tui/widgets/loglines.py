@@ -32,7 +32,7 @@ def log_rows(line: LogLine, width: int, limit: int = 20) -> list[Row]:
 
 
 class LogBook:
-    """The numbered lines of the log so far.
+    """The newest lines of the log, at most `BACKLOG`, with their numbers.
 
     `total` is the number of lines of this log, dropped lines included; `epoch` increases when
     another log begins.

@@ -26,7 +26,7 @@ class Drawer(Box):
 
 
 class Overlay(Box):
-    """A widget that receives the keys while it is open; the app opens one at a time."""
+    """A widget that receives the keys while it is open; at most one is open."""
 
     DEFAULT_CSS = """
     Overlay { width: 100%; height: auto; layout: vertical; background: ansi_default; }

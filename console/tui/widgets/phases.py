@@ -33,8 +33,8 @@ def phase_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns the phases with their states and what they prove.
 
-    A low panel shows only the phases around the current phase, and what one phase proves: the
-    current phase, or the next phase if the current phase has completed.
+    A low panel shows only the phases around the current phase, and at most what one phase proves:
+    the current phase, or the next phase if the current phase has completed.
     """
     words = {"ask": "L starts each next phase", "go": "starts the next phase if gates passed"}
     sentences = [wrap(phase.proves, width - 4, 2) for phase in phases]

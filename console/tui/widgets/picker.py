@@ -24,7 +24,7 @@ END = 1 << 40
 
 
 class Picker(Lines, can_focus=True):
-    """A heading and as many items as fit; `cursor` is the chosen item, or -1 in a plain text."""
+    """A heading and the items that fit; `cursor` is the chosen item, -1 if none can be chosen."""
 
     def __init__(self, id: str, title: str = "", cursor: bool = True):
         super().__init__(id=id)
@@ -97,7 +97,7 @@ class Picker(Lines, can_focus=True):
 
 
 class Scrolls:
-    """Adds the scrolling keys and the mouse wheel; by default they move the widget's `Picker`."""
+    """Adds the scrolling keys and the mouse wheel; by default they move the `Picker` inside."""
 
     def scroll_by(self, by: int) -> None:
         """Scrolls by rows, as far as possible; before the widget is mounted, does nothing."""

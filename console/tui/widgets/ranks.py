@@ -1,4 +1,4 @@
-"""One row per rank with its GPU (or else its CPU and memory), step, phase and age."""
+"""One row per rank with its GPU (or else its CPU and memory), step and phase."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BAR = ""
 
 
 def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> list[Row]:
-    """Returns a heading and a row per rank, or the worst ranks and a count if not all fit."""
+    """Returns a heading and a row per rank. If not all fit, the worst come first, then a count."""
     has_gpus = bool(state.gpus) or any(rank.gpu is not None for rank in state.ranks)
     idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
     ranks = state.ranks or idle
@@ -139,7 +139,7 @@ def _bar_cell(percent: float | None, width: int, base: str) -> tuple[str, str]:
 
 
 def lives(state: RunState, rank: Rank) -> bool:
-    """Returns whether the measurements of a rank are current; a rank that has ended has none."""
+    """Returns whether the measurements of a rank are current: run and rank have not ended."""
     return state.state in LIVE_STATES and not rank.exit and rank.state != "gone"
 
 

@@ -51,9 +51,9 @@ def stack_rows(
 ) -> list[Row]:
     """Returns one column per group from the group `first` on, innermost frames on top.
 
-    Only stacks of the newest dump are compared. The group of the blamed rank `odd` is marked. If no
-    rank is blamed, each group that is smaller than the largest is marked, or every group if each
-    has only one rank.
+    Only stacks of the newest dump are compared; if they are all the same, no group is marked. The
+    group of the blamed rank `odd` is marked. If no rank is blamed, each group that is smaller than
+    the largest is marked, or every group if each has only one rank.
     """
     newest = max((stack.ts for _, stack in groups if stack), default=None)
     if newest is None:
@@ -81,7 +81,7 @@ def _column(
     """Returns text and style of each cell: the ranks, what they wait for, and their frames."""
     head = f"rank{'s' * (len(ranks) > 1)} {','.join(spans(ranks, '–'))}"
     if stack is None:
-        return [(head, "crit"), ("no dump: the rank did not respond", "dim")]
+        return [(head, "crit"), ("no dump of this group", "dim")]
     age = f"{fmt.age(now - stack.ts)} ago"
     if is_old:
         head, style = f"{head}  {age}, not in newest dump", "warn"

@@ -375,7 +375,7 @@ def test_a_number_of_ranks_that_no_run_has_does_not_block_a_reader():
     found.take_end(1, 1, None)  # rank 1 died before its first record
     gated = {gate.name: gate for gate in evaluate(found, EVERY_BOUND)}
     assert not gates.reached(found, {"fetch_below_s": {"bound": 5, "at": [100]}})
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < 60
     assert gated["fetch_below_s"].why == "rank 3, attempt 1: no record"
     assert gated["entropy_above"].result == "pass"
 

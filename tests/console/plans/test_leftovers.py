@@ -22,7 +22,7 @@ import signal, sys, time
 if sys.argv[1] == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -75,13 +75,14 @@ def launch(tmp_path):
 @pytest.mark.decision("end-leftovers", "true")
 @pytest.mark.parametrize(("kind", "code", "signal"), [("plain", -15, "TERM"), ("deaf", -9, "KILL")])
 def test_a_trainer_of_a_dead_supervisor_is_ended(launch, monkeypatch, kind, code, signal):
-    monkeypatch.setattr(leftovers, "GRACE_S", 20.0 if kind == "plain" else 0.2)
+    monkeypatch.setattr(leftovers, "GRACE_S", 60.0 if kind == "plain" else 0.2)
+    monkeypatch.setattr(leftovers, "KILLED_S", 60.0)
     child = launch.start(kind)
     mine, said = launch.found(child)
     assert (len(mine), said) == (1, "")
     name = f"pid {child.pid} (rank 3 of {launch.run})"
     assert list(leftovers.end(mine)) == [f"{name} ended after SIG{signal}"]
-    assert child.wait(10) == code
+    assert child.wait(60) == code
 
 
 def take_lock(it: Launch) -> None:
@@ -162,4 +163,4 @@ def test_without_a_terminal_the_command_needs_a_confirmation(launch, capsys, mon
     assert f"pid {child.pid} (rank 3 of {launch.run}) ended after SIGTERM" in (
         capsys.readouterr().err.replace("\n", " ")
     )
-    assert child.wait(10) == -15
+    assert child.wait(60) == -15

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import nvml as fake
+from tests.launches import wait_for
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -44,13 +45,11 @@ class Reader:
         return json.loads(self.process.stdout.readline())
 
     def wait(self, reached):
-        deadline = time.monotonic() + fake.HANGS_MS / 2000
-        while time.monotonic() < deadline:
-            rows = self.answer()
-            if rows and reached(rows):
-                return rows
-            time.sleep(0.05)
-        raise AssertionError(self.answer())
+        def rows():
+            found = self.answer()
+            return found if found and reached(found) else None
+
+        return wait_for(rows, fake.HANGS_MS / 1200, told=self.answer)
 
     def close(self):
         self.process.kill()
@@ -122,8 +121,9 @@ def test_eight_gpus_have_rows_with_figures(gpus):
     assert (row["throttle"], row["ecc_uncorrected"]) == ("", 0)
     changed = {"gpu5": {"util": 3}, "gpu2": {"throttle": 0x44}, "gpu4": {"ecc": 3}}
     fake.write(folder, **changed)
-    rows = reader.wait(lambda rows: rows[5]["util_pct"] == 3 and rows[4]["ecc_uncorrected"] == 3)
-    assert rows[2]["throttle"] == "hardware thermal"
+    reader.wait(lambda rows: (
+        rows[5]["util_pct"], rows[4]["ecc_uncorrected"], rows[2]["throttle"],
+    ) == (3, 3, "hardware thermal"))  # fmt: skip
 
 
 def test_a_lost_gpu_keeps_its_xid_and_the_others_stay_ok(gpus):
@@ -131,11 +131,10 @@ def test_a_lost_gpu_keeps_its_xid_and_the_others_stay_ok(gpus):
     fake.xid(folder, 3, 79)
     reader.wait(lambda rows: rows[3]["xid"] == 79)
     fake.write(folder, gpu3={"state": "lost"})
-    rows = reader.wait(lambda rows: rows[3]["state"] == "lost")
+    rows = reader.wait(lambda rows: rows[3]["state"] == "lost" and ok(rows[:3] + rows[4:]))
     assert rows[3]["why"] == "lost: GPU is lost, Xid 79"
     assert rows[3]["util_pct"] is None
     assert rows[3]["mem_total_mib"] == 81_920
-    assert ok(rows[:3] + rows[4:])
 
 
 def test_a_hanging_gpu_delays_no_other(machine):
@@ -148,8 +147,7 @@ def test_a_hanging_gpu_delays_no_other(machine):
     assert "has not answered for" in rows[0]["why"]
     assert (rows[0]["util_pct"], rows[0]["mem_used_mib"]) == (None, None)
     fake.write(machine.folder, 2, gpu1={"util": 11}, **hangs)
-    rows = reader.wait(lambda rows: rows[1]["util_pct"] == 11)
-    assert rows[0]["state"] == "error"
+    reader.wait(lambda rows: (rows[0]["state"], rows[1]["util_pct"]) == ("error", 11))
 
 
 # --- Xids ------------------------------------------------------------------------------------
@@ -165,7 +163,7 @@ def test_each_xid_is_counted_on_the_gpu_that_it_is_about(gpus):
     rows = reader.wait(lambda rows: rows[6]["xid"] == 94 and rows[5]["xid_count"] == 2)
     assert (rows[5]["xid"], rows[5]["xid_count"], rows[5]["xids"]) == (31, 2, [31, 31])
     assert rows[5]["why"] == "Xid 31, 2 times"
-    assert abs(rows[5]["xid_ts"] - time.time()) < 10
+    assert abs(rows[5]["xid_ts"] - time.time()) < 60
     assert rows[0] == before[0]
     fake.xid(folder, 5, 79)
     rows = reader.wait(lambda rows: rows[5]["xid_count"] == 3)
@@ -179,8 +177,7 @@ def test_a_gpu_that_came_back_reports_xids_again(gpus):
     fake.xid(folder, 7, 48)
     reader.wait(lambda rows: rows[7]["xid"] == 48)
     fake.write(folder)
-    rows = reader.wait(ok)
-    assert rows[1]["why"] == ""
+    reader.wait(lambda rows: ok(rows) and rows[1]["why"] == "")
     fake.xid(folder, 1, 63)
     reader.wait(lambda rows: rows[1]["xid"] == 63)
 
@@ -191,9 +188,9 @@ def test_a_gpu_that_came_back_reports_xids_again(gpus):
 def test_a_sensor_that_is_refused_leaves_the_others(gpus):
     folder, reader = gpus
     fake.write(folder, gpu1={"refused": "ecc=4,memory=999"}, gpu2={"refused": "power=4,util=4"})
-    rows = reader.wait(lambda rows: rows[1]["mem_used_mib"] is None and rows[2]["power_w"] is None)
+    rows = reader.wait(lambda rows: [rows[1]["mem_used_mib"], rows[1]["ecc_uncorrected"],
+                                     rows[2]["power_w"]] == [None] * 3)  # fmt: skip
     assert (rows[1]["state"], rows[1]["util_pct"], rows[1]["temp_c"]) == ("ok", 97.0, 64)
-    assert rows[1]["ecc_uncorrected"] is None
     assert "no memory (Unknown Error); no ECC errors (Insufficient Permissions)" in rows[1]["why"]
     assert "no utilization, power (Insufficient Permissions)" in rows[2]["why"]
 
@@ -220,7 +217,7 @@ def test_nvml_that_cannot_be_initialised_is_an_error_of_each_gpu(machine, listed
     fake.kernel(machine.root, listed)
     fake.driver(machine.folder, init=999)
     reader = machine.start()
-    rows = reader.wait(lambda rows: "initialised" in rows[0]["why"])
+    rows = reader.wait(lambda rows: len(rows) == count and "initialised" in rows[-1]["why"])
     assert [row["state"] for row in rows] == ["error"] * count
     assert rows[-1]["why"] == "NVML cannot be initialised (Unknown Error); retrying"
     fake.driver(machine.folder)

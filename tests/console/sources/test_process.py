@@ -6,21 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
 
 from console.sources import process
+from tests.launches import wait_for
 from trainers.contract import environ, rundir
-
-
-def until(reached: Callable[[], bool]) -> None:
-    """Waits for a condition; the limit is only for a test that fails."""
-    deadline = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -37,12 +28,12 @@ def busy():
 def test_cpu_is_measured_between_two_samples(busy):
     meter = process.Meter()
     assert meter.sample(busy.pid).cpu_pct is None
-    until(lambda: (meter.sample(busy.pid).cpu_pct or 0.0) > 0)
+    wait_for(lambda: (meter.sample(busy.pid).cpu_pct or 0.0) > 0)
     assert 1 < meter.sample(busy.pid).rss_mib < 200
     busy.send_signal(signal.SIGSTOP)
-    until(lambda: meter.sample(busy.pid).state == "T")
+    wait_for(lambda: meter.sample(busy.pid).state == "T")
     busy.kill()
-    until(lambda: meter.sample(busy.pid) == process.ProcessUse("Z"))
+    wait_for(lambda: meter.sample(busy.pid) == process.ProcessUse("Z"))
     busy.wait()
     assert meter.sample(busy.pid) == process.ProcessUse()
 
@@ -50,7 +41,7 @@ def test_cpu_is_measured_between_two_samples(busy):
 @pytest.mark.decision("target-process", "true")
 @pytest.mark.decision("target-process", "absent")
 def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):
-    until(lambda: busy.pid in process.with_token("test-token"))  # it runs its program
+    wait_for(lambda: busy.pid in process.with_token("test-token"))  # it runs its program
     assert busy.pid in process.children(os.getpid())
     assert process.with_token("test-token") == [busy.pid]
     assert process.open_process(busy.pid, "another") is None
@@ -66,7 +57,7 @@ def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):
 
 
 def test_a_handler_of_a_signal_is_seen(busy):
-    until(lambda: process.catches(busy.pid, signal.SIGUSR1))
+    wait_for(lambda: process.catches(busy.pid, signal.SIGUSR1))
     assert not process.catches(busy.pid, signal.SIGUSR2)
     assert not process.catches(2**22 - 3, signal.SIGUSR1)
 
@@ -77,12 +68,12 @@ def test_an_exit_code_is_available_before_and_after_the_reap(end, code):
         ["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE,
         env={**os.environ, environ.TOKEN: "test-token"},
     )  # fmt: skip
-    until(lambda: process.with_token("test-token") == [child.pid])
+    wait_for(lambda: process.with_token("test-token") == [child.pid])
     handle = process.open_process(child.pid, "test-token")
     assert handle.exit_code() is None
     assert not handle.is_unreaped()
     child.stdin.close()
-    until(handle.is_over)
+    wait_for(handle.is_over)
     assert (handle.is_unreaped(), handle.exit_code()) == (True, code)
     assert child.wait() == code
     assert not handle.is_unreaped()

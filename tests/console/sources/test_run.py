@@ -50,7 +50,7 @@ def test_a_launch_shows_its_current_run_with_figures_windows_and_ages(launch):
     assert state.figures["disk_free_gib"].value == 3.5
     assert state.ranks[1].cpu_pct == 99.0
     assert state.data_age_s is not None
-    assert state.data_age_s < 5
+    assert state.data_age_s < 60
     assert state.environment == {"NSA_LR": "0.2"}
     assert state.decided == {"NSA_ACCUM": "4", "NSA_OPT_FUSED": "1"}
     assert state.launch is not None
@@ -104,7 +104,7 @@ def test_live_pulses_are_read_from_shared_memory(launch, shared_memory):
     found = state.ranks[0].pulse
     assert found is not None
     assert (found.step, found.phase, found.live) == (12, "backward", True)
-    assert found.since_s < 5
+    assert found.since_s < 60
 
 
 def test_the_supervisor_heartbeat_outweighs_events_on_alerts(launch, shared_memory):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -26,7 +25,7 @@ from console.supervisor.shm import LastPulses, Live
 from tests import owners
 from tests.console.sources.recorded import Recorded
 from tests.console.test_go import BOUNDS, completed
-from tests.launches import STUB, phase, write_plan
+from tests.launches import HANG_GUARD_S, STUB, phase, write_plan
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 from trainers.contract.pulse import PulseWriter
@@ -267,9 +266,10 @@ def test_torchruns_log_names_no_rank_that_the_run_does_not_have():
 
 
 @pytest.mark.decision("stop", "lie")
-def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin):
+def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin, tmp_path):
     started = begin(
-        phase("one", "member.py", 300), phase("two", "member.py", 5), shell=STUB,
+        phase("one", "member.py", 5, "until", tmp_path / "go"), phase("two", "member.py", 5),
+        shell=STUB,
         restart={"when": "crash", "attempts": 2, "backoff_s": 0},
     )  # fmt: skip
     started.wait_steps(3)
@@ -289,28 +289,29 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin):
     request = {"v": 1, "id": "old", "action": "kill", "args": {"yes": True}, "by": "x", "ts": 4e9}
     rundir.write_json(started.run() / rundir.REQUESTS / "old.json", request)
     actions.adopt(started.path)
-    answer = actions.answer(started.path, "old", 10)
+    answer = actions.answer(started.path, "old", HANG_GUARD_S)
     assert (answer["ok"], "older than this supervisor" in answer["text"]) == (False, True)
     assert started.pids() == pids
     assert all(process.state(pid) in "RSD" for pid in pids.values())
     notes = " ".join(e["text"] for i in (None, 0) for e in started.events(i) if e["kind"] == "note")
     assert "kill was requested from the former supervisor and is not continued" in notes
     assert "plan_state.json sets NSA_LR=9.5 for later phases; no answer" in notes
+    (tmp_path / "go").touch()
     ended = started.wait_end()
     assert [entry["state"] for entry in ended["phases"]] == ["completed", "later"]
     assert ended["why"] == "one: stop requested by x"
 
 
-def forge_the_end(started, last: int) -> None:
+def forge_the_end(started, least: int) -> None:
     """Appends the records that the ranks would have written up to their end."""
-    for rank in (0, 1):
-        path = rundir.heartbeat(started.run(), rank)
-        records = [json.loads(line) for line in path.read_text().splitlines()]
+    told = [started.heartbeats(rank=rank) for rank in (0, 1)]
+    last = max(least, *(records[-1]["step"] + 1 for records in told))
+    for rank, records in enumerate(told):
         newest = [record for record in records if record["msg"] == "progress"][-1]
         end = {"msg": "exit", "exit_code": 0, "reason": "done", "nonfinite_loss_steps": 0}
         steps = range(records[-1]["step"] + 1, last + 1)
         forged = [*({"step": step} for step in steps), end | {"step": last}]
-        with path.open("ab") as stream:
+        with rundir.heartbeat(started.run(), rank).open("ab") as stream:
             for n, fields in enumerate(forged, records[-1]["n"] + 1):
                 stream.write(jsonl.encode(newest | fields | {"n": n, "mono": time.monotonic()}))
 
@@ -318,12 +319,12 @@ def forge_the_end(started, last: int) -> None:
 @pytest.mark.decision("next-phase", "absent")
 @pytest.mark.parametrize("pulses", ["stale", "true"])
 def test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it(
-    begin, monkeypatch, pulses
+    begin, tmp_path, monkeypatch, pulses
 ):
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])  # also for the second phase
-    steps = 150
+    steps = 20
     started = begin(
-        phase("one", "member.py", steps, gates={"steps_done": steps}),
+        phase("one", "member.py", steps, "until", tmp_path / "go", gates={"steps_done": steps}),
         phase("two", "member.py", 5), shell=STUB,
     )  # fmt: skip
     started.wait_steps(5)
@@ -332,6 +333,7 @@ def test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it(
     if pulses == "stale":
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+    (tmp_path / "go").touch()
     started.wait_gone()
     if pulses == "stale":
         forge_the_end(started, steps)

@@ -14,6 +14,7 @@ import pytest
 from console.diagnose.stall import RankEvidence
 from console.supervisor import evidence
 from console.supervisor.evidence import Collector
+from tests.launches import wait_for
 
 RANK = RankEvidence(0, os.getpid(), "S", 5, "forward", 9.0)
 DUMP = 'Stack (most recent call first):\n  File "/job/train.py", line {} in step\n'
@@ -33,13 +34,7 @@ def made(run, check=lambda: None):
 
 def collected(collector, *ranks):
     """Polls until the evidence is complete, and returns it."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        collector.poll(ranks)
-        if collector.complete is not None:
-            return collector.complete
-        time.sleep(0.02)
-    raise AssertionError("the evidence is not complete")
+    return wait_for(lambda: collector.poll(ranks) or collector.complete, every_s=0.02)
 
 
 def test_a_directory_that_does_not_answer_still_gives_the_processes(tmp_path, quick):
@@ -50,7 +45,9 @@ def test_a_directory_that_does_not_answer_still_gives_the_processes(tmp_path, qu
     hung.set()
 
 
-def test_a_dump_from_before_the_stall_or_from_a_later_clock_is_not_used(tmp_path, quick):
+def test_a_dump_from_before_the_stall_or_from_a_later_clock_is_not_used(
+    tmp_path, quick, monkeypatch
+):
     now_ms = time.time_ns() // 1_000_000
     for line, ms in ((1, now_ms - 60_000), (2, now_ms + 3_600_000)):
         (tmp_path / f"stackdump_rank0_{ms}.txt").write_text(DUMP.format(line))
@@ -58,6 +55,8 @@ def test_a_dump_from_before_the_stall_or_from_a_later_clock_is_not_used(tmp_path
     assert collected(collector, RANK).stacks == {}
     collector.clear()
     collector._began_at = -1e9
+    monkeypatch.setattr(evidence, "DUMPED_AFTER_S", 2.0)
+    monkeypatch.setattr(evidence, "UNREAD_AFTER_S", 60.0)
     collector.poll((RANK,))
     time.sleep(0.01)
     own = tmp_path / f"stackdump_rank0_{time.time_ns() // 1_000_000}.txt"
@@ -93,11 +92,7 @@ def test_processes_are_sampled_again_while_a_stall_lasts_and_nobody_is_dumped_ag
         assert collected(collector, ill).after[0].state == "T"
         collector.wants_dump = frozenset()
         child.send_signal(signal.SIGCONT)
-        deadline = time.monotonic() + 30
-        while collector.complete.after[0].state == "T" and time.monotonic() < deadline:
-            collector.poll((ill,))
-            time.sleep(0.01)
-        assert collector.complete.after[0].state in "RS"
+        wait_for(lambda: collector.poll((ill,)) or collector.complete.after[0].state in "RS")
         assert not collector.wants_dump
     finally:
         child.kill()

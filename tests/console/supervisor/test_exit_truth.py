@@ -67,14 +67,15 @@ def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(ending
     started.wait_steps(2)
     torchrun, pid = started.state()["torchrun"]["pid"], started.pids()[1]
     os.kill(torchrun, signal.SIGSTOP)
+    started.wait(lambda: process.state(torchrun) == "T")
     os.kill(pid, signal.SIGKILL)
 
     def rank() -> dict:
         return started.state()["workers"][1]
 
-    started.wait(lambda: rank()["exit"])
+    unreaped = "killed (SIGKILL), unreaped"
+    started.wait(lambda: rank()["exit"] and liveness.exit_words(rank(), {}) == unreaped)
     assert process.state(pid) == "Z"
-    assert liveness.exit_words(rank(), {}) == "killed (SIGKILL), unreaped"
     assert not rundir.is_alive(rundir.identity() | {key: rank()[key] for key in
                                                     ("pid", "start_ticks")})  # fmt: skip
     started.wait(lambda: "Z" in [row["state"] for row in started.samples()[-1]["ranks"]])

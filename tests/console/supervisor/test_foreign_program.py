@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import pytest
 from console import action_table, actions
 from console.plans import gates
 from console.sources import process
-from tests.launches import PROGRAMS, phase
+from tests.launches import HANG_GUARD_S, PROGRAMS, phase
 from trainers.contract import jsonl, rundir
 from trainers.contract.dumps import END_MARK
 from trainers.contract.errors import RefusedError
@@ -27,24 +28,34 @@ def running(begin):
 
 def test_ranks_are_found_and_sampled_every_second(running):
     assert sorted(running.pids()) == [0, 1]
-    running.wait(lambda: len([s for s in running.samples() if s["ranks"]]) >= 3)
-    samples = running.samples()
-    seconds = [int(sample["mono"]) for sample in samples]
-    assert len(set(seconds)) == len(seconds)
-    assert seconds[-1] - seconds[0] < 2 * len(seconds)
-    assert samples[-1]["disk"]["free_gib"] > 0
-    for row in samples[-1]["ranks"]:
+    found = [running.wait(lambda: [s for s in running.samples() if s["ranks"]])[-1]]
+    while len(found) < 3 or not is_every_second([sample["mono"] for sample in found[-3:]]):
+        found.append(running.wait(lambda: next_after(running.samples(), found[-1])))
+        assert len(found) < HANG_GUARD_S
+    assert found[-1]["disk"]["free_gib"] > 0
+    for row in found[-1]["ranks"]:
         assert row["state"] in "RSDT"
         assert row["rss_mib"] > 50
         assert row["pulse"]["step"] >= 1
 
 
+def next_after(records, last):
+    return next((each for each in records if each["mono"] > last["mono"]), None)
+
+
+def is_every_second(times) -> bool:
+    """Tells of three times in a row; of all a machine that is busy elsewhere may miss some."""
+    return all(0.5 < after - before < 1.5 for before, after in itertools.pairwise(times))
+
+
 def test_the_supervisor_heartbeat_is_written_every_second(running):
     path = Path(running.state()["live_dir"]) / rundir.LIVE_STATUS
-    first = running.wait(lambda: rundir.read_json(path))
-    running.wait(lambda: rundir.read_json(path)["mono"] > first["mono"], 3)
-    assert first["run"].endswith("0-one")
-    assert first["blocked_s"] < 1
+    found = [running.wait(lambda: rundir.read_json(path))]
+    while len(found) < 3 or not is_every_second([status["mono"] for status in found[-3:]]):
+        found.append(running.wait(lambda: next_after([rundir.read_json(path)], found[-1])))
+        assert len(found) < HANG_GUARD_S
+    assert found[0]["run"].endswith("0-one")
+    assert min(status["blocked_s"] for status in found) < 1
 
 
 def test_a_dump_holds_the_stacks_of_both_ranks(running):
@@ -61,13 +72,13 @@ def test_a_stopped_rank_is_named_with_its_phase_and_cleared_when_it_continues(ru
     pid = running.pids()[1]
     os.kill(pid, signal.SIGSTOP)
     try:
-        verdict = running.wait_state("stalled", timeout_s=20)["verdict"]
+        verdict = running.wait_state("stalled")["verdict"]
         assert (verdict["rank"], verdict["cause"], verdict["phase"]) == (1, "stopped", "step")
         assert verdict["sentence"].startswith("rank 1 has been stalled in step")
         assert "it is stopped (SIGSTOP); kill -CONT" in verdict["sentence"]
         assert "rank 0 waits" in verdict["sentence"]
-        assert list((running.run() / rundir.VERDICTS).iterdir())
-        alert = running.alerts("stall")[0]
+        running.wait(lambda: list((running.run() / rundir.VERDICTS).iterdir()))
+        alert = running.wait(lambda: running.alerts("stall"))[0]
         assert (alert["kind"], alert["key"], alert["level"]) == ("alert", "3", "crit")
         assert running.ask("ack", alert="stall")["ok"]
         refused = running.ask("dump", rank=1)
@@ -75,22 +86,22 @@ def test_a_stopped_rank_is_named_with_its_phase_and_cleared_when_it_continues(ru
         assert "stopped" in refused["text"]
     finally:
         os.kill(pid, signal.SIGCONT)
-    running.wait_state("running", timeout_s=10)
-    assert running.state()["verdict"] is None
-    assert running.alerts("stall")[-1]["kind"] == "clear"
+    running.wait(lambda: (s := running.state())["state"] == "running" and s["verdict"] is None)
+    running.wait(lambda: running.alerts("stall")[-1]["kind"] == "clear")
 
 
-def check_that_the_next_phase_gets_the_flag(started):
+def check_that_the_next_phase_gets_the_flag(started, go):
     answer = started.ask("set-flag", name="NCCL_DEBUG", value="warn")
     assert (answer["ok"], answer["text"]) == (True, "NCCL_DEBUG=WARN for two only")
     assert started.ask("set-flag", name="NSA_DDP_BUCKET_MB", value=4)["ok"]
     assert started.ask("set-flag", name="NSA_DDP_BUCKET_MB")["ok"]
     assert not started.ask("set-flag", name="NCCL_DEBUG", value="shout")["ok"]
-    assert list(started.plan_state["next_flags"]) == ["NCCL_DEBUG"]
+    started.wait(lambda: list(started.plan_state["next_flags"]) == ["NCCL_DEBUG"])
     every = started.ask("set-flag", name="NSA_TB_DISABLE", value=1, phases="all")
     assert (every["ok"], every["text"]) == (True, "NSA_TB_DISABLE=1 for two and all later phases")
     refused = started.ask("proceed")
     assert (refused["ok"], "one is still running" in refused["text"]) == (False, True)
+    go.touch()
     started.wait(lambda: started.plan_state["state"] == "waiting")
     assert not started.ask("proceed", phase="three")["ok"]
     assert started.ask("proceed", phase="two")["ok"]
@@ -134,18 +145,19 @@ def keys_of(value):
             yield from keys_of(inner)
 
 
-def test_two_phases_with_a_flag_between_them_and_a_halt(begin):
+def test_two_phases_with_a_flag_between_them_and_a_halt(begin, tmp_path):
     """One launch from its start to its end, as a second one would cost half a minute."""
     started = begin(
-        phase("one", "foreign_ddp.py", 60, gates={"steps_done": 50, "no_stall": True}),
+        phase("one", "foreign_ddp.py", 60, tmp_path / "go",
+              gates={"steps_done": 50, "no_stall": True}),
         phase("two", "foreign_ddp.py", 100_000, gates={"steps_done": 1}),
-        between="ask",
-    )
+        between="ask", watch={"stall_floor_s": 2 * HANG_GUARD_S, "grace_s": 3},
+    )  # fmt: skip
     started.wait_steps(3)
     pid = started.owner["pid"]
     with pytest.raises(RefusedError, match=rf"has a supervisor .*pid {pid} .* can be adopted$"):
         actions.adopt(started.path)
-    check_that_the_next_phase_gets_the_flag(started)
+    check_that_the_next_phase_gets_the_flag(started, tmp_path / "go")
     check_that_the_guide_names_every_key(started)
     found = rundir.read_json(started.run(0) / rundir.GATES)["gates"]
     assert {g["name"]: g["result"] for g in found} == {"steps_done": "pass", "no_stall": "pass"}
@@ -160,4 +172,4 @@ def test_two_phases_with_a_flag_between_them_and_a_halt(begin):
     assert len({r["step"] for r in records if r["msg"] == "halt"}) == 1
     assert not process.with_token(started.token(1))
     assert not list(Path("/dev/shm").glob(f"*{started.token(1)}*"))
-    started.wait(lambda: not rundir.is_alive(ended["supervisor"]), 5)
+    started.wait(lambda: not rundir.is_alive(ended["supervisor"]))

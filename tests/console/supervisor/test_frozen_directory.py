@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ from console.sources.tail import Tail
 from tests.fakes import errors
 from tests.faults.sweep import LONG, Case, Course, orders
 from tests.faults.test_places import WITHOUT_MEMORY
-from tests.launches import STUB, Started, phase
+from tests.launches import HANG_GUARD_S, STUB, Started, phase
 from tests.mounts import ext4
 from trainers.contract import heartbeat, pulse, rundir
 
@@ -39,26 +38,33 @@ def test_a_frozen_directory_blocks_only_its_writer_and_loses_nothing(begin, moun
     live = Path(started.state()["live_dir"])
     step = pulse.read(rundir.pulse(live, 0)).step
     subprocess.run(["fsfreeze", "-f", str(mounted)], check=True)
-    try:
-        time.sleep(FROZEN_S)
-        status = rundir.read_json(live / rundir.LIVE_STATUS)
-        status_age_s = time.time() - status["ts"]
+    frozen = time.monotonic()
+
+    def status() -> dict[str, Any]:
+        return rundir.read_json(live / rundir.LIVE_STATUS)
+
+    def works_on() -> bool:
+        now = status()
         moved = pulse.read(rundir.pulse(live, 0)).step - step
+        return (
+            now["mono"] > frozen + FROZEN_S and now["blocked_s"] > FROZEN_S - 3
+            and now["waiting"] > 0 and moved > 100
+        )  # fmt: skip
+
+    try:
+        started.wait(works_on)
     finally:
+        thawed = time.monotonic()
         subprocess.run(["fsfreeze", "-u", str(mounted)], check=True)
-    assert moved > 100
-    assert status["blocked_s"] > FROZEN_S - 3
-    assert status["waiting"] > 0
-    assert status_age_s < 2.5
-    started.wait(lambda: rundir.read_json(live / rundir.LIVE_STATUS)["blocked_s"] < 1, 5)
+    started.wait(lambda: status()["blocked_s"] < 1)
     assert started.ask("halt")["ok"]
     started.wait_end()
     assert started.state()["state"] == "halted"
     reader = Tail(rundir.heartbeat(started.run(), 0), heartbeat.accept)
     steps = [r["step"] for r in reader.poll() if r["msg"] == "progress"]
     assert steps == list(range(1, len(steps) + 1))
-    gaps = [b["mono"] - a["mono"] for a, b in itertools.pairwise(started.samples())]
-    assert max(gaps) < 3
+    sampled = [sample for sample in started.samples() if frozen < sample["mono"] < thawed]
+    assert len(sampled) > FROZEN_S / 2, "samples of the frozen time were kept and written later"
     assert not any(event["kind"] == "alert" for event in started.events(0))
 
 
@@ -89,9 +95,9 @@ def test_term_in_a_frozen_directory_ends_what_can_end_and_the_rest_after_the_tha
     assert all("D" in threads for threads in states.values()), states
     for pid in left if told else ():
         assert f"{pid} (" in told["alerts"][0]["text"], told
-    started.wait(lambda: not process.with_token(token), 10)
+    started.wait(lambda: not process.with_token(token))
     assert started.wait_end()["phases"][0]["state"] == "stopped"
-    started.wait(lambda: not rundir.is_alive(owner), 10)
+    started.wait(lambda: not rundir.is_alive(owner))
 
 
 def test_a_process_that_replaces_another_works_while_the_directory_does_not_answer(tmp_path):
@@ -108,17 +114,17 @@ def test_a_process_that_replaces_another_works_while_the_directory_does_not_answ
         os.kill(child, signal.SIGKILL)
         killed = time.monotonic()
 
-        def status() -> dict[str, Any]:
-            return rundir.read_json(live / rundir.LIVE_STATUS) or {}
+        def is_blocked() -> bool:
+            status = rundir.read_json(live / rundir.LIVE_STATUS) or {}
+            return status.get("mono", 0) > killed + 4 and status["blocked_s"] > 2
 
-        started.wait(lambda: status().get("mono", 0) > killed + 4, 20)
-        assert status()["blocked_s"] > 2
+        started.wait(is_blocked)
         os.kill(supervisor.pid, signal.SIGTERM)
-        started.wait(lambda: not process.with_token(started.token()), 8)
+        started.wait(lambda: not process.with_token(started.token()))
     finally:
         errors.write(control, None)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            supervisor.wait(30)
+            supervisor.wait(HANG_GUARD_S)
         left = list(case.left_behind(supervisor))
         shutil.rmtree(live, ignore_errors=True)
     assert (left, started.plan_state["phases"][0]["state"]) == ([], "stopped")

@@ -45,7 +45,7 @@ if mode == "no records":
 """
 
 SPEED = """
-import sys, time
+import os, sys, time
 from trainers.contract.member import join
 run = join()
 if sys.argv[1] == "ill" and run.rank == 1:
@@ -53,6 +53,8 @@ if sys.argv[1] == "ill" and run.rank == 1:
 for step in range(1, 201):
     time.sleep(0.02)
     run.step(step, loss=1.0, toks_per_s=run.world * 100.0, dt_fetch_s=9.0)
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.02)
 """
 
 
@@ -71,14 +73,14 @@ def test_nan_stall_and_crash_of_the_first_attempt_fail_the_gates_of_the_run(
     started = begin(
         {"name": "one", "script": script(tmp_path, TWICE), "nproc": 1, "gates": bounds},
         phase("two", "member.py", 5), shell=STUB, restart={"when": "crash", "backoff_s": 0},
-        watch={"stall_floor_s": 2, "grace_s": 3},
+        watch={"stall_floor_s": 30, "grace_s": 3},  # a rank that is stopped is named after 3 s
     )  # fmt: skip
     started.wait_steps(20)
     (pid,) = started.pids().values()
     os.kill(pid, signal.SIGSTOP)
-    started.wait_state("stalled", timeout_s=20)
+    started.wait_state("stalled")
     os.kill(pid, signal.SIGCONT)
-    started.wait_state("running", timeout_s=10)
+    started.wait_state("running")
     started.replace_supervisor()
     os.kill(pid, signal.SIGKILL)
     ended = started.wait_end()
@@ -103,7 +105,7 @@ def ended_with(begin, folder, mode):
          "gates": {"no_stall": True, "steps_done": 12}},
         phase("two", "member.py", 3), shell=STUB,
     )  # fmt: skip
-    return started, started.wait_end(30)
+    return started, started.wait_end()
 
 
 @pytest.mark.decision("next-phase", "true")
@@ -112,8 +114,7 @@ def test_the_next_phase_starts_when_exits_and_whole_records_say_so(begin, tmp_pa
     assert [p["state"] for p in ended["phases"]] == ["completed", "completed"], ended["why"]
     assert main(["check", str(started.path)]) == 0
     report = started.path / "report.md"
-    started.wait(report.exists, 20)
-    assert "**go**" in report.read_text()
+    started.wait(lambda: "**go**" in report.read_text())
 
 
 @pytest.mark.parametrize(
@@ -136,14 +137,19 @@ def test_the_plan_ends_where_exits_and_records_disagree(begin, tmp_path, mode, s
 
 def test_gates_at_a_step_of_the_logs_and_of_the_phase_before(begin, tmp_path):
     program, late = script(tmp_path, SPEED), {"bound": 5, "at": 100, "override": "It is planted."}
+    seen = [tmp_path / name for name in ("single", "both")]
     started = begin(
-        {"name": "single", "script": program, "args": ["well"], "nproc": 1,
+        {"name": "single", "script": program, "args": ["well", str(seen[0])], "nproc": 1,
          "gates": {"toks_per_s_50_above": 1, "no_log_errors": True, "fetch_below_s": late}},
-        {"name": "both", "script": program, "args": ["ill"], "nproc": 2,
+        {"name": "both", "script": program, "args": ["ill", str(seen[1])], "nproc": 2,
          "gates": {"scaling_above": 0.3, "no_log_errors": True, "heartbeats_complete": True,
                    "fetch_below_s": {"bound": 5, "at": 100}}}, shell=STUB,
     )  # fmt: skip
-    ended = started.wait_end(60)
+    started.wait(lambda: "fetch_below_s@100" in str(started.events(0)))
+    seen[0].touch()
+    started.wait(lambda: started.alerts("gate-fetch_below_s@100", 1))
+    seen[1].touch()
+    ended = started.wait_end()
     assert [(p["name"], p["result"]) for p in ended["phases"]] == [
         ("single", "pass"), ("both", "fail"),
     ], ended["why"]  # fmt: skip
@@ -154,11 +160,11 @@ def test_gates_at_a_step_of_the_logs_and_of_the_phase_before(begin, tmp_path):
         "no_log_errors": ("fail", 1), "heartbeats_complete": ("pass", 0),
         "fetch_below_s": ("fail", 9), "fetch_below_s@100": ("fail", 9),
     }  # fmt: skip
-    assert started.alerts("gate-fetch_below_s@100", 1)[0]["level"] == "crit"
+    (alert,) = (e for e in started.alerts("gate-fetch_below_s@100", 1) if e["kind"] == "alert")
+    assert alert["level"] == "crit"
     assert not started.alerts("gate-fetch_below_s@100", 0), "it has an override"
     assert any("fetch_below_s@100" in event["text"] for event in started.events(0))
     assert main(["check", str(started.path)]) == 1
     assert main(["check", str(started.run(0))]) == 0
     report = started.path / "report.md"
-    started.wait(report.exists, 20)
-    assert "It is planted." in report.read_text()
+    started.wait(lambda: "It is planted." in report.read_text())

@@ -18,14 +18,15 @@ from console.supervisor import inbox
 from console.supervisor.inbox import Inbox, Poller, Request
 from console.supervisor.rundir_io import Directory
 from tests import owners
-from tests.launches import phase
+from tests.launches import HANG_GUARD_S, phase
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError, UsageError
 
 
 @pytest.fixture(scope="module")
 def launched(begin):
-    started = begin(phase("one", "member.py", 100_000, "deaf"))
+    slow = {"stall_floor_s": 30, "startup_s": 60, "grace_s": 2 * HANG_GUARD_S}
+    started = begin(phase("one", "member.py", 100_000, "deaf"), watch=slow)
     started.wait_steps(2)
     return started
 
@@ -71,10 +72,10 @@ def test_the_supervisor_is_small_and_idle_and_has_no_torch(launched):
 )
 def test_a_wrong_request_is_answered_with_what_is_wrong(launched, box, name, record, says):
     write_request(box, f"{name}.json", **record)
-    (answer,) = launched.wait(lambda: answers(launched, name), 5)
+    (answer,) = launched.wait(lambda: answers(launched, name))
     assert not answer["ok"]
     assert says in answer["text"]
-    launched.wait(lambda: not (box / f"{name}.json").exists(), 5)
+    launched.wait(lambda: not (box / f"{name}.json").exists())
 
 
 def test_what_is_no_request_is_removed_and_harms_nothing(launched, box):
@@ -89,7 +90,7 @@ def test_what_is_no_request_is_removed_and_harms_nothing(launched, box):
     long.mkdir()
     (long / "kept").touch()
     long.rename(box / long.name)
-    launched.wait(lambda: not [n for n in os.listdir(box) if not n.startswith(".")], 5)
+    launched.wait(lambda: not [n for n in os.listdir(box) if not n.startswith(".")])
     for name in ("c1", "c2", "c3", "c4", "c5"):
         assert [answer["ok"] for answer in answers(launched, name)] == [False]
     assert outside.read_text() == "{}"
@@ -115,13 +116,14 @@ def test_many_entries_that_are_no_request_delay_none_and_a_link_is_no_mailbox(la
         box.unlink()
     finally:
         away.rename(box)
+    launched.wait(lambda: answers(launched, "e1") and not (box / "e1.json").exists())
 
 
 @pytest.mark.parametrize("name", ["again.json", f"{'longer' * 14}.json"])
 def test_a_name_is_the_id_of_a_request_without_one(launched, box, name):
     for text in (f"first {name}", f"second {name}"):
         write_request(box, name, action="note", args={"text": text})
-        launched.wait(lambda: not (box / name).exists(), 5)
+        launched.wait(lambda: not (box / name).exists())
     events = launched.events(0)
     texts = [e["text"] for e in events if e["kind"] == "note" and name in e["text"]]
     assert texts == [f"first {name}"]
@@ -138,7 +140,7 @@ def test_an_id_is_executed_once_under_any_name_and_each_file_goes(launched, box)
             file.write_bytes(text)
         else:
             write_request(box, file.name, id="f1", action="note", args={"text": text})
-        launched.wait(lambda file=file: not file.exists(), 5)
+        launched.wait(lambda file=file: not file.exists())
     assert [a["ok"] for a in answers(launched, "f1")] == [True] + [False] * 4
     assert [e["text"] for e in launched.events(0) if e["kind"] == "note"].count("f1 once") == 1
 
@@ -148,13 +150,13 @@ def test_events_that_somebody_removed_go_on_with_every_answer(launched):
         (folder / rundir.EVENTS).unlink()
     assert launched.ask("dump")["ok"]
     assert not launched.ask("set-flag", name="NSA_LR", value="1")["ok"]
-    said = launched.wait(lambda: [e for e in launched.events(0) if e["kind"] == "note"], 5)
+    said = launched.wait(lambda: [e for e in launched.events(0) if e["kind"] == "note"])
     assert "0-one/events.jsonl was removed or replaced" in said[0]["text"]
 
 
 def test_two_dumps_at_once_are_one_dump_with_two_answers(launched):
     sent = [actions.send(launched.path, "dump", {}, f"operator {n}") for n in (1, 2)]
-    found = [actions.answer(launched.path, request, 10) for request in sent]
+    found = [actions.answer(launched.path, request, HANG_GUARD_S) for request in sent]
     assert all(answer["ok"] for answer in found)
     names = {line.split()[-1] for answer in found for line in answer["detail"]}
     assert all((launched.run() / name).stat().st_size > 0 for name in names)
@@ -164,7 +166,7 @@ def test_kill_ends_ranks_that_are_deaf_at_once_and_says_who_asked(launched):
     with pytest.raises(UsageError, match="needs yes"):
         actions.send(launched.path, "kill", {}, "tester")
     assert launched.ask("kill", yes="true")["ok"]
-    launched.wait_end(5)
+    launched.wait_end()  # the grace time of a stop is longer
     assert launched.state()["state"] == "killed"
     assert "tester" in launched.state()["why"]
     assert not process.with_token(launched.token())
@@ -243,7 +245,7 @@ class Polls:
         self.found += [request.id for request in requests]
 
     def wake(self) -> None:
-        assert self._woken.wait(20)
+        assert self._woken.wait(HANG_GUARD_S)
         self._woken.clear()
         self.directory.deliver()
 

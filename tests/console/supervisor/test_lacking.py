@@ -15,7 +15,7 @@ from console import actions
 from console.supervisor import launcher
 from console.supervisor.shm import Live
 from tests.faults.scene import ROOT
-from tests.launches import STUB, Started, phase
+from tests.launches import HANG_GUARD_S, STUB, Started, phase
 from tests.mounts import tmpfs
 from trainers.contract import pulse, rundir
 from trainers.contract.errors import ContractError
@@ -27,7 +27,7 @@ def limited(limits: str, *words: object) -> subprocess.CompletedProcess[str]:
         ["sh", "-ec", f'{limits}; exec "$@"', "sh", sys.executable, "-m", "console",
          *map(str, words)],
         env={**os.environ, **STUB, "PYTHONPATH": f"{STUB['PYTHONPATH']}:{ROOT}"}, cwd=ROOT,
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=HANG_GUARD_S,
     )  # fmt: skip
 
 
@@ -105,7 +105,8 @@ def test_a_run_on_full_shared_memory_says_so_and_completes(begin, tmp_path):
     words = ["launch", plan, "--run-dir", str(tmp_path / "run"), "--wait"]
     done = subprocess.run(
         ["unshare", "-m", "sh", "-ec", FILL, "sh", sys.executable, "-m", "console", *words],
-        cwd=ROOT, env={**os.environ, **STUB}, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env={**os.environ, **STUB}, capture_output=True, text=True,
+        timeout=HANG_GUARD_S,
     )  # fmt: skip
     started = Started(tmp_path / "run")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,7 +16,7 @@ from console.sources import process
 from console.supervisor import launcher, lock
 from console.user_config import Settings
 from tests.console.sources import directory
-from tests.launches import STUB, phase
+from tests.launches import HANG_GUARD_S, STUB, phase
 from tests.mounts import tmpfs
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
@@ -62,13 +62,14 @@ def supervisors_of(path: Path) -> list[str]:
             and os.fsencode(path) in words]  # fmt: skip
 
 
-def test_a_launch_that_was_adopted_and_ended_meanwhile_is_not_adopted(tmp_path):
+def test_a_launch_that_was_adopted_and_ended_meanwhile_is_not_adopted(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher, "DYING_S", HANG_GUARD_S)
     path = directory.launch(tmp_path)
     with ThreadPoolExecutor(1) as pool, directory.owned(path):
         directory.told(path, lock.token_of(path), **directory.DEAD)
         adopted = pool.submit(launcher.adopt, path, Settings())
         time.sleep(0.3)
-        assert adopted.running(), "adopt waits for the lock"
+        assert not adopted.done(), "adopt waits for the lock"
         held = rundir.read_json(path / rundir.PLAN_STATE) or {}
         rundir.write_json(path / rundir.PLAN_STATE, held | {"state": "ended"})
     with pytest.raises(RefusedError, match="has ended; there is nothing to adopt"):

@@ -14,11 +14,11 @@ import pytest
 
 from console import actions
 from console.sources import process
-from console.supervisor import launch_spec, shm
+from console.supervisor import launch_spec
 from console.supervisor.process_tree import Tree
 from tests import owners
-from tests.faults.scene import order
-from tests.launches import STUB, phase
+from tests.faults.scene import order, sweep_own
+from tests.launches import STUB, phase, sleeping
 from trainers.contract import environ, rundir
 
 
@@ -46,20 +46,21 @@ def bare(begin, orders):
 
 
 def test_an_attempt_is_not_over_while_a_rank_lives_and_kill_reaches_all_processes(bare, orders):
-    (alert,) = bare.wait(lambda: bare.alerts("torchrun-gone"), 10)
+    (alert,) = bare.wait(lambda: bare.alerts("torchrun-gone"))
     assert "ranks 0, 1 still run" in alert["text"]
     order(orders, 0, f"stray {orders / 'stray'}")
-    stray = int(bare.wait(lambda: (p := orders / "stray").exists() and p.read_text()))
+    stray = int(bare.wait(lambda: (orders / "stray").read_text()))
     assert bare.state()["state"] == "running"
     assert bare.ask("kill", yes=True)["ok"]
-    assert bare.wait_end(20)["phases"][0]["state"] == "killed"
+    assert bare.wait_end()["phases"][0]["state"] == "killed"
     assert {worker["exit"]["signal"] for worker in bare.state()["workers"]} == {"SIGKILL"}
     assert process.state(stray) in (process.GONE, "Z")
 
 
 def test_a_new_supervisor_adopts_them_dumps_them_and_halts_them(bare):
     former = bare.kill_supervisor()
-    shm.sweep(0.0)  # as another launch does, also one that still holds the lock of the directory
+    # As another launch does, also one that still holds the lock of the directory.
+    sweep_own([bare.token()])
     looking = os.open(bare.state()["live_dir"], os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_EX)
     threading.Timer(1.0, os.close, [looking]).start()
@@ -70,7 +71,7 @@ def test_a_new_supervisor_adopts_them_dumps_them_and_halts_them(bare):
     answer = bare.ask("dump")
     assert answer["text"] == "stacks of 2 ranks dumped", answer
     assert bare.ask("halt")["ok"]
-    assert bare.wait_end(20)["phases"][0]["state"] == "halted"
+    assert bare.wait_end()["phases"][0]["state"] == "halted"
     assert [worker["exit"]["code"] for worker in bare.state()["workers"]] == [0, 0]
 
 
@@ -80,7 +81,7 @@ def test_a_stranger_with_a_copied_token_is_no_rank(run):
     environment = launch_spec.inherited() | {
         environ.RUN_DIR: str(run), environ.TOKEN: token, "RANK": "1", "LOCAL_RANK": "1",
     }  # fmt: skip
-    with subprocess.Popen(["sleep", "60"], env=environment) as copied:
+    with sleeping(**environment) as copied:
         found = Tree(token, 2, select.poll(), owners.absent(), str(run))
         gone = {"rank": 1, "pid": 4194303, "start_ticks": 1, "exit": {"code": 0, "ts": 1.0}}
         found.adopt({"workers": [gone]}, run, 1)

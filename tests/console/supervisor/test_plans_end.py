@@ -15,10 +15,13 @@ from tests.launches import STUB, phase
 from trainers.contract import rundir
 
 
-def sleeper(folder: Path, name: str, seconds: float) -> dict[str, object]:
-    """A phase of one process that is not instrumented."""
+def sleeper(folder: Path, name: str) -> dict[str, object]:
+    """A phase of one process that is not instrumented and ends when the file `go` exists."""
     script = folder / f"{name}.py"
-    script.write_text(f"import time\nprint('begun', flush=True)\ntime.sleep({seconds})\n")
+    script.write_text(
+        "import os, time\nprint('begun', flush=True)\n"
+        f"while not os.path.exists({str(folder / 'go')!r}):\n    time.sleep(0.02)\n"
+    )
     return {"name": name, "script": str(script), "nproc": 1}
 
 
@@ -29,13 +32,14 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    started = begin(sleeper(tmp_path, "one", 3), sleeper(tmp_path, "two", 0))
+    started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"))
     log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
     started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
     if how == "file":
         (started.run() / rundir.HALT).touch()
     else:
         assert started.ask("halt")["ok"]
+    (tmp_path / "go").touch()
     ended = started.wait_end()
     assert [phase["state"] for phase in ended["phases"]] == ["completed", "later"]
     why = {"request": "halt requested by tester", "file": ".HALT exists"}[how]
@@ -48,11 +52,12 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
 
 
 def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
-    started = begin(sleeper(tmp_path, "one", 0), sleeper(tmp_path, "two", 0), between="ask")
+    (tmp_path / "go").touch()
+    started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), between="ask")
     started.wait(lambda: started.plan_state.get("state") == "waiting")
     request = {"v": 1, "id": "late", "action": "dump", "args": {}, "by": "tester"}
     rundir.write_json(started.run() / rundir.REQUESTS / "late.json", request)
-    answer = started.wait(lambda: [e for e in started.events(0) if e["kind"] == "answer"], 5)
+    answer = started.wait(lambda: [e for e in started.events(0) if e["kind"] == "answer"])
     assert (answer[0]["request"], answer[0]["ok"]) == ("late", False)
     assert started.ask("halt")["ok"]
     assert started.wait_end()["why"] == "halt requested by tester before the next phase"
@@ -67,6 +72,7 @@ def test_an_end_whose_records_cannot_be_read_is_not_completed_and_starts_no_phas
     )  # fmt: skip
     started.wait_steps(3)
     agent = started.state()["torchrun"]["pid"]
+    started.wait(lambda: started.plan_state["phases"][0]["state"] == "running")
     started.run().rename(tmp_path / "away")
     seen = RunSource(started.path).poll()
     assert (seen.state, seen.id) == ("running", f"{started.path.parent.name}-"
@@ -76,7 +82,7 @@ def test_an_end_whose_records_cannot_be_read_is_not_completed_and_starts_no_phas
         os.kill(agent, signal.SIGTERM)
     else:
         assert actions.send(started.path, "stop", {}, "tester")
-    ended = started.wait_end(30)
+    ended = started.wait_end()
     assert [phase["state"] for phase in ended["phases"]] == [state, "later"], ended
     assert how == "stop" or "cannot read the run directory" in ended["why"]
     seen = RunSource(started.path).poll()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 
 import pytest
@@ -17,7 +16,7 @@ from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import former_run, restart
 from console.supervisor.restart import AttemptEnd, NextAttempt
-from tests.launches import PROGRAMS, STUB, phase
+from tests.launches import PROGRAMS, STUB, phase, sleeping
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -78,8 +77,9 @@ def test_the_policy_in_the_guide_is_one_that_a_plan_takes(tmp_path):
     assert plans.load(path).restart == Restart("crash", 3, 10.0)
 
 
-def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin):
-    started = begin(phase("one", "member.py", 150), restart={"when": "crash", "backoff_s": 0.5})
+def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin, tmp_path):
+    one = phase("one", "member.py", 5, "until", tmp_path / "go")
+    started = begin(one, restart={"when": "crash", "backoff_s": 0.5})
     started.wait_steps(3)
     first = started.pids()
     os.kill(first[1], signal.SIGKILL)
@@ -91,6 +91,7 @@ def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin)
     again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["workers"] and s)
     assert "restart, 1 left" in again["armed"]
     assert again["armed_short"].endswith(" ↻1")
+    (tmp_path / "go").touch()
     assert started.wait_end()["phases"][0]["state"] == "completed"
     assert set(started.pids().values()).isdisjoint(first.values())
     records = rundir.heartbeat(started.run(), 0).read_bytes().splitlines()
@@ -109,29 +110,31 @@ def test_a_rank_that_fails_after_torchrun_has_exited_ends_the_others_and_a_new_a
     )  # fmt: skip
     started.wait_steps(3)
     os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
-    (alert,) = started.wait(lambda: started.alerts("torchrun-gone"), 10)
+    (alert,) = started.wait(lambda: started.alerts("torchrun-gone"))
     assert "ranks 0, 1 still run" in alert["text"]
     os.kill(started.pids()[1], signal.SIGKILL)
-    state = started.wait(lambda: (s := started.state())["attempt"] == 2 and s, 20)
+    state = started.wait(lambda: (s := started.state())["attempt"] == 2 and s)
     assert "rank 1 was killed by SIGKILL" in state["ended"][0]["why"]
     assert started.ask("stop")["ok"]
-    assert started.wait_end(20)["phases"][0]["state"] == "stopped"
+    assert started.wait_end()["phases"][0]["state"] == "stopped"
 
 
-def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin, monkeypatch):
+def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])  # also for the second phase
-    started = begin(phase("one", "member.py", 250), phase("two", "member.py", 5), shell=STUB)
+    one = phase("one", "member.py", 5, "until", tmp_path / "go")
+    started = begin(one, phase("two", "member.py", 5), shell=STUB)
     started.wait_steps(3)
     with pytest.raises(RefusedError, match="has a supervisor"):
         actions.adopt(started.path)
     pids, former = started.pids(), started.kill_supervisor()
-    started.wait(lambda: RunSource(started.path).poll().state == "unsupervised", 10)
+    started.wait(lambda: RunSource(started.path).poll().state == "unsupervised")
     assert "a new supervisor has adopted" in actions.adopt(started.run())
     state = started.wait(lambda: (s := started.state())["pid"] != former["pid"] and s)
     assert (state["state"], started.pids()) == ("running", pids)
-    step = RunSource(started.path).poll().step
+    step = started.wait(lambda: RunSource(started.path).poll().step)
     started.wait(lambda: (RunSource(started.path).poll().step or 0) > step + 5)
     assert started.ask("dump")["ok"]
+    (tmp_path / "go").touch()
     ended = started.wait_end()
     assert [p["state"] for p in ended["phases"]] == ["completed", "completed"]
     with pytest.raises(RefusedError, match="has ended; there is nothing to adopt"):
@@ -177,7 +180,7 @@ def test_the_token_of_another_run_is_refused_and_its_processes_are_left_alone(lo
     environment = rundir.read_json(lost.run() / rundir.RUN)["environment"]
     forged = {"environment": environment | {environ.TOKEN: FOREIGN_TOKEN}}
     foreign = {environ.TOKEN: FOREIGN_TOKEN, environ.RUN_DIR: "/elsewhere/0-x"}
-    with subprocess.Popen(["sleep", "60"], env=foreign) as other:
+    with sleeping(**foreign) as other:
         path = lost.run() / rundir.RUN
         refused_with(lost, path, forged, "holds the token of another run")
         assert other.poll() is None
@@ -208,7 +211,9 @@ def test_living_processes_count_and_not_a_document_that_lags_behind_or_holds_gar
     rundir.write_json(lost.run() / rundir.SUPERVISOR, state | garbage)
     actions.adopt(lost.path)
     assert lost.wait(lambda: lost.state()["pid"] != state["pid"] and lost.pids()) == pids
-    step = RunSource(lost.path).poll().step  # 150 steps last longer than leftovers are given
+    step = lost.wait(
+        lambda: RunSource(lost.path).poll().step
+    )  # 150 steps last longer than leftovers are given
     lost.wait(lambda: (RunSource(lost.path).poll().step or 0) > step + 150)
     assert lost.state()["state"] == "running"
     assert lost.ask("halt")["ok"]
@@ -229,7 +234,7 @@ def waiting(begin, backoff_s: float, attempts: int = 2):
 def test_a_halt_ends_the_wait_for_the_next_attempt(begin):
     started = waiting(begin, 600)
     assert started.ask("halt")["ok"]
-    assert started.wait_end(10)["phases"][0]["state"] == "halted"
+    assert started.wait_end()["phases"][0]["state"] == "halted"
     assert not process.with_token(started.token())
 
 
@@ -247,7 +252,7 @@ def test_a_supervisor_that_adopts_between_two_attempts_waits_on_and_knows_why(be
     for key in ("why", "ended", "since_ts"):
         assert after[key] == before[key]
     assert after["state"] == "restarting"
-    ended = started.wait_end(60)
+    ended = started.wait_end()
     assert "rank 1: no reason recorded" in ended["why"]
     assert "not restarted: 2 attempts without a new checkpoint" in ended["why"]
     assert started.state()["attempt"] == 2
@@ -268,16 +273,16 @@ def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_tak
     long_ago = started.state() | {"since_ts": time.time() - 3600}
     rundir.write_json(started.run() / rundir.SUPERVISOR, long_ago)
     actions.adopt(started.path)
-    assert started.wait_end(10)["phases"][0]["state"] == "halted"
+    assert started.wait_end()["phases"][0]["state"] == "halted"
     assert started.state()["attempt"] == 1
 
 
 def test_an_attempt_waits_for_a_directory_that_is_away(begin):
-    started = waiting(begin, 2)
+    started = waiting(begin, 6)
     run = started.run()
     away = run.rename(started.path / "away")
-    started.wait(lambda: b"restart-waits" in (away / rundir.EVENTS).read_bytes(), 30)
+    started.wait(lambda: b"restart-waits" in (away / rundir.EVENTS).read_bytes())
     assert not process.with_token(rundir.read_json(away / rundir.RUN)["environment"][environ.TOKEN])
     away.rename(run)
-    started.wait_end(60)
+    started.wait_end()
     assert started.state()["attempt"] == 2

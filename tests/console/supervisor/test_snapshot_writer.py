@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
+from typing import Any
 
 import pytest
 
@@ -43,13 +43,11 @@ def check_history(started: Started) -> None:
             assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_a_replaced_process_goes_on_from_the_snapshot_that_its_owner_keeps(begin, shell):
-    started = begin(
-        phase("one", "member.py", 700, gates={"loss_finite": True}), shell=shell, nproc=2
-    )
+def test_a_replaced_process_goes_on_from_the_snapshot_that_its_owner_keeps(begin, tmp_path, shell):
+    one = phase("one", "member.py", 5, "until", tmp_path / "go", gates={"loss_finite": True})
+    started = begin(one, shell=shell, nproc=2)
     for _ in range(2):
-        held = (started.run() / rundir.SNAPSHOT) if started.runs() else None
-        started.wait(lambda: started.runs() and (started.run() / rundir.SNAPSHOT).exists())
+        started.wait(lambda: (started.run() / rundir.SNAPSHOT).exists())
         held = started.run() / rundir.SNAPSHOT
         held.unlink()
         started.wait(held.exists)
@@ -58,10 +56,11 @@ def test_a_replaced_process_goes_on_from_the_snapshot_that_its_owner_keeps(begin
         held.write_text("[garbage")
         os.kill(child, signal.SIGKILL)
         started.wait(lambda child=child: started.child() != child)
-    ended = started.wait_end(120)["phases"][0]
+    started.wait((started.run() / "history_10s.jsonl").exists)
+    (tmp_path / "go").touch()
+    ended = started.wait_end()["phases"][0]
     assert (ended["state"], ended["result"]) == ("completed", "pass"), ended
     assert RunRecords(started.run(), "recent").has_snapshot
-    assert (started.run() / "history_10s.jsonl").exists()
     check_history(started)
 
 
@@ -101,10 +100,18 @@ def test_a_stop_before_a_replaced_process_has_read_the_snapshot_forgets_nothing(
         phase("one", "member.py", 100, "leave", gates={"loss_finite": True}), shell=shell, nproc=2,
         watch={"grace_s": 2}, restart={"when": "crash", "attempts": 2, "backoff_s": 600},
     )  # fmt: skip
-    started.wait_state("restarting")
-    time.sleep(2)  # the owner keeps a snapshot by then
-    before = started.wait(lambda: started.plan_state["phases"][0]["steps"])
-    written = rundir.read_json(started.run() / rundir.SNAPSHOT)
+    since_ts = started.wait_state("restarting")["since_ts"]
+
+    def newer(ts: float) -> dict[str, Any]:
+        found = rundir.read_json(started.run() / rundir.SNAPSHOT) or {"ts": 0.0}
+        return found if found["ts"] > ts else {}
+
+    # The second is written when the owner keeps the first, which has all records too.
+    first = started.wait(lambda: newer(since_ts))
+    written = started.wait(lambda: newer(first["ts"]))
+    (phase_one,) = started.plan_state["phases"]
+    assert phase_one["state"] == "restarting"
+    before = phase_one["steps"]
     child, owner = started.child(), started.plan_state["supervisor"]["pid"]
     os.kill(child, signal.SIGSTOP)
     os.kill(owner, signal.SIGTERM)

@@ -249,13 +249,36 @@ def drive(
     asyncio.run(main())
 
 
-async def until(pilot: Any, true: Callable[[], bool], seconds: float = 8.0) -> None:
+async def until(pilot: Any, true: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits until something holds; fails with what is on the screen when it does not."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, f"not within {seconds:g} s:\n{picture(pilot.app)}"
         await pilot.pause(0.02)
     await pilot.pause()
+
+
+async def see(pilot: Any, *words: str) -> None:
+    """Waits until all the words are on the screen."""
+    await until(pilot, lambda: all(each in picture(pilot.app) for each in words))
+
+
+async def renewed(pilot: Any) -> None:
+    """Waits until what the present view wants has been read and is shown."""
+    now = time.monotonic()
+    pilot.app.feed.nudge()
+    await until(pilot, lambda: pilot.app.snapshot.at > now)
+
+
+async def charted(pilot: Any) -> str:
+    """Returns the screen when all its charts are drawn."""
+
+    def drawn() -> bool:
+        shown = picture(pilot.app)
+        return max(shown) > "⠀" and "no data yet" not in shown
+
+    await until(pilot, drawn)
+    return await settled(pilot)
 
 
 async def settled(pilot: Any) -> str:

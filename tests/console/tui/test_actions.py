@@ -14,16 +14,12 @@ from console.tui.widgets.flags import next_value
 from tests.console.sources import directory
 from tests.console.test_security import planted
 from tests.console.tui import recorded
-from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, settled, until
+from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, see, settled, until
 from trainers.contract.errors import ContractError
 from trainers.contract.flags import FLAGS
 
 LAUNCH = "/nowhere/cpu_smoke/20261120-031500"
 PATH = f"{LAUNCH}/1-plumbing"
-
-
-async def see(pilot, *words):
-    await until(pilot, lambda: all(each in picture(pilot.app) for each in words), 20)
 
 
 def played(state, *keys, then="", asked=None, **given):
@@ -143,7 +139,9 @@ def test_an_answer_is_text_and_no_command_to_the_terminal():
     app = app_on(recorded.running(), actions=Asked(text=recorded.HOSTILE))
 
     async def body(pilot):
-        await pilot.press("D", "y")
+        await pilot.press("D")
+        await see(pilot, "y yes")
+        await pilot.press("y")
         await see(pilot, "[red]boo[/red]")
         assert all(line.isprintable() for line in lines(app))
 
@@ -156,7 +154,7 @@ def test_a_mistake_in_an_action_is_shown():
             raise KeyError("nothing")
 
     words = "dump failed: KeyError: 'nothing'; please report"
-    played(recorded.running(), "D", "y", then=words, asked=Broken())
+    played(recorded.running(), "D", "…y yes", "y", then=words, asked=Broken())
 
 
 def test_a_request_names_its_rejection_and_runs_nothing_from_the_working_directory(
@@ -175,16 +173,16 @@ def test_the_alert_that_is_shown_is_acknowledged():
 
 
 def test_a_flag_is_changed_while_a_launch_waits():
-    sent = played(recorded.waiting(), "2", "j", "j", "space")
+    sent = played(recorded.waiting(), "2", "…NSA_OPT_FUSED", "j", "j", "space")
     change = {"name": "NSA_OPT_FUSED", "value": "1", "phases": "next"}
     assert sent == [(LAUNCH, "set-flag", change)]
-    sent = played(recorded.waiting(), "2", "v", "j", "j", "space")
+    sent = played(recorded.waiting(), "2", "…NSA_OPT_FUSED", "v", "…and later", "j", "j", "space")
     assert sent == [(LAUNCH, "set-flag", change | {"phases": "all"})]
 
 
 def test_a_value_is_typed_and_a_wrong_one_is_said_before_it_is_sent():
     field, wrong = "…a number from 0 to 1000", "…cannot be 'fast'"
-    keys = ("2", "enter", field, "ctrl+a", "ctrl+k", *"fast", wrong, "enter")
+    keys = ("2", "…NSA_LR", "enter", field, "ctrl+a", "ctrl+k", *"fast", wrong, "enter")
     sent = played(recorded.waiting(), *keys, *["backspace"] * 4, *"0.01", "enter")
     assert [args for _, _, args in sent] == [{"name": "NSA_LR", "value": "0.01", "phases": "next"}]
 
@@ -206,7 +204,7 @@ def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
         await see(pilot, "go if gates passed")
         await pilot.press("down", "down", "down", "space")
         await see(pilot, "* launch")
-        await until(pilot, lambda: app.draft.prepared.plan.phases[0].flags != {}, 20)
+        await until(pilot, lambda: app.draft.prepared.plan.phases[0].flags != {})
         await pilot.press("L")
         await see(pilot, "Launch cpu_smoke?", "2 ranks with torchrun")
         await pilot.press("y")
@@ -225,7 +223,7 @@ def test_a_paused_display_hides_no_stall_and_looks_like_no_frozen_directory():
     async def body(pilot):
         await pilot.press("p")
         await until(pilot, lambda: "paused" in lines(app)[0])
-        held = lines(app)[2:-2]
+        held = (await settled(pilot)).splitlines()[2:-2]
         app.feed._source.states = [recorded.stalled()]
         app.feed.nudge()
         await until(pilot, lambda: "STALLED" in lines(app)[0])

@@ -19,7 +19,17 @@ from console.tui.widgets.answer import KEEP_S
 from console.tui.widgets.picker import Picker
 from console.tui.widgets.stacks import grouped, stack_rows
 from tests.console.tui import recorded
-from tests.console.tui.recorded import NOW, Asked, app_on, drive, lines, picture, until
+from tests.console.tui.recorded import (
+    NOW,
+    Asked,
+    app_on,
+    charted,
+    drive,
+    lines,
+    picture,
+    see,
+    until,
+)
 
 LAUNCH = "/nowhere/cpu_smoke/20261120-031500"
 
@@ -64,7 +74,7 @@ def test_a_key_of_a_view_closes_the_help_and_works_and_leaves_a_question_open():
         await pilot.press("escape", "2")
         await until(pilot, lambda: app.view_name == "launch")
         await pilot.press("E")
-        await until(pilot, lambda: "the mark › is in the flags" in picture(app))
+        await see(pilot, "the mark › is in the flags", "NSA_LR")
         await pilot.press("enter")
         await until(pilot, lambda: app.in_field)
         await pilot.press("1")
@@ -120,8 +130,7 @@ def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
     async def body(pilot):
         assert lines(app)[1].endswith("3 diagnose  A ack  a 1 of 2")
         await pilot.press("a")
-        await pilot.pause()
-        assert lines(app)[1].startswith("! WARN run.json is no document")
+        await until(pilot, lambda: lines(app)[1].startswith("! WARN run.json is no document"))
         assert lines(app)[1].endswith("a 2 of 2")
         assert "A ack" not in lines(app)[1]
         await pilot.press("A")
@@ -160,8 +169,7 @@ def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
         assert lines(app)[1].endswith("2 gates  a 1 of 2")
         await pilot.press("2")
         await until(pilot, lambda: "preflight" in picture(app))
-        await until(pilot, lambda: "✓ python" in picture(app), 20)
-        assert "gates of plumbing, which ended" in picture(app)
+        await see(pilot, "✓ python", "gates of plumbing, which ended", "bytes_right: 0.41")
         found = next(line for line in lines(app) if "bytes_right" in line and "!" not in line)
         assert found.startswith("✗ bytes_right: 0.41 share (≥ 0.9)")
 
@@ -172,8 +180,8 @@ def test_the_charts_of_a_run_that_ended_are_there_again():
     app = app_on(recorded.crashed())
 
     async def body(pilot):
-        await until(pilot, lambda: "throughput tok/s" in picture(app))
-        before = lines(app)[12:18]
+        before = (await charted(pilot)).splitlines()[12:18]
+        assert "throughput tok/s" in picture(app)
         for key in "234":
             await pilot.press(key)
             await pilot.pause(0.2)
@@ -197,7 +205,7 @@ def test_the_next_launch_is_checked_when_the_one_that_is_shown_ends(tmp_path, st
         await until(pilot, lambda: "COMPLETED" in lines(app)[0])
         if not stays:
             await pilot.press("2")
-        await until(pilot, lambda: "✓ python" in picture(app), 20)
+        await until(pilot, lambda: "✓ python" in picture(app))
         await pilot.press("L")
         await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
 
@@ -235,6 +243,7 @@ def test_a_field_takes_the_cursor_from_the_list_and_says_once_what_it_takes():
 
     async def body(pilot):
         await pilot.press("2")
+        await until(pilot, lambda: bool(app.query("#flags")))
         flags = app.query_one("#flags", Picker)
         await until(pilot, lambda: reversed_in(flags))
         app.feed.stop()
@@ -253,7 +262,7 @@ def test_a_long_note_is_cut_and_does_not_take_the_line_with_it():
 
 
 def test_what_was_answered_goes_away_and_lies_under_no_question(monkeypatch):
-    monkeypatch.setitem(KEEP_S, "error", 2.0)
+    monkeypatch.setitem(KEEP_S, "error", 6.0)
     app = app_on(recorded.running())
 
     async def body(pilot):
@@ -308,11 +317,9 @@ def test_tab_stays_in_a_question():
     async def body(pilot):
         await pilot.press("H")
         await until(pilot, lambda: "Halt this run" in picture(app))
-        names = []
-        for _ in range(3):
+        for name in ("choice0", "no", "choice0"):
             await pilot.press("tab")
-            names.append(app.focused and app.focused.id)
-        assert names == ["choice0", "no", "choice0"]
+            await until(pilot, lambda name=name: bool(app.focused) and app.focused.id == name)
 
     drive(app, body)
 

@@ -11,7 +11,7 @@ import pytest
 from console.tui import background
 from console.tui.confirmations import CannotAsk
 from tests.console.tui import recorded
-from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, until
+from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, see, until
 from tests.terminal import Terminal
 from trainers.contract.errors import RefusedError
 
@@ -28,19 +28,19 @@ class Slow(Asked):
 
     def launch(self, options, by, seen=None):
         path = super().launch(options, by, seen)
-        self.go.wait(20)
+        self.go.wait(600)
         if not self.ok:
             raise RefusedError(self.text)
         return path
 
     def request(self, path, action, args):
-        self.go.wait(20)
+        self.go.wait(600)
         return super().request(path, action, args)
 
     def _prepare(self, options):
         self.checks.append(options)
         if self.slow_checks:
-            self.go.wait(20)
+            self.go.wait(600)
         return self._check(options)
 
 
@@ -50,9 +50,9 @@ def soon(monkeypatch):
 
 
 async def launch(pilot, app):
-    await until(pilot, lambda: "✓ python" in picture(app), 20)
+    await until(pilot, lambda: "✓ python" in picture(app))
     await pilot.press("L")
-    await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
+    await see(pilot, "Launch cpu_smoke?", "y yes")
     await pilot.press("y")
 
 
@@ -79,7 +79,7 @@ def test_a_launch_that_takes_long_is_told_and_no_second_one_is_asked_about(tmp_p
             await until(pilot, lambda: "✗ the supervisor did not start" in picture(app))
             await pilot.press("L")
             await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
-        assert "no answer for" not in lines(app)[1]
+        await until(pilot, lambda: "no answer for" not in lines(app)[1])
         assert len(asked.launched) == 1
 
     drive(app, body)
@@ -92,8 +92,12 @@ def test_a_late_answer_blocks_no_key_and_is_shown(key, ok):
     action = {"H": "halt", "D": "dump"}[key]
 
     async def body(pilot):
-        await pilot.press(key, "y", *"2341")
-        assert app.view_name == "dashboard"
+        await pilot.press(key)
+        await see(pilot, "y yes")
+        await pilot.press("y")
+        for view, name in zip("2341", ("launch", "stall", "logs", "dashboard"), strict=True):
+            await pilot.press(view)
+            await until(pilot, lambda name=name: app.view_name == name)
         waits = f"! WARN {action} of 1-plumbing: no answer for"
         await until(pilot, lambda: lines(app)[1].startswith(waits))
         assert "still waiting" in lines(app)[1]
@@ -121,6 +125,7 @@ def test_only_the_result_of_the_newest_check_is_used(tmp_path):
 
     async def body(pilot):
         await until(pilot, lambda: bool(asked.checks))
+        await see(pilot, "NSA_OPT_FUSED")
         await pilot.press("space", "j", "j", "j", "space")
         await pilot.press("L")
         await until(pilot, lambda: "still being checked" in picture(app))
@@ -129,7 +134,7 @@ def test_only_the_result_of_the_newest_check_is_used(tmp_path):
         take = app.draft.take
         app.draft.take = lambda options, *more: (results.append(options), take(options, *more))
         asked.go.set()
-        await until(pilot, lambda: bool(results), 20)
+        await until(pilot, lambda: bool(results))
         assert [each.flags for each in results] == [{"NSA_OPT_FUSED": "1"}]
         assert [each.between for each in results] == ["go"]
         assert len(asked.checks) == 2
@@ -143,7 +148,7 @@ def test_a_question_is_about_the_options_that_were_checked(tmp_path):
     app = app_on(root=tmp_path, actions=asked)
 
     async def body(pilot):
-        await until(pilot, lambda: "✓ python" in picture(app), 20)
+        await until(pilot, lambda: "✓ python" in picture(app))
         app.draft.flags["NSA_LR"] = "0.5"
         with pytest.raises(CannotAsk, match="still being checked"):
             app.draft.question("gpu01")
@@ -158,7 +163,7 @@ def test_a_question_is_about_the_options_that_were_checked(tmp_path):
 
 
 WAITS = (
-    "import console.actions as a, sys, time; a.launch = lambda *given: time.sleep(60); "
+    "import console.actions as a, sys, time; a.launch = lambda *given: time.sleep(600); "
     "from console.cli import main; sys.exit(main(sys.argv[1:]))"
 )
 
@@ -167,8 +172,10 @@ def test_leaving_says_which_answers_are_open(tmp_path):
     words = [sys.executable, "-c", WAITS, "--root", str(tmp_path)]
     with Terminal(words, ROOT, {"XDG_STATE_HOME": str(tmp_path)}, (120, 40)) as terminal:
         terminal.wait("ready: ")
-        terminal.press("L", "y")
+        terminal.press("L")
+        terminal.wait("y yes")
+        terminal.press("y")
         terminal.wait("launching cpu_smoke …")
         terminal.press("q")
-        assert terminal.wait_exit(5) == 0
+        assert terminal.wait_exit(60) == 0
         assert "no answer yet to launch of cpu_smoke; nsa-console status" in terminal.text

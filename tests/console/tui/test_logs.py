@@ -9,7 +9,7 @@ import pytest
 from console.model import LogLine
 from console.tui.widgets.loglines import BACKLOG
 from tests.console.tui import recorded
-from tests.console.tui.recorded import app_on, drive, lines, picture, until
+from tests.console.tui.recorded import app_on, drive, lines, picture, see, until
 
 SIZES = [(80, 24), (120, 40)]
 
@@ -30,21 +30,16 @@ def test_logs_follow_filter_and_find(logged, size):
     async def body(pilot):
         await until(pilot, lambda: app.book.total == 62)
         await pilot.press("4")
-        await pilot.pause()
-        assert "follows" in picture(app)
-        assert "[red]markup[/red]" in picture(app)
+        await see(pilot, "follows", "[red]markup[/red]")
         await pilot.press("g")
-        await pilot.pause()
-        assert "zero line 0 " in picture(app)
+        await see(pilot, "zero line 0 ")
         assert "follows" not in lines(app)[2].replace("G: to the end", "")
         await pilot.press("slash", *"NEEDLE", "enter")
-        await until(pilot, lambda: "one [red]markup[/red] needle" in picture(app))
-        assert "find 'NEEDLE'" in picture(app)
+        await see(pilot, "one [red]markup[/red] needle", "find 'NEEDLE'")
         await pilot.press("n")
         await until(pilot, lambda: "no later line with 'NEEDLE'" in picture(app))
         await pilot.press("G", "right", "right")
-        await pilot.pause()
-        assert "[r1]" in lines(app)[2]
+        await until(pilot, lambda: "[r1]" in lines(app)[2])
         assert "zero line" not in picture(app)
 
     drive(app, body, size)
@@ -86,7 +81,7 @@ def test_wide_and_hostile_log_lines_stay_in_their_cells(tmp_path, size):
             for strip in app.screen._compositor.render_strips():
                 assert strip.cell_length == size[0]
                 assert strip.text.isprintable(), strip.text
-        assert "the end" in picture(app)
+        await see(pilot, "the end")
 
     drive(app, body, size)
 
@@ -96,8 +91,10 @@ def test_what_is_held_in_the_log_stays_when_lines_come(logged):
 
     async def body(pilot):
         await until(pilot, lambda: app.book.total == 62)
-        await pilot.press("4", "pageup")
-        await pilot.pause()
+        await pilot.press("4")
+        await see(pilot, "follows")
+        await pilot.press("pageup")
+        await see(pilot, "G: to the end")
         before = lines(app)[3:20]
         assert app.snapshot is not None
         snapshot = dataclasses.replace(
@@ -107,13 +104,11 @@ def test_what_is_held_in_the_log_stays_when_lines_come(logged):
         await pilot.pause()
         assert lines(app)[3:20] == before
         await pilot.press("G")
-        await pilot.pause()
-        assert "new 4" in picture(app)
+        await see(pilot, "new 4")
         await pilot.press("g")
         many = tuple(LogLine("r0", f"later {i}") for i in range(BACKLOG))
         app.take(dataclasses.replace(snapshot, log=many))
-        await pilot.pause()
-        assert "later 0 " in f"{lines(app)[3]} "
+        await until(pilot, lambda: "later 0 " in f"{lines(app)[3]} ")
         assert "[all]  r0" in lines(app)[2]
         assert "r1" not in lines(app)[2]
 

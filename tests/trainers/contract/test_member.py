@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainers.runs import heartbeats
 from trainers.contract import dumps, environ, pulse, rundir
 from trainers.contract.member import HaltBoard, Member
 from trainers.contract.recorder import Recorder
@@ -37,7 +37,8 @@ for step in range(1, 100000):
     if run.step(step, loss=1.0 / step):
         break
     if mode == "block":
-        lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=60)
+        (here / "there").touch()
+        lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=600)
     if step == 3 and mode == "gil":
         records = here / "heartbeat_rank0.jsonl"
         while not records.exists() or "progress" not in records.read_text():
@@ -46,7 +47,7 @@ for step in range(1, 100000):
     if step == 3 and mode == "leave":
         run.close(step)
         (here / "there").touch()
-        time.sleep(60)
+        time.sleep(600)
     time.sleep(0.01)
 """
 
@@ -77,7 +78,7 @@ def start(tmp_path):
         process.wait()
 
 
-def wait_for(condition, seconds: float = 20.0):
+def wait_for(condition, seconds: float = 150.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -88,8 +89,13 @@ def wait_for(condition, seconds: float = 20.0):
 
 
 def beats(run: Path) -> list[dict]:
-    path = rundir.heartbeat(run, 0)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return heartbeats(run, 0)
+
+
+def runs_python(pid: int) -> bool:
+    """Says whether a thread runs; one of them always does, unless the GIL is held for ever."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return any(text.rpartition(")")[2].split()[0] != "S" for text in stats)
 
 
 def wait_for_progress(run: Path) -> None:
@@ -105,8 +111,7 @@ def live(tmp_path_factory):
 
 def test_a_blocked_main_thread_is_dumped_with_the_other_threads(tmp_path, live, start):
     process = start("block", live)
-    wait_for(lambda: any(b["msg"] == "boot" for b in beats(tmp_path)))
-    time.sleep(0.3)
+    wait_for((tmp_path / "there").exists)
     process.send_signal(signal.SIGUSR1)
     stack, kept = rundir.live_stack(live, 0), rundir.stackdump(tmp_path, 0)
     wait_for(lambda: stack.exists() and dumps.END_MARK in stack.read_text())
@@ -123,9 +128,10 @@ def test_the_last_resort_needs_no_gil_and_never_ends_a_rank(tmp_path, live, star
     process, stack = start(mode, live), rundir.live_stack(live, 0)
     wait_for_progress(tmp_path)
     wait_for((tmp_path / "there").exists)
-    time.sleep(0.3)
+    if mode == "gil":
+        wait_for(lambda: not any(runs_python(process.pid) for _ in range(3)))
     process.send_signal(signal.SIGUSR1)
-    time.sleep(0.3)
+    time.sleep(0.3)  # for a dump that must not come
     assert not stack.read_text()
     process.send_signal(dumps.LAST_RESORT)
     if mode == "gil":
@@ -153,7 +159,7 @@ def test_a_halt_ends_the_program_with_its_reason(tmp_path, live, start, how):
         (tmp_path / rundir.HALT).touch()
     else:
         process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(150) == 0
     records = beats(tmp_path)
     halt = next(b for b in records if b["msg"] == "halt")
     assert halt["reason"] == how
@@ -185,7 +191,7 @@ def test_an_old_halt_file_stops_nothing_when_no_supervisor_has_cleared_it(tmp_pa
     assert process.poll() is None
     (tmp_path / rundir.HALT).unlink()
     (tmp_path / rundir.HALT).write_text("now")
-    assert process.wait(20) == 0
+    assert process.wait(150) == 0
 
 
 def test_ranks_that_meet_every_step_agree_on_the_step_to_halt_at(tmp_path):
@@ -236,7 +242,7 @@ if len(sys.argv) > 1:
 def test_the_last_step_counts_unless_it_failed_and_values_that_json_lacks_are_converted(
     tmp_path, words, steps
 ):
-    subprocess.run([sys.executable, "-c", LOOP, *words], env=environment(tmp_path), timeout=30)
+    subprocess.run([sys.executable, "-c", LOOP, *words], env=environment(tmp_path), timeout=150)
     records = [b for b in beats(tmp_path) if b["msg"] == "progress"]
     assert [b["step"] for b in records] == steps
     assert records[0]["loss"] == 0.5
@@ -254,7 +260,7 @@ def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatc
     assert kept == 10_000
     assert recorder.dropped == 2_000
     os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))
-    assert recorder.close(20)
+    assert recorder.close(150)
     assert (tmp_path / "f").read_bytes().count(b"\n") == 10_000
 
 
@@ -263,7 +269,7 @@ def test_a_call_that_raises_is_counted_and_the_records_after_it_are_written(tmp_
     for _ in range(3):
         recorder.call(lambda: {}["missing"])
     recorder.put(tmp_path / "f", b"after\n")
-    assert recorder.close(20)
+    assert recorder.close(150)
     assert (tmp_path / "f").read_bytes() == b"after\n"
     assert (recorder.dropped, recorder.trouble) == (3, "KeyError: 'missing'")
     assert capfd.readouterr().err.count("KeyError: 'missing'") == 1
@@ -277,7 +283,7 @@ def test_records_go_on_in_the_file_that_is_there_when_somebody_replaced_it(tmp_p
         done = threading.Event()
         recorder.put(path, b'"%s"\n' % word)
         recorder.call(done.set)
-        assert done.wait(10)
+        assert done.wait(150)
 
     write(b"before")
     path.unlink()
@@ -295,7 +301,7 @@ def test_records_go_on_in_the_file_that_is_there_when_somebody_replaced_it(tmp_p
     assert recorder.dropped == 1
     path.unlink()
     write(b"last")
-    assert recorder.close(10)
+    assert recorder.close(150)
     assert path.read_text() == '"last"\n'
     assert capfd.readouterr().err.count("f.jsonl was removed or replaced") == 3
 
@@ -318,7 +324,7 @@ for step, loss in enumerate([0.0, *losses], start=1):
 def test_records_are_numbered_and_steps_that_are_not_finite_counted(tmp_path, live, loss, counts):
     """`run.step(step, loss=…)` tells the loss of the step before; the last has none."""
     words = [sys.executable, "-c", COUNTED, loss]
-    subprocess.run(words, env=environment(tmp_path, live), timeout=30, check=True)
+    subprocess.run(words, env=environment(tmp_path, live), timeout=150, check=True)
     records = beats(tmp_path)
     assert [record["n"] for record in records] == list(range(1, len(records) + 1))
     progress = [r.get("nonfinite_loss_steps") for r in records if r["msg"] == "progress"]
@@ -337,7 +343,7 @@ def test_a_dropped_record_leaves_its_number_free(tmp_path):
     member.record("progress", 1)
     member.recorder.put = put
     member.record("progress", 2)
-    assert member.recorder.close(10)
+    assert member.recorder.close(150)
     assert [record["n"] for record in beats(tmp_path)] == [1, 3]
     assert member.pulse.records == 3
 
@@ -359,7 +365,7 @@ with run.phase("evall"):
 
 def test_a_phase_lasts_as_long_as_its_with_and_has_a_name_of_the_contract(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", PHASES], env=environment(tmp_path), timeout=30, cwd=tmp_path
+        [sys.executable, "-c", PHASES], env=environment(tmp_path), timeout=150, cwd=tmp_path
     )
     assert done.returncode == 1
     assert (tmp_path / "seen").read_text().split() == ["step", "eval", "step"]
@@ -394,6 +400,6 @@ if sys.argv[1] == "close":
 )
 def test_the_exit_record_has_the_phase_in_which_the_rank_ended(tmp_path, how, phase):
     words = [sys.executable, "-c", ENDS, how]
-    subprocess.run(words, env=environment(tmp_path), timeout=30, cwd=tmp_path, check=False)
+    subprocess.run(words, env=environment(tmp_path), timeout=150, cwd=tmp_path, check=False)
     last = next(each for each in reversed(beats(tmp_path)) if each["msg"] == "exit")
     assert last.get("phase") == phase
