@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from console import plan as plans_module
 from console import user_config
+from console.plan import Phase, Plan
 from console.plans.catalog import PROJECT, project_file
 from console.plans.gates import demand
 from console.supervisor import program
 from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl, rundir
-from trainers.contract import plan as plans_module
 from trainers.contract.errors import NotFoundError
-from trainers.contract.plan import Phase, Plan
 
 PLAN_ENV, PHASE_FLAGS, LOG_DIR = "plan env", "plan", "--log-dir"
 GIT_S = 10.0

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from console import status_text
+from console import access, status_text
 from console.model import Gate, RunState
 from console.plans import gates
 from console.sources import launch_documents
@@ -112,7 +112,7 @@ def _target(
     run = launch / launch_documents.run_directory(entry)
     if entry.get("state") != "completed" or run == launch:
         raise RefusedError(f"{args['phase']} has not completed, so resume it; {NOTHING}")
-    rundir.check_ours(run)
+    access.check_ours(run)
     state = RunSource(run).poll()
     _check(state.gates, args["gate"])
     return plan_state, entry, run, state

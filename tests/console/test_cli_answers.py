@@ -9,11 +9,11 @@ import pytest
 from console import actions, cli, status_text
 from console.diagnose.watchdog import Watchdog
 from console.model import Gate
+from console.plan import Watch
 from console.sources import launches
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
-from trainers.contract.plan import Watch
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:

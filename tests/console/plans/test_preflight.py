@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from console import actions
+from console import actions, plan
 from console.actions import LaunchOptions
 from console.plans import gpu_checks, host_checks, preflight
 from console.plans.case import Case
-from trainers.contract import plan, rundir
+from trainers.contract import rundir
 
 TINY = {"name": "one", "config": "configs/tiny_cpu.yaml", "nproc": 2}
 ROOT = Path(__file__).parents[3]

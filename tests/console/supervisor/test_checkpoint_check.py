@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from console.plan import Checkpoints
 from console.sources import procfs
 from console.sources.summary import Summary
 from console.supervisor import program
@@ -18,7 +19,6 @@ from console.supervisor.rundir_io import Directory, event_record
 from tests import broken
 from tests.launches import HANG_GUARD_S
 from trainers.contract import rundir
-from trainers.contract.plan import Checkpoints
 
 FINE = "echo some line; echo fine"
 WAITS = 'while [ ! -e "{}" ]; do sleep 0.02; done; '

@@ -10,7 +10,9 @@ import time
 import pytest
 
 from console import actions
+from console import plan as plans
 from console.cli import main
+from console.plan import Restart
 from console.plans import gate_check
 from console.run_state import Facts, decide
 from console.sources import process
@@ -25,9 +27,7 @@ from tests.console.sources.recorded import Recorded
 from tests.console.test_go import BOUNDS, completed
 from tests.launches import HANG_GUARD_S, STUB, phase, write_plan
 from trainers.contract import environ, jsonl, rundir
-from trainers.contract import plan as plans
 from trainers.contract.errors import RefusedError
-from trainers.contract.plan import Restart
 from trainers.contract.pulse import PulseWriter
 
 TOKEN = "0123456789abcdef"

@@ -10,6 +10,7 @@ import pytest
 from console.diagnose.evidence import Evidence
 from console.diagnose.stall import RankEvidence
 from console.model import Verdict
+from console.plan import Phase, Watch
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -18,7 +19,6 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.monitor import Monitor
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
-from trainers.contract.plan import Phase, Watch
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
 SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None, env={})
