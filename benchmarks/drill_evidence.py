@@ -19,9 +19,9 @@ from console.diagnose.evidence import Evidence
 from console.diagnose.stall import RankEvidence
 from console.diagnose.verdict import case_of
 from console.model import Verdict
+from console.plan import Watch
 from console.supervisor.diagnosis import Diagnoser, collect
 from trainers.contract import rundir
-from trainers.contract.plan import Watch
 
 
 @dataclass(frozen=True)

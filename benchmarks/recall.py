@@ -1,8 +1,7 @@
 """Measures how fast the task recall is learned: `python -m benchmarks.recall`.
 
-The three cases are: the whole layer with a fixed distance, the window branch alone with the same
-distance, and the whole layer with a distance drawn for each sequence. Each case trains the shipped
-tiny configuration in one process; as many processes run at a time as there are cores.
+The two cases are the whole layer and the window branch alone. Each case trains the shipped tiny
+configuration in one process; as many processes run at a time as there are cores.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from benchmarks.common import ROOT, publish, table
 from trainers.contract import environ, rundir
 
 MARKS = (50, 100, 150, 200, 300, 400, 600, 800)
-CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
-    "a span, 64 bytes back": ({}, {}),
-    "the same, window branch alone": ({}, {"NSA_FORCE_BRANCH": "win"}),
-    "a span, 64 to 80 bytes back, drawn": ({"data.recall_distance_max": 80}, {}),
+CASES: dict[str, dict[str, str]] = {
+    "a span, 64 bytes back": {},
+    "the same, window branch alone": {"NSA_FORCE_BRANCH": "win"},
 }
 SHARED = {
     "data.source": "recall", "train.batch_size": 16, "train.steps": MARKS[-1],
@@ -33,12 +31,11 @@ SHARED = {
 
 def curve(name: str) -> tuple[str, ...]:
     """Trains one case; returns its row: bytes right at each mark, and CPU seconds per step."""
-    sets, flags = CASES[name]
-    words = [part for key, value in (SHARED | sets).items() for part in ("--set", f"{key}={value}")]
+    words = [part for key, value in SHARED.items() for part in ("--set", f"{key}={value}")]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "trainers.ddp", "--config", "configs/tiny_cpu.yaml"]
-        variables = environ.snapshot() | flags | {"OMP_NUM_THREADS": "1"}
+        variables = environ.snapshot() | CASES[name] | {"OMP_NUM_THREADS": "1"}
         subprocess.run(
             [*command, "--run-dir", str(run), *words], cwd=ROOT, check=True, env=variables,
             capture_output=True,

@@ -23,9 +23,9 @@ from typing import Any
 import yaml
 
 from benchmarks.common import publish, table
+from console.plan import highest_p
 from console.plans import sweep
 from console.sources.run import RunSource
-from trainers.contract.plan import highest_p
 
 START_S = 4.0
 STEPS = 100

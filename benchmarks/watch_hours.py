@@ -27,8 +27,8 @@ from console.diagnose.rules import HALTING, RULES, STRONG
 from console.diagnose.stall import RankEvidence
 from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
+from console.plan import Watch
 from console.sources.pace import LAST_GAPS, UNIFORM_NATS, Pace
-from trainers.contract.plan import Watch
 
 HOUR_S, RUN_HOURS = 3600, 10.0
 SICK_AT_S, SICK_HOURS = 3600.0, 3.0

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from console import rest_of_launch, targets, user_config
+from console import access, rest_of_launch, targets, user_config
+from console import plan as plans_module
 from console.action_table import ACTIONS, check
+from console.plan import BETWEEN, Phase, Plan
 from console.plans import catalog, launch_facts, preflight
 from console.plans.case import Case, Check
 from console.sources import launches, process
@@ -21,9 +23,7 @@ from console.status_text import shell_line
 from console.supervisor import launch_spec, launcher, overrides
 from console.supervisor.launch_spec import LaunchSpec
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
-from trainers.contract import plan as plans_module
 from trainers.contract.errors import RefusedError, UsageError, did_you_mean
-from trainers.contract.plan import BETWEEN, Phase, Plan
 
 FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
 TRAINERS = ("ddp", "fsdp")
@@ -306,7 +306,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     """
     converted = check(action, args)
     folder, box = targets.mailbox(path, ACTIONS[action])
-    rundir.check_ours(folder)
+    access.check_ours(folder)
     launches.check_in_place(path)
     if action == "override" and targets.has_ended(folder):
         return overrides.apply_to_ended(folder, converted, by)
@@ -322,7 +322,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     requests = folder / rundir.REQUESTS
     try:
         requests.mkdir(mode=0o700, exist_ok=True)
-        rundir.check_ours(requests)
+        access.check_ours(requests)
         rundir.write_atomic(requests / f"{name}.json", jsonl.encode(record))
     except OSError as error:
         if run is None or supervisor.host:
@@ -363,7 +363,7 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
 
 def halt(run: Path, by: str) -> None:
     """Writes `.HALT` directly, without a request. Raises RefusedError if the write fails."""
-    rundir.check_ours(run)
+    access.check_ours(run)
     try:
         rundir.write_request(run, rundir.HALT, by)
     except OSError as error:

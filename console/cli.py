@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from console import access
 from console.commands import output
 from console.commands.output import OutputError
 from console.commands.table import JSON, TABLE, Command, path, word
 from console.sources import launches
-from trainers.contract import rundir
 from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns a documented exit code. Prints errors as one sentence."""
     words = sys.argv[1:] if argv is None else list(argv)
     output.prepare()
-    rundir.set_safe_umask()
+    access.set_safe_umask()
     options = argparse.Namespace()
     try:
         parser = build_parser()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from console import access
 from console.plans.host_checks import unsupervised
 from console.sources import process
 from console.sources.sanitize import clean
@@ -56,7 +57,7 @@ def _why_not(run: Path, token: str) -> str:
         return "no supervisor started it, or it belongs to another user"
     try:
         for folder in (run, run.parent):
-            rundir.check_ours(folder)
+            access.check_ours(folder)
     except (RefusedError, ValueError) as error:
         return str(error)
     record, own, plan = (

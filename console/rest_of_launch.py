@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from console import access
+from console.plan import Phase, Plan
 from console.plans import gate_check
 from console.sources import launches, liveness
 from console.sources.run import RunSource
@@ -15,7 +17,6 @@ from console.supervisor import cross_check, former_documents, launch_spec
 from console.supervisor.next_flags import OPERATOR
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
-from trainers.contract.plan import Phase, Plan
 
 RESUME = "resume"
 """The origin of the setting `checkpoint.resume`."""
@@ -32,7 +33,7 @@ def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
     top = launches.launch_of(path)
     if top is None:
         raise RefusedError(f"{path} belongs to no launch; pass --resume to its trainer instead")
-    rundir.check_ours(top)
+    access.check_ours(top)
     launches.check_in_place(top)
     state, name = rundir.read_json(top / rundir.PLAN_STATE) or {}, launches.launch_id(top)
     living = next(filter(None, map(liveness.living_in, launches.run_directories(top))), "")

@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainers.contract import environ, plan, rundir, yamlfile
+from console import plan
+from trainers.contract import environ, rundir, yamlfile
 from trainers.contract.errors import UsageError
 
 LEVELS = ("info", "warn", "crit")

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / room).rglob("*.py"))
 STDLIB = sys.stdlib_module_names
 FLOORS = (
-    "model", "error_patterns", "rank_end", "run_state", "user_config", "status_text",
+    "plan", "access", "model", "error_patterns", "rank_end", "run_state", "user_config",
+    "status_text",
     "action_table", "sources", "diagnose", "plans", "supervisor", "targets",
     "actions", "bundle", "tui", "commands", "cli",
 )  # fmt: skip
@@ -128,7 +129,7 @@ def test_the_environment_is_read_in_one_module():
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import trainers.contract.member, trainers.contract.plan", ("torch", "yaml", "numpy")),
+        ("import trainers.contract.member, console.plan", ("torch", "yaml", "numpy")),
         ("import nsa, nsa.config; nsa.NSAConfig", ("torch", "numpy")),
         ("import trainers.settings", ("torch", "numpy", "datasets")),
         ("import console.cli", ("torch", "numpy", "pandas", "textual", "yaml", "psutil")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -81,12 +80,11 @@ def refuse_other_settings(settings: Settings, parallel: Single) -> None:
 
     Each rank reads its own environment and files, which may differ between hosts.
     """
-    values = ((key, json.dumps(value)) for key, value in flatten(asdict(settings)))
-    mine = {key: value for key, value in values if key not in PLACES}
-    first, *others = map(json.loads, parallel.gather(json.dumps(mine)))
+    values = flatten(asdict(settings))
+    first, *others = parallel.gather({key: x for key, x in values if key not in PLACES})
     for rank, theirs in enumerate(others, 1):
         wrong = [key for key in theirs if theirs[key] != first.get(key)]
-        text = "; ".join(f"{key} is {theirs[key]} instead of {first.get(key)}" for key in wrong)
+        text = "; ".join(f"{key} is {theirs[key]!r} instead of {first.get(key)!r}" for key in wrong)
         if wrong:
             raise UsageError(f"rank {rank} has other settings than rank 0: {text}")
 

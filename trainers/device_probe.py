@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from nsa.attention import NSAttention
 from nsa.backends import BRANCHES
 from nsa.config import ModelConfig
-from nsa.functional import routes_of
 from nsa.model import Block
 from trainers import failures, fwe_smoke, inventory, settings
 from trainers.entry import exit_now
-from trainers.precision import AUTOCAST, allow_tf32, autocast, weights_dtype
+from trainers.precision import allow_tf32, autocast, compute_dtype, weights_dtype
 from trainers.schema import Settings
 
 REPEATS, BATCHES = 6, 2
@@ -95,8 +94,8 @@ def matmul(phase: Phase, world: int, store: Path, rank: int) -> Found:
             "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
             world_size=world, timeout=timedelta(seconds=COLLECTIVE_S),
         )  # fmt: skip
-    size, dtype = MATRIX[device.type], AUTOCAST.get(precision, weights_dtype(precision))
-    a = torch.randn(size, size, device=device).to(dtype)
+    size = MATRIX[device.type]
+    a = torch.randn(size, size, device=device).to(compute_dtype(precision))
     speeds = [round(2e-12 * size**3 / best_s(device, lambda: a @ a), 3)] * world
     if world > 1:
         dist.all_gather_object(speeds, speeds[0])
@@ -156,20 +155,16 @@ def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
     A `model` with other lengths does not change the routes.
     """
     of, device, train = phase.settings, phase.device, phase.settings.train
-    dtype = weights_dtype(train.precision)
     allow_tf32(train.tf32)
     torch.manual_seed(train.seed)
     layer = Block(model or of.model, of.attention).attn
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     if isinstance(layer, NSAttention):
-        planned = routes_of(
-            of.model, of.data.seq_len, device, AUTOCAST.get(train.precision, dtype), of.attention,
-            batch=train.batch_size,
-        )  # fmt: skip
+        planned = inventory.planned_routes(device, of)
         usual = layer.routes  # the routes for decoding one token at a time
         layer.routes = lambda x, first=0: usual(x, first) if x.shape[-2] == 1 else planned
-    return layer.to(device, dtype)
+    return layer.to(device, weights_dtype(train.precision))
 
 
 def causality(phases: Sequence[Phase]) -> Found:

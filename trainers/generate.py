@@ -32,6 +32,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UsageError("--prompt is empty; pass at least one character")
     if arguments.tokens < 1 or not 0 <= arguments.temperature < float("inf"):
         raise UsageError("--tokens must be at least 1 and --temperature at least 0")
+    if not 0 <= arguments.seed < 1 << 63:
+        raise UsageError("--seed must be from 0 to 2^63 - 1")
     return arguments
 
 

@@ -101,7 +101,7 @@ class Guard:
 
     def __init__(self, most_nonfinite_in_a_row: int, chance_nats: float = 0.0):
         self._most = most_nonfinite_in_a_row
-        self._in_a_row = self._lowered = 0
+        self._in_a_row = 0
         self._chance_nats = chance_nats
         self._recent: deque[Row] = deque()
         self.skipped = self.nonfinite_loss = self.overflow = self.spikes = 0
@@ -124,17 +124,13 @@ class Guard:
         """
         for row in rows:
             if not row.nonfinite:
-                self._in_a_row = self._lowered = 0
-            elif row.overflow and row.scale_lowered:
-                self._lowered += 1
-            else:
+                self._in_a_row = 0
+            elif not (row.overflow and row.scale_lowered):
                 self._in_a_row += 1
             if self._in_a_row >= self._most:
-                after = f", after {self._lowered} that lowered the loss scale"
                 raise NonFiniteError(
-                    f"loss or gradients were not finite in {self._in_a_row} steps in a row"
-                    f"{after if self._lowered else ''}, up to step {row.step}; the weights are "
-                    "unchanged; lower train.lr"
+                    f"loss or gradients were not finite in {self._in_a_row} steps in a row, up to "
+                    f"step {row.step}; the weights are unchanged; lower train.lr"
                 )
             if self._chance_nats:
                 self._check_for_leak(row)

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nsa.backends import in_words
+from nsa.backends import Route, in_words
 from nsa.functional import routes_of
 from trainers.contract import rundir
 from trainers.contract.member import Member
 from trainers.parallel import Single
-from trainers.precision import AUTOCAST, MFU_FORMULA, weights_dtype
+from trainers.precision import MFU_FORMULA, compute_dtype
 from trainers.schema import Settings
 from trainers.sequences import Source
 
@@ -167,13 +167,15 @@ def collect(
 
 def attention(device: torch.device, settings: Settings) -> dict[str, str]:
     """Returns the route of each attention branch in words."""
-    precision = settings.train.precision
-    dtype = AUTOCAST.get(precision, weights_dtype(precision))
-    routes = routes_of(
-        settings.model, settings.data.seq_len, device, dtype, settings.attention,
-        batch=settings.train.batch_size,
+    return in_words(planned_routes(device, settings))
+
+
+def planned_routes(device: torch.device, settings: Settings) -> dict[str, Route]:
+    """Returns the route of each attention branch for the shapes and the precision of a run."""
+    return routes_of(
+        settings.model, settings.data.seq_len, device, compute_dtype(settings.train.precision),
+        settings.attention, batch=settings.train.batch_size,
     )  # fmt: skip
-    return in_words(routes)
 
 
 def memory(device: torch.device) -> dict[str, int]:

@@ -12,7 +12,7 @@ import ctypes
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from trainers.contract import jsonl
 from trainers.failures import DataError
 from trainers.manifest import Manifest
 from trainers.parallel import Single
-from trainers.refusals import step_range
+from trainers.refusals import DRAWN, step_range
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Recall, Source, State, Synthetic
 from trainers.timeout import within
@@ -207,10 +207,10 @@ def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source
 
     Raises DataError if the source is empty or cannot be opened within data.timeout_s.
     """
-    data, seed = settings.data, settings.train.seed
+    data = settings.data
     return within(
         data.timeout_s,
-        lambda: _SOURCES[data.source](data, seed, run, held_out),
+        lambda: _source(settings, run, held_out),
         _late("no answer", f"{data.source} {data.path}".rstrip(), data),
     )
 
@@ -247,15 +247,11 @@ def _late(what: str, about: str, data: DataSettings) -> str:
     )
 
 
-def _stream(data: DataSettings, seed: int, run: Path, held_out: bool) -> Source:
+def _source(settings: Settings, run: Path, held_out: bool) -> Source:
+    data, seed = settings.data, settings.train.seed
+    if data.source in DRAWN:
+        return (Recall if data.source == "recall" else Synthetic)(data, seed, held_out)
     # Imported here because only runs on documents need pyarrow, which imports slowly.
     from trainers.stream import Stream
 
     return Stream(data, seed, run, held_out)
-
-
-_SOURCES: dict[str, Callable[[DataSettings, int, Path, bool], Source]] = {
-    "synthetic": lambda data, seed, _run, held_out: Synthetic(data, seed, held_out),
-    "recall": lambda data, seed, _run, held_out: Recall(data, seed, held_out),
-    **dict.fromkeys(("text", "jsonl", "parquet", "fineweb_edu"), _stream),
-}

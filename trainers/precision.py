@@ -49,6 +49,11 @@ def weights_dtype(precision: str) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
+def compute_dtype(precision: str) -> torch.dtype:
+    """Returns the type of the matrix products."""
+    return AUTOCAST.get(precision, weights_dtype(precision))
+
+
 def allow_tf32(allowed: bool) -> None:
     """Allows or forbids TF32 in fp32 products, for this process."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")

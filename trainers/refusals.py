@@ -38,9 +38,9 @@ def _without_nccl(settings: Settings) -> bool:
 
 def _recall_does_not_fit(settings: Settings) -> bool:
     model, data = settings.model, settings.data
-    near, window = data.recall_distance, model.nsa.window if model.attention == "nsa" else 0
-    farthest = max(near, data.recall_distance_max)
-    fits = max(data.recall_span, window + 1) <= near and data.recall_span + farthest <= data.seq_len
+    span, distance = data.recall_span, data.recall_distance
+    window = model.nsa.window if model.attention == "nsa" else 0
+    fits = max(span, window + 1) <= distance <= data.seq_len - span
     return data.source == "recall" and not fits
 
 
@@ -118,6 +118,11 @@ TABLE: tuple[Refusal, ...] = (
         "a step to resume from needs a run; add checkpoint.resume=auto",
     ),
     Refusal(
+        ("checkpoint.export", "checkpoint.at_end"),
+        lambda s: s.checkpoint.export != "" and not s.checkpoint.at_end,
+        "the export contains the final checkpoint; set checkpoint.at_end=true",
+    ),
+    Refusal(
         ("checkpoint.allow_change",),
         lambda s: changes.allowed(s.checkpoint.allow_change) is None,
         "it takes precision, batch, schedule and data, comma-separated, or all; a change of the "
@@ -129,13 +134,7 @@ TABLE: tuple[Refusal, ...] = (
         "it takes a range of steps A:B, B excluded",
     ),
     Refusal(
-        (
-            "data.recall_span",
-            "data.recall_distance",
-            "data.recall_distance_max",
-            "data.seq_len",
-            "model.nsa.window",
-        ),
+        ("data.recall_span", "data.recall_distance", "data.seq_len", "model.nsa.window"),
         _recall_does_not_fit,
         "recall needs a distance above the window and at least as long as the span, and span + "
         "distance in one sequence; change the distance, or lengthen seq_len",

@@ -66,9 +66,6 @@ class DataSettings:
     recall_distance: int = key(
         64, "Distance in bytes from a span to its repetition; must exceed the window.", 1, 1 << 20
     )
-    recall_distance_max: int = key(
-        0, "Largest distance, if it is drawn for each sequence; 0: always `recall_distance`."
-    )
     skip: str = key(
         "", "Skip the data of steps A:B (B excluded), as numbered in the resumed training."
     )
@@ -275,6 +272,5 @@ def section_keys(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
 def _key(name: str, each: Field[Any], kind: type | tuple[str, ...]) -> Key:
     default = None if each.default is MISSING else each.default
     usual = ANY_MODEL_SIZE if name.startswith("model.") else ANY_COUNT
-    limits = each.metadata.get("limits") or MODEL_LIMITS.get(name, usual)
-    low, high = limits
+    low, high = each.metadata.get("limits") or MODEL_LIMITS.get(name, usual)
     return Key(kind, default, low, high, each.metadata.get("help", ""))

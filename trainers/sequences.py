@@ -107,29 +107,24 @@ class Recall(Synthetic):
     """Random bytes in which a random span is repeated `recall_distance` bytes later.
 
     Only the repeated span is scored. The distance exceeds the window, so only attention that
-    reaches further can predict the repeated span. With `recall_distance_max`, the distance is drawn
-    for each sequence. The first byte of the repeated span is not scored, because it cannot be
-    predicted.
+    reaches further can predict the repeated span. The first byte of the repeated span is not
+    scored, because it cannot be predicted.
     """
 
     name = "recall"
 
     def __init__(self, data: DataSettings, seed: int, held_out: bool = False):
         super().__init__(data, seed, held_out)
-        self.span, self.nearest = data.recall_span, data.recall_distance
-        self.farthest = max(data.recall_distance, data.recall_distance_max)
+        self.span, self.distance = data.recall_span, data.recall_distance
         self.scored = data.recall_span - 1
-        far = f" to {self.farthest}" if self.farthest > self.nearest else ""
-        self.about = f"recall of {self.span} bytes over a distance of {self.nearest}{far}"
-        self.fingerprint += f" span={self.span} distance={self.nearest}..{self.farthest}"
+        self.about = f"recall of {self.span} bytes over a distance of {self.distance}"
+        # A range, because the checkpoints of earlier versions have one.
+        self.fingerprint += f" span={self.span} distance={self.distance}..{self.distance}"
 
     def sequence(self, index: int, scored: Tensor) -> bytearray:
         sequence, generator = self.draw(index)
-        distance = self.nearest
-        if self.farthest > self.nearest:
-            distance = generator.randint(self.nearest, self.farthest)
-        origin = generator.randint(0, self.seq_len + 1 - distance - self.span)
-        back = origin + distance
+        origin = generator.randint(0, self.seq_len + 1 - self.distance - self.span)
+        back = origin + self.distance
         sequence[back : back + self.span] = sequence[origin : origin + self.span]
         # Position t predicts byte t + 1.
         scored[back : back - 1 + self.span] = True

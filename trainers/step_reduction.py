@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.contract.rundir import REQUEST_FILES
+from trainers.contract.member import HALTING
+from trainers.contract.rundir import HALT, REQUEST_FILES
 
-HALT_REASONS = (".HALT", "SIGTERM", "SIGINT")
-"""Reasons to halt; any other reason is replaced by the first of these."""
+HALT_REASONS = (HALT, *(number.name for number in HALTING))
+"""The reasons for which a rank asks to halt, as `Member.halt_reason` names them."""
 
 FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike", "scale_lowered")
 
@@ -73,10 +74,8 @@ class StepReduction:
 
     def start(self, step: int, figures: Tensor, halt_reason: str, requests: frozenset[str]) -> None:
         """Starts to sum this rank's `FIGURES` (float64), halt reason ("": none) and requests."""
-        flags = [0.0] * len(HALT_REASONS)
-        if halt_reason:
-            flags[HALT_REASONS.index(halt_reason) if halt_reason in HALT_REASONS else 0] = 1.0
-        flags += [float(name in requests) for name in REQUEST_FILES]
+        asked = requests | {halt_reason}
+        flags = [float(name in asked) for name in (*HALT_REASONS, *REQUEST_FILES)]
         on_cuda = self._side is not None
         extra = torch.tensor(flags, dtype=torch.float64, pin_memory=on_cuda)
         vector = torch.cat((figures, extra.to(self._device, non_blocking=True)))

@@ -207,20 +207,15 @@ def _parquet(file: str, cursor: int, key: str) -> Iterator[Piece]:
         first = 0
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows
-            if first + rows > cursor:
-                yield from _rows(table, group, first, cursor, key)
-            first += rows
-
-
-def _rows(table: Any, group: int, first: int, cursor: int, key: str) -> Iterator[Piece]:
-    for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[key]):
-        if first + len(batch) > cursor:
-            begin = max(cursor - first, 0)
-            documents = batch.column(0).slice(begin).cast(pa.large_binary()).to_pylist()
-            for row, document in enumerate(documents, first + begin):
-                if document is not None:
-                    yield row, document, True
-        first += len(batch)
+            if first + rows <= cursor:
+                first += rows
+                continue
+            for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[key]):
+                documents = batch.column(0).cast(pa.large_binary()).to_pylist()
+                for row, document in enumerate(documents, first):
+                    if row >= cursor and document is not None:
+                        yield row, document, True
+                first += len(batch)
 
 
 READERS: dict[str, Reader] = {

@@ -127,10 +127,11 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
             f"no answer to {action} {limit}{of}; the request remains and may still be executed; "
             f"{then}"
         )
-    detail = (f"  {clean(str(line))}" for line in event.get("detail") or ())
+    detail = event.get("detail")
+    more = (f"  {clean(str(line))}" for line in (detail if isinstance(detail, list) else ()))
     name = launches.launch_id(launches.launch_of(path) or path)
-    show(options.json, event, (f"{name}: {clean(str(event.get('text', '')))}", *detail))
-    return 0 if event.get("ok") else 4
+    show(options.json, event, (f"{name}: {clean(str(event.get('text', '')))}", *more))
+    return 0 if event.get("ok") is True else 4
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:

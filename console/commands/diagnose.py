@@ -41,7 +41,8 @@ def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
     state, verdict = found.state, found.verdict
     seen = verdicts.seen_before(root, found.run, verdict) if verdict and found.run else None
     saved = state.checkpoint.removeprefix("step_")
-    cost = stop_cost(state.step or 0, int(saved) if saved.isdecimal() else 0, True)
+    step = int(saved) if saved.isdecimal() else 0
+    cost = stop_cost(state.step or 0, step, bool(state.decided))
     ranks = [
         {"rank": each.rank, "pid": each.pid or None, "state": each.state, "step": each.step,
          "phase": each.phase, "unchanged_s": round(each.unchanged_s, 1) if each.phase else None,

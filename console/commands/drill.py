@@ -266,7 +266,11 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
         kind, name = each.get("kind"), clean(jsonl.text(each, "action"), 40)
         if kind == "request" and name and not jsonl.text(each, "by").startswith(BY):
             yield name, after_s
-        elif kind == "clear" and each.get("alert") == "stall" and "step again" in str(each["text"]):
+        elif (
+            kind == "clear"
+            and each.get("alert") == "stall"
+            and "step again" in jsonl.text(each, "text")
+        ):
             yield "resume", after_s
 
 

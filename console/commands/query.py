@@ -166,7 +166,7 @@ def _check_run(options: argparse.Namespace) -> int:
     is_live = state.state in LIVE_STATES and not state.gates
     if is_live:
         state = replace(state, gates=so_far(run, state))
-    code = status_text.exit_code(state, run.is_launch)
+    code = status_text.exit_code(state, run.is_launch) or int(is_live and bool(state.gates))
     end = status_text.no_go(state) or (
         _go(state, run.is_launch) if code == 0 else _no_go(state, run.is_launch)
     )

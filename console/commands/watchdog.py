@@ -15,22 +15,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from console import actions
+from console import access, actions
 from console.commands.output import emit, print_line
 from console.diagnose.rules import HALTING, STRONG
 from console.diagnose.watchdog import Change, Watchdog
+from console.plan import Watch
 from console.sources import launches
 from console.sources.sanitize import clean
 from console.supervisor import watchdog_readings
 from trainers.contract import rundir
-from trainers.contract.plan import Watch
 
 
 def watchdog(options: argparse.Namespace) -> int:
     """Evaluates the watch rules on a run until the run ends; returns the exit code of its end."""
     path = launches.find(options.run, options.root, act=options.halt)
     if options.halt:
-        rundir.check_ours(path)
+        access.check_ours(path)
         launches.check_in_place(path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     source = watchdog_readings.OfflineRun(path)

@@ -23,8 +23,8 @@ from console.diagnose.stall import (
 from console.diagnose.suspect import LASTING_STATES, Suspect
 from console.diagnose.verdict import ENDED_STATES, Case, case_of, exits, others, resume, stalled
 from console.model import Sure, Verdict
+from console.plan import Watch
 from console.sources.stacks import Frame
-from trainers.contract.plan import Watch
 
 NO_EVIDENCE = Evidence()
 WORKER = "pt_data_worker"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from console.diagnose.corroborate import Corroborate
 from console.diagnose.readings import History, Readings
 from console.model import Level
-from trainers.contract.plan import Watch
+from console.plan import Watch
 
 PURE_NUMBERS = ("limits", "ratio")
 """Units of plain ratios; `Rule.bound` does not show them."""

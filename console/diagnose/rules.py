@@ -20,10 +20,10 @@ from console.diagnose.rule import Measure, Measured, Rule
 from console.diagnose.stall import limit_s, slowest
 from console.diagnose.verdict import ENDED_STATES, STOPPED_STATES
 from console.model import RECENT_XID_S, Gpu
+from console.plan import WATCH_ACTIONS as ACTIONS
+from console.plan import Watch
 from console.sources.nvml import xid_words
 from trainers.contract.errors import UsageError, did_you_mean
-from trainers.contract.plan import WATCH_ACTIONS as ACTIONS
-from trainers.contract.plan import Watch
 
 STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from console.plan import Watch
 from console.sources.pace import RECORDS_LATE_S, SAFETY
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from trainers.contract import jsonl
-from trainers.contract.plan import Watch
 from trainers.contract.pulse import ORDER
 
 STARTING_PHASES = frozenset(("boot", "load"))

@@ -13,10 +13,10 @@ from statistics import median
 from console.diagnose.readings import History, Readings
 from console.diagnose.rule import Measured, Rule
 from console.diagnose.truth_history import LEAST_BUSY, SURELY, spent
+from console.plan import Watch
 from console.sources.pace import TIMED_PHASES
 from console.sources.sanitize import clean
 from trainers.contract import jsonl
-from trainers.contract.plan import Watch
 
 RANDOM_SOURCE = "synthetic"
 """The `data.source` of uniform random bytes."""

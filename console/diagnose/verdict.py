@@ -18,7 +18,7 @@ from console.diagnose.stall import (
     slowest,
 )
 from console.model import Sure, Verdict
-from trainers.contract.plan import Watch
+from console.plan import Watch
 
 NAMED_AFTER_S = 3.0
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from console.diagnose.readings import History, Readings
 from console.diagnose.rules import STRONG, STRONG_TIMES, Measured, Rule, with_plan
 from console.model import STALL, Level
-from trainers.contract.plan import Watch
+from console.plan import Watch
 
 LONGEST_GAP_S = 5.0
 """If more time passes between two updates, only this much counts as observed, or twice the intended

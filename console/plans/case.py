@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from console.model import Gpu, Result
+from console.plan import Plan
 from console.sources import gpu_survey
 from console.sources.gpu_survey import Card, Survey
 from console.user_config import Settings
 from trainers.contract.errors import ContractError, UsageError
-from trainers.contract.plan import Plan
 
 Found = tuple[Result, str]
 CARDS_MIB: Mapping[str, int] = {"A100": 81_920, "A100-40": 40_960, "H100": 81_559, "H200": 143_771}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from console import plan as plans_module
 from console.diagnose import rules
+from console.plan import Plan
 from console.plans import gates
-from trainers.contract import plan as plans_module
 from trainers.contract.errors import UsageError, did_you_mean
-from trainers.contract.plan import Plan
 
 PROJECT = plans_module.PLANS.parents[1]
 FOLDER = Path("configs") / "plans"

@@ -119,8 +119,7 @@ def _unconfirmed_gates(
         yield summary
         return
     if source.run_path is not None:
-        former = continued(source.run_path, summary.resumed_at_end)
-        summary.former = summary.former or former
+        summary.former = summary.former or continued(source.run_path, summary.resumed_at_end)
     written = {gate.name: gate for gate in state.gates}
     found = gates.evaluate(summary, jsonl.mapping(run_json, "gates"))
     own = {gate.name: gate for gate in found}
@@ -134,8 +133,8 @@ def _complete(
 ) -> Summary | str:
     """Returns the summary with all that the gates need, or why the gates cannot be evaluated.
 
-    The last pulses come from supervisor.json; logs and checkpoints are read only if a gate needs
-    them.
+    The last pulses come from supervisor.json. Files are read only if a gate needs them, and only
+    once per source, because the logs of a run may be large.
     """
     summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
     world = jsonl.integer(run_json, "world") or 0
@@ -151,7 +150,8 @@ def _complete(
         return str(error)
     summary.limit(world)
     summary.take_document(document)
-    if not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds):
+    reads = not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds)
+    if reads and summary.files is None:
         summary.files = gate_files.read(source.run_path or Path(), summary.attempts or 1, world)
     return summary
 

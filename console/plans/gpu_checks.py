@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from console.plan import Plan
 from console.plans.case import Case, Found
 from console.sources import nvml
 from console.sources.gpu_survey import Card
 from trainers.contract import environ, flags
-from trainers.contract.plan import Plan
 
 BUSY_PCT, BUSY_MIB = 20.0, 2048.0
 """A GPU above one of these limits is busy, even if NVML reports no process on it."""

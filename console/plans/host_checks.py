@@ -36,10 +36,10 @@ def clock(case: Case) -> Found:
     newest = next(iter(launches.launches(case.artifacts)), None)
     record = (rundir.read_json(newest / rundir.PLAN) if newest else None) or {}
     created, up_s = jsonl.number(record, "created_ts"), jsonl.number(record, "up_s")
-    if newest is None or created is None:
+    if newest is None:
         return "pass", "no earlier launch to compare with"
     now, name = time.time(), clean(newest.name)
-    if not 0 <= created <= LATEST_S:
+    if created is None or not 0 <= created <= LATEST_S:
         return "unknown", f"{rundir.PLAN} of the launch {name} has no valid time; remove the launch"
     ahead_s = min(created, (newest / rundir.PLAN).stat().st_mtime) - now
     if ahead_s > JUMP_S:

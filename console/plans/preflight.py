@@ -16,12 +16,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from console import access
 from console.model import Result
 from console.plans import catalog, config_checks, device_checks, gpu_checks, host_checks
 from console.plans.case import Case, Check, Found
 from console.sources import gpu_survey, process
 from console.sources.sanitize import clean
-from trainers.contract import environ, flags, rundir
+from trainers.contract import environ, flags
 from trainers.contract.errors import ContractError, RefusedError
 
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
@@ -80,7 +81,7 @@ def _memory(case: Case) -> Found:
 
 def _directory(case: Case) -> Found:
     try:
-        rundir.check_parents(case.directory)
+        access.check_parents(case.directory)
     except RefusedError as error:
         return "fail", str(error)
     folder = config_checks.nearest_folder(case.directory)
@@ -137,7 +138,10 @@ def at_logout(root: Path, uid: int, user: str) -> Found:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return "unknown", "not available: systemd-logind does not answer busctl"
-    kills, removes = (line == "b true" for line in [*done.stdout.splitlines(), "", ""][:2])
+    answers = done.stdout.splitlines()
+    if len(answers) != 2 or not {*answers} <= {"b true", "b false"}:
+        return "unknown", f"not available: busctl answers {clean(done.stdout, 80)!r}"
+    kills, removes = (line == "b true" for line in answers)
     place = (root / "proc/self/cgroup").read_text(errors="replace")
     lingers = (root / LINGER / user).exists()
     found = []

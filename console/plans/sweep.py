@@ -18,13 +18,13 @@ from statistics import fmean, stdev
 from typing import Any
 
 from console import status_text
+from console.plan import LIMITS, MAX_VARIANTS, NAME, highest_p
 from console.plans.gate_check import poll_confirmed
 from console.sources import launch_documents
 from console.sources.pace import LONGEST_STEP_S
 from console.sources.run import RunSource
 from trainers.contract import flags, jsonl, rundir
 from trainers.contract.errors import NotFoundError, UsageError
-from trainers.contract.plan import LIMITS, MAX_VARIANTS, NAME, highest_p
 
 LAST_STEPS, WARM_UP_STEPS = 50, 5
 """Number of last steps in the mean that the runbooks use, and number of first steps ignored."""

@@ -1,5 +1,7 @@
 """Finds the cause of a crash at the end of a log: the last exception, or faulthandler's dump.
 
+Also reads torchrun's summary of the ranks that failed.
+
 All functions are pure. The log may contain anything; each text of a `Crash` is one clean line.
 """
 
@@ -31,6 +33,10 @@ _OF_TORCHRUN = ("ChildFailedError", "SignalException")
 _CXX_TYPE = re.compile(r"terminate called after throwing an instance of '(.*)'")
 _CXX_TEXT = re.compile(r"\s+what\(\): +(.*)")
 _FATAL = "Fatal Python error: "
+_FAILED = re.compile(
+    rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d{1,10})\)"
+)
+_ROOT_CAUSE = b"Root Cause (first observed failure):"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,24 @@ class _Raised(NamedTuple):
     error: str
     place: str = ""
     is_fatal: bool = True
+
+
+class FailedRank(NamedTuple):
+    """A rank in torchrun's summary; `is_root` is True for the rank that failed first."""
+
+    rank: int
+    code: int
+    pid: int
+    is_root: bool
+
+
+def failed_ranks(log: bytes) -> list[FailedRank]:
+    """Returns the ranks in the summary that torchrun writes at the end of its log."""
+    root, found = log.rfind(_ROOT_CAUSE), []
+    for match in _FAILED.finditer(log):
+        rank, code, pid = (int(group) for group in match.groups())
+        found.append(FailedRank(rank, code, pid, match.start() > root >= 0))
+    return found
 
 
 def read(log: bytes, rank: int | None = None) -> Crash:

@@ -126,7 +126,7 @@ def collect(
     if first is not None and start_ticks not in (None, first.start_ticks):
         return None
     tids = sorted(numbers_in(f"/proc/{pid}/task"), key=lambda tid: (tid != pid, tid))[:MAX_THREADS]
-    threads = tuple(filter(None, (_thread(f"/proc/{pid}/task/{tid}", tid) for tid in tids)))
+    threads = tuple(filter(None, (_thread(pid, tid) for tid in tids)))
     children = _children(pid, tids)
     last = stat(f"/proc/{pid}")
     if first is None or last is None:
@@ -165,9 +165,11 @@ def _wchan(folder: str) -> str:
     return "" if name == "0" else name
 
 
-def _thread(folder: str, tid: int) -> ThreadEvidence | None:
+def _thread(pid: int, tid: int) -> ThreadEvidence | None:
+    folder = f"/proc/{pid}/task/{tid}"
     found = stat(folder)
-    waits = number_after(read_text(f"{folder}/status"), "voluntary_ctxt_switches") or -1
+    status = procfs.status(f"{pid}/task/{tid}")
+    waits = number_after(status, "voluntary_ctxt_switches") or -1
     return found and ThreadEvidence(
         tid, found.name, found.state, _wchan(folder), found.cpu_ticks, waits
     )  # fmt: skip
@@ -180,7 +182,7 @@ def _children(pid: int, tids: list[int]) -> _Children:
 
 
 def _tracer(pid: int) -> tuple[int, str] | None:
-    tracer = number_after(read_text(f"/proc/{pid}/status"), "TracerPid")
+    tracer = number_after(procfs.status(pid), "TracerPid")
     found = stat(f"/proc/{tracer}") if tracer else None
     return (tracer, found.name if found else "") if tracer else None
 

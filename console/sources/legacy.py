@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from console.plan import Watch
 from console.sources.tail import Tail
 from trainers.contract import VERSION, jsonl, rundir
-from trainers.contract.plan import Watch
 
 WATCH = Watch(stall_floor_s=180.0, startup_s=900.0, stall_act_s=900.0)
 """The stall limit of the legacy system, and the timeout of its collectives (15 minutes)."""

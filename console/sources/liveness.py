@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from console import access
 from console.model import EXIT_CODES, Alert, State
 from console.rank_end import RankEnd
 from console.run_state import Facts, ReaderView
@@ -59,7 +60,7 @@ def live_directory(supervisor: Record) -> Path | None:
     if (supervisor.get("host"), supervisor.get("boot_id")) != here:
         return None
     try:
-        rundir.check_ours(path)
+        access.check_ours(path)
     except (RefusedError, ValueError):
         return None
     return path

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from console.model import LogLine
+from console.sources import record_parts
 from console.sources.sanitize import clean
 from console.sources.tail import Tail
 from trainers.contract import jsonl, rundir
@@ -56,7 +57,7 @@ class Log:
             self._offset = max(0, status.st_size - BACKLOG_BYTES)
             before = BACKLOG_BYTES - status.st_size
             if before > 0:
-                kept = rundir.rotated_log(self.path)
+                kept = record_parts.rotated_log(self.path)
                 self._carry = jsonl.read_bytes(kept, before, below=self._run)
         elif status.st_ino != self._inode or status.st_size < self._offset:
             self._offset, self._carry = 0, b""

@@ -102,8 +102,7 @@ def with_token(token: str, home: str = "") -> list[int]:
 
 def catches(pid: int, number: int) -> bool:
     """Returns whether a process has a handler for a signal."""
-    text = procfs.read_text(f"/proc/{pid}/status")
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.MULTILINE)
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", procfs.status(pid), re.MULTILINE)
     return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 
 

@@ -55,6 +55,11 @@ def number_after(text: str, key: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def status(pid: int | str) -> str:
+    """Returns the status file of a process, in which the list of groups may be long, or ""."""
+    return read_text(f"/proc/{pid}/status", TABLE_BYTES)
+
+
 def link_of(pid: int, name: str, proc: str = "/proc") -> str:
     """Returns the target of a link in /proc/PID, for example a path or "socket:[N]", or ""."""
     try:
@@ -98,7 +103,9 @@ def cgroup_folders(pid: int | str, controller: str = "") -> list[str]:
     Some of the directories may not exist, because in a container the path of the cgroup and the
     mount may begin at different parents.
     """
-    lines = (line.split(":", 2) for line in read_text(f"/proc/{pid}/cgroup").splitlines())
+    lines = (
+        line.split(":", 2) for line in read_text(f"/proc/{pid}/cgroup", TABLE_BYTES).splitlines()
+    )
     place = next((x[2] for x in lines if len(x) == 3 and controller in x[1].split(",")), "..")
     mounts = (line.split(" ") for line in read_text(MOUNTS, TABLE_BYTES).splitlines())
     kind, option = ("cgroup", controller) if controller else ("cgroup2", "")

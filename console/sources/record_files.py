@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from console.sources import legacy
+from console.sources import legacy, record_parts
+from console.sources.record_parts import GZIP, PART, head, rotated_log
 from console.sources.tail import GzipTail, Line, Place, Tail
 from trainers.contract import heartbeat, jsonl, rundir
 
@@ -38,9 +39,9 @@ class Cursor:
         if not self.place.at:
             return True
         found = _part_at(path, self.place.part)
-        if found is None or jsonl.head(found) != self.head:
+        if found is None or head(found) != self.head:
             return False
-        return found.suffix == jsonl.GZIP or jsonl.size_bytes(found) >= self.place.at
+        return found.suffix == GZIP or jsonl.size_bytes(found) >= self.place.at
 
 
 FILE_START = Cursor("", Place(0, 0))
@@ -50,7 +51,7 @@ def read_end(path: Path, limit_bytes: int, below: Path) -> bytes:
     """Returns the last bytes of a file; for a short file, also the end of its rotated file."""
     data = jsonl.read_bytes(path, limit_bytes, below=below)
     left = limit_bytes - len(data)
-    return (jsonl.read_bytes(rundir.rotated_log(path), left, below=below) if left else b"") + data
+    return (jsonl.read_bytes(rotated_log(path), left, below=below) if left else b"") + data
 
 
 class Batch(NamedTuple):
@@ -74,14 +75,14 @@ def rank_of(name: str) -> int | None:
 def whole_name(name: str) -> str:
     """Returns the name of the record file that a part belongs to; other names are unchanged."""
     base, found, part = name.partition(".jsonl")
-    is_part = found and base.startswith(SAMPLES) and rundir.PART.fullmatch(part)
+    is_part = found and base.startswith(SAMPLES) and PART.fullmatch(part)
     return base + found if is_part else name
 
 
 def parts(path: Path) -> dict[int, Path]:
     """Returns the older parts of a file of records by number."""
     try:
-        return dict(rundir.parts(path))
+        return dict(record_parts.parts(path))
     except OSError:
         return {}
 
@@ -97,7 +98,7 @@ def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
     found = _part_at(path, place.part)
     if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
         return {}
-    if found.suffix == jsonl.GZIP:
+    if found.suffix == GZIP:
         tail, lines = GzipTail(found, _any, place.at, place.part), []
         while not lines and tail.taken_bytes <= min(place.at + length, MAX_PART_BYTES):
             offset, taken = tail.offset, tail.taken_bytes
@@ -145,7 +146,7 @@ class RecordFile:
         """The number of bytes left to read; for a compressed part, the compressed bytes."""
         tail = self.tail
         size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
-        has_begun = tail.generation or tail.path.suffix == jsonl.GZIP  # `line_at`: unpacked bytes
+        has_begun = tail.generation or tail.path.suffix == GZIP  # `line_at`: unpacked bytes
         behind = max(0, size_bytes - max(tail.offset, 0 if has_begun else tail.line_at))
         if tail.path == self.path:
             return behind
@@ -155,7 +156,7 @@ class RecordFile:
     def cursor(self) -> Cursor:
         """Returns how far the file was read; the hash of its first line is computed once."""
         if not self._head or self.tail.generation != self._of:
-            self._head, self._of = jsonl.head(self.tail.path), self.tail.generation
+            self._head, self._of = head(self.tail.path), self.tail.generation
         return Cursor(self._head, Place(self.tail.part, self.tail.line_at), self.skipped)
 
     def poll(self, limit_bytes: int) -> tuple[list[Line], int]:
@@ -201,7 +202,7 @@ class RecordFile:
 
 def open_part(path: Path, part: int, begin_at: int = 0) -> Tail:
     """Returns a `Tail` of one part of a file of records."""
-    if path.suffix == jsonl.GZIP:
+    if path.suffix == GZIP:
         return GzipTail(path, _any, begin_at, part)
     return Tail(path, _any, begin_at=begin_at, stays=True, part=part)
 

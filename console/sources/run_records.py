@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.model import LEVELS, Alert, Figure, Gpu
-from console.sources import json_documents, liveness, snapshot
+from console.sources import json_documents, liveness, record_parts, snapshot
 from console.sources.record_files import MAX_RANKS, RecordFiles
 from console.sources.reducer import LatestRecords, Reducer, alert_of
 from console.sources.series import Series
@@ -143,7 +143,7 @@ def _is_short(run: Path) -> bool:
         names = [name for name in os.listdir(run) if ".jsonl" in name]
     except OSError:
         return False
-    has_parts = any(name.endswith(jsonl.GZIP) for name in names)
+    has_parts = any(name.endswith(record_parts.GZIP) for name in names)
     return not has_parts and sum(jsonl.size_bytes(run / name) for name in names) <= SHORT_BYTES
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from console.sources import record_parts
 from trainers.contract import jsonl
 
 READ_CHUNK_BYTES = 1 << 20
@@ -194,7 +195,7 @@ class GzipTail(Tail):
         try:
             with jsonl.opened(self.path) as fd:
                 self.size_bytes = os.fstat(fd).st_size
-                packed = os.pread(fd, jsonl.PACKED_BYTES, self.offset)
+                packed = os.pread(fd, record_parts.PACKED_BYTES, self.offset)
         except OSError:
             self.unread = not is_missing(self.path)
             return b""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from console import access
 from console.supervisor import lock
 from console.supervisor.link import Channel, ChildState
 from console.supervisor.owner import Owner
@@ -78,7 +79,7 @@ def main() -> int:
         "--adopt", metavar="JSON", help="adopt the launch, with these settings of the operator"
     )
     options = parser.parse_args()
-    rundir.set_safe_umask()
+    access.set_safe_umask()
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     log(f"{started} supervisor pid {os.getpid()} of {options.launch}")
     try:

@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
-from console.sources import oom_counts
 from console.supervisor.context import AttemptOwner, RunContext
-from console.supervisor.ends import Ends, no_rank_words
+from console.supervisor.ends import Ends
 from console.supervisor.former_documents import ENDINGS
 from console.supervisor.former_run import FormerRun
 from console.supervisor.monitor import Monitor
@@ -71,8 +70,6 @@ class Attempt:
         self._begun = time.monotonic()
         self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
         self._ends = Ends(self.tree, self._heads, self._pulses)
-        self._oom_before = oom_counts.snapshot()
-        """The kernel's counts of out-of-memory kills before the attempt, or before its adoption."""
         self._checkpoint_step: int | None = 0
         self._caught_up, self._cut_short = former is None, False
         self._sampled = self._ended_at = self._records_at = 0.0
@@ -244,13 +241,10 @@ class Attempt:
         """
         if self.known.rank_failure or self.known.requested in ENDED_FROM_HERE:
             return
-        failed, grace_s = self._ends.failed(), self._grace_s
-        if failed and self.tree.alive():
-            self.tree.kill_ranks_after(grace_s)
-            others = "the others wait" if self.tree.agent_over else "torchrun ends the others"
-            self._learn(rank_failure=f"rank {', '.join(map(str, failed))} failed, {others}; ranks "
-                        f"still alive after {grace_s:g} s are killed")  # fmt: skip
-            self._alerts.raise_(RANK_GONE, self.known.rank_failure, "crit")
+        if text := self._ends.failure(self._grace_s):
+            self.tree.kill_ranks_after(self._grace_s)
+            self._learn(rank_failure=text)
+            self._alerts.raise_(RANK_GONE, text, "crit")
 
     def _sample(self) -> None:
         workers = list(self.tree.workers.values())
@@ -281,10 +275,8 @@ class Attempt:
         """Returns why the records cannot confirm the pulses, or "" if they can."""
         if self._context.live.path is None:
             return "there is no shared memory: pulses and records are in one directory"
-        if self._directory.failing:
-            return f"cannot write records to the run directory ({self._directory.failing})"
-        if self._directory.blocked_s() > RECORDS_OLD_S:
-            return "no write to the run directory finishes"
+        if doubt := self._directory.doubt(RECORDS_OLD_S):
+            return doubt
         if self.behind or time.monotonic() - self._records_at > RECORDS_OLD_S:
             return "not all records have been read"
         return ""
@@ -321,13 +313,14 @@ class Attempt:
 
     def _conclude(self, rest: FinalRead | None, _: object) -> None:
         rest = rest or FinalRead()
-        self.tree.take_log(rest.log)
+        conclude = partial(self._ends.conclude, rest.log, rest.last)
+        failure = self._observers.call("the ends of the ranks", conclude, "")
         self._checkpoint_step, summary = rest.checkpoint, self._reducer.summary
         summary.files, summary.former = rest.files, rest.former
-        self._ends.conclude(rest.last)
-        self._learn(oom=oom_counts.since(self._oom_before), torchrun_signal=rest.torchrun_signal)
-        if self.tree.agent_status and not self.tree.workers:
-            self._learn(failure=self.known.failure or no_rank_words(rest.log))
+        self._learn(
+            oom=self._ends.oom_kills(), torchrun_signal=rest.torchrun_signal,
+            failure=self.known.failure or failure,
+        )  # fmt: skip
         self.stage = "over"
         self.monitor.close(f"the attempt has ended: {self.decided()[1]}")
         self._alerts.clear_all("the attempt has ended")
@@ -396,15 +389,12 @@ class Attempt:
         recorded = (head.step for head in self._heads().values())
         return max(pulsed, self._pulses.newest, *recorded)
 
-    def workers(self) -> list[dict[str, Any]]:
-        """Returns the value of the key `workers` of supervisor.json."""
-        return self._ends.documents(self.facts().culprit())
-
     def document(self) -> dict[str, Any]:
         """Returns the keys of supervisor.json that describe the attempt."""
         agent, verdict = self.tree.agent, self.monitor.verdict
         return {
             "torchrun": {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None,
-            "workers": self.workers(), "asked": self.known.requested, "asked_by": self.known.by,
+            "workers": self._ends.documents(self.facts().culprit()),
+            "asked": self.known.requested, "asked_by": self.known.by,
             "verdict": asdict(verdict) if verdict else None,
         }  # fmt: skip

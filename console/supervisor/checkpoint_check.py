@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import Level, Result
+from console.plan import PLACEHOLDER, Checkpoints
 from console.sources import oom_counts
 from console.sources.summary import Summary
 from console.sources.tail import is_missing
@@ -22,7 +23,6 @@ from console.supervisor import program
 from console.supervisor.alerts import Alerts
 from console.supervisor.launch_spec import inherited
 from trainers.contract import flags, jsonl, rundir
-from trainers.contract.plan import PLACEHOLDER, Checkpoints
 
 LOW_PRIORITY = ("nice", "-n", "19")
 LOADS = (sys.executable, "-P", "-m", "trainers.load")

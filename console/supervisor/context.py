@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from console.plan import Phase, Watch
 from console.sources.nvml import Nvml
 from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
@@ -16,7 +17,6 @@ from console.supervisor.link import Link
 from console.supervisor.observers import Observers
 from console.supervisor.rundir_io import Directory
 from console.supervisor.shm import Live
-from trainers.contract.plan import Phase, Watch
 
 
 @dataclass(frozen=True, slots=True)

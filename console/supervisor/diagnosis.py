@@ -18,12 +18,12 @@ from console.diagnose.readings import Readings
 from console.diagnose.stall import RankEvidence, names, unusable_pulses
 from console.diagnose.verdict import NAMED_AFTER_S, case_of
 from console.model import RunState, Verdict
+from console.plan import Watch
 from console.sources import liveness, process, verdicts
 from console.sources.nvml import Nvml
 from console.supervisor.evidence import Collector
 from console.supervisor.watchdog_readings import ENDING, OfflineRun
 from trainers.contract import jsonl, rundir
-from trainers.contract.plan import Watch
 
 Outlook = Literal["stalled", "slow", "no stall", "unknown", "ending", "ended"]
 """In a "slow" run, ranks have not moved for some seconds, but are within their stall limits."""

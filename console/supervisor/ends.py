@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from console.error_patterns import OomEvidence
 from console.rank_end import RankEnd
-from console.sources import crash_log, liveness
+from console.sources import crash_log, liveness, oom_counts
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
@@ -23,7 +24,7 @@ LATE_END_S = 5.0
 class Ends:
     """Finds how the ranks of one attempt ended.
 
-    After all ranks have ended, `conclude` sets `crashes`, the last error in each log.
+    After all processes have ended, `conclude` sets `crashes`, the last error in each log.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Ends:
     ):
         self._tree, self._heads, self._pulses = tree, heads, pulses
         self.crashes: Mapping[int, Crash] = {}
+        self._oom_before = oom_counts.snapshot()
 
     def of(self, worker: Worker) -> RankEnd:
         """Returns how a rank ended."""
@@ -44,12 +46,18 @@ class Ends:
         over = [each for each in self._tree.workers.values() if each.over_ts is not None]
         return [self.of(worker) for worker in over]
 
-    def failed(self) -> list[int]:
-        """Returns the ranks whose exit code or signal shows a failure.
+    def failure(self, grace_s: float) -> str:
+        """Returns a sentence on the ranks that failed while others are alive, or "".
 
-        If the exit of a rank was not observed, the exit record is used.
+        The exit code or the signal of a rank shows the failure. If the exit was not observed, the
+        exit record is used.
         """
-        return sorted(rank for rank, each in self._tree.workers.items() if self._has_failed(each))
+        found = [str(n) for n, each in sorted(self._tree.workers.items()) if self._has_failed(each)]
+        if not (found and self._tree.alive()):
+            return ""
+        others = "the others wait" if self._tree.agent_over else "torchrun ends the others"
+        return (f"rank {', '.join(found)} failed, {others}; ranks still alive after {grace_s:g} s "
+                "are killed")  # fmt: skip
 
     def _has_failed(self, worker: Worker) -> bool:
         if worker.over_ts is None:
@@ -70,13 +78,23 @@ class Ends:
         return (f"torchrun (pid {self._tree.agent_pid}) has exited ({how}); "
                 f"{liveness.still_run('rank', left)}")  # fmt: skip
 
-    def conclude(self, crashes: Mapping[int, Crash]) -> None:
-        """Stores the last error in each rank's log, and reads the last pulses of all ranks."""
+    def conclude(self, log: bytes, crashes: Mapping[int, Crash]) -> str:
+        """Adds what torchrun's `log`, the last error of each rank and the last pulses show.
+
+        Returns why torchrun started no rank, or "" if it started ranks.
+        """
+        self._tree.take_log(log)
         self.crashes = crashes
         if self._tree.agent_status is None:  # torchrun ended before the adoption
             self._tree.add_unseen({rank: x.last.record for rank, x in self._heads().items()})
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
         self._pulses.read_all(pids, self._tree.nproc)
+        has_none = self._tree.agent_status and not self._tree.workers
+        return no_rank_words(log) if has_none else ""
+
+    def oom_kills(self) -> OomEvidence:
+        """Returns the kernel's out-of-memory kills since the start of the attempt."""
+        return oom_counts.since(self._oom_before)
 
     def documents(self, blamed: RankEnd | None) -> list[dict[str, Any]]:
         """Returns the value of the key `workers` of supervisor.json."""

@@ -6,8 +6,6 @@ The plan includes the changes that the options of the launch made, with their or
 from __future__ import annotations
 
 import functools
-import hashlib
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -15,14 +13,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from console import plan as plans_module
 from console import user_config
+from console.plan import Phase, Plan
 from console.plans.catalog import PROJECT, project_file
 from console.plans.gates import demand
+from console.supervisor import program
 from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl, rundir
-from trainers.contract import plan as plans_module
 from trainers.contract.errors import NotFoundError
-from trainers.contract.plan import Phase, Plan
 
 PLAN_ENV, PHASE_FLAGS, LOG_DIR = "plan env", "plan", "--log-dir"
 GIT_S = 10.0
@@ -218,27 +217,24 @@ def changed_words(former: Mapping[str, Any], git: Mapping[str, Any]) -> str:
 
 
 ASK_GIT = """
-cd "$0" && git rev-parse HEAD && git diff --no-ext-diff --no-textconv HEAD && echo done
+cd "$0" && sha=$(git rev-parse HEAD) || exit 1
+changes() { git diff --no-ext-diff --no-textconv "$@" HEAD; }
+changes --quiet
+case $? in
+0) echo "$sha" ;;
+1) echo "$sha $(changes | sha256sum)" ;;
+*) exit 1 ;;
+esac
 """
 
 
 def git_facts(folder: Path) -> dict[str, Any]:
     """Returns the commit of the code in a folder, or {} if git cannot report it.
 
-    `diff` is a hash of the local changes, or "" if there are none. The last line of the output
-    shows that git succeeded. The exit code may be lost, because a supervisor reaps all its
-    children.
+    `diff` is a hash of the local changes, or "" if there are none.
     """
-    try:
-        done = subprocess.run(
-            ["sh", "-c", ASK_GIT, str(folder)], stdin=subprocess.DEVNULL, capture_output=True,
-            timeout=GIT_S, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+    ended = program.run(["sh", "-c", ASK_GIT, str(folder)], inherited(), GIT_S, keeps_output=True)
+    if ended.code != 0:
         return {}
-    sha, _, diff = done.stdout.partition(b"\n")
-    if not diff.endswith(b"done\n"):
-        return {}
-    changes = diff.removesuffix(b"done\n")
-    digest = hashlib.sha256(changes).hexdigest()[:16] if changes else ""
-    return {"sha": sha.decode("ascii", "replace"), "dirty": bool(changes), "diff": digest}
+    sha, _, changes = ended.last_line.partition(" ")
+    return {"sha": sha, "dirty": bool(changes), "diff": changes[:16]}

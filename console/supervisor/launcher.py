@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from console import status_text
+from console import access, status_text
 from console.plans import gate_check
 from console.sources import launches, liveness, process
 from console.supervisor import former_documents, lock
@@ -53,7 +53,7 @@ class Claim:
 
         The mode of a rejected directory is not changed.
         """
-        rundir.check_parents(self.directory)
+        access.check_parents(self.directory)
         if self.directory.is_dir():
             rundir.check_owner(self.directory)
             self._check_content()
@@ -198,7 +198,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     this host booted therefore needs `sure`. Raises RefusedError if the launch cannot be adopted, or
     ContractError if the supervisor does not start.
     """
-    rundir.check_ours(directory)
+    access.check_ours(directory)
     plan = former_documents.document(directory, rundir.PLAN)
     if not plan:
         raise RefusedError(f"{directory} holds no launch to adopt")

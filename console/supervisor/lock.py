@@ -34,6 +34,11 @@ def is_held(launch: Path) -> bool:
     return False
 
 
+def token_of(launch: Path) -> str:
+    """Returns the token of the supervisor that owns a launch directory, or "" if there is none."""
+    return jsonl.text(rundir.read_json(launch / rundir.LOCK, below=launch) or {}, "token")
+
+
 @contextlib.contextmanager
 def keep_free(launch: Path) -> Iterator[None]:
     """Prevents other processes from locking a launch; does nothing if the launch is locked."""

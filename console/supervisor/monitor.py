@@ -296,10 +296,11 @@ def _pause(verdict: Verdict, seconds: float) -> str:
 def stop_cost(step: int, saved: int, reports: bool) -> str:
     """Returns what a stop in a stall costs, or "" if that is not known.
 
-    `saved` is the step of the newest checkpoint, or 0 if there is none. `reports` says that the
-    program records each checkpoint, as the trainers of this project do.
+    `step` is 0 if the step is not known. `saved` is the step of the newest checkpoint, or 0 if
+    there is none. `reports` says that the program records each checkpoint, as the trainers of this
+    project do.
     """
-    if not saved and not (reports and step):
+    if not step or not (saved or reports):
         return ""
     lost = f"all {step:,} steps (no checkpoint)"
     if saved:

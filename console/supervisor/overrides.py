@@ -7,6 +7,7 @@ launch has ended.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from console import status_text
+from console import access, status_text
 from console.model import Gate, RunState
 from console.plans import gates
 from console.sources import launch_documents
@@ -111,7 +112,7 @@ def _target(
     run = launch / launch_documents.run_directory(entry)
     if entry.get("state") != "completed" or run == launch:
         raise RefusedError(f"{args['phase']} has not completed, so resume it; {NOTHING}")
-    rundir.check_ours(run)
+    access.check_ours(run)
     state = RunSource(run).poll()
     _check(state.gates, args["gate"])
     return plan_state, entry, run, state
@@ -141,9 +142,15 @@ def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
 
 
 def _append(folder: Path, event: Mapping[str, Any]) -> None:
-    """Appends an event to a launch or run that no supervisor writes. Raises OSError."""
-    fd = rundir.open_append(folder / rundir.EVENTS)
+    """Appends an event to a launch or run that no supervisor writes. Raises OSError.
+
+    The last line may be incomplete, because a disk was full; the event then begins a new line.
+    """
+    path, line = folder / rundir.EVENTS, jsonl.encode(event)
+    line = line if jsonl.read_bytes(path, 1) in (b"", b"\n") else b"\n" + line
+    fd = rundir.open_append(path)
     try:
-        os.write(fd, jsonl.encode(event))
+        if os.write(fd, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(fd)

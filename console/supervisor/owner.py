@@ -347,15 +347,20 @@ class Owner:
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun, or to the remaining processes if torchrun has exited."""
-        self._state.term_sent = True
-        self._unsent.append((link.TERM_SENT, b""))
+        """Sends TERM to torchrun, or to the remaining processes if torchrun has exited.
+
+        If there is no process yet, because the child still starts, the child sends TERM later.
+        """
         if self._torchrun_lives:
             os.kill(self._state.torchrun_pid, signal.SIGTERM)
+        elif living := self._living():
+            mine = process.children(os.getpid())
+            for pid in [pid for pid in living if pid in mine] or living:
+                self._signal(pid, signal.SIGTERM)
+        else:
             return
-        living, mine = self._living(), process.children(os.getpid())
-        for pid in [pid for pid in living if pid in mine] or living:
-            self._signal(pid, signal.SIGTERM)
+        self._state.term_sent = True
+        self._unsent.append((link.TERM_SENT, b""))
 
     def _kill(self, now: float) -> None:
         """Sends KILL to all processes of the attempt; doubles the interval until the next scan."""

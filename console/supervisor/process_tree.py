@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import select
 import signal
 import time
@@ -19,20 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from console.sources import process
+from console.sources import crash_log, process
 from console.supervisor.link import Link
 from trainers.contract import jsonl, rundir
 
 LEFTOVER_GRACE_S = 2.0
 SCAN_EVERY_S = 0.2
 """A scan reads the environment of every process of the host."""
-FAILED = re.compile(
-    rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d+)\)"
-)
 GONE_STATES = ("Z", "X", process.GONE)
 LATE_S = 1.0
 """Time in which a process ends after KILL, and in which the owner reports its exit."""
-ROOT_CAUSE = b"Root Cause (first observed failure):"
 
 
 @dataclass(slots=True)
@@ -145,10 +140,18 @@ class Tree:
             return self._watch(process.open_named(place | dict(entry), run, logs))
 
         agent, entries = jsonl.mapping(document, "torchrun"), jsonl.entries(document, "workers")
-        self._adopt_found({str(e.get("rank")) for e in entries if e.get("exit") is not None})
-        for entry in sorted(entries, key=_end_ts):
-            rank = jsonl.integer(entry, "rank")
-            if rank is not None and 0 <= rank < self.nproc and rank not in self.workers:
+        known = {rank: each for each in sorted(entries, key=_end_ts) if
+                 (rank := jsonl.integer(each, "rank")) is not None and 0 <= rank < self.nproc
+                 }  # fmt: skip
+        with_token = self._found()
+        for rank, entry in known.items():
+            # A rank that overwrote its token may have children that have the token and the RANK.
+            if entry.get("pid") not in with_token and (handle := named(entry)):
+                self._adopt_named(rank, entry, handle)
+        ended = {str(rank) for rank, entry in known.items() if entry.get("exit") is not None}
+        self._adopt_found(with_token, ended)
+        for rank, entry in known.items():
+            if rank not in self.workers:
                 self._adopt_named(rank, entry, named(entry))
         for worker in self.workers.values():
             worker.late = worker.late or (worker.over_ts is None and worker.handle.is_over())
@@ -158,13 +161,13 @@ class Tree:
             self.agent = process.Handle(pid, -1, 0)
             self._look_at_agent()
 
-    def _adopt_found(self, ended: Collection[str]) -> None:
-        """Adds the processes with the token, except those of ranks that have `ended`.
+    def _adopt_found(self, pids: Sequence[int], ended: Collection[str]) -> None:
+        """Adds the processes `pids` with the token, except those of ranks that have `ended`.
 
         The oldest process of a rank is the rank itself, because its children inherit its
         environment. A process of a rank that has ended may have a copied token.
         """
-        for pid in sorted(self._found(), key=lambda pid: rundir.start_ticks(pid) or math.inf):
+        for pid in sorted(pids, key=lambda pid: rundir.start_ticks(pid) or math.inf):
             rank = process.environment(pid).get("RANK")
             if rank is not None and rank not in ended:
                 self._add_rank(pid)
@@ -182,10 +185,8 @@ class Tree:
             return
         ended_ts = jsonl.number(exit_, "ts")
         worker.over_ts, worker.late = ended_ts or time.time(), ended_ts is None
-        worker.code, worker.signal = (
-            jsonl.integer(exit_, "code"),
-            jsonl.text(exit_, "signal") or None,
-        )
+        worker.code = jsonl.integer(exit_, "code")
+        worker.signal = jsonl.text(exit_, "signal") or None
         worker.killed_after_failure = exit_.get("secondary") is True
         worker.confirmed = worker.code == 0 and worker.signal is None
         self.order.append(rank)
@@ -270,7 +271,7 @@ class Tree:
         """Returns the processes that KILL does not end, with their state: "8302 (D)"."""
         if self._kill_at != 0.0 or time.monotonic() - self._first_killed < LATE_S:
             return []
-        states = {pid: process.state(pid) for pid in self._found()}
+        states = {pid: process.state(pid) for pid in (*self._found(), *self._strays())}
         return [f"{pid} ({state})" for pid, state in states.items() if state not in GONE_STATES]
 
     def _kill_ranks(self) -> None:
@@ -316,9 +317,7 @@ class Tree:
         log never replaces an exit that the kernel reported. An exit from the log is confirmed
         only if torchrun's own exit agrees.
         """
-        root = log.rfind(ROOT_CAUSE)
-        for match in FAILED.finditer(log):
-            rank, code, pid = (int(group) for group in match.groups())
+        for rank, code, pid, is_root in crash_log.failed_ranks(log):
             if rank >= self.nproc:
                 continue
             unseen = Worker(rank, rank, process.Handle(pid, -1, 0))
@@ -327,7 +326,7 @@ class Tree:
                 continue
             worker.claimed(code, self.agent_status not in (0, None))
             if rank not in self.order:
-                self.order.insert(0 if match.start() > root >= 0 else len(self.order), rank)
+                self.order.insert(0 if is_root else len(self.order), rank)
         if self.agent_status == 0:
             for worker in self.workers.values():
                 worker.claimed(0, True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from console import error_patterns
+from console import plan as plans
 from console.diagnose.watchdog import STRONG
 from console.model import State
+from console.plan import Restart
 from console.run_state import Facts, decide
-from trainers.contract import plan as plans
-from trainers.contract.plan import Restart
 
 RESTARTABLE: frozenset[State] = frozenset(("crashed", "failed"))
 """States after which a restart may help; an end that an operator requested is final."""

@@ -314,8 +314,7 @@ class Run:
         ending = self._is_final or known.halt_wanted or not self.attempt.tree.spawned
         again = "" if ending else restart.next_attempt(ended, self.spec.plan.restart)
         if isinstance(again, str) and (doing := self.observers.call(CHECK, self._poll_check, "")):
-            self.why = f"all processes have ended; {doing}"
-            return None
+            return self._become("stopping", f"all processes have ended; {doing}")
         self._ended = ended
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)

@@ -237,6 +237,15 @@ class Directory(Recorder):
                 self.unexpected_errors.append(error)
             then(value, error)
 
+    def doubt(self, late_s: float) -> str:
+        """Returns why the newest records may not be in the run directory, or "" if they are.
+
+        A write that has waited for longer than `late_s` is in doubt.
+        """
+        if self.failing:
+            return f"cannot write records to the run directory ({self.failing})"
+        return "no write to the run directory finishes" if self.blocked_s() > late_s else ""
+
     def write_request(self, run: Path, name: str, by: str, then: Callable[[str], object]) -> None:
         """Writes `.HALT` or one of `rundir.REQUEST_FILES` into the run directory, for the ranks.
 

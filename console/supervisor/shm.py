@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from console import access
 from console.sources import process
 from console.supervisor.alerts import Alerts
 from trainers.contract import jsonl, pulse, rundir
@@ -59,7 +60,7 @@ class Live:
         unready = path if adopt else path.with_name(f".{self._name}")
         try:
             if adopt:
-                rundir.check_ours(path)
+                access.check_ours(path)
             else:
                 unready.mkdir(mode=0o700)
             self._home = rundir.OpenDirectory(unready)

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from console import status_text
+from console import plan, status_text
 from console.diagnose.readings import Readings, setting_values
 from console.diagnose.stall import RankEvidence, by_records, why_unconfirmed, with_records
 from console.model import Rank, RunState
+from console.plan import Watch
 from console.plans.gate_check import poll_confirmed
 from console.sources import legacy, liveness, process
 from console.sources.pace import RECORDS_LATE_S
@@ -24,9 +25,8 @@ from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.run import RunSource
 from console.supervisor.monitor import readings
 from console.supervisor.run_files import Disk, Environment, NewestRow
-from trainers.contract import jsonl, plan, rundir
+from trainers.contract import jsonl, rundir
 from trainers.contract.errors import UsageError
-from trainers.contract.plan import Watch
 
 WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
 """Files that a training writes besides its records, in new and in legacy run directories."""

@@ -17,9 +17,10 @@ from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
 from textual.widget import Widget
 
+from console.sources.sanitize import clean
 from console.status_text import counted
 from console.tui import keys
-from console.tui.background import Pending
+from console.tui.background import Pending, run_in_background
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
 from console.tui.feed import Feed, ScreenData
@@ -124,7 +125,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             where = f"in {save_text('crash.txt', traceback.format_exc())}"
         except OSError as error:
             where = f"lost ({error.strerror})"
-        what = traceback.format_exc(limit=0).splitlines()[-1]
+        what = clean(traceback.format_exc(limit=0).splitlines()[-1], 200)
         self.panic(
             Text(f"nsa-console: the screen failed: {what}; runs continue; start it again; "
                  f"the traceback is {where}, please report it")
@@ -290,6 +291,13 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
 
+    def follow(self, path: Path) -> None:
+        """Watches another launch or run; a paused display, which has the former run, is resumed."""
+        if self.paused:
+            self.set_paused(False)
+        self.feed.follow(path)
+        self.run_worker(self.show_view("dashboard"))
+
     def do_choose(self) -> None:
         from console.tui.widgets.chooser import Chooser
 
@@ -298,8 +306,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     def _choose(self, entry: Entry) -> None:
         """Watches the chosen run, or prepares the launch of the chosen plan."""
         if entry.path is not None:
-            self.feed.follow(entry.path)
-            self.run_worker(self.show_view("dashboard"))
+            self.follow(entry.path)
             return
         self.draft.choose(entry.name)
         launch = self.snapshot.state.launch if self.snapshot and self.snapshot.state else None
@@ -320,10 +327,15 @@ class ConsoleApp(App[int], inherit_bindings=False):
             return
         self.copy_to_clipboard(text)
         copied = f"copied {counted(len(text.splitlines()), 'line')} to the clipboard"
-        try:
-            self.say(f"{copied} and to {save_text('copied.txt', text)}")
-        except OSError as error:
-            self.say(f"{copied}; cannot write the file: {error.strerror}", "error")
+
+        def save() -> tuple[str, str]:
+            try:
+                return f"{copied} and to {save_text('copied.txt', text)}", "ok"
+            except OSError as error:
+                return f"{copied}; cannot write the file: {error.strerror}", "error"
+
+        # The home directory may not answer.
+        run_in_background(self, "copy", save, lambda said: self.say(*said))
 
     def do_back(self) -> None:
         self.answer.clear()

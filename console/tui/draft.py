@@ -61,7 +61,8 @@ class Draft:
 
     def _select(self, plan_name: str) -> None:
         if plan_name != self.plan_name:
-            self.plan_name, self.flags, self.prepared, self.trouble = plan_name, {}, None, ""
+            self.plan_name, self.flags, self.trouble = plan_name, {}, ""
+            self.prepared = self.checked = None
 
     def options(self) -> Any:
         """Returns the options of the launch. The check does not measure; only the launch does."""

@@ -56,6 +56,7 @@ class Console(background.Screen, Protocol):
 
     def open_overlay(self, overlay: Overlay) -> None: ...
     def repaint_view(self) -> None: ...
+    def follow(self, path: Path) -> None: ...
     async def show_view(self, name: str) -> None: ...
     def run_worker(self, work: Any) -> Any: ...
 
@@ -187,8 +188,7 @@ class Operator:
 
         def launched(path: Path) -> None:
             screen.say(f"launched {options.plan} in {path}; q leaves, the run continues")
-            screen.feed.follow(path)
-            screen.run_worker(screen.show_view("dashboard"))
+            screen.follow(path)
 
         work = partial(actions.launch, options, actions.who(), plan)
         run_in_background(screen, "launch", work, launched, about=options.plan)

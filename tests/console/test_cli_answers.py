@@ -6,13 +6,14 @@ import json
 
 import pytest
 
-from console import cli, status_text
+from console import actions, cli, status_text
 from console.diagnose.watchdog import Watchdog
 from console.model import Gate
+from console.plan import Watch
+from console.sources import launches
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
-from trainers.contract.plan import Watch
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -181,3 +182,13 @@ def test_logs_of_the_supervisor_are_asked_for_as_the_screen_names_them(launch, c
     rundir.rank_log(run, 1, 0).write_text("words of a rank\n")
     code, out, _ = said(capsys, "logs", launch, "--rank", "sup")
     assert (code, "the disk was full" in out, "words of a rank" in out) == (0, True, False)
+
+
+def test_an_answer_of_another_form_is_no_success_and_no_traceback(launch, capsys, monkeypatch):
+    def send(*_):
+        directory.event(launch, "answer", request="7-x", ok="no", text=5, detail=7)
+        return "7-x"
+
+    monkeypatch.setattr(actions, "send", send)
+    code, out, _ = said(capsys, "dump", launch)
+    assert (code, out.splitlines()) == (4, [f"{launches.launch_id(launch)}: 5"])

@@ -7,10 +7,11 @@ import shutil
 
 import pytest
 
+from console import plan
 from tests.console.plans.test_sweep import FACTS, PLAN
 from tests.console.sources import directory
 from tests.console.test_go import PASSED, said
-from trainers.contract import plan, rundir
+from trainers.contract import rundir
 
 STEPS = 40
 BOUNDS = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}

@@ -47,12 +47,12 @@ def has_verdict(run: Path) -> bool:
     return named and any(run.glob("stackdump_rank1_*"))
 
 
-def test_the_verdict_of_the_supervisor_has_its_cost_and_the_run_that_had_it_before(stalled):
+def test_the_verdict_of_the_supervisor_has_the_run_that_had_it_before_and_no_unknown_cost(stalled):
     code, found = diagnosed(stalled[1].path, root=stalled[1].path.parents[1])
     assert (code, found["outlook"], found["source"]) == (1, "stalled", "supervisor")
     assert (found["verdict"]["rank"], found["verdict"]["cause"]) == (1, "sleep")
     assert found["verdict"]["place"] == f"member.py:{STALLS_AT}"
-    assert found["cost"].startswith("a stop costs all 30 steps (no checkpoint)")
+    assert found["cost"] == "", "a foreign program may save without a record"
     seen = found["seen_before"]
     assert seen["run"] == stalled[0].state()["run"]
     assert (seen["cause"], seen["place"]) == ("sleep", f"member.py:{STALLS_AT}")

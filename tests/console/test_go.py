@@ -11,6 +11,7 @@ import pytest
 
 from console.cli import main
 from console.plans.gate_check import poll_confirmed
+from console.sources import gate_files
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -86,6 +87,17 @@ def test_a_plan_that_waits_is_go_so_far_and_names_what_has_not_run(launch, capsy
     directory.change(launch / rundir.PLAN_STATE, state="waiting", phase=0, phases=phases)
     code, out = said(capsys, "check", launch)
     assert (code, out.splitlines()[-1]) == (0, "go so far; not started: second")
+
+
+def test_a_screen_reads_the_logs_of_a_completed_run_only_once(launch, monkeypatch):
+    run, calls, read = launch / "1-second", [], gate_files.read
+    born = rundir.read_json(run / rundir.RUN) or {}
+    directory.document(run / rundir.RUN, born | {"gates": BOUNDS | {"no_log_errors": True}})
+    monkeypatch.setattr(gate_files, "read", lambda *given: calls.append(given) or read(*given))
+    source = RunSource(run)
+    for _ in range(3):
+        poll_confirmed(source, former=False)
+    assert len(calls) == 1
 
 
 def lie(run, name):

@@ -181,6 +181,13 @@ def test_check_of_a_live_run_says_what_holds_so_far(launch, capsys):
         assert "**no go yet: the run has not ended**" in out
 
 
+def test_gates_of_a_live_run_that_all_passed_so_far_are_no_go_yet(launch, capsys):
+    live(launch, steps_done=5)
+    with directory.owned(launch):
+        code, out, _ = said(capsys, "check", launch)
+    assert (code, "no go yet" in out, "3 passed, 0 unknown, 0 failed" in out) == (1, True, True)
+
+
 def test_check_of_a_live_run_fails_where_no_later_record_can_help(launch, capsys):
     live(launch, grad_norm_above=0.9)
     with directory.owned(launch):

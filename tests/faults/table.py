@@ -17,7 +17,7 @@ SAVER, RESUME = f"{TRAINERS}/test_saver.py", f"{TRAINERS}/test_resume.py"
 SECURITY = f"{CONSOLE}/test_security.py"
 TUI, CROSS_CHECK = f"{CONSOLE}/tui", f"{CONSOLE}/supervisor/test_cross_check.py"
 PARSING, TAILING = (
-    f"{TRAINERS}/contract/test_flags_and_plan.py",
+    f"{CONSOLE}/plans/test_flags_and_plan.py",
     f"{CONSOLE}/sources/test_tail.py",
 )
 

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console import plan
 from console.sources.tail import Tail
 from tests.trainers.runs import ROOT, Run, small
 from trainers import settings
-from trainers.contract import drill, dumps, environ, flags, heartbeat, plan, pulse, rundir
+from trainers.contract import drill, dumps, environ, flags, heartbeat, pulse, rundir
 from trainers.contract.drill import KINDS, Drill
 from trainers.contract.errors import UsageError
 from trainers.drills import DRILLS

@@ -123,6 +123,7 @@ def test_a_checkpoint_of_gpt2_tokens_generates_text_or_says_what_is_missing(
         (("nowhere", "--prompt", ""), 13, "--prompt is empty"),
         (("nowhere",), 13, "--prompt"),
         (("nowhere", "--prompt", "x", "--tokens", 0), 13, "--tokens must be at least 1"),
+        (("nowhere", "--prompt", "x", "--seed", 1 << 64), 13, "--seed must be from 0"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(words, code, says, capsys):

@@ -69,7 +69,7 @@ def test_overflows_end_a_run_only_when_the_loss_scale_is_at_its_floor():
     assert scale.scale == LEAST_SCALE
     judge = Guard(5)
     judge.check(rows[:-1])
-    with pytest.raises(NonFiniteError, match=r"in 5 steps in a row, after 16 that lowered .* 21;"):
+    with pytest.raises(NonFiniteError, match="in 5 steps in a row, up to step 21;"):
         judge.check(rows[-1:])
     fixed = LossScale(ScalerSettings(backoff_factor=1.0), True, torch.device("cpu"))
     assert not fixed.update(YES)

@@ -115,15 +115,15 @@ WRONG = {
     "recall_too_long": (
         {}, {"data.source": "recall", "data.seq_len": "64"}, "data.seq_len", "lengthen",
     ),
-    "recall_too_far": (
-        {}, {"data.source": "recall", "data.recall_distance_max": "100"}, "=100", "lengthen",
-    ),
     "recall_within_window": (
         {}, {"data.source": "recall", "model.nsa.window": "64"}, "model.nsa.window", "window",
     ),
     "right_bytes_of_text": (
         {}, {"data.source": "text", "train.stop_at_bytes_right": "0.9"},
         "train.stop_at_bytes_right", "recall",
+    ),
+    "export_of_nothing": (
+        {}, {"checkpoint.export": "x", "checkpoint.at_end": "false"}, "checkpoint.export", "at_end",
     ),
     "no_folder": (
         {}, {"data.source": "text", "data.path": "/no/such"}, "/no/such", "there is no such folder",

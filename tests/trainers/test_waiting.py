@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainers.runs import CONFIG, small
 from trainers import loop, settings
+from trainers.contract import rundir
 from trainers.contract.member import Member
+from trainers.parallel import Single
 from trainers.report import Report
+from trainers.step_reduction import FIGURES, StepReduction
 
 READS = {
     "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2",
@@ -29,6 +34,16 @@ class Operators(TorchDispatchMode):
         if name in READS or name == FROM_HOST:
             self.found.append((self._member.pulse.step, name))
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reason", ["", rundir.HALT, "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
+def test_each_reason_to_halt_is_recorded_as_it_is(reason):
+    cpu = torch.device("cpu")
+    reduction = StepReduction(Single(cpu).reduce, cpu)
+    figures = torch.zeros(len(FIGURES), dtype=torch.float64)
+    reduction.start(7, figures, reason, frozenset({rundir.PROFILE_NOW}))
+    (row,) = reduction.finish(include_newest=True)
+    assert (row.step, row.halt_reason, row.requests) == (7, reason, {rundir.PROFILE_NOW})
 
 
 def test_the_host_waits_for_the_device_at_log_steps_only(tmp_path):

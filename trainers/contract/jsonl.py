@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
 import stat
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 MAX_HEARTBEAT_BYTES = 4096
 MAX_LINE_BYTES = 1 << 18
-GZIP = ".gz"
-PACKED_BYTES = 1 << 16
 NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -188,23 +184,3 @@ def size_bytes(path: Path) -> int:
     with contextlib.suppress(OSError), opened(path) as fd:
         return os.fstat(fd).st_size
     return 0
-
-
-HEAD_BYTES = 4096
-
-
-def head(path: Path) -> str:
-    """Returns a hash of a file's first line, or "" while that line is incomplete.
-
-    The hash identifies a file of records, also in a copy and under another name.
-    """
-    if path.suffix == GZIP:
-        unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-        try:
-            data = unpacker.decompress(read_bytes(path, PACKED_BYTES, 0), HEAD_BYTES)
-        except zlib.error:
-            return ""
-    else:
-        data = read_bytes(path, HEAD_BYTES, 0)
-    first, end, _ = data.partition(b"\n")
-    return hashlib.sha256(first).hexdigest()[:16] if end or len(data) == HEAD_BYTES else ""

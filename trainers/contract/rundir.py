@@ -54,39 +54,12 @@ def samples(run: Path, host: str) -> Path:
     return run / f"samples_{host}.jsonl"
 
 
-GZIP = jsonl.GZIP
-PART = re.compile(r"\.([0-9]{4,9})(\.gz)?")
-
-
-def part(path: Path, number: int) -> Path:
-    """Returns the uncompressed path (without `.gz`) of part `number` of a record file."""
-    return path.with_name(f"{path.name}.{number:04d}")
-
-
-def parts(path: Path) -> list[tuple[int, Path]]:
-    """Returns the older parts of a record file with their numbers, the oldest first.
-
-    If a part exists both compressed and plain, the compressed file is returned. Raises OSError.
-    """
-    found: dict[int, Path] = {}
-    for name in sorted(os.listdir(path.parent)):
-        match = PART.fullmatch(name.removeprefix(path.name)) if name.startswith(path.name) else None
-        if match:
-            found[int(match[1])] = path.with_name(name)
-    return sorted(found.items())
-
-
 def logs(run: Path, attempt: int) -> Path:
     return run / "logs" / f"attempt{attempt}"
 
 
 def rank_log(run: Path, attempt: int, rank: int) -> Path:
     return logs(run, attempt) / f"rank{rank}.log"
-
-
-def rotated_log(log: Path) -> Path:
-    """Returns the path of the rotated file of a log."""
-    return log.with_name(f"{log.name}.1")
 
 
 def pulse(live: Path, rank: int) -> Path:
@@ -145,13 +118,11 @@ def _own_start_ticks(pid: int) -> int | None:
 
 def is_alive(owner: Mapping[str, Any]) -> bool:
     """Returns whether the process with this `identity` is alive on this host, in this boot."""
-    pid = jsonl.integer(owner, "pid")
-    if pid is None or pid <= 0:
+    pid = jsonl.integer(owner, "pid") or 0
+    found = identity(pid) if pid > 0 else {"start_ticks": None}
+    if found["start_ticks"] is None:
         return False
-    if owner.get("host") != host_name() or owner.get("boot_id") != boot_id():
-        return False
-    ticks = start_ticks(pid)
-    return ticks is not None and ticks == owner.get("start_ticks")
+    return all(owner.get(key) == value for key, value in found.items())
 
 
 class OpenDirectory:
@@ -198,11 +169,6 @@ def read_json(
     """
     data = jsonl.read_bytes(path, limit + 1, 0, below)
     return jsonl.decode(data) if len(data) <= limit else None
-
-
-def lock_token(launch: Path) -> str:
-    """Returns the token of the supervisor that owns a launch directory, or "" if there is none."""
-    return jsonl.text(read_json(launch / LOCK, below=launch) or {}, "token")
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -259,12 +225,6 @@ def open_append(path: Path) -> int:
     return fd
 
 
-def set_safe_umask() -> None:
-    """Removes the owner's bits from the umask; if no other bit is left, sets the umask to 022."""
-    mask = os.umask(0o077) & 0o077
-    os.umask(mask or 0o022)
-
-
 def make_directory(path: Path) -> None:
     """Creates a directory and its parents with mode 0700; an existing directory gets this mode.
 
@@ -290,14 +250,6 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def check_ours(path: Path) -> None:
-    """Raises RefusedError unless `path` is a directory of this user, not writable for all."""
-    if check_owner(path).st_mode & stat.S_IWOTH:
-        raise RefusedError(
-            f"every user can write into {path}, so its content may be forged; chmod go-w {path}"
-        )
-
-
 def check_owner(path: Path) -> os.stat_result:
     """Returns the stat result of a directory. Raises RefusedError for a link or a foreign owner."""
     try:
@@ -311,21 +263,6 @@ def check_owner(path: Path) -> os.stat_result:
             f"{path} belongs to user id {status.st_uid}, not to you, so it is read-only here"
         )
     return status
-
-
-def check_parents(path: Path) -> None:
-    """Raises RefusedError if another user could replace `path` by another directory."""
-    try:
-        resolved = path.absolute().parent.resolve()
-        for parent in (resolved, *resolved.parents):
-            mode = parent.stat().st_mode if parent.exists() else 0
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                raise RefusedError(
-                    f"every user can rename files in {parent}; chmod o-w {parent}, or pass "
-                    "another directory with --run-dir"
-                )
-    except (OSError, RuntimeError) as error:
-        raise RefusedError(f"cannot read the parents of {path}: {error}") from error
 
 
 def _close_to_others(path: Path) -> None:

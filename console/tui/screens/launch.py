@@ -219,7 +219,7 @@ class Launch(Scrolls, View):
         held = item.following if item.changed else None
         decided, value = flag_list.next_value(item.flag, item.now, held)
         if decided:
-            self._set(item.flag.name, value)
+            self._set(live_launch(self.snapshot), item.flag.name, value)
         else:
             self.do_open()
 
@@ -243,16 +243,19 @@ class Launch(Scrolls, View):
         if item is None or item.flag is None:
             self.do_toggle()
             return
-        name = item.flag.name
+        name, live = item.flag.name, live_launch(self.snapshot)
         hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.help}"
         value = (item.following or "") if item.changed else ""
         self.console.open_overlay(
             Editor(name, value, hint, lambda text: text.strip() and registry.parse(name, text),
-                   lambda text: self._set(name, text or None))
+                   lambda text: self._set(live, name, text or None))
         )  # fmt: skip
 
-    def _set(self, name: str, value: str | None) -> None:
-        if live := live_launch(self.snapshot):
+    def _set(
+        self, live: tuple[RunState, LaunchState] | None, name: str, value: str | None
+    ) -> None:  # fmt: skip
+        """Sends a changed flag to the launch for which it was chosen, or else stores it."""
+        if live is not None:
             self.console.operator.set_flag(live[1], name, value, self._later)
             return
         if value is None:

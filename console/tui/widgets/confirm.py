@@ -88,6 +88,8 @@ class Confirm(Overlay):
             self._decide(event.button.means)
 
     def _decide(self, choice: Choice | None) -> None:
+        if not self.display:  # a key that was pressed twice
+            return
         self.close()
         if choice is not None:
             self._then(choice)

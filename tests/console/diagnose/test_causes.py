@@ -13,11 +13,11 @@ from console.diagnose.causes import CAUSES, diagnose
 from console.diagnose.evidence import Evidence
 from console.diagnose.stack_classes import _DATA
 from console.diagnose.stall import RankEvidence
+from console.plan import Watch
 from console.sources.descriptors import BlockedOn, Connection
 from console.sources.flight import Collective, FlightRecord
 from console.sources.kernel_evidence import ChildEvidence, ProcessEvidence, ThreadEvidence
 from console.sources.stacks import Frame, Stack, Thread
-from trainers.contract.plan import Watch
 
 WATCH, NOW = Watch(stall_floor_s=5.0), 1_800_000_000.0
 TORCH = "/venv/lib/python3.11/site-packages/torch"

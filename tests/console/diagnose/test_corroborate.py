@@ -11,8 +11,8 @@ from console.diagnose.readings import Readings
 from console.diagnose.rules import HALTING, RULES
 from console.diagnose.stall import RankEvidence, why_unconfirmed
 from console.diagnose.watchdog import Watchdog
+from console.plan import Watch
 from console.sources.pace import progress_of
-from trainers.contract.plan import Watch
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
 decision = pytest.mark.decision

@@ -16,9 +16,9 @@ from console.diagnose.rules import RULES
 from console.diagnose.stall import RankEvidence
 from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
+from console.plan import Watch
 from console.sources.pace import Pace
 from trainers.contract import VERSION
-from trainers.contract.plan import Watch
 
 SETTINGS = {
     "data.source": "synthetic", "data.seq_len": 512, "train.batch_size": 8, "train.accumulate": 1,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from console.diagnose.causes import diagnose
 from console.diagnose.stall import RankEvidence, limit_s
-from trainers.contract.plan import Watch
+from console.plan import Watch
 from trainers.contract.pulse import PHASES
 
 NOW = 1_790_000_000.0

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from console import plan
 from console.diagnose import rules, truth
 from console.diagnose.readings import Readings, rate_ratio, setting_values, steady_growth
 from console.diagnose.rules import (
@@ -28,10 +29,9 @@ from console.diagnose.rules import (
 from console.diagnose.stall import RankEvidence
 from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
+from console.plan import Watch
 from console.sources.pace import Progress, progress_of
-from trainers.contract import plan
 from trainers.contract.errors import UsageError
-from trainers.contract.plan import Watch
 
 GPU = Gpu(0, "A100", "ok", mem_used_mib=100.0, mem_total_mib=1000.0, ecc_uncorrected=3)
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)

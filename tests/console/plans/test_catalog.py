@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from console import actions
+from console import plan as plans_module
 from console.actions import LaunchOptions
 from console.plans import catalog, gpu_checks, preflight
 from console.plans.case import Case
 from console.sources import nvml
-from trainers.contract import plan as plans_module
 from trainers.contract.errors import RefusedError, UsageError
 from trainers.contract.flags import FLAGS
 

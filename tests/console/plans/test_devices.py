@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from console import actions
+from console import actions, plan
 from console.actions import LaunchOptions
 from console.cli import main
 from console.plans import device_checks
 from console.plans.case import Case
-from trainers.contract import plan, rundir
+from trainers.contract import rundir
 
 SMALL = {
     "model.dim": 32, "model.n_layers": 1, "model.n_heads": 2, "model.n_kv_groups": 1,

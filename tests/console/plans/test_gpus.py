@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from console import plan
 from console.plans import gpu_checks, preflight
 from console.plans.case import Case
 from console.sources import nvml
 from tests.fakes import nvml as fake
-from trainers.contract import plan
 
 
 class Machine:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from console import actions
+from console import actions, plan
 from console.actions import LaunchOptions
 from console.plans import gpu_checks, host_checks, preflight
 from console.plans.case import Case
-from trainers.contract import plan, rundir
+from trainers.contract import rundir
 
 TINY = {"name": "one", "config": "configs/tiny_cpu.yaml", "nproc": 2}
 ROOT = Path(__file__).parents[3]
@@ -181,7 +181,7 @@ def test_a_clock_that_was_set_back_is_refused_and_a_jump_is_reported(tmp_path):
     earlier(tmp_path, ahead_s=-7200, since_s=60)
     result, text = row("clock", tmp_path)
     assert (result, "the clock jumped forward by" in text) == ("unknown", True)
-    for wrong in ("nan", "-inf", 1e300):
+    for wrong in ("nan", "-inf", 1e300, None):
         record = {"created_ts": wrong, "boot_id": rundir.boot_id(), "up_s": 1.0}
         rundir.write_json(tmp_path / "artifacts/mine/20261120-031500" / rundir.PLAN, record)
         result, text = row("clock", tmp_path)

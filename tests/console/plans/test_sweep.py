@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from console import plan
 from console.plans.sweep import Run, Variant, compare, p_value
-from trainers.contract import plan
 from trainers.contract.errors import UsageError
 
 PLAN: dict[str, Any] = {

@@ -58,7 +58,7 @@ def owned(path: Path) -> Iterator[None]:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         lock.claim(fd, path.name, "tester")
-        told(path, rundir.lock_token(path))
+        told(path, lock.token_of(path))
         yield
     finally:
         os.close(fd)

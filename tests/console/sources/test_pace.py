@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.diagnose.stall import SAFETY, by_records, limit_s
+from console.plan import Watch
 from console.sources.pace import Pace
 from console.sources.record_files import Line, Place
 from console.sources.reducer import LatestRecords
-from trainers.contract.plan import Watch
 
 WATCH = Watch(stall_floor_s=180, startup_s=900)
 LEAST_S = WATCH.startup_s / SAFETY

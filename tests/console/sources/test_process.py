@@ -62,6 +62,20 @@ def test_a_handler_of_a_signal_is_seen(busy):
     assert not process.catches(2**22 - 3, signal.SIGUSR1)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may set its groups")
+def test_a_handler_is_seen_in_a_process_of_a_user_with_many_groups():
+    """The list of groups comes before the signals in the status file."""
+    program = "import signal, time\nsignal.signal(signal.SIGUSR1, print)\ntime.sleep(60)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], extra_groups=range(10**5, 10**5 + 999)
+    )
+    try:
+        wait_for(lambda: process.catches(child.pid, signal.SIGUSR1))
+    finally:
+        child.kill()
+        child.wait()
+
+
 @pytest.mark.parametrize(("end", "code"), [("exit 7", 7), ("kill -SEGV $$", -11), ("exit 0", 0)])
 def test_an_exit_code_is_available_before_and_after_the_reap(end, code):
     child = subprocess.Popen(

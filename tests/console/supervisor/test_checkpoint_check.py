@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from console.plan import Checkpoints
 from console.sources import procfs
 from console.sources.summary import Summary
 from console.supervisor import program
 from console.supervisor.alerts import Alerts
 from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.rundir_io import Directory, event_record
-from tests.launches import HANG_GUARD_S, STUB
+from tests import broken
+from tests.launches import HANG_GUARD_S
 from trainers.contract import rundir
-from trainers.contract.plan import Checkpoints
 
 FINE = "echo some line; echo fine"
 WAITS = 'while [ ! -e "{}" ]; do sleep 0.02; done; '
@@ -204,8 +205,9 @@ def test_a_back_up_gets_the_path_after_the_load(tmp_path, words, result, text):
 
 
 def test_a_run_waits_for_the_check_of_its_last_checkpoint_and_its_gate_counts_it(begin, tmp_path):
+    slow = broken.shell(tmp_path, "checkpoint_check.CheckpointCheck._load", "time.sleep(3)")
     started = begin(
-        {"name": "one"}, config="configs/tiny_cpu.yaml", module="trainers.ddp", shell=STUB,
+        {"name": "one"}, config="configs/tiny_cpu.yaml", module="trainers.ddp", shell=slow,
         set={"data.source": "synthetic", "train.steps": 4, "report.out_dir": str(tmp_path)},
         gates={"steps_done": 4, "checkpoints_loaded_at_least": 1}, checkpoints={"load": True},
     )  # fmt: skip
@@ -216,3 +218,4 @@ def test_a_run_waits_for_the_check_of_its_last_checkpoint_and_its_gate_counts_it
     kinds = [each["kind"] for each in started.events(0)]
     assert kinds.index("checkpoint") < len(kinds) - 1 - kinds[::-1].index("state")
     assert started.state()["checkpoint_check"]["step"] == 4
+    assert "stopping" in [each.get("state") for each in started.events(0)], "no rank runs any more"

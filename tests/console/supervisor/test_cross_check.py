@@ -10,7 +10,9 @@ import time
 import pytest
 
 from console import actions
+from console import plan as plans
 from console.cli import main
+from console.plan import Restart
 from console.plans import gate_check
 from console.run_state import Facts, decide
 from console.sources import process
@@ -26,9 +28,7 @@ from tests.console.sources.recorded import Recorded
 from tests.console.test_go import BOUNDS, completed
 from tests.launches import HANG_GUARD_S, STUB, phase, write_plan
 from trainers.contract import environ, jsonl, rundir
-from trainers.contract import plan as plans
 from trainers.contract.errors import RefusedError
-from trainers.contract.plan import Restart
 from trainers.contract.pulse import PulseWriter
 
 TOKEN = "0123456789abcdef"
@@ -257,7 +257,8 @@ def test_the_last_pulse_of_a_rank_shows_the_phase_in_which_it_ended(tmp_path, mo
 def test_torchruns_log_names_no_rank_that_the_run_does_not_have():
     line = b"rank : %d (local_rank: 0)\n exitcode : 9 (pid: 4242)\n"
     tree = Tree("x", 2, select.poll(), owners.absent())
-    tree.take_log(line % 7 + line % 1)
+    absurd_pid = line.replace(b"4242", b"9" * 5000)
+    tree.take_log(line % 7 + line % 1 + absurd_pid % 0)
     assert [(rank, w.code, w.confirmed) for rank, w in tree.workers.items()] == [(1, 9, False)]
 
 

@@ -122,7 +122,7 @@ def test_torchrun_before_torch_2_12_gets_no_shutdown_timeout(tmp_path):
     """It rejects the option: with torch 2.11 no launch could start."""
     program = (
         "from pathlib import Path\nfrom console.supervisor.launch_spec import argv\n"
-        "from trainers.contract.plan import Phase\n"
+        "from console.plan import Phase\n"
         "print(argv(Phase(name='one', module='trainers.ddp'), 5.0, Path('logs')))"
     )
     for version, expected in (("2.11.0", False), ("2.12.0a0+git1", True), ("3.0", True)):

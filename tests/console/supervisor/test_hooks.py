@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from console.sources import process
-from console.supervisor import program
+from console.supervisor import launch_spec, program
 from console.supervisor.hooks import Alive, Hooks, document, variables
 from console.user_config import Settings
 from tests.launches import HANG_GUARD_S, phase, set_hook
@@ -235,3 +235,17 @@ def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, mo
     assert "crashed: rank 1 was killed by SIGKILL" in said
     assert all("NSA_CONSOLE_TOKEN" not in run["env"] for run in found)
     assert {run["usr1"] for run in found} == {str(signal.SIG_DFL.value)}
+
+
+def test_no_child_of_git_stays(tmp_path, monkeypatch):
+    """It would become an orphan of the supervisor and delay the end of a run."""
+    git, pid = tmp_path / "git", tmp_path / "pid"
+    git.write_text(f"#!/bin/sh\nsleep 60 >/dev/null 2>&1 &\necho $! > {pid}\nexit 1\n")
+    git.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(launch_spec, "GIT_S", HANG_GUARD_S)
+    assert launch_spec.git_facts(tmp_path) == {}
+    until = time.monotonic() + HANG_GUARD_S
+    while process.state(int(pid.read_text())) not in (process.GONE, "Z"):
+        assert time.monotonic() < until
+        time.sleep(0.01)

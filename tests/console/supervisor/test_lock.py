@@ -29,8 +29,8 @@ def test_a_new_owner_has_a_new_token_and_its_supervisor_keeps_it(tmp_path):
     tokens = []
     for name in ("a" * 300, "b"):
         lock.claim(fd, name, "ann")
-        tokens.append(rundir.lock_token(tmp_path))
-        assert lock.LaunchLock(tmp_path, fd).token == tokens[-1] == rundir.lock_token(tmp_path)
+        tokens.append(lock.token_of(tmp_path))
+        assert lock.LaunchLock(tmp_path, fd).token == tokens[-1] == lock.token_of(tmp_path)
         held = rundir.read_json(tmp_path / rundir.LOCK)
         assert (held["launch"], held["user"], held["pid"]) == (name, "ann", os.getpid())
     assert len(set(tokens)) == 2
@@ -40,7 +40,7 @@ def test_a_new_owner_has_a_new_token_and_its_supervisor_keeps_it(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"token": 7}', b"\xff" * 9000])
 def test_a_lock_that_holds_something_else_has_no_token(tmp_path, content):
     (tmp_path / rundir.LOCK).write_bytes(content)
-    assert rundir.lock_token(tmp_path) == ""
+    assert lock.token_of(tmp_path) == ""
 
 
 def test_a_disk_that_is_full_when_the_owner_is_named_begins_nothing(tmp_path, begin):
@@ -66,7 +66,7 @@ def test_a_launch_that_was_adopted_and_ended_meanwhile_is_not_adopted(tmp_path, 
     monkeypatch.setattr(launcher, "DYING_S", HANG_GUARD_S)
     path = directory.launch(tmp_path)
     with ThreadPoolExecutor(1) as pool, directory.owned(path):
-        directory.told(path, rundir.lock_token(path), **directory.DEAD)
+        directory.told(path, lock.token_of(path), **directory.DEAD)
         adopted = pool.submit(launcher.adopt, path, Settings())
         time.sleep(0.3)
         assert not adopted.done(), "adopt waits for the lock"

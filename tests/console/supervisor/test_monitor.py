@@ -10,6 +10,7 @@ import pytest
 from console.diagnose.evidence import Evidence
 from console.diagnose.stall import RankEvidence
 from console.model import Verdict
+from console.plan import Phase, Watch
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -18,7 +19,6 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.monitor import Monitor
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
-from trainers.contract.plan import Phase, Watch
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
 SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None, env={})
@@ -175,6 +175,7 @@ def test_a_stall_has_a_bounded_number_of_verdicts_of_which_the_last_is_current(t
         (41, 0, True, "a stop costs all 41 steps (no checkpoint); a halt saves first"),
         (41, 0, False, ""),  # a foreign program may save without a record
         (0, 0, True, ""),
+        (0, 710, True, ""),  # the step is not known
     ],
 )
 def test_the_cost_of_a_stop_is_said_where_it_is_known(step, saved, reports, words):

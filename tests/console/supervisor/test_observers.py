@@ -32,7 +32,7 @@ OBSERVERS = {
     "the run directory": "alerts.Alerts.check_directory",
     "the supervisor heartbeat": "shm.Live.write_status",
     "the snapshot": "snapshot_writer.Snapshots.poll",
-    "supervisor.json": "attempt.Attempt.workers",
+    "supervisor.json": "ends.Ends.documents",
 }
 GATES = ("loss_finite", "no_stall")
 CASES = [*((name, ALWAYS) for name in OBSERVERS), ("processes and pulses", ONCE), ("files", ONCE)]

@@ -34,6 +34,8 @@ def test_a_plan_that_stopped_at_gates_goes_on_after_they_are_overridden(begin, c
     ):  # fmt: skip
         with pytest.raises(RefusedError, match=sentence):
             given(started.path, **wrong)
+    with (started.run() / rundir.EVENTS).open("ab") as events:
+        events.write(b'{"v": 1, "kind": "no')  # as after a full disk
     assert "grad_norm_above failed" in given(started.path)["text"]
     with pytest.raises(RefusedError, match=r"overridden already: It is planted. \(ann@host, 2"):
         given(started.path)

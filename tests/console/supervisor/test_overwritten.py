@@ -90,6 +90,34 @@ def test_a_stranger_with_a_copied_token_is_no_rank(run):
         copied.kill()
 
 
+def test_a_child_that_has_the_token_is_not_adopted_in_place_of_its_rank(run):
+    """The rank overwrote its environment after it had started the child."""
+    token = secrets.token_hex(8)
+    environment = launch_spec.inherited() | {
+        environ.RUN_DIR: str(run), environ.TOKEN: token, "RANK": "0", "LOCAL_RANK": "0",
+    }  # fmt: skip
+    with (rundir.logs(run, 1) / "rank0.log").open("w") as log:
+        rank = subprocess.Popen(["sleep", "60"], stdout=log, stderr=log)
+        child = subprocess.Popen(["sleep", "60"], stdout=log, stderr=log, env=environment)
+    found = Tree(token, 1, select.poll(), owners.absent(), str(run))
+    known = rundir.identity(rank.pid)
+    found.adopt(known | {"workers": [{"rank": 0, "exit": None, **known}]}, run, 1)
+    assert found.workers[0].handle.pid == rank.pid
+    found.close()
+    for each in (rank, child):
+        each.kill()
+        each.wait()
+
+
+def test_an_orphan_that_kill_does_not_end_is_reported_although_it_has_no_token(run):
+    """The attempt is not over while the orphan is there, so the operator must know of it."""
+    with subprocess.Popen(["sleep", "60"]) as orphan:
+        found = Tree(secrets.token_hex(8), 1, select.poll(), owners.absent(), str(run))
+        found._parent, found._kill_at = os.getpid(), 0.0  # as if KILL had been sent long ago
+        assert f"{orphan.pid} ({process.state(orphan.pid)})" in found.stuck()
+        orphan.kill()
+
+
 @pytest.fixture
 def stranger(run, tmp_path_factory):
     """A process of this user whose output goes into a log of another run."""

@@ -29,7 +29,7 @@ ONCE, ALWAYS = "len(begun) == 3", "len(begun) >= 3"
 GRACE_S = 2.0
 CASES = [
     ("files", "run_files.Files.poll", SEGFAULT, ALWAYS),
-    ("supervisor.json", "attempt.Attempt.workers", SEGFAULT, ALWAYS),
+    ("supervisor.json", "ends.Ends.documents", SEGFAULT, ALWAYS),
     ("processes and pulses", "sampling.Sampler.sample", SEGFAULT, ONCE),
     ("watch rules", "monitor.Monitor.poll", HANG, ALWAYS),
     ("records", "attempt.Attempt._take_records", HANG, ONCE),
@@ -279,3 +279,18 @@ def test_the_last_messages_of_a_child_are_handled_whatever_their_size():
         pass
     sizes = {name: json.loads(data)["size"] for name, data in owner._state.documents.items()}
     assert sizes == {"small": 2, "large": 120_000}
+
+
+def test_the_owner_reports_a_term_only_if_it_has_sent_one():
+    """The child is still starting; an adopted rank would get KILL without TERM before it."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    owner = owner_module.Owner(lambda channel, state: 0)
+    owner._attach(-1, Channel(ours))
+    owner.add_signal(signal.SIGTERM)
+    owner._forward_signals()
+    owner._handle_at = 0.0
+    owner._enforce_deadlines()
+    owner._send_queued()
+    assert [message.kind for message in Channel(theirs).receive()] == [links.SIGNAL]
+    assert not owner._state.term_sent

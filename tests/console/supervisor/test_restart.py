@@ -9,16 +9,16 @@ import time
 import pytest
 
 from console import actions, status_text
+from console import plan as plans
 from console.model import State
+from console.plan import Restart
 from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import former_run, restart
 from console.supervisor.restart import AttemptEnd, NextAttempt
 from tests.launches import PROGRAMS, STUB, phase, sleeping
 from trainers.contract import environ, jsonl, rundir
-from trainers.contract import plan as plans
 from trainers.contract.errors import RefusedError
-from trainers.contract.plan import Restart
 
 CRASH = Restart("crash", attempts=3, backoff_s=10)
 FOREIGN_TOKEN = "fedcba9876543210"

@@ -17,13 +17,13 @@ from console.diagnose.stall import (
     with_records,
 )
 from console.diagnose.watchdog import Watchdog
+from console.plan import Watch
 from console.plans import gates
 from console.sources.reducer import NO_RECORDS
 from console.sources.summary import Summary
 from console.supervisor.monitor import readings
 from tests.console.sources.recorded import Recorded
 from trainers.contract import heartbeat, jsonl
-from trainers.contract.plan import Watch
 
 
 def record(step, **fields):

@@ -194,7 +194,7 @@ def highest_p(variants: int) -> float:
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
 """Keys that a plan may set for all phases. A phase overrides a key, or entries of `MERGED_KEYS`."""
-PLANS = Path(__file__).resolve().parents[2] / "configs" / "plans"
+PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 
 
 def load(path: Path) -> Plan:

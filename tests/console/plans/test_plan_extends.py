@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainers.contract import plan
+from console import plan
 from trainers.contract.errors import UsageError
 
 BASE = """

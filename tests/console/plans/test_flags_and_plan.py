@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.contract import flags, plan, yamlfile
+from console import plan
+from trainers.contract import flags, yamlfile
 from trainers.contract.errors import UsageError
 
 PLANS = sorted((Path(__file__).parents[3] / "configs/plans").glob("*.yaml"))

@@ -1,0 +1,39 @@
+"""Checks of owner and mode, without which nothing of a directory is believed or written."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from trainers.contract.errors import RefusedError
+from trainers.contract.rundir import check_owner
+
+
+def set_safe_umask() -> None:
+    """Removes the owner's bits from the umask; if no other bit is left, sets the umask to 022."""
+    mask = os.umask(0o077) & 0o077
+    os.umask(mask or 0o022)
+
+
+def check_ours(path: Path) -> None:
+    """Raises RefusedError unless `path` is a directory of this user, not writable for all."""
+    if check_owner(path).st_mode & stat.S_IWOTH:
+        raise RefusedError(
+            f"every user can write into {path}, so its content may be forged; chmod go-w {path}"
+        )
+
+
+def check_parents(path: Path) -> None:
+    """Raises RefusedError if another user could replace `path` by another directory."""
+    try:
+        resolved = path.absolute().parent.resolve()
+        for parent in (resolved, *resolved.parents):
+            mode = parent.stat().st_mode if parent.exists() else 0
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                raise RefusedError(
+                    f"every user can rename files in {parent}; chmod o-w {parent}, or pass "
+                    "another directory with --run-dir"
+                )
+    except (OSError, RuntimeError) as error:
+        raise RefusedError(f"cannot read the parents of {path}: {error}") from error
