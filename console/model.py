@@ -155,11 +155,18 @@ class Verdict:
     sure: Sure
     evidence: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
-    """Signs of another rank, and evidence that is not available."""
+    """Signs of another rank."""
+    missing: tuple[str, ...] = ()
+    """Evidence that is not available."""
     action: str = ""
     """The next step of an operator, or "" if none is known."""
     place: str = ""
     """File and line in the rank's own code, or "" if the stack does not show file and line."""
+
+    def signs(self) -> list[tuple[str, str]]:
+        """Returns each line of evidence with its mark: "+" for, "-" another rank, "?" missing."""
+        marked = {"+": self.evidence, "-": self.against, "?": self.missing}
+        return [(mark, line) for mark, lines in marked.items() for line in lines]
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,8 +177,7 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
         yield f"  {alert.level.upper()} {alert.text}"
     if state.verdict:
         yield f"  verdict ({state.verdict.sure}): {state.verdict.sentence}"
-        yield from (f"    + {line}" for line in state.verdict.evidence)
-        yield from (f"    - {line}" for line in state.verdict.against)
+        yield from (f"    {mark} {line}" for mark, line in state.verdict.signs())
         if state.verdict.action:
             yield f"    next: {state.verdict.action}"
     yield from (f"  {gate_line(gate)}" for gate in state.gates)

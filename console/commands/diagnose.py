@@ -43,6 +43,7 @@ def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
     saved = state.checkpoint.removeprefix("step_")
     step = int(saved) if saved.isdecimal() else 0
     cost = stop_cost(state.step or 0, step, bool(state.decided))
+    missing = [*(verdict.missing if verdict else ()), *found.missing]
     ranks = [
         {"rank": each.rank, "pid": each.pid or None, "state": each.state, "step": each.step,
          "phase": each.phase, "unchanged_s": round(each.unchanged_s, 1) if each.phase else None,
@@ -53,7 +54,7 @@ def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
         "id": state.id, "outlook": found.outlook, "state": state.state, "why": found.why,
         "step": state.step, "attempt": state.attempt, "source": found.source if verdict else "",
         "age_s": verdict and max(0.0, time.time() - verdict.ts),
-        "verdict": verdict and asdict(verdict), "missing": list(found.missing),
+        "verdict": verdict and asdict(verdict), "missing": missing,
         "cost": cost if verdict and found.outlook != "ended" else "",
         "seen_before": seen and {"run": seen.run, "ts": seen.verdict.ts,
                                  "cause": seen.verdict.cause, "place": seen.verdict.place},
@@ -71,8 +72,7 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
     if verdict:
         aged = f"{found.source}, {status_text.age(record['age_s'])} ago"
         yield f"  verdict ({verdict.sure}; {aged}): {verdict.sentence}"
-        yield from (f"    + {line}" for line in verdict.evidence)
-        yield from (f"    - {line}" for line in verdict.against)
+        yield from (f"    {mark} {line}" for mark, line in verdict.signs())
     yield from (f"    ? {line}" for line in found.missing)
     if verdict and verdict.action:
         yield f"  next: {verdict.action}"

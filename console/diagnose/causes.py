@@ -277,7 +277,9 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
     if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):
         return "low"
     if agree >= 2 and not disagree:
-        return "high" if cause and not _is_unsure(of, cause, stall.evidence) else "medium"
+        # A rank whose peer never joins looks like that peer, so at most one of several is to blame.
+        certain = cause and (cause.name != "startup" or len(culprits) == 1)
+        return "high" if certain and not _is_unsure(of, cause, stall.evidence) else "medium"
     return "medium" if agree > disagree else "low"
 
 
@@ -334,7 +336,7 @@ def _alike(stall: Stall) -> Verdict:
         None, name, sure, stalled(case, case.running) + why, lost, exits(case.exited),
         stall.difference.text if rule else last, _advice(rule, stall.evidence),
     )  # fmt: skip
-    return _with_signs(verdict, stall, set(), rule.action if rule else "")
+    return _with_signs(verdict, stall, set(), _action(rule, case.running, None) if rule else "")
 
 
 def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "") -> Verdict:
@@ -345,8 +347,8 @@ def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "
         line = f"{sign.source}{evidence.as_of(sign.source)}: {sign.text}"
         (against if other else lines).append(line)
     return replace(
-        verdict, evidence=(*lines, *verdict.evidence), against=(*against, *evidence.gaps),
-        action=action,
+        verdict, evidence=(*lines, *verdict.evidence), against=tuple(against),
+        missing=evidence.gaps, action=action,
     )  # fmt: skip
 
 

@@ -38,7 +38,8 @@ SILENT_ALERTS = frozenset(
 class Diagnosis:
     """The result for one run; `why` explains the outlook, or is "" if the verdict explains it.
 
-    `source` says where the verdict comes from; `missing` says which evidence is not available.
+    `source` says where the verdict comes from; `missing` adds to the missing evidence of the
+    verdict.
     """
 
     outlook: Outlook
@@ -112,14 +113,13 @@ class Diagnoser:
         if case is None or diagnose(after, early, time.time()) is None:
             return self._without_verdict(state, run, after)
         found, why = explain(case, evidence), ""
-        found = replace(found, against=tuple(e for e in found.against if e not in evidence.gaps))
         if not case.is_stalled:
             why = "within its stall limit; so far the evidence says:"
             found = replace(found, sure="medium" if found.sure == "high" else found.sure)
         if not (evidence.after or evidence.stacks or evidence.flights):
             found = replace(found, sure="low")  # the only source is pulses or records
         doubt = now.stall_doubt if now else ""
-        missing = (*evidence.gaps, *filter(None, (doubt,)), *_elsewhere(state))
+        missing = (*filter(None, (doubt,)), *_elsewhere(state))
         return Diagnosis(
             "slow" if why else "stalled", state, why, found, "evidence collected now",
             after, missing, int(not why), run, watch,

@@ -124,9 +124,8 @@ def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list
         return [*rows, ((CALM.get(state.state, "none"), "dim"),)]
     if verdict.action:
         rows += labelled(("→ ", "info"), wrap(verdict.action, width - 3, 2), "strong")
-    signs = [("+ ", sign) for sign in verdict.evidence] + [("- ", no) for no in verdict.against]
-    for mark, sign in sorted(signs, key=lambda each: each[1].startswith("rank ")):
-        rows += labelled((mark, "info"), wrap(sign, width - 3, 2))
+    for mark, sign in sorted(verdict.signs(), key=lambda each: each[1].startswith("rank ")):
+        rows += labelled((f"{mark} ", "info"), wrap(sign, width - 3, 2))
     return rows[:height]
 
 

@@ -283,7 +283,8 @@ def test_without_any_evidence_the_verdict_of_the_pulses_stays():
     assert (found.cause, found.rank) == (base.cause, base.rank)
     assert base.sentence == found.sentence
     assert found.sure != "high"
-    assert "no stack of rank 1" in found.against
+    assert found.missing == ("no stack of rank 1",)
+    assert ("?", "no stack of rank 1") in found.signs()
 
 
 @pytest.mark.decision("verdict-cause", "absent")
@@ -681,3 +682,29 @@ def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
     verdict = diagnose(ranks, replace(WATCH, startup_s=5.0), NOW, found)
     assert (verdict.cause, verdict.rank, verdict.sure) == ("startup", None, "medium")
     assert "each waits for its peers to join" in verdict.sentence
+
+
+def test_of_several_ranks_that_have_not_joined_none_is_blamed_for_certain():
+    """For example where rank 3 expects five ranks: ranks 1 and 2 wait for it, rank 0 is through."""
+    joins = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2169, "_new_process_group_helper")
+    late = replace(IDLE, main=BlockedOn("futex", "a lock, an event or a future (futex)"))
+    processes = {0: IDLE, **dict.fromkeys((1, 2, 3), late)}
+    group = "gloo 0 default_pg"
+    first = Collective(group, 1, "all_gather", "[1] int64", False)
+    found = Evidence(
+        processes, {n: replace(p, mono=2.0) for n, p in processes.items()},
+        {0: stack(0, *PEERS), **{n: stack(n, joins, OWN) for n in (1, 2, 3)}},
+        {0: FlightRecord(0, NOW, "x", {group: 1}, (first,)),
+         **{n: FlightRecord(n, NOW, "x", {}, ()) for n in (1, 2, 3)}},
+    )  # fmt: skip
+    ranks = [rank(n, "boot", 0) for n in range(4)]
+    verdict = diagnose(ranks, replace(WATCH, startup_s=5.0), NOW, found)
+    assert (verdict.cause, verdict.rank, verdict.sure) == ("startup", 1, "medium"), verdict
+
+
+def test_the_next_step_of_ranks_that_all_wait_for_their_gpus_names_a_process():
+    frame = Frame(f"{TORCH}/cuda/__init__.py", 900, "synchronize")
+    found = Evidence({}, {}, {n: stack(n, frame, OWN) for n in (0, 1)})
+    verdict = diagnose([rank(n, "forward") for n in (0, 1)], WATCH, NOW, found)
+    assert (verdict.cause, verdict.rank) == ("device", None), verdict
+    assert "py-spy dump --native --pid 1000" in verdict.action, verdict.action
