@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from console.diagnose.causes import diagnose
+from console.diagnose.case import case_of
 from console.diagnose.evidence import Evidence
-from console.diagnose.stall import RankEvidence
-from console.diagnose.verdict import case_of
+from console.diagnose.rank_evidence import RankEvidence
+from console.diagnose.verdict import diagnose
 from console.model import Verdict
 from console.plan import Watch
-from console.supervisor.diagnosis import Diagnoser, collect
+from console.supervisor.offline_diagnosis import Diagnoser, collect
 from trainers.contract import rundir
 
 

@@ -19,7 +19,7 @@ from benchmarks.drill_cases import Case, truth
 from benchmarks.drill_evidence import Inputs, explained, read
 from benchmarks.drill_score import Score, said_by, score, share
 from console.diagnose.evidence import Evidence
-from console.diagnose.stall import STARTING_PHASES, UNREPORTED, RankEvidence
+from console.diagnose.rank_evidence import STARTING_PHASES, UNREPORTED, RankEvidence
 from console.sources.descriptors import NO_PEER, NOTHING, BlockedOn
 from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import MAIN, Stack

@@ -21,10 +21,10 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.common import publish, table
-from console.diagnose.causes import diagnose
+from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.readings import History, Readings
 from console.diagnose.rules import HALTING, RULES, STRONG
-from console.diagnose.stall import RankEvidence
+from console.diagnose.verdict import diagnose
 from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
 from console.plan import Watch

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from console import access, rest_of_launch, targets, user_config
+from console import access, rest_of_launch, settings_file, targets
 from console import plan as plans_module
 from console.action_table import ACTIONS, check
 from console.plan import BETWEEN, Phase, Plan
@@ -127,7 +127,8 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
     spec = LaunchSpec(
         name, plan, who(), flag_origins, set_origins,
-        launcher.host_facts(), launch_spec.git_facts(catalog.PROJECT), operator=user_config.load(),
+        launcher.host_facts(), launch_spec.git_facts(catalog.PROJECT),
+        operator=settings_file.load(),
     )  # fmt: skip
     phases = tuple(_run_record(spec, index, directory) for index in range(len(plan.phases)))
     if options.config is not None:
@@ -290,7 +291,7 @@ def adopt(path: Path, sure: bool = False) -> str:
     if top is None:
         raise RefusedError(f"{path} belongs to no launch, so no supervisor can adopt it")
     launches.check_in_place(top)
-    return f"a new supervisor has adopted {launcher.adopt(top, user_config.load(), sure)}"
+    return f"a new supervisor has adopted {launcher.adopt(top, settings_file.load(), sure)}"
 
 
 # --- requests --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nsa.model import Transformer
-from trainers import changes, checkpoint, drills, initial_weights, inventory, manifest, optim
+from trainers import changes, checkpoint, faults, initial_weights, inventory, manifest, optim
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
 from trainers.contract import jsonl
@@ -22,14 +22,14 @@ from trainers.inventory import Inventory
 from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.manifest import Manifest
 from trainers.parallel import Single, make_strategy
-from trainers.phases import Phases
 from trainers.precision import LossScale, allow_tf32, peak_flops, weights_dtype
 from trainers.profiling import Profiler
-from trainers.refusals import recomputed
-from trainers.report import Report
+from trainers.rejected_settings import recomputed
+from trainers.run_records import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
 from trainers.settings import AUTO, flatten
+from trainers.step_phases import Phases
 from trainers.step_reduction import StepReduction
 
 PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
@@ -59,7 +59,7 @@ class Training:
         parts = Parts(parallel, self.plain, self.optimizer, self.loss_scale, self.spikes)
         resumed = resume(settings, member, report, parts, source.fingerprint)
         self.first_step = report.steps_done + 1
-        drills.arm(settings, member, report, self.plain, source)
+        faults.arm(settings, member, report, self.plain, source)
         report.write_environment(
             inventory.collect(parallel, self.plain, source, settings),
             peak_flops(inventory.device_name(device), train.precision),

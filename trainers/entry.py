@@ -20,7 +20,7 @@ from trainers.command_line import Arguments, parse
 from trainers.contract import dumps, environ, jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 from trainers.contract.member import Member, open_run
-from trainers.report import Report, write_metrics
+from trainers.run_records import Report, write_metrics
 from trainers.settings import AUTO, Resolved
 
 

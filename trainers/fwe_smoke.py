@@ -16,8 +16,8 @@ from typing import Any
 
 from trainers import failures, settings
 from trainers.command_line import Parser
-from trainers.refusals import VOCABULARIES
-from trainers.report import percentile_ms
+from trainers.rejected_settings import VOCABULARIES
+from trainers.run_records import percentile_ms
 from trainers.schema import Settings
 
 

@@ -11,7 +11,7 @@ from trainers import failures
 from trainers.command_line import Parser
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
-from trainers.refusals import VOCABULARIES
+from trainers.rejected_settings import VOCABULARIES
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,8 +11,8 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub import DatasetCard, HfFileSystem
 from yaml import YAMLError
 
-from trainers.contract import remote
-from trainers.contract.remote import DATASET
+from trainers.contract import data_access
+from trainers.contract.data_access import DATASET
 from trainers.failures import DataError
 from trainers.schema import DataSettings
 from trainers.timeout import within
@@ -64,6 +64,8 @@ def probe() -> None:
 
     The package `datasets` would retry for 23 s on every rank.
     """
-    late = f"{remote.hub()[0]} does not answer, so {DATASET} cannot be read; {remote.MIRROR}"
-    if why := within(3 * remote.PROBE_S, remote.hub_problem, late):
+    late = (
+        f"{data_access.hub()[0]} does not answer, so {DATASET} cannot be read; {data_access.MIRROR}"
+    )
+    if why := within(3 * data_access.PROBE_S, data_access.hub_problem, late):
         raise DataError(why)

@@ -26,7 +26,7 @@ from trainers.contract import jsonl
 from trainers.failures import DataError
 from trainers.manifest import Manifest
 from trainers.parallel import Single
-from trainers.refusals import DRAWN, step_range
+from trainers.rejected_settings import DRAWN, step_range
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Recall, Source, State, Synthetic
 from trainers.timeout import within

@@ -19,7 +19,7 @@ from trainers.failures import CheckpointError
 from trainers.loader import Batch
 from trainers.manifest import Manifest
 from trainers.profiling import dump_out_of_memory
-from trainers.report import Report
+from trainers.run_records import Report
 from trainers.schema import Settings
 from trainers.step_reduction import FIGURES, Row
 

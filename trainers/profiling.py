@@ -12,8 +12,8 @@ import torch
 from nsa.profiler_ranges import PREFIX
 from trainers.contract import rundir
 from trainers.contract.member import Member
-from trainers.refusals import step_range
-from trainers.report import Report
+from trainers.rejected_settings import step_range
+from trainers.run_records import Report
 from trainers.schema import ReportSettings
 
 FOLDER, REQUESTED_STEPS, EXPORT_TIMEOUT_S = "profiles", 3, 60.0

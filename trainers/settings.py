@@ -1,7 +1,7 @@
 """Resolves the settings: defaults < YAML < environment flags < command line, with origins.
 
 Needs no torch, so the console can check a configuration. `trainers.schema` has the keys, and
-`trainers.refusals` has the rejected combinations.
+`trainers.rejected_settings` has the rejected combinations.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from trainers.contract import drill, flags, values, yamlfile
+from trainers.contract import drill_kinds, flags, values, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
-from trainers.refusals import refuse
+from trainers.rejected_settings import refuse
 from trainers.schema import DRILL, STRATEGY, Key, Settings, keys, section_keys
 
 DEFAULT, COMMAND_LINE = "default", "--set"
@@ -107,7 +107,7 @@ def resolve(
         found[key] = origin
     settings = _build(Settings, "", plain, str(config) if config else "settings")
     refuse(settings, found)
-    drill.parse(settings.train.drill, _source(found[DRILL], DRILL))
+    drill_kinds.parse(settings.train.drill, _source(found[DRILL], DRILL))
     return Resolved(settings, found, str(config or ""))
 
 

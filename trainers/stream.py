@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from trainers import text_files, tokenizer
+from trainers import documents, tokenizer
+from trainers.documents import Documents
 from trainers.failures import DataError
 from trainers.schema import DataSettings
 from trainers.sequences import RankRows, Source, State, stack
-from trainers.text_files import Documents
 from trainers.tokenizer import Tokenizer
 
 END_OF_DOCUMENT = b"\0"
@@ -110,7 +110,7 @@ class Stream(Source):
         self._words = tokenizer.build(data.tokenizer, end)
         if separate:
             self.end_token = int.from_bytes(self._words.end, sys.byteorder)
-        docs = text_files.find(data, seed, held_out, scratch)
+        docs = documents.find(data, seed, held_out, scratch)
         lanes = min(data.lanes, len(docs.files))
         self.about = docs.about
         self.fingerprint = (

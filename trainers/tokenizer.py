@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainers.contract import remote
+from trainers.contract import data_access
 from trainers.failures import DataError
 
 UNKNOWN = "�".encode()
@@ -68,12 +68,12 @@ def build(name: str, end_of_document: bytes) -> Tokenizer:
         "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")' and set "
         "TIKTOKEN_CACHE_DIR to its folder, or use data.tokenizer=byte"
     )
-    if why := remote.gpt2_problem():
+    if why := data_access.gpt2_problem():
         raise DataError(f"{why}; {advice}")
     try:
         return gpt2(tiktoken.get_encoding("gpt2"))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"the files of the gpt2 tokenizer in {remote.gpt2_cache()} are damaged "
+            f"the files of the gpt2 tokenizer in {data_access.gpt2_cache()} are damaged "
             f"({type(error).__name__}); {advice}"
         ) from error

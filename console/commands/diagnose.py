@@ -13,12 +13,12 @@ from typing import Any
 from console import bundle as archive
 from console import status_text
 from console.commands.output import show
-from console.diagnose.stall import limit_s
+from console.diagnose.rank_evidence import limit_s
 from console.sources import launches, verdicts
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from console.supervisor.diagnosis import Diagnoser, Diagnosis
 from console.supervisor.monitor import stop_cost
+from console.supervisor.offline_diagnosis import Diagnoser, Diagnosis
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 

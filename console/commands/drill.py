@@ -23,7 +23,7 @@ from console.sources import launches, verdicts
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract import jsonl, rundir
-from trainers.contract.drill import KINDS, Drill, Truth
+from trainers.contract.drill_kinds import KINDS, Drill, Truth
 from trainers.contract.errors import ContractError, UsageError, did_you_mean
 
 PLAN = catalog.PROJECT / "configs" / "drill.yaml"

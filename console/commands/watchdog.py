@@ -22,7 +22,7 @@ from console.diagnose.watchdog import Change, Watchdog
 from console.plan import Watch
 from console.sources import launches
 from console.sources.sanitize import clean
-from console.supervisor import watchdog_readings
+from console.supervisor import offline_run
 from trainers.contract import rundir
 
 
@@ -33,7 +33,7 @@ def watchdog(options: argparse.Namespace) -> int:
         access.check_ours(path)
         launches.check_in_place(path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    source = watchdog_readings.OfflineRun(path)
+    source = offline_run.OfflineRun(path)
     dog: Watchdog | None = None
     watched: tuple[Path, int] | None = None
     halted: set[Path] = set()

@@ -1,32 +1,14 @@
-"""The table of causes, and the verdict on a stall that follows from it.
-
-The evidence names the ranks to blame, and the first rule that applies to the first of these ranks
-gives the cause. A cause from the table has the confidence "high" only if two independent sources
-name this rank, and no source names only other ranks.
-"""
+"""The table of causes: rules that name the cause of a stall from the evidence about one rank."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from console.diagnose import gpu_signs
-from console.diagnose.evidence import Evidence, Stall
-from console.diagnose.stall import (
-    SAVING_PHASES,
-    UNREPORTED,
-    RankEvidence,
-    unusable_pulses,
-    why_unconfirmed,
-)
-from console.diagnose.suspect import LASTING_STATES, Suspect
-from console.diagnose.verdict import ENDED_STATES, Case, case_of, exits, others, resume, stalled
-from console.model import Sure, Verdict
-from console.plan import Watch
-from console.sources.stacks import Frame
+from console.diagnose.rank_evidence import UNREPORTED
+from console.diagnose.suspect import Suspect
 
-NO_EVIDENCE = Evidence()
 WORKER = "pt_data_worker"
 """Start of the name that torch gives to the worker processes of its loader."""
 
@@ -105,7 +87,8 @@ def _native(of: Suspect) -> str:
     return of.where.text
 
 
-def _device(of: Suspect) -> str:
+def device(of: Suspect) -> str:
+    """Returns the wait for the GPU in words, or "" if the stack shows no such wait."""
     if of.where.kind != "device":
         return ""
     kernel = gpu_signs.kernel_words(of.gpus or ())
@@ -143,7 +126,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("mismatch", lambda of: "calls another collective" if of.calls_other else "",
           "compare the calls in the stacks; a restart repeats the stall"),
     Cause("native", _native, "py-spy dump --native --pid {pid} shows the native frames"),
-    Cause("device", _device, "see the GPU's Xids; py-spy dump --native --pid {pid} shows the call"),
+    Cause("device", device, "see the GPU's Xids; py-spy dump --native --pid {pid} shows the call"),
     Cause("child", _waiting("child", "process"), "resume or kill that process"),
     Cause("lock", _lock, "stop the holder of the lock, or release the lock"),
     Cause("network", _waiting("network", "socket"), "check that server and the network to it"),
@@ -160,201 +143,6 @@ the process of the rank show them."""
 OF_LIBRARY = ("loader", "socket")
 """Classes of stacks that show what a `poll` call waits for; the call itself does not show it."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
-KERNEL_CAUSES = ("stopped", "traced", "exited")
-"""Causes that the kernel confirms."""
-LOOK_AT_STACKS = "dump the stacks to see the cause"
-
-
-def diagnose(
-    ranks: Sequence[RankEvidence], watch: Watch, ts: float, evidence: Evidence = NO_EVIDENCE
-) -> Verdict | None:
-    """Returns the verdict at unix time `ts`, or None if the usable pulses show no stall."""
-    case = case_of(ranks, watch, ts)
-    return explain(case, evidence) if case and case.is_stalled else None
-
-
-def explain(case: Case, evidence: Evidence) -> Verdict:
-    """Returns the verdict on a stall: its cause, the evidence for and against it, the next step.
-
-    A rank whose pulse is ignored (`doubt`) is never blamed. If there is such a rank, the evidence
-    is not used, and the confidence is "low", unless the cause is one of `KERNEL_CAUSES`.
-    """
-    if not case.doubtful:
-        return _explain(case, evidence)
-    found = _explain(case, NO_EVIDENCE)
-    if found.cause in KERNEL_CAUSES:
-        return found
-    sentence = f"{found.sentence}; {unusable_pulses(case.doubtful)}"
-    return replace(found, sure="low", sentence=sentence)
-
-
-def _explain(case: Case, evidence: Evidence) -> Verdict:
-    stall, slow = Stall(case, evidence), case.slowest[0]
-    early = [each for each in case.exited if each.step <= slow.step]
-    # A rank that saves does not wait for a rank that exited.
-    if early and slow.phase not in SAVING_PHASES and not any(s.cannot_run for s in stall.suspects):
-        return _exited_early(stall, early)
-    culprits = _culprits(stall)
-    if not culprits:
-        return _alike(stall)
-    of = culprits[0]
-    cause = next((each for each in CAUSES if each.explain(of)), None)
-    if cause is not None:  # keep the ranks with the same cause
-        culprits = [each for each in culprits if cause.explain(each)]
-    ranks, alone = [each.rank for each in culprits], len(case.running) == 1
-    sure = _sure(culprits, cause, stall)
-    if alone and cause is None and why_unconfirmed(case.running, case.watch):
-        sure = "low"
-    everyone = len(culprits) == len(case.running) > 1
-    calls = stall.difference.text if stall.difference.kind in ("behind", "mismatch") else ""
-    native = of.where.kind == "native" and of.main.kind == "futex"
-    frame = None if native else of.where.own or of.where.frame
-    at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
-    action = _action(cause, ranks, frame) if cause else ""
-    verdict = case.verdict(
-        None if everyone else of.rank,
-        cause.name if cause else "all-ranks" if alone else "slowest-rank", sure,
-        stalled(case, ranks) + (f": {who} {cause.explain(of)}" if cause else "") + at,
-        action if of.state == "T" else "", calls,
-        others(case, ranks), exits(case.exited), _advice(cause, evidence),
-    )  # fmt: skip
-    if of.where.own and not native:
-        verdict = replace(verdict, place=of.where.own.place)
-    return _with_signs(verdict, stall, {each.rank for each in ranks}, action)
-
-
-def _advice(cause: Cause | None, evidence: Evidence) -> str:
-    return "" if cause or evidence.stacks else LOOK_AT_STACKS
-
-
-def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
-    """Returns the verdict on ranks that exited before the others were done."""
-    case = stall.case
-    slow, first = case.slowest[0], min(early, key=lambda each: (each.step, each.rank))
-    certain = first.step < slow.step and first.state in ENDED_STATES
-    verdict = case.verdict(
-        first, "exited-early", "high" if certain else "medium",
-        f"{exits(early)} at step {first.step} before the other ranks",
-        f"no progress since {case.since(slow)}", others(case, [first]),
-    )  # fmt: skip
-    return _with_signs(verdict, stall, set())
-
-
-def _culprits(stall: Stall) -> list[Suspect]:
-    """Returns the ranks that cause a stall: they cannot run, or else most sources agree on them.
-
-    Ranks that cannot run are not the cause if at least two sources name only ranks that can run. If
-    every rank can run and no source names one, returns the only rank, or [] for several ranks.
-    """
-    found, blocked = stall.signs, [each for each in stall.suspects if each.cannot_run]
-    numbers = {each.number for each in blocked}
-    contrary = [sign for sign in found if sign.ranks and not numbers & set(sign.ranks)]
-    if blocked and len(contrary) < 2:
-        votes = Counter(rank for sign in found for rank in sign.ranks)
-        return sorted(blocked, key=lambda each: (-votes[each.number], each.rank.position))
-    named = [set(sign.ranks) for sign in (contrary if blocked else found) if sign.ranks]
-    if not named:
-        return stall.suspects if len(stall.suspects) == 1 else []
-    best = max(named, key=lambda ranks: sum(bool(ranks & other) for other in named))
-    for other in named:  # keep the ranks that all agreeing sources name
-        best = best & other or best
-    return [each for each in stall.suspects if each.number in best]
-
-
-def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sure:
-    """Returns the confidence: "high" needs two sources that agree, and a cause without doubt."""
-    of, difference = culprits[0], stall.difference
-    first, numbers = of.number, {each.number for each in culprits}
-    contrary = [sign for sign in stall.signs if sign.ranks and first not in sign.ranks]
-    # Incomplete flight records name no rank, but contradict the verdict if another rank differs.
-    disagree = max(len(contrary), bool(difference.ranks) and first not in difference.ranks)
-    agree = sum(first in sign.ranks for sign in stall.signs)
-    everyone = len(culprits) == len(stall.suspects) > 1
-    # The unchanged pulse of a stopped or ended rank is one more source. So are the pulses of all
-    # ranks if none of them can run.
-    agree += of.state in LASTING_STATES or (everyone and all(s.cannot_run for s in culprits))
-    agree += difference.confirmed and stall.calls_differ(numbers)
-    if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):
-        return "low"
-    if agree >= 2 and not disagree:
-        # A rank whose peer never joins looks like that peer, so at most one of several is to blame.
-        certain = cause and (cause.name != "startup" or len(culprits) == 1)
-        return "high" if certain and not _is_unsure(of, cause, stall.evidence) else "medium"
-    return "medium" if agree > disagree else "low"
-
-
-def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
-    """Returns whether another cause is possible although the evidence names the right rank."""
-    kind = of.where.kind
-    waits = (
-        ("queue", "thread", "lock", "process")
-        if of.main.kind in ("futex", "none")
-        else ("queue", "thread")
-    )
-    # A stack can stand for different objects, and a library may have made the system call. So the
-    # verdict needs both.
-    by_process = of.main.kind != "none" or of.uses_a_core
-    is_seen = of.has_stack and (by_process or (of.after is not None and kind in OF_LIBRARY))
-    return (
-        # A process that cannot run writes no stack, so a stack contradicts its state.
-        (of.cannot_run and of.has_stack)
-        or (cause.name not in SEEN_BY_ONE and not is_seen)
-        or (cause.name not in SEEN_BY_ONE and of.in_futex and of.main_share is None)
-        # The program's own data loader may also wait for a queue, a thread, a lock or a pool.
-        or (kind in waits and of.rank.phase == UNREPORTED and not of.loader[1])
-        or (cause.name == "busy" and not of.runs_python)
-        # With two ranks there is no majority: either may have called the wrong collective.
-        or (cause.name == "mismatch" and len(evidence.flights) == 2)
-        # The cause "device" was tested on one GPU only.
-        or cause.name == "device"
-        or of.main.unsure
-        or (cause.name == "disk" and of.after is None)  # a frozen process is in state D too
-    )
-
-
-def _alike(stall: Stall) -> Verdict:
-    """Returns the verdict for a stall in which no source names a rank."""
-    case, why, lost = stall.case, "", ""
-    kinds = {each.where.kind for each in stall.suspects}
-    name, sure, last = "all-ranks", "low", "the pulses show no rank behind another"
-    if stall.difference.kind == "mismatch":
-        name, sure = "mismatch", "medium"
-    elif stall.is_together:
-        lost = ", ".join(
-            f"packets between rank {a} and rank {b} ({link.here}, {link.peer}) are not acknowledged"
-            for (a, b), link in sorted(stall.lost().items())[:4]
-        )  # fmt: skip
-        name, sure = ALIKE.name, "high" if lost else "medium"
-    elif kinds == {"store"}:
-        name, sure, why = "startup", "medium", ": each waits for its peers to join"
-    elif kinds == {"device"}:
-        words = {_device(each) for each in stall.suspects}
-        text = words.pop() if len(words) == 1 else "waits for its GPU"
-        name, sure, why = "device", "medium", f": each {text}"
-    rule = next((each for each in (*CAUSES, ALIKE) if each.name == name), None)
-    verdict = case.verdict(
-        None, name, sure, stalled(case, case.running) + why, lost, exits(case.exited),
-        stall.difference.text if rule else last, _advice(rule, stall.evidence),
-    )  # fmt: skip
-    return _with_signs(verdict, stall, set(), _action(rule, case.running, None) if rule else "")
-
-
-def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "") -> Verdict:
-    """Returns the verdict with the evidence for and against it, and with the next step."""
-    lines, against, evidence = list[str](), list[str](), stall.evidence
-    for sign in filter(lambda each: each.text, stall.signs):
-        other = sign.ranks and not named & set(sign.ranks)
-        line = f"{sign.source}{evidence.as_of(sign.source)}: {sign.text}"
-        (against if other else lines).append(line)
-    return replace(
-        verdict, evidence=(*lines, *verdict.evidence), against=tuple(against),
-        missing=evidence.gaps, action=action,
-    )  # fmt: skip
-
-
-def _action(cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None) -> str:
-    place = f"{frame.file}:{frame.line}" if frame else "the stack of the rank"
-    return cause.action.format(pid=ranks[0].pid, place=place, resume=resume(ranks))
 
 
 def _used(of: Suspect) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from console.diagnose.stall import RankEvidence
+from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.truth_history import TruthHistory
 from console.model import Gpu
 from console.sources.pace import Progress

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from console.diagnose import corroborate, truth
-from console.diagnose.causes import diagnose
+from console.diagnose.case import ENDED_STATES, STOPPED_STATES
+from console.diagnose.rank_evidence import limit_s, slowest
 from console.diagnose.readings import History, Readings
 from console.diagnose.rule import Measure, Measured, Rule
-from console.diagnose.stall import limit_s, slowest
-from console.diagnose.verdict import ENDED_STATES, STOPPED_STATES
+from console.diagnose.verdict import diagnose
 from console.model import RECENT_XID_S, Gpu
 from console.plan import WATCH_ACTIONS as ACTIONS
 from console.plan import Watch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from console.diagnose.case import ENDED_STATES, NAMED_AFTER_S, STOPPED_STATES
+from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.stack_classes import Where, loader_thread
-from console.diagnose.stall import RankEvidence
-from console.diagnose.verdict import ENDED_STATES, NAMED_AFTER_S, STOPPED_STATES
 from console.model import Gpu
 from console.sources.descriptors import NOTHING, BlockedOn
 from console.sources.kernel_evidence import ProcessEvidence, cpu_share

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from console.diagnose.stall import RankEvidence
+from console.diagnose.rank_evidence import RankEvidence
 from console.model import Gpu
 from console.sources.pace import LONGEST_STEP_S, TIMED_PHASES, Progress
 

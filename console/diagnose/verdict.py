@@ -1,136 +1,226 @@
-"""The ranks at one moment (`Case`: running, slowest, exited), and the phrases of verdicts.
+"""The verdict on a stall: ranks to blame, cause, confidence, evidence and the next step.
 
-There is a verdict when the slowest ranks exceed their stall limits. If the kernel shows a rank as
-stopped or exited, `NAMED_AFTER_S` without a change of its pulse is enough.
+The evidence names the ranks to blame, and the first rule of the table of causes that applies to the
+first of these ranks gives the cause. Such a cause has the confidence "high" only if two independent
+sources name this rank, and no source names only other ranks.
 """
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from console.diagnose.stall import (
+from console.diagnose import gpu_signs
+from console.diagnose.case import ENDED_STATES, Case, case_of, exits, others, resume, stalled
+from console.diagnose.causes import ALIKE, CAUSES, OF_LIBRARY, SEEN_BY_ONE, Cause, device
+from console.diagnose.evidence import Evidence, Stall
+from console.diagnose.rank_evidence import (
+    SAVING_PHASES,
     UNREPORTED,
     RankEvidence,
-    limit_s,
-    names,
-    slowest,
+    unusable_pulses,
+    why_unconfirmed,
 )
+from console.diagnose.suspect import LASTING_STATES, Suspect
 from console.model import Sure, Verdict
 from console.plan import Watch
+from console.sources.stacks import Frame
 
-NAMED_AFTER_S = 3.0
-STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
-EVIDENCE_LINES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """The running ranks, the slowest of them, and the ranks in the phase "exit"."""
-
-    running: tuple[RankEvidence, ...]
-    slowest: tuple[RankEvidence, ...]
-    exited: tuple[RankEvidence, ...]
-    doubtful: tuple[RankEvidence, ...]
-    """The ranks without a usable pulse."""
-    watch: Watch
-    ts: float
-
-    @property
-    def is_stalled(self) -> bool:
-        """True if the run makes no progress.
-
-        Either the slowest ranks exceed their stall limit, or a rank is stopped or has ended without
-        reporting its exit. The pulse of that rank must have been unchanged for `NAMED_AFTER_S`. It
-        is not enough that all ranks have ended and none of them reported its exit.
-        """
-        if all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest):
-            return True
-        ended = [each.state in ENDED_STATES for each in self.running]
-        if all(ended) and not self.exited:
-            return False
-        return any(each.state in (*STOPPED_STATES, *ENDED_STATES)
-                   and each.unchanged_s > NAMED_AFTER_S for each in self.running)  # fmt: skip
-
-    def since(self, rank: RankEvidence) -> str:
-        """Returns when a rank's pulse last changed (in an alert, an age would become wrong)."""
-        return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
-
-    def verdict(
-        self, rank: RankEvidence | None, cause: str, sure: Sure, *parts: str
-    ) -> Verdict:  # fmt: skip
-        """Returns a verdict on `rank`, or on all ranks if it is None; `parts` form the sentence."""
-        place, sentence = rank or self.slowest[0], "; ".join(filter(None, parts))
-        number = rank.rank if rank else None
-        evidence = self._evidence(rank)
-        return Verdict(self.ts, sentence, cause, number, place.phase, place.step, sure, evidence)
-
-    def _evidence(self, first: RankEvidence | None) -> tuple[str, ...]:
-        """Returns one line per rank, at most `EVIDENCE_LINES`; the rank of the verdict is first."""
-        ranks = sorted((*self.running, *self.exited), key=lambda each: each is not first)
-        counted = any(each.collectives for each in ranks)
-        return tuple(
-            f"rank {each.rank}: process state {each.state}, {each.place}, unchanged for "
-            f"{each.unchanged_s:.0f} s, limit {limit_s(each, self.watch):.0f} s"
-            + (f", {each.collectives} collectives" if counted else "")
-            for each in ranks[:EVIDENCE_LINES]
-        )
+NO_EVIDENCE = Evidence()
+KERNEL_CAUSES = ("stopped", "traced", "exited")
+"""Causes that the kernel confirms."""
+LOOK_AT_STACKS = "dump the stacks to see the cause"
 
 
-def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
-    """Returns the case of the ranks with a usable pulse, or None if no such rank still runs."""
-    usable = [each for each in ranks if not each.doubt]
-    doubtful = tuple(each for each in ranks if each.doubt)
-    running = tuple(each for each in usable if each.phase != "exit")
-    exited = tuple(each for each in usable if each.phase == "exit")
-    return Case(running, slowest(running), exited, doubtful, watch, ts) if running else None
+def diagnose(
+    ranks: Sequence[RankEvidence], watch: Watch, ts: float, evidence: Evidence = NO_EVIDENCE
+) -> Verdict | None:
+    """Returns the verdict at unix time `ts`, or None if the usable pulses show no stall."""
+    case = case_of(ranks, watch, ts)
+    return explain(case, evidence) if case and case.is_stalled else None
 
 
-def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
-    """Returns the ranks with their verb: "rank 3 is", "ranks 0-2 are"."""
-    return f"{names(ranks)} {one if len(ranks) == 1 else many}"
+def explain(case: Case, evidence: Evidence) -> Verdict:
+    """Returns the verdict on a stall: its cause, the evidence for and against it, the next step.
+
+    A rank whose pulse is ignored (`doubt`) is never blamed. If there is such a rank, the evidence
+    is not used, and the confidence is "low", unless the cause is one of `KERNEL_CAUSES`.
+    """
+    if not case.doubtful:
+        return _explain(case, evidence)
+    found = _explain(case, NO_EVIDENCE)
+    if found.cause in KERNEL_CAUSES:
+        return found
+    sentence = f"{found.sentence}; {unusable_pulses(case.doubtful)}"
+    return replace(found, sure="low", sentence=sentence)
 
 
-def stalled(case: Case, ranks: Sequence[RankEvidence]) -> str:
-    who, first = _verb(ranks, "has", "have"), ranks[0]
-    return f"{who} been stalled in {first.place} since {case.since(first)}"
+def _explain(case: Case, evidence: Evidence) -> Verdict:
+    stall, slow = Stall(case, evidence), case.slowest[0]
+    early = [each for each in case.exited if each.step <= slow.step]
+    # A rank that saves does not wait for a rank that exited.
+    if early and slow.phase not in SAVING_PHASES and not any(s.cannot_run for s in stall.suspects):
+        return _exited_early(stall, early)
+    culprits = _culprits(stall)
+    if not culprits:
+        return _alike(stall)
+    of = culprits[0]
+    cause = next((each for each in CAUSES if each.explain(of)), None)
+    if cause is not None:  # keep the ranks with the same cause
+        culprits = [each for each in culprits if cause.explain(each)]
+    ranks, alone = [each.rank for each in culprits], len(case.running) == 1
+    sure = _sure(culprits, cause, stall)
+    if alone and cause is None and why_unconfirmed(case.running, case.watch):
+        sure = "low"
+    everyone = len(culprits) == len(case.running) > 1
+    calls = stall.difference.text if stall.difference.kind in ("behind", "mismatch") else ""
+    native = of.where.kind == "native" and of.main.kind == "futex"
+    frame = None if native else of.where.own or of.where.frame
+    at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
+    action = _action(cause, ranks, frame) if cause else ""
+    verdict = case.verdict(
+        None if everyone else of.rank,
+        cause.name if cause else "all-ranks" if alone else "slowest-rank", sure,
+        stalled(case, ranks) + (f": {who} {cause.explain(of)}" if cause else "") + at,
+        action if of.state == "T" else "", calls,
+        others(case, ranks), exits(case.exited), _advice(cause, evidence),
+    )  # fmt: skip
+    if of.where.own and not native:
+        verdict = replace(verdict, place=of.where.own.place)
+    return _with_signs(verdict, stall, {each.rank for each in ranks}, action)
 
 
-def exits(ranks: Sequence[RankEvidence]) -> str:
-    """Returns a text such as "rank 0 exited (code 0)", or "" if there are no ranks."""
-    if not ranks:
-        return ""
-    if any(each.state not in ENDED_STATES for each in ranks):
-        return f"{_verb(ranks, 'is', 'are')} exiting"
-    codes = sorted({each.code for each in ranks if each.code is not None})
-    return f"{names(ranks)} exited" + (f" (code {', '.join(map(str, codes))})" if codes else "")
+def _advice(cause: Cause | None, evidence: Evidence) -> str:
+    return "" if cause or evidence.stacks else LOOK_AT_STACKS
 
 
-def resume(ranks: Sequence[RankEvidence]) -> str:
-    """Returns the command that resumes stopped ranks."""
-    pids = " ".join(str(each.pid) for each in sorted(ranks, key=lambda each: each.rank))
-    return f"kill -CONT {pids} resumes {'it' if len(ranks) == 1 else 'them'}"
+def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
+    """Returns the verdict on ranks that exited before the others were done."""
+    case = stall.case
+    slow, first = case.slowest[0], min(early, key=lambda each: (each.step, each.rank))
+    certain = first.step < slow.step and first.state in ENDED_STATES
+    verdict = case.verdict(
+        first, "exited-early", "high" if certain else "medium",
+        f"{exits(early)} at step {first.step} before the other ranks",
+        f"no progress since {case.since(slow)}", others(case, [first]),
+    )  # fmt: skip
+    return _with_signs(verdict, stall, set())
 
 
-def others(case: Case, named: Sequence[RankEvidence]) -> str:
-    """Returns what the other running ranks do; ranks that do the same thing are grouped."""
-    first = named[0]
-    groups: dict[tuple[str, str, str], list[RankEvidence]] = {}
-    for each in case.running:
-        if each not in named:
-            place = each.phase if each.phase and each.step == first.step else each.place
-            groups.setdefault((*_doing(each, first), place), []).append(each)
-    return "; ".join(f"{_verb(ranks, one, many)} in {place}"
-                     for (one, many, place), ranks in groups.items())  # fmt: skip
+def _culprits(stall: Stall) -> list[Suspect]:
+    """Returns the ranks that cause a stall: they cannot run, or else most sources agree on them.
+
+    Ranks that cannot run are not the cause if at least two sources name only ranks that can run. If
+    every rank can run and no source names one, returns the only rank, or [] for several ranks.
+    """
+    found, blocked = stall.signs, [each for each in stall.suspects if each.cannot_run]
+    numbers = {each.number for each in blocked}
+    contrary = [sign for sign in found if sign.ranks and not numbers & set(sign.ranks)]
+    if blocked and len(contrary) < 2:
+        votes = Counter(rank for sign in found for rank in sign.ranks)
+        return sorted(blocked, key=lambda each: (-votes[each.number], each.rank.position))
+    named = [set(sign.ranks) for sign in (contrary if blocked else found) if sign.ranks]
+    if not named:
+        return stall.suspects if len(stall.suspects) == 1 else []
+    best = max(named, key=lambda ranks: sum(bool(ranks & other) for other in named))
+    for other in named:  # keep the ranks that all agreeing sources name
+        best = best & other or best
+    return [each for each in stall.suspects if each.number in best]
 
 
-def _doing(rank: RankEvidence, named: RankEvidence) -> tuple[str, str]:
-    """Returns what a rank does, in words for one rank and for several ranks."""
-    if rank.state in STOPPED_STATES:
-        how = "traced by a debugger" if rank.state == "t" else "stopped"
-        return f"is {how}", f"are {how}"
-    unordered = rank.step == named.step and UNREPORTED in (rank.phase, named.phase)
-    if named.phase != "exit" and not unordered and rank.position < named.position:
-        return "is slower,", "are slower,"
-    return "waits", "wait"
+def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sure:
+    """Returns the confidence: "high" needs two sources that agree, and a cause without doubt."""
+    of, difference = culprits[0], stall.difference
+    first, numbers = of.number, {each.number for each in culprits}
+    contrary = [sign for sign in stall.signs if sign.ranks and first not in sign.ranks]
+    # Incomplete flight records name no rank, but contradict the verdict if another rank differs.
+    disagree = max(len(contrary), bool(difference.ranks) and first not in difference.ranks)
+    agree = sum(first in sign.ranks for sign in stall.signs)
+    everyone = len(culprits) == len(stall.suspects) > 1
+    # The unchanged pulse of a stopped or ended rank is one more source. So are the pulses of all
+    # ranks if none of them can run.
+    agree += of.state in LASTING_STATES or (everyone and all(s.cannot_run for s in culprits))
+    agree += difference.confirmed and stall.calls_differ(numbers)
+    if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):
+        return "low"
+    if agree >= 2 and not disagree:
+        # A rank whose peer never joins looks like that peer, so one of several may be innocent.
+        some_wait = cause is not None and cause.name == "startup" and len(culprits) > 1
+        unsure = cause is None or some_wait or _is_unsure(of, cause, stall.evidence)
+        return "medium" if unsure else "high"
+    return "medium" if agree > disagree else "low"
+
+
+def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
+    """Returns whether another cause is possible although the evidence names the right rank."""
+    kind = of.where.kind
+    waits = (
+        ("queue", "thread", "lock", "process")
+        if of.main.kind in ("futex", "none")
+        else ("queue", "thread")
+    )
+    # A stack can stand for different objects, and a library may have made the system call. So the
+    # verdict needs both.
+    by_process = of.main.kind != "none" or of.uses_a_core
+    is_seen = of.has_stack and (by_process or (of.after is not None and kind in OF_LIBRARY))
+    return (
+        # A process that cannot run writes no stack, so a stack contradicts its state.
+        (of.cannot_run and of.has_stack)
+        or (cause.name not in SEEN_BY_ONE and not is_seen)
+        or (cause.name not in SEEN_BY_ONE and of.in_futex and of.main_share is None)
+        # The program's own data loader may also wait for a queue, a thread, a lock or a pool.
+        or (kind in waits and of.rank.phase == UNREPORTED and not of.loader[1])
+        or (cause.name == "busy" and not of.runs_python)
+        # With two ranks there is no majority: either may have called the wrong collective.
+        or (cause.name == "mismatch" and len(evidence.flights) == 2)
+        # The cause "device" was tested on one GPU only.
+        or cause.name == "device"
+        or of.main.unsure
+        or (cause.name == "disk" and of.after is None)  # a frozen process is in state D too
+    )
+
+
+def _alike(stall: Stall) -> Verdict:
+    """Returns the verdict for a stall in which no source names a rank."""
+    case, why, lost = stall.case, "", ""
+    kinds = {each.where.kind for each in stall.suspects}
+    name, sure, last = "all-ranks", "low", "the pulses show no rank behind another"
+    if stall.difference.kind == "mismatch":
+        name, sure = "mismatch", "medium"
+    elif stall.is_together:
+        lost = ", ".join(
+            f"packets between rank {a} and rank {b} ({link.here}, {link.peer}) are not acknowledged"
+            for (a, b), link in sorted(stall.lost().items())[:4]
+        )  # fmt: skip
+        name, sure = ALIKE.name, "high" if lost else "medium"
+    elif kinds == {"store"}:
+        name, sure, why = "startup", "medium", ": each waits for its peers to join"
+    elif kinds == {"device"}:
+        words = {device(each) for each in stall.suspects}
+        text = words.pop() if len(words) == 1 else "waits for its GPU"
+        name, sure, why = "device", "medium", f": each {text}"
+    rule = next((each for each in (*CAUSES, ALIKE) if each.name == name), None)
+    verdict = case.verdict(
+        None, name, sure, stalled(case, case.running) + why, lost, exits(case.exited),
+        stall.difference.text if rule else last, _advice(rule, stall.evidence),
+    )  # fmt: skip
+    return _with_signs(verdict, stall, set(), _action(rule, case.running, None) if rule else "")
+
+
+def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "") -> Verdict:
+    """Returns the verdict with the evidence for and against it, and with the next step."""
+    lines, against, evidence = list[str](), list[str](), stall.evidence
+    for sign in filter(lambda each: each.text, stall.signs):
+        other = sign.ranks and not named & set(sign.ranks)
+        line = f"{sign.source}{evidence.as_of(sign.source)}: {sign.text}"
+        (against if other else lines).append(line)
+    return replace(
+        verdict, evidence=(*lines, *verdict.evidence), against=tuple(against),
+        missing=evidence.gaps, action=action,
+    )  # fmt: skip
+
+
+def _action(cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None) -> str:
+    place = f"{frame.file}:{frame.line}" if frame else "the stack of the rank"
+    return cause.action.format(pid=ranks[0].pid, place=place, resume=resume(ranks))

@@ -10,9 +10,9 @@ from typing import Any
 
 from console.model import Gpu, Result
 from console.plan import Plan
+from console.settings_file import Settings
 from console.sources import gpu_survey
 from console.sources.gpu_survey import Card, Survey
-from console.user_config import Settings
 from trainers.contract.errors import ContractError, UsageError
 
 Found = tuple[Result, str]

@@ -11,7 +11,7 @@ from console.plans import gpu_checks, launch_facts
 from console.plans.case import Case, Found
 from console.status_text import size
 from trainers import settings
-from trainers.contract import remote
+from trainers.contract import data_access
 
 KEYS = {
     "parameters": ("model.",),
@@ -163,9 +163,10 @@ def data(case: Case) -> Found:
 
 def _data_problem(source: str, path: str, pattern: str) -> str:
     if source == "fineweb_edu" and not path:
-        return remote.hub_problem()
+        return data_access.hub_problem()
     if source == "fineweb_edu" and not (Path(path) / "README.md").is_file():
-        return f"{path} has no README.md: it is not a mirror of {remote.DATASET}; correct data.path"
+        mirrored = data_access.DATASET
+        return f"{path} has no README.md: it is not a mirror of {mirrored}; correct data.path"
     if source in ("text", "jsonl", "parquet") and path:
         files = (each for each in Path(path).glob(pattern) if each.is_file())
         if next(files, None) is None:
@@ -178,5 +179,5 @@ def _tokenizer_problem(name: str) -> str:
         return ""
     if importlib.util.find_spec("tiktoken") is None:
         return "gpt2 needs tiktoken; pip install 'nsa-console[gpt2]', or use data.tokenizer=byte"
-    why = remote.gpt2_problem()
+    why = data_access.gpt2_problem()
     return f"{why}; fetch them on a machine with a network" if why else ""

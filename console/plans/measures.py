@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from console.sources.accumulators import FIRST_LOSSES
 from console.sources.rank_totals import FIGURES, LAST_STEPS, RankTotals
 from console.sources.summary import Summary
-from console.sources.windows import FIRST_LOSSES
 from console.status_text import counted, number
 
 OF_LAST_STEPS = ("toks_per_s", "step_ratio")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from console.sources.windows import Figures, Peak, Rows, Window
+from console.sources.accumulators import Figures, Peak, Rows, Window
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000

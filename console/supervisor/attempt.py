@@ -15,12 +15,12 @@ from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.ends import Ends
 from console.supervisor.former_documents import ENDINGS
 from console.supervisor.former_run import FormerRun
+from console.supervisor.live_directory import LastPulses
 from console.supervisor.monitor import Monitor
 from console.supervisor.process_tree import Tree
 from console.supervisor.rotation import Upkeep
 from console.supervisor.run_files import Files, FinalRead, Poll
 from console.supervisor.sampling import Sampler
-from console.supervisor.shm import LastPulses
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 

@@ -16,7 +16,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from console import user_config
+from console import settings_file
 from console.sources.nvml import Nvml
 from console.supervisor import launch_spec, lock
 from console.supervisor.context import Services
@@ -51,7 +51,7 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
     record = link.stored(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
     spec, former = launch_spec.load(path, record), link.stored(path / rundir.PLAN_STATE)
     if adopt is not None:
-        spec = replace(spec, operator=user_config.parse(json.loads(adopt), "--adopt"))
+        spec = replace(spec, operator=settings_file.parse(json.loads(adopt), "--adopt"))
         former = former or rundir.read_json(path / rundir.PLAN_STATE) or {}
     raise_file_limit()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -14,9 +14,9 @@ from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.supervisor.hooks import Alive, Hooks
 from console.supervisor.link import Link
+from console.supervisor.live_directory import Live
 from console.supervisor.observers import Observers
 from console.supervisor.rundir_io import Directory
-from console.supervisor.shm import Live
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from console.sources import crash_log, liveness, oom_counts
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
+from console.supervisor.live_directory import LastPulses
 from console.supervisor.process_tree import Tree, Worker
-from console.supervisor.shm import LastPulses
 from trainers.contract import jsonl, pulse, rundir
 
 LATE_END_S = 5.0

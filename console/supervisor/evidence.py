@@ -11,7 +11,7 @@ from pathlib import Path
 
 from console.diagnose import gpu_signs
 from console.diagnose.evidence import Evidence
-from console.diagnose.stall import RankEvidence
+from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.suspect import LASTING_STATES
 from console.model import Gpu
 from console.sources import flight, kernel_evidence, stacks

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from console.settings_file import Settings
 from console.sources.sanitize import clean
 from console.supervisor import program
 from console.supervisor.launch_spec import inherited
-from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl
 
 LIMIT_S = 10.0

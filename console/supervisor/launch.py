@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from console.plans import gates
 from console.status_text import RESULT_WORDS, not_passed
-from console.supervisor import cross_check, former_documents, former_run, overrides, shm
+from console.supervisor import cross_check, former_documents, former_run, live_directory, overrides
 from console.supervisor.alerts import Alerts
 from console.supervisor.context import Services
 from console.supervisor.dump import Dumps
@@ -19,8 +19,8 @@ from console.supervisor.inbox import FILES_NAME, Inbox, Outcome, Poller, Request
 from console.supervisor.launch_spec import LaunchSpec
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.observers import Observers
-from console.supervisor.policy import Policy
 from console.supervisor.report_writer import ReportWriter
+from console.supervisor.rule_actions import Policy
 from console.supervisor.run import BUSY_S, IDLE_S, QUIET_S, REFRESH_S, Run
 from console.supervisor.rundir_io import POLL_EVERY_S
 from trainers.contract import VERSION, jsonl, rundir
@@ -72,7 +72,7 @@ class Launch:
         self._refreshed = 0.0
         self._directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
         if former is None:
-            shm.sweep()
+            live_directory.sweep()
             self._start(0)
         else:
             self._continue(former)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from console import plan as plans_module
-from console import user_config
+from console import settings_file
 from console.plan import Phase, Plan
 from console.plans.catalog import PROJECT, project_file
 from console.plans.gates import demand
+from console.settings_file import Settings
 from console.supervisor import program
-from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import NotFoundError
 
@@ -139,12 +139,12 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
     plan = plans_module.parse({k: v for k, v in record.items() if k in own}, rundir.PLAN)
 
     mappings = ("flag_origins", "set_origins", "host", "git")
-    operator = {key: record[key] for key in user_config.KEYS if key in record}
+    operator = {key: record[key] for key in settings_file.KEYS if key in record}
     return LaunchSpec(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
         *(jsonl.mapping(record, key) for key in mappings),
         created_ts=jsonl.number(record, "created_ts") or 0.0,
-        operator=user_config.parse(operator, rundir.PLAN),
+        operator=settings_file.parse(operator, rundir.PLAN),
     )  # fmt: skip
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from console import access, status_text
 from console.plans import gate_check
+from console.settings_file import Settings
 from console.sources import launches, liveness, process
 from console.supervisor import former_documents, lock
 from console.supervisor.launch_spec import LaunchSpec, inherited
-from console.user_config import Settings
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
 

@@ -8,9 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from console.diagnose.causes import diagnose
+from console.diagnose.rank_evidence import (
+    SAVING_PHASES,
+    RankEvidence,
+    unusable_pulses,
+    why_unconfirmed,
+)
 from console.diagnose.readings import Readings
-from console.diagnose.stall import SAVING_PHASES, RankEvidence, unusable_pulses, why_unconfirmed
+from console.diagnose.verdict import diagnose
 from console.diagnose.watchdog import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.plans import gates

@@ -25,8 +25,8 @@ from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.context import RunContext, Services
 from console.supervisor.former_run import FormerRun
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
+from console.supervisor.live_directory import Live
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
-from console.supervisor.shm import Live
 from console.supervisor.snapshot_writer import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from console.diagnose.stall import Doubt, RankEvidence, with_records
+from console.diagnose.rank_evidence import Doubt, RankEvidence, with_records
 from console.model import Gpu
 from console.sources import process
 from console.sources.nvml import Nvml

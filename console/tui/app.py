@@ -25,9 +25,9 @@ from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
 from console.tui.feed import Feed, ScreenData
 from console.tui.operator import Operator, preload
-from console.tui.screens.dashboard import Dashboard
-from console.tui.screens.view import Body, Main, View
 from console.tui.terminal import Terminal
+from console.tui.views.dashboard import Dashboard
+from console.tui.views.view import Body, Main, View
 from console.tui.widgets.alertline import AlertLine
 from console.tui.widgets.answer import Answer
 from console.tui.widgets.bars import ActionBar, Footer
@@ -181,7 +181,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         if self.paused and name != self.view_name:
             self.set_paused(False)
         if name not in self.views:
-            module = import_module(f"console.tui.screens.{name}")
+            module = import_module(f"console.tui.views.{name}")
             self.views[name] = getattr(module, CLASSES[name])(self, name)
             await self._mount(self.body, self.views[name])
         for held, view in self.views.items():

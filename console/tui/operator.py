@@ -25,9 +25,9 @@ from trainers.contract import rundir
 LATER = (
     "console.tui.widgets.confirm",
     "console.tui.widgets.keylist",
-    "console.tui.screens.launch",
-    "console.tui.screens.stall",
-    "console.tui.screens.logs",
+    "console.tui.views.launch",
+    "console.tui.views.stall",
+    "console.tui.views.logs",
     "console.actions",
 )
 """Modules that the first picture does not need, but the next key may need."""

@@ -22,7 +22,7 @@ from tests.console.sources import directory
 from tests.console.test_cli import cli as command
 from tests.launches import STUB, phase, write_plan
 from trainers.contract import rundir
-from trainers.contract.drill import KINDS, Drill
+from trainers.contract.drill_kinds import KINDS, Drill
 
 FAULT_TS = 1_800_000_000.0
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console import actions, user_config
+from console import actions, settings_file
+from console.settings_file import Settings
 from console.supervisor import launch_spec
-from console.user_config import Settings
 from tests.console.test_actions import options, plan
 from trainers.contract import rundir
 from trainers.contract.errors import UsageError
@@ -23,7 +23,7 @@ from trainers.contract.errors import UsageError
 def file(tmp_path, monkeypatch) -> Path:
     """The path of the settings file of a test; it does not exist yet."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    path = user_config.path()
+    path = settings_file.path()
     path.parent.mkdir(parents=True, mode=0o700)
     return path
 
@@ -35,19 +35,19 @@ def write(file: Path, text: str, mode: int = 0o600) -> None:
 
 def test_without_a_file_there_is_no_hook(file):
     assert file.parent.name == "nsa-console"
-    assert user_config.load() == Settings((), 30.0, ("crit",))
+    assert settings_file.load() == Settings((), 30.0, ("crit",))
 
 
 def test_the_file_is_below_the_home_where_xdg_says_nothing_usable(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for said in ("", "relative/folder"):
         monkeypatch.setenv("XDG_CONFIG_HOME", said)
-        assert user_config.path() == tmp_path / ".config" / "nsa-console" / "settings.yaml"
+        assert settings_file.path() == tmp_path / ".config" / "nsa-console" / "settings.yaml"
 
 
 def test_a_hook_is_words_with_their_rate_and_levels(file):
     write(file, 'hook: [notify, "a; b", "$(c)"]\nhook_every_s: 5\nhook_levels: [warn, crit]\n')
-    assert user_config.load() == Settings(("notify", "a; b", "$(c)"), 5.0, ("warn", "crit"))
+    assert settings_file.load() == Settings(("notify", "a; b", "$(c)"), 5.0, ("warn", "crit"))
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_a_hook_is_words_with_their_rate_and_levels(file):
 def test_a_wrong_value_is_refused_with_the_file_and_the_right_form(file, text, error):
     write(file, text)
     with pytest.raises(UsageError, match=error) as refused:
-        user_config.load()
+        settings_file.load()
     assert str(file) in str(refused.value)
 
 
 @given(
     st.dictionaries(
-        st.sampled_from([*user_config.KEYS, "other"]),
+        st.sampled_from([*settings_file.KEYS, "other"]),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
             lambda x: st.lists(x, max_size=4),
@@ -87,10 +87,10 @@ def test_a_wrong_value_is_refused_with_the_file_and_the_right_form(file, text, e
 )
 def test_any_document_is_a_hook_or_refused(document):
     try:
-        hook = user_config.parse(document, "x")
+        hook = settings_file.parse(document, "x")
     except UsageError:
         return
-    assert user_config.parse(json.loads(json.dumps(asdict(hook))), "x") == hook
+    assert settings_file.parse(json.loads(json.dumps(asdict(hook))), "x") == hook
 
 
 @pytest.mark.parametrize(("mode", "folder"), [(0o620, 0o700), (0o602, 0o700), (0o600, 0o777)])
@@ -98,7 +98,7 @@ def test_a_file_or_folder_that_others_can_write_names_no_program(file, mode, fol
     write(file, "hook: [x]", mode)
     file.parent.chmod(folder)
     with pytest.raises(UsageError, match="other users can write"):
-        user_config.load()
+        settings_file.load()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a file")
@@ -106,7 +106,7 @@ def test_a_file_of_another_user_names_no_program(file):
     write(file, "hook: [x]")
     os.chown(file, 12345, 12345)
     with pytest.raises(UsageError, match="belongs to user id 12345"):
-        user_config.load()
+        settings_file.load()
 
 
 def test_a_launch_stores_the_hook_and_shows_it_before(file, tmp_path):
@@ -136,7 +136,7 @@ def test_a_hook_that_cannot_run_is_a_warning_and_does_not_refuse_the_launch(file
     assert prepared.ok
 
 
-@pytest.mark.parametrize("key", user_config.KEYS)
+@pytest.mark.parametrize("key", settings_file.KEYS)
 def test_a_plan_cannot_name_a_hook(file, tmp_path, key):
     chosen = actions.LaunchOptions(plan=plan(tmp_path, **{key: ["sh"]}), root=tmp_path)
     with pytest.raises(UsageError, match=f"there is no key '{key}'"):

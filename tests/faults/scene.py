@@ -15,7 +15,7 @@ from typing import Any
 from console.model import RunState
 from console.sources import process
 from console.sources.run import RunSource
-from console.supervisor import shm
+from console.supervisor import live_directory
 from tests.launches import HANG_GUARD_S, Started, wait_for
 from tests.terminal import Terminal
 from tests.trainers.runs import latest_checkpoint
@@ -93,7 +93,7 @@ def sweep_own(tokens: Iterable[str]) -> list[Path]:
     for path in found:
         with suppress(FileNotFoundError):
             os.utime(path, (0, 0))
-    shm.sweep()
+    live_directory.sweep()
     return [path for path in found if path.exists()]
 
 

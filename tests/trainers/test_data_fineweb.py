@@ -15,10 +15,10 @@ from tests.trainers.files import write
 from tests.trainers.hub_server import Hub, serve
 from tests.trainers.runs import ROOT, environment
 from trainers import fwe_smoke, hub
+from trainers.documents import find
 from trainers.failures import CONFIG, DATA, DONE, DataError
 from trainers.schema import DataSettings
 from trainers.stream import Stream
-from trainers.text_files import find
 
 CARD = """---
 configs:

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from tests.trainers.files import spoil, write
 from tests.trainers.runs import ROOT, Run, environment, small
-from trainers import changes, settings, text_files
+from trainers import changes, documents, settings
+from trainers.documents import CHUNK_BYTES
 from trainers.failures import DATA, DataError
 from trainers.loader import Loader, read_batch
 from trainers.schema import DataSettings
 from trainers.stream import END_OF_DOCUMENT, Lane, Stream
-from trainers.text_files import CHUNK_BYTES
 
 AWKWARD = {
     "crlf.txt": b"one\r\ntwo\rthree\n\r\n",
@@ -188,7 +188,7 @@ def test_wide_tokens_are_packed_and_resumed_like_bytes(tmp_path_factory, lengths
     path = tmp_path_factory.mktemp("wide")
     write(path / "a.jsonl", ["ä" * length for length in lengths])
     data = DataSettings(source="jsonl", path=str(path), held_out=0.0)
-    docs = text_files.find(data, 0, False, path)
+    docs = documents.find(data, 0, False, path)
     lane, later = (Lane(docs, 0, 1, Pairs(), seq_len) for _ in range(2))
     taken = [lane.take() for _ in range(stop)]
     expected = b"".join(b"\xc3\xa4" * length + b"\xff\xff" for length in lengths)
@@ -291,7 +291,7 @@ def test_a_single_file_is_trained_on_whole(tmp_path):
 
 
 def test_the_default_text_is_python_source_of_a_fixed_list(tmp_path):
-    docs = text_files.find(DataSettings(source="text"), 0, False, tmp_path)
+    docs = documents.find(DataSettings(source="text"), 0, False, tmp_path)
     files = [Path(file) for file in docs.files]
     assert len(files) > 100
     assert {file.suffix for file in files} == {".py"}
@@ -355,7 +355,7 @@ def test_rows_without_text_end_in_a_sentence_and_in_no_endless_loop(tmp_path):
 def test_pieces_of_text_cut_no_character(tmp_path):
     (tmp_path / "a.txt").write_text("日本語\n" * CHUNK_BYTES)
     data = DataSettings(source="text", path=str(tmp_path))
-    docs = text_files.find(data, 0, False, tmp_path)
+    docs = documents.find(data, 0, False, tmp_path)
     pieces = [data.decode() for _, data, _ in docs.read(docs.files[0], 0)]
     assert len(pieces) > 1
     assert "".join(pieces) == "日本語\n" * CHUNK_BYTES

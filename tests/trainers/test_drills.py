@@ -17,10 +17,10 @@ from console import plan
 from console.sources.tail import Tail
 from tests.trainers.runs import ROOT, Run, small
 from trainers import settings
-from trainers.contract import drill, dumps, environ, flags, heartbeat, pulse, rundir
-from trainers.contract.drill import KINDS, Drill
+from trainers.contract import drill_kinds, dumps, environ, flags, heartbeat, pulse, rundir
+from trainers.contract.drill_kinds import KINDS, Drill
 from trainers.contract.errors import UsageError
-from trainers.drills import DRILLS
+from trainers.faults import DRILLS
 
 THOUSANDTHS = st.integers(1, 99_999_999).map(lambda n: n / 1000)
 
@@ -35,7 +35,7 @@ def drills(draw):
 
 @given(st.lists(drills(), min_size=1, max_size=5))
 def test_what_a_drill_is_written_as_asks_for_that_drill(several):
-    assert drill.parse(",".join(map(str, several)), "x") == tuple(several)
+    assert drill_kinds.parse(",".join(map(str, several)), "x") == tuple(several)
 
 
 WORDS = st.lists(st.sampled_from([*KINDS, "@", ":", "!", ",", "20", "all", ".5", "-1", " "]))
@@ -44,15 +44,15 @@ WORDS = st.lists(st.sampled_from([*KINDS, "@", ":", "!", ",", "20", "all", ".5",
 @given(st.text(max_size=40) | WORDS.map("".join))
 def test_any_text_is_drills_or_one_sentence(text):
     with contextlib.suppress(UsageError):
-        found = drill.parse(text, "here")
-        assert drill.parse(",".join(map(str, found)), "here") == found
+        found = drill_kinds.parse(text, "here")
+        assert drill_kinds.parse(",".join(map(str, found)), "here") == found
 
 
 def test_a_drill_is_of_rank_0_and_the_first_attempt_unless_it_says_more():
-    found = drill.parse("raise@20, sleep@3:1,slow@5:all:0.25,gil@7:2!", "x")
+    found = drill_kinds.parse("raise@20, sleep@3:1,slow@5:all:0.25,gil@7:2!", "x")
     assert found == (
-        Drill("raise", 20), Drill("sleep", 3, 1, drill.FOREVER_S), Drill("slow", 5, None, 0.25),
-        Drill("gil", 7, 2, drill.FOREVER_S, every_attempt=True),
+        Drill("raise", 20), Drill("sleep", 3, 1, drill_kinds.FOREVER_S),
+        Drill("slow", 5, None, 0.25), Drill("gil", 7, 2, drill_kinds.FOREVER_S, every_attempt=True),
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def drilled(
 
 def fired(run: Run, words: str, rank: int = 0) -> bool:
     """Says whether the record of a drill that fires is there."""
-    (asked,) = drill.parse(words, "x")
+    (asked,) = drill_kinds.parse(words, "x")
     records = run.records(rank, "drill")
     return any(r["drill"] == str(asked) and r["state"] == "fires" for r in records)
 

@@ -15,7 +15,7 @@ from tests.trainers.test_checkpoint import at, made, saved
 from trainers import build, changes, settings
 from trainers.contract import environ
 from trainers.contract.errors import UsageError
-from trainers.report import Report
+from trainers.run_records import Report
 from trainers.saver import Saver
 from trainers.schema import CheckpointSettings
 

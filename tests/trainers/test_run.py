@@ -31,7 +31,7 @@ from tests.trainers.runs import (
 from trainers import checkpoint, failures, manifest, precision, settings
 from trainers.contract import pulse, rundir
 from trainers.contract.member import Member
-from trainers.report import Report
+from trainers.run_records import Report
 
 STEPS = 12
 

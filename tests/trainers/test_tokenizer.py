@@ -9,7 +9,7 @@ import tiktoken
 import torch
 
 from trainers import tokenizer
-from trainers.contract import remote
+from trainers.contract import data_access
 from trainers.failures import DataError
 
 
@@ -22,7 +22,7 @@ def test_gpt2_that_is_not_at_hand_is_told_in_a_sentence(tmp_path, monkeypatch):
 def test_gpt2_files_that_are_damaged_are_told_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
-    for url in remote.GPT2_FILES:
+    for url in data_access.GPT2_FILES:
         (tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_bytes(b"garbage")
     with pytest.raises(DataError, match="are damaged"):
         tokenizer.build("gpt2", b"")

@@ -11,7 +11,7 @@ from trainers import loop, settings
 from trainers.contract import rundir
 from trainers.contract.member import Member
 from trainers.parallel import Single
-from trainers.report import Report
+from trainers.run_records import Report
 from trainers.step_reduction import FIGURES, StepReduction
 
 READS = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainers.contract import drill
+from trainers.contract import drill_kinds
 from trainers.contract.environ import ALERT_NAMES, CONTRACT_NAMES
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.values import Kind, accepted_values, convert
@@ -123,14 +123,14 @@ def parse(name: str, text: str) -> Value:
     except ValueError:
         raise UsageError(f"the flag {name} cannot be {text!r}; it takes {expected(flag)}") from None
     if flag.setting == DRILL:
-        drill.parse(text, f"the flag {name}")
+        drill_kinds.parse(text, f"the flag {name}")
     return value
 
 
 def expected(flag: Flag) -> str:
     """Returns a text with the values that a flag accepts."""
     if flag.setting == DRILL:
-        return drill.GRAMMAR
+        return drill_kinds.GRAMMAR
     return (
         "0 or 1" if flag.kind is bool else accepted_values(flag.kind, flag.key.low, flag.key.high)
     )

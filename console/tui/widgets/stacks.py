@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
+from console.diagnose.rank_evidence import spans
 from console.diagnose.stack_classes import is_of_torch, where
-from console.diagnose.stall import spans
 from console.sources.stacks import Frame, Stack, innermost_own
 from console.tui import format as fmt
 from console.tui.rows import Row, columns, rule, wrap

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.diagnose.causes import CAUSES, diagnose
+from console.diagnose.causes import CAUSES
 from console.diagnose.evidence import Evidence
+from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.stack_classes import _DATA
-from console.diagnose.stall import RankEvidence
+from console.diagnose.verdict import diagnose
 from console.plan import Watch
 from console.sources.descriptors import BlockedOn, Connection
 from console.sources.flight import Collective, FlightRecord

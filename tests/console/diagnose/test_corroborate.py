@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from console.diagnose.causes import diagnose
+from console.diagnose.rank_evidence import RankEvidence, why_unconfirmed
 from console.diagnose.readings import Readings
 from console.diagnose.rules import HALTING, RULES
-from console.diagnose.stall import RankEvidence, why_unconfirmed
+from console.diagnose.verdict import diagnose
 from console.diagnose.watchdog import Watchdog
 from console.plan import Watch
 from console.sources.pace import progress_of

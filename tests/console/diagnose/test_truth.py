@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from console.diagnose import truth
+from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.readings import Readings, setting_values
 from console.diagnose.rules import RULES
-from console.diagnose.stall import RankEvidence
 from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
 from console.plan import Watch

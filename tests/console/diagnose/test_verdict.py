@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.diagnose.causes import diagnose
-from console.diagnose.stall import RankEvidence, limit_s
+from console.diagnose.rank_evidence import RankEvidence, limit_s
+from console.diagnose.verdict import diagnose
 from console.plan import Watch
 from trainers.contract.pulse import PHASES
 

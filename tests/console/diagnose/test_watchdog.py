@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from console import plan
 from console.diagnose import rules, truth
+from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.readings import Readings, rate_ratio, setting_values, steady_growth
 from console.diagnose.rules import (
     ACTIONS,
@@ -26,7 +27,6 @@ from console.diagnose.rules import (
     Rule,
     check,
 )
-from console.diagnose.stall import RankEvidence
 from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
 from console.plan import Watch

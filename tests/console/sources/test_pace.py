@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.diagnose.stall import SAFETY, by_records, limit_s
+from console.diagnose.rank_evidence import SAFETY, by_records, limit_s
 from console.plan import Watch
 from console.sources.pace import Pace
 from console.sources.record_files import Line, Place

@@ -9,7 +9,7 @@ from typing import Any
 
 from console.model import Verdict
 from console.sources import verdicts
-from console.supervisor.diagnosis import Diagnoser
+from console.supervisor.offline_diagnosis import Diagnoser
 from tests.console.sources import directory
 
 SAME = Verdict(1.0, "", "lock", 1, "log", 5, "high", place="a.py:1")

@@ -18,10 +18,10 @@ from console.run_state import Facts, decide
 from console.sources import process
 from console.supervisor import cross_check, launch_spec
 from console.supervisor.ends import end_of
+from console.supervisor.live_directory import LastPulses, Live
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.restart import AttemptEnd, next_attempt
-from console.supervisor.shm import LastPulses, Live
 from tests import owners
 from tests.console.sources.directory import change
 from tests.console.sources.recorded import Recorded

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from console.diagnose.stall import RankEvidence
+from console.diagnose.rank_evidence import RankEvidence
 from console.supervisor import evidence
 from console.supervisor.evidence import Collector
 from tests.launches import wait_for

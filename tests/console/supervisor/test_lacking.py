@@ -13,7 +13,7 @@ import pytest
 
 from console import actions
 from console.supervisor import launcher
-from console.supervisor.shm import Live
+from console.supervisor.live_directory import Live
 from tests.faults.scene import ROOT
 from tests.launches import HANG_GUARD_S, STUB, Started, phase
 from tests.mounts import tmpfs

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from console import actions
+from console.settings_file import Settings
 from console.sources import process
 from console.supervisor import launcher, lock
-from console.user_config import Settings
 from tests.console.sources import directory
 from tests.launches import HANG_GUARD_S, STUB, phase
 from tests.mounts import tmpfs

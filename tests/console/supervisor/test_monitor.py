@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from console.diagnose.evidence import Evidence
-from console.diagnose.stall import RankEvidence
+from console.diagnose.rank_evidence import RankEvidence
 from console.model import Verdict
 from console.plan import Phase, Watch
 from console.sources.reducer import Reducer

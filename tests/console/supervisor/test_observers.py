@@ -30,7 +30,7 @@ OBSERVERS = {
     "stack dumps": "dump.Dumps.poll",
     "alert hook": "hooks.Hooks.poll",
     "the run directory": "alerts.Alerts.check_directory",
-    "the supervisor heartbeat": "shm.Live.write_status",
+    "the supervisor heartbeat": "live_directory.Live.write_status",
     "the snapshot": "snapshot_writer.Snapshots.poll",
     "supervisor.json": "ends.Ends.documents",
 }

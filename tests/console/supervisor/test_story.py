@@ -7,15 +7,15 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.diagnose.causes import diagnose
-from console.diagnose.rules import HALTING
-from console.diagnose.stall import (
+from console.diagnose.rank_evidence import (
     RankEvidence,
     by_records,
     limit_s,
     why_unconfirmed,
     with_records,
 )
+from console.diagnose.rules import HALTING
+from console.diagnose.verdict import diagnose
 from console.diagnose.watchdog import Watchdog
 from console.plan import Watch
 from console.plans import gates

@@ -13,7 +13,7 @@ import pytest
 
 from console import actions, status_text
 from console.sources.run import RunSource
-from console.supervisor import shm
+from console.supervisor import live_directory
 from tests.launches import phase
 from tests.mounts import tmpfs
 from trainers.contract import rundir
@@ -40,9 +40,9 @@ def test_a_start_without_its_supervisor_is_unsupervised_halts_and_is_cleared_awa
     assert (state.state, "halted at step" in state.why) == ("halted", True), state.why
     assert state.launch is not None
     assert status_text.launch_exit_code(state.launch) == 4
-    shm.sweep()
+    live_directory.sweep()
     assert leaked.is_dir()
-    long_ago = time.time() - 2 * shm.SWEPT_AFTER_S
+    long_ago = time.time() - 2 * live_directory.SWEPT_AFTER_S
     os.utime(leaked, (long_ago, long_ago))
     later = begin(phase("one", "member.py", 1))
     later.wait_end()

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console import user_config
+from console import settings_file
 from console.sources.run import RunSource
 from console.tui import chartmath, charts
 from console.tui.rows import text_of, width_of
-from console.tui.screens.dashboard import shape
+from console.tui.views.dashboard import shape
 from console.tui.widgets.chart import chart_rows, zoomed_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
@@ -70,10 +70,10 @@ def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
 
 def test_the_operator_chooses_the_charts_and_the_settings_file_keeps_them(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    user_config.path().parent.mkdir(mode=0o700)
+    settings_file.path().parent.mkdir(mode=0o700)
     text = "hook: [notify]  # by phone\ncharts:\n  - loss\nhook_every_s: 5\n"
-    user_config.path().write_text(text)
-    user_config.path().chmod(0o600)
+    settings_file.path().write_text(text)
+    settings_file.path().chmod(0o600)
     app = app_on(recorded.running())
 
     async def body(pilot):
@@ -82,15 +82,15 @@ def test_the_operator_chooses_the_charts_and_the_settings_file_keeps_them(tmp_pa
         await pilot.press("c")
         await until(pilot, lambda: "1 loss" in picture(app))
         await pilot.press("space", "enter")
-        await until(pilot, lambda: user_config.charts() == ("loss", "utilisation"))
+        await until(pilot, lambda: settings_file.charts() == ("loss", "utilisation"))
         await until(pilot, lambda: "utilisation CPU %" in picture(app))
 
     drive(app, body)
-    kept = user_config.path().read_text()
+    kept = settings_file.path().read_text()
     assert kept.startswith("hook: [notify]  # by phone\nhook_every_s: 5\n")
-    assert user_config.load().hook == ("notify",)
-    user_config.save_charts(())
-    assert "charts" not in user_config.path().read_text()
+    assert settings_file.load().hook == ("notify",)
+    settings_file.save_charts(())
+    assert "charts" not in settings_file.path().read_text()
 
 
 @given(st.integers(20, 300), st.integers(4, 80), st.integers(0, 2000), st.integers(1, 8))

@@ -13,7 +13,7 @@ from console.sources.stacks import Frame, Stack, Thread
 from console.tui.feed import ScreenData
 from console.tui.keys import KEYS
 from console.tui.rows import rule, text_of, width_of
-from console.tui.screens.stall import evidence_rows, verdict_rows
+from console.tui.views.stall import evidence_rows, verdict_rows
 from console.tui.widgets.alertline import notices
 from console.tui.widgets.answer import KEEP_S
 from console.tui.widgets.picker import Picker

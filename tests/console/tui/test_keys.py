@@ -9,10 +9,10 @@ from console.tui import keys
 from console.tui.app import ConsoleApp
 from console.tui.operator import Operator
 from console.tui.rows import text_of, width_of
-from console.tui.screens.dashboard import Dashboard
-from console.tui.screens.launch import Launch
-from console.tui.screens.logs import LogView
-from console.tui.screens.stall import Stall
+from console.tui.views.dashboard import Dashboard
+from console.tui.views.launch import Launch
+from console.tui.views.logs import LogView
+from console.tui.views.stall import Stall
 from console.tui.widgets.bars import footer_row
 from console.tui.widgets.keylist import help_rows
 

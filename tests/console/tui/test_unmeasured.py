@@ -11,8 +11,8 @@ from console.model import EXIT_CODES, Figure
 from console.tui import charts
 from console.tui.feed import ScreenData
 from console.tui.rows import text_of
-from console.tui.screens.stall import heading
-from console.tui.screens.stall import rank_rows as stall_rows
+from console.tui.views.stall import heading
+from console.tui.views.stall import rank_rows as stall_rows
 from console.tui.widgets.chart import chart_rows
 from console.tui.widgets.figures import figure_rows
 from console.tui.widgets.header import header_row

@@ -12,7 +12,7 @@ from console.sources.stacks import Stack
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, cut, labelled, rule, text_of, wrap
-from console.tui.screens.view import View
+from console.tui.views.view import View
 from console.tui.widgets.lines import Panel, of_run
 from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured

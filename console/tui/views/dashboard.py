@@ -17,7 +17,7 @@ from console.tui.charts import Chart
 from console.tui.feed import ScreenData
 from console.tui.operator import Console
 from console.tui.rows import Row
-from console.tui.screens.view import View
+from console.tui.views.view import View
 from console.tui.widgets.chart import ChartPanel
 from console.tui.widgets.figures import figure_rows
 from console.tui.widgets.lines import Box, Panel, of_run
@@ -73,8 +73,8 @@ def shape(width: int, height: int, ranks: int, available: int) -> Shape:
 
 
 def _settings() -> Any:
-    """Returns the module `console.user_config`, which the first picture does not need."""
-    return import_module("console.user_config")
+    """Returns the module `console.settings_file`, which the first picture does not need."""
+    return import_module("console.settings_file")
 
 
 class Dashboard(View):

@@ -1,8 +1,8 @@
 """Faults inside a real trainer, set with `NSA_DRILL`, to practise recovery from them.
 
 The faults occur in hooks of the model and in the source's read, like real faults. The training loop
-has no code for them, and a training without drills has no hook. `trainers.contract.drill` has the
-kinds and the grammar.
+has no code for them, and a training without drills has no hook. `trainers.contract.drill_kinds` has
+the kinds and the grammar.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from trainers.contract import rundir
-from trainers.contract.drill import KINDS, Drill, Place, parse
+from trainers.contract.drill_kinds import KINDS, Drill, Place, parse
 from trainers.contract.member import Member
-from trainers.report import Report
+from trainers.run_records import Report
 from trainers.schema import Settings
 from trainers.sequences import RankRows, Source
 

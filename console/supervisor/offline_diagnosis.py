@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from console.diagnose.causes import diagnose, explain
+from console.diagnose.case import NAMED_AFTER_S, case_of
 from console.diagnose.evidence import Evidence
+from console.diagnose.rank_evidence import RankEvidence, names, unusable_pulses
 from console.diagnose.readings import Readings
-from console.diagnose.stall import RankEvidence, names, unusable_pulses
-from console.diagnose.verdict import NAMED_AFTER_S, case_of
+from console.diagnose.verdict import diagnose, explain
 from console.model import RunState, Verdict
 from console.plan import Watch
 from console.sources import liveness, process, verdicts
 from console.sources.nvml import Nvml
 from console.supervisor.evidence import Collector
-from console.supervisor.watchdog_readings import ENDING, OfflineRun
+from console.supervisor.offline_run import ENDING, OfflineRun
 from trainers.contract import jsonl, rundir
 
 Outlook = Literal["stalled", "slow", "no stall", "unknown", "ending", "ended"]

@@ -9,7 +9,7 @@ from console.status_text import counted, shell_line
 from console.tui.feed import ScreenData
 from console.tui.operator import Console
 from console.tui.rows import Row, flowed, rule, text_of, wrap
-from console.tui.screens.view import View
+from console.tui.views.view import View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Box, Panel
 from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows, planned_phases

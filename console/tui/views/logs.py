@@ -11,7 +11,7 @@ from console.model import LogLine
 from console.tui.feed import ScreenData
 from console.tui.operator import Console
 from console.tui.rows import Row, rule
-from console.tui.screens.view import View
+from console.tui.views.view import View
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.loglines import log_rows
 from console.tui.widgets.picker import Scrolls

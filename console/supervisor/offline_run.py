@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from console import plan, status_text
+from console.diagnose.rank_evidence import RankEvidence, by_records, why_unconfirmed, with_records
 from console.diagnose.readings import Readings, setting_values
-from console.diagnose.stall import RankEvidence, by_records, why_unconfirmed, with_records
 from console.model import Rank, RunState
 from console.plan import Watch
 from console.plans.gate_check import poll_confirmed

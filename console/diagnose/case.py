@@ -1,0 +1,136 @@
+"""The ranks at one moment (`Case`: running, slowest, exited), and the phrases of verdicts.
+
+There is a verdict when the slowest ranks exceed their stall limits. If the kernel shows a rank as
+stopped or exited, `NAMED_AFTER_S` without a change of its pulse is enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from console.diagnose.rank_evidence import (
+    UNREPORTED,
+    RankEvidence,
+    limit_s,
+    names,
+    slowest,
+)
+from console.model import Sure, Verdict
+from console.plan import Watch
+
+NAMED_AFTER_S = 3.0
+STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
+EVIDENCE_LINES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The running ranks, the slowest of them, and the ranks in the phase "exit"."""
+
+    running: tuple[RankEvidence, ...]
+    slowest: tuple[RankEvidence, ...]
+    exited: tuple[RankEvidence, ...]
+    doubtful: tuple[RankEvidence, ...]
+    """The ranks without a usable pulse."""
+    watch: Watch
+    ts: float
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if the run makes no progress.
+
+        Either the slowest ranks exceed their stall limit, or a rank is stopped or has ended without
+        reporting its exit. The pulse of that rank must have been unchanged for `NAMED_AFTER_S`. It
+        is not enough that all ranks have ended and none of them reported its exit.
+        """
+        if all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest):
+            return True
+        ended = [each.state in ENDED_STATES for each in self.running]
+        if all(ended) and not self.exited:
+            return False
+        return any(each.state in (*STOPPED_STATES, *ENDED_STATES)
+                   and each.unchanged_s > NAMED_AFTER_S for each in self.running)  # fmt: skip
+
+    def since(self, rank: RankEvidence) -> str:
+        """Returns when a rank's pulse last changed (in an alert, an age would become wrong)."""
+        return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
+
+    def verdict(
+        self, rank: RankEvidence | None, cause: str, sure: Sure, *parts: str
+    ) -> Verdict:  # fmt: skip
+        """Returns a verdict on `rank`, or on all ranks if it is None; `parts` form the sentence."""
+        place, sentence = rank or self.slowest[0], "; ".join(filter(None, parts))
+        number = rank.rank if rank else None
+        evidence = self._evidence(rank)
+        return Verdict(self.ts, sentence, cause, number, place.phase, place.step, sure, evidence)
+
+    def _evidence(self, first: RankEvidence | None) -> tuple[str, ...]:
+        """Returns one line per rank, at most `EVIDENCE_LINES`; the rank of the verdict is first."""
+        ranks = sorted((*self.running, *self.exited), key=lambda each: each is not first)
+        counted = any(each.collectives for each in ranks)
+        return tuple(
+            f"rank {each.rank}: process state {each.state}, {each.place}, unchanged for "
+            f"{each.unchanged_s:.0f} s, limit {limit_s(each, self.watch):.0f} s"
+            + (f", {each.collectives} collectives" if counted else "")
+            for each in ranks[:EVIDENCE_LINES]
+        )
+
+
+def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
+    """Returns the case of the ranks with a usable pulse, or None if no such rank still runs."""
+    usable = [each for each in ranks if not each.doubt]
+    doubtful = tuple(each for each in ranks if each.doubt)
+    running = tuple(each for each in usable if each.phase != "exit")
+    exited = tuple(each for each in usable if each.phase == "exit")
+    return Case(running, slowest(running), exited, doubtful, watch, ts) if running else None
+
+
+def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
+    """Returns the ranks with their verb: "rank 3 is", "ranks 0-2 are"."""
+    return f"{names(ranks)} {one if len(ranks) == 1 else many}"
+
+
+def stalled(case: Case, ranks: Sequence[RankEvidence]) -> str:
+    who, first = _verb(ranks, "has", "have"), ranks[0]
+    return f"{who} been stalled in {first.place} since {case.since(first)}"
+
+
+def exits(ranks: Sequence[RankEvidence]) -> str:
+    """Returns a text such as "rank 0 exited (code 0)", or "" if there are no ranks."""
+    if not ranks:
+        return ""
+    if any(each.state not in ENDED_STATES for each in ranks):
+        return f"{_verb(ranks, 'is', 'are')} exiting"
+    codes = sorted({each.code for each in ranks if each.code is not None})
+    return f"{names(ranks)} exited" + (f" (code {', '.join(map(str, codes))})" if codes else "")
+
+
+def resume(ranks: Sequence[RankEvidence]) -> str:
+    """Returns the command that resumes stopped ranks."""
+    pids = " ".join(str(each.pid) for each in sorted(ranks, key=lambda each: each.rank))
+    return f"kill -CONT {pids} resumes {'it' if len(ranks) == 1 else 'them'}"
+
+
+def others(case: Case, named: Sequence[RankEvidence]) -> str:
+    """Returns what the other running ranks do; ranks that do the same thing are grouped."""
+    first = named[0]
+    groups: dict[tuple[str, str, str], list[RankEvidence]] = {}
+    for each in case.running:
+        if each not in named:
+            place = each.phase if each.phase and each.step == first.step else each.place
+            groups.setdefault((*_doing(each, first), place), []).append(each)
+    return "; ".join(f"{_verb(ranks, one, many)} in {place}"
+                     for (one, many, place), ranks in groups.items())  # fmt: skip
+
+
+def _doing(rank: RankEvidence, named: RankEvidence) -> tuple[str, str]:
+    """Returns what a rank does, in words for one rank and for several ranks."""
+    if rank.state in STOPPED_STATES:
+        how = "traced by a debugger" if rank.state == "t" else "stopped"
+        return f"is {how}", f"are {how}"
+    unordered = rank.step == named.step and UNREPORTED in (rank.phase, named.phase)
+    if named.phase != "exit" and not unordered and rank.position < named.position:
+        return "is slower,", "are slower,"
+    return "waits", "wait"
