@@ -40,7 +40,7 @@ COLUMNS = ("console", "bare", "ratio")
 PRESSES = 10
 Figures = dict[str, float]
 Key = tuple[str, str, bool]
-"""A key, a text, and whether the key brings the text to the screen or takes it away."""
+"""A key, a text, and whether the key shows the text or removes it."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def _switch(default: Any, text: str) -> Any:
 class Switches:
     """The operator's choices for A/B runs; they select how the attention is computed.
 
-    Only the ablations `force_branch` and `uniform_gate` change the result.
+    Only the ablations `force_branch` and `uniform_gate` change the result by more than rounding.
     """
 
     prefill_batched: bool = _switch(

@@ -19,7 +19,7 @@ class TrainingError(Exception):
 
 
 class NonFiniteError(TrainingError):
-    """Loss or gradients were non-finite in too many steps."""
+    """Loss or gradients were non-finite in too many steps in a row."""
 
     exit_code = NONFINITE
 
@@ -67,7 +67,10 @@ COLLECTIVE_SIGNS = ("gloo", "NCCL")
 
 
 def command(name: str, work: Callable[[], str]) -> int:
-    """Prints the result of `work`, or a sentence for its error. Returns the exit code."""
+    """Prints the result of `work`, or a sentence for its error. Returns the exit code.
+
+    Errors other than ContractError and TrainingError are raised.
+    """
     try:
         sys.stdout.write(f"{work()}\n")
     except (ContractError, TrainingError) as error:

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints what was loaded. Returns an exit code of docs/run-directory.md."""
     with contextlib.suppress(OSError):
         os.nice(NICE)
-        # If memory runs out, the kernel kills this process and no rank.
+        # If memory runs out, the kernel kills this process before a rank.
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL, encoding="ascii")
     parser = Parser(prog="trainers.load", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="directory of a checkpoint")

@@ -58,7 +58,7 @@ def recomputed(blocks: str, n_layers: int) -> range | None:
 
 
 def step_range(text: str) -> range | None:
-    """Returns the numbers of `A:B` without B, or None if the range is invalid or empty."""
+    """Returns the range `A:B` (B excluded), or None if the range is invalid or empty."""
     first, separator, end = text.partition(":")
     if not (separator and first.isdecimal() and end.isdecimal()):
         return None

@@ -1,7 +1,7 @@
 """The settings: every key with its type, default, limits and help. Needs no torch.
 
-A key is one field of a section below. Its type is the annotation (`Literal` for choices); `key`
-returns a field with the other facts. Flags, options and error messages read all facts by `keys()`.
+A key is one field of a section of `Settings`. Its type is the annotation (`Literal` for choices);
+`key` returns a field with the other facts. `keys` returns all facts to flags, options and messages.
 """
 
 from __future__ import annotations

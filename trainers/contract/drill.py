@@ -1,8 +1,8 @@
 """Drills: the faults that a trainer can produce for practice, and the grammar of a drill.
 
 A drill is `KIND@STEP[:RANK][:SECONDS][!]`; commas separate several drills. RANK is a number or
-`all`; the default is 0. A drill happens in the first attempt only; with `!` it happens in every
-attempt. This module needs no torch.
+`all`; the default is 0. A drill happens in the first attempt only; with `!` it also happens in
+later attempts that run its step. This module needs no torch.
 """
 
 from __future__ import annotations
