@@ -140,6 +140,7 @@ def load(path: Path, parts: Parts) -> None:
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     for joined, whole in wholes:
         set_whole(joined, whole)
+    parts.loss_scale.restored()
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
 
 

@@ -172,7 +172,7 @@ def causality(phases: Sequence[Phase]) -> Found:
 
     For each cut, all tokens after it change, and no output up to it may change. The gradient of
     these outputs must be zero after the cut. The cuts come in an order that spreads them evenly;
-    if the time limit is reached before the last cut, the result is "unknown".
+    if some cuts are not checked within the limits, the result is "unknown".
     """
     chosen, texts, whole = distinct(phases, Phase.attention), dict[str, None](), True
     for phase in chosen:
@@ -192,7 +192,8 @@ def causality(phases: Sequence[Phase]) -> Found:
         whole = whole and done == len(cuts) and tokens == length
         texts[f"{done:,} of {length - 1:,} cuts"] = None
     text = f"no output depends on a later token, {', '.join(texts)}"
-    rest = "" if whole else f"; the others were not checked within {CAUSALITY_S:g} s"
+    limits = f"{CAUSALITY_S:g} s, and {SEQUENTIAL_TOKENS} tokens if prefill_batched is off"
+    rest = "" if whole else f"; the others were not checked (limits: {limits})"
     return "pass" if whole else "unknown", f"{text}{rest}", {}
 
 

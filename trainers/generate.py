@@ -1,4 +1,4 @@
-"""`python -m trainers.generate RUN --prompt TEXT` continues a text with a checkpoint."""
+"""`python -m trainers.generate RUN_OR_CHECKPOINT --prompt TEXT` continues a text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainers import failures
-from trainers.command_line import Parser
+from trainers.command_line import RUN_OR_CHECKPOINT, Parser
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
 from trainers.refusals import VOCABULARIES
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="trainers.generate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="run directory or one of its checkpoints")
+    parser.add_argument("checkpoint", type=Path, help=RUN_OR_CHECKPOINT)
     add = parser.add_argument
     add("--prompt", required=True, help="text to continue")
     add("--tokens", type=int, default=200, help="tokens to add (default 200)")

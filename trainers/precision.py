@@ -72,6 +72,11 @@ class LossScale:
         self.scale = torch.tensor(first, dtype=torch.float32, device=device)
         self.finite_steps = torch.zeros((), dtype=torch.float32, device=device)
 
+    def restored(self) -> None:
+        """Sets the scale to 1 again without fp16, after a checkpoint of fp16 was loaded."""
+        if not self._active:
+            self.scale.fill_(1.0)
+
     def unscale(self, model: nn.Module) -> None:
         """Divides the gradients by the scale."""
         if self._active:

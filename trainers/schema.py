@@ -99,7 +99,9 @@ class TrainSettings:
         "none", "Blocks whose activations are recomputed in the backward: none, all, or A:B."
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Device; auto: CUDA where available.")
-    max_nonfinite_steps: int = key(5, "Stop after N consecutive skipped steps.", 1)
+    max_nonfinite_steps: int = key(
+        5, "Stop after N consecutive non-finite steps that do not lower the loss scale of fp16.", 1
+    )
     stop_at_bytes_right: float = key(
         0.0, "Stop when this fraction of copied bytes is right; 0: never.", 0, 1
     )
