@@ -1,4 +1,4 @@
-"""Injects those faults of the second author that a program cannot produce itself."""
+"""Injects those mechanisms of author 2 that the training program cannot produce itself."""
 
 from __future__ import annotations
 

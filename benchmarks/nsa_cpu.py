@@ -128,7 +128,7 @@ def medians(times: Times) -> tuple[float, float]:
 def rows_of(
     times: dict[str, Times], what: str, seq_len: int, targets: dict[str, str]
 ) -> list[tuple[object, ...]]:
-    """Returns a row for each contender: its speeds, and the first contender's relative to these."""
+    """Returns a row for each contender: its speeds, and those of the first one relative to it."""
     found = []
     first = medians(next(iter(times.values())))
     for name, each in times.items():

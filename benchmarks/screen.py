@@ -162,7 +162,7 @@ class Terminal:
 
 
 def start_once(program: Program, size: tuple[int, int]) -> tuple[Terminal, dict[str, float]]:
-    """Starts a program; returns it with its times to paint."""
+    """Starts a program; returns its terminal, and the times until its frame and its data."""
     terminal = Terminal(program.argv, *size)
     found = {}
     for name, text in (("frame", program.frame), ("data", program.data)):

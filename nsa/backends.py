@@ -1,7 +1,7 @@
 """The table of kernels by branch, and the switches of the operator.
 
 Standard library only. `effective` returns which kernels a forward of a given shape runs, and why.
-The layer calls it before each forward, and `env.json` records its result, so both report the same.
+The layer calls `effective` before each forward, and `env.json` records its result.
 """
 
 import functools

@@ -133,7 +133,7 @@ def resume(
 ) -> Manifest | None:
     """Restores the checkpoint that rank 0 finds for `checkpoint.resume`.
 
-    `stream` is the fingerprint of the data. If the data changed and this is allowed, they start
+    `stream` is the fingerprint of the data. If the data changed and this is allowed, the data start
     from the beginning. Returns the manifest of the checkpoint, or None to start at step 1. Raises
     CheckpointError, and UsageError for a change that is not allowed.
     """

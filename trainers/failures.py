@@ -31,7 +31,7 @@ class DataError(TrainingError):
 
 
 class LeakError(TrainingError):
-    """The model predicts random data, so it sees its targets."""
+    """The model predicts random data better than chance, so it sees its targets."""
 
     exit_code = DATA
 
@@ -57,7 +57,7 @@ BY_NAME: dict[str, tuple[int, str]] = {
     "DistNetworkError": (COLLECTIVE, "the ranks cannot reach each other"),
     "DistStoreError": (COLLECTIVE, "the rendezvous store does not answer"),
 }  # fmt: skip
-"""Exit code and sentence for each class of exception; class names need no import of torch."""
+"""Exit code and sentence by class of exception; class names need no import of torch."""
 
 HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""

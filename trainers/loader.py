@@ -79,7 +79,7 @@ class Loader:
     """Reads batches ahead in a thread; `fetch` raises DataError if no batch comes in time.
 
     `state` is the position of the training in the source, without the batches that were read ahead.
-    A later loader continues from it: then it is the `data` of the checkpoint `resumed`.
+    A later loader continues from this position, which is the `data` of the checkpoint `resumed`.
     """
 
     def __init__(

@@ -95,8 +95,8 @@ def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
         rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint is complete, but {rundir.LATEST} or the disk's cache cannot be "
-            f"written: {error}"
+            f"the checkpoint is complete, but {rundir.LATEST} or the directory cannot be written "
+            f"to the disk: {error}"
         ) from error
     rundir.remove_tree(replaced)
 
@@ -156,7 +156,7 @@ def verify(path: Path) -> Manifest:
 
 
 def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
-    """Returns two values: a verified checkpoint, and the errors of the checkpoints it skipped.
+    """Returns two values: a verified checkpoint, and the errors of skipped checkpoints.
 
     `path` is a checkpoint or a run. For a run, returns the checkpoint of `step`, or the newest
     verified checkpoint if `step` is 0. Raises CheckpointError.

@@ -136,8 +136,7 @@ def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
     if not files:
         ending = f" and ends in {' or '.join(suffixes)}" if suffixes != ("",) else ""
         raise DataError(
-            f"there is no non-empty file below {root} that matches {pattern!r}{ending}; change "
-            "data.path"
+            f"no file with content below {root} matches {pattern!r}{ending}; change data.path"
         )
     return root, files
 

@@ -2,8 +2,8 @@
 
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
 in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
-the stacks of all threads; then torch writes the flight record of the collectives. The helper
-touches no object of the program.
+the stacks of at most 100 threads; then torch writes the flight record of the collectives. The
+helper touches no object of the program.
 
 If a rank holds the GIL in native code, the helper cannot run. For this case there is a second
 signal, `LAST_RESORT`: faulthandler writes the stack of the main thread in the signal handler
@@ -17,7 +17,7 @@ Two other methods killed healthy trainings, as core files show (CPython 3.11.7, 
 
 - faulthandler in the handler of SIGUSR1: the evaluation of a frame publishes a C frame some
   instructions before it sets `current_frame` (3.12 too), and the handler follows the old pointer.
-  With `all_threads=True` it killed the training in one of 7 to 1,019 dumps.
+  With `all_threads=True`, one of 7 to 1,019 dumps killed the training.
 - `sys._current_frames()` and `f_back` in the helper: allocating the frame object may collect
   garbage and release the GIL. Meanwhile the thread can return from the frame and call another
   function in the same memory; the object then refers to a frame larger than itself.

@@ -119,7 +119,7 @@ def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def open_regular(path: Path, below: Path | None = None) -> int | None:
-    """Opens a regular file for reading; returns None for a link, fifo, directory or on an error.
+    """Opens a regular file for reading; returns None for a link or directory, or on error.
 
     With `below`, the directories between `below` and the file must not be links either.
     """
