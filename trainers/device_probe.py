@@ -111,11 +111,7 @@ def compared(speeds: Sequence[float], kind: str, on_cuda: bool) -> Found:
     slow = [str(rank) for rank, speed in enumerate(speeds) if speed < SLOW * max(speeds)]
     text = f"{', '.join(f'{speed:.3g}' for speed in speeds)} TFLOP/s by rank ({kind})"
     if slow:
-        advice = (
-            "check their clocks, power and temperature"
-            if on_cuda
-            else "other load may be the reason"
-        )
+        advice = "check their clocks, power and temperature" if on_cuda else "possibly other load"
         text += f"; rank {', '.join(slow)} is below {SLOW:.0%} of the fastest: {advice}"
     result = "pass" if not slow else "fail" if on_cuda else "unknown"
     return result, text, {"matmul_tflops": list(speeds)}

@@ -48,8 +48,7 @@ def _continue(arguments: argparse.Namespace) -> str:
     name = str(manifest.read(path).settings.get("data.tokenizer", "byte"))
     if model.config.vocab_size not in VOCABULARIES.get(name, ()):
         raise CheckpointError(
-            f"{path} has a vocabulary of {model.config.vocab_size} tokens, which is not that of the "
-            f"tokenizer {name!r:.80}"
+            f"{path} has {model.config.vocab_size} tokens; the tokenizer {name!r:.80} does not"
         )
     words = tokenizer.build(name, b"")
     encoded = words.encode(arguments.prompt.encode(errors="replace"))

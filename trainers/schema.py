@@ -173,7 +173,9 @@ class ReportSettings:
     out_dir: str = key(
         "", "Parent directory of runs that are started by hand; empty: artifacts/<config>."
     )
-    log_every: int = key(10, "Steps between progress records; steps 1 to 5 each have a record.", 1)
+    log_every: int = key(
+        10, "Steps between progress records; steps 1 to 5 and the last step have a record too.", 1
+    )
     disable_aux_stats: bool = key(
         False, "Do not compute the statistics of the attention gate and of the selection."
     )
@@ -181,7 +183,9 @@ class ReportSettings:
     disable_tb: bool = key(False, "Write nothing for TensorBoard.")
     nvtx: bool = key(False, "Mark step phases and attention branches for Nsight Systems (CUDA).")
     sdpa_audit: bool = key(False, "Report the SDPA kernels of the first step, by branch.")
-    memory_every: int = key(0, "Steps between dumps of the CUDA allocator's statistics; 0: none.")
+    memory_every: int = key(
+        0, "Steps between dumps of the CUDA allocator's statistics; 0: only at the start."
+    )
     profile: str = key("", "Steps A:B (B excluded) to profile; the trace goes to profiles/.")
 
 

@@ -79,7 +79,7 @@ KINDS: dict[str, Kind] = {
                  truth=Truth("busy", right=STALLS)),
     "gil": Kind("waits in native code and holds the GIL", FOREVER_S,
                 truth=Truth("native", right=STALLS)),
-    "deaf": Kind("ignores SIGTERM and holds the GIL, so only SIGKILL ends it",
+    "deaf": Kind("ignores SIGTERM and holds the GIL; SIGKILL ends it",
                  FOREVER_S, truth=Truth("native", right=STALLS)),
     "backward": Kind("sleeps in a hook of the backward pass", FOREVER_S, "logits",
                      truth=Truth("sleep", "backward", right=STALLS)),
