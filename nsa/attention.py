@@ -127,7 +127,7 @@ class NSAttention(nn.Module):
 
 
 class DenseAttention(nn.Module):
-    """The control for comparisons: causal attention to all keys, with the same heads and groups."""
+    """The control for comparisons: dense causal attention with the same heads and groups."""
 
     nvtx = False
 
