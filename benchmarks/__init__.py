@@ -1,1 +1,1 @@
-"""One script per measured claim; `results/` has each result with command, machine and commit."""
+"""Scripts that measure; `results/` has each result with its command, machine and commit."""

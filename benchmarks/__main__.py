@@ -1,4 +1,4 @@
-"""Runs all benchmarks that need no GPU, and commits nothing: `make bench`."""
+"""Runs the benchmarks of the list below, which need no GPU: `make bench`."""
 
 import runpy
 import sys

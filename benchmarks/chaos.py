@@ -189,7 +189,7 @@ DISRUPTIVE = (
     Fault("supervisor and a rank SIGKILL, adopted after 1 s", Chaos.kill_both, restarted,
           lambda c: actions.adopt(c.started.path), ends=True),
 )  # fmt: skip
-"""The numbers of injections of two of these faults differ by at most one."""
+"""The numbers of scheduled injections of any two of these faults differ by at most one."""
 HARMLESS = (
     Fault("a rank SIGSTOP, CONT after 2 s", lambda c: c.signal_rank(signal.SIGSTOP), moves,
           lambda c: [os.kill(pid, signal.SIGCONT) for pid in c.started.pids().values()],
@@ -217,7 +217,7 @@ class Injected:
     lost_s: float = 0.0
     words: str = ""
     over_s: float = 0.0
-    """When the run had recovered, or the time limit of the recovery was over."""
+    """When the run had recovered, the plan had ended, or `GUARD_S` was over."""
 
 
 def schedule(
@@ -238,7 +238,7 @@ def schedule(
 
 
 def inject(chaos: Chaos, fault: Fault) -> Injected:
-    """Injects one fault and waits until the run has recovered, at most `GUARD_S`."""
+    """Injects one fault, and waits until the run has recovered or ended, at most `GUARD_S`."""
     chaos.before = chaos.look()
     chaos.met = chaos.furthest = chaos.step
     known = {alert.id for alert in chaos.now.alerts}

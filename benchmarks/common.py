@@ -30,7 +30,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Returns the measured commit, with a mark if the working tree differs from it."""
+    """Returns the measured commit, with a mark if console, trainers or nsa differ from it."""
     sha = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()

@@ -21,7 +21,7 @@ OTHER_PHASES = {
     "unused-backward": frozenset(("backward", "log")),
     "small-forward": frozenset(("backward",)),
 }
-"""The right phases of the faults whose rank waits in another phase than that of the fault."""
+"""The right phases of the faults whose rank may wait in another phase than that of the fault."""
 EITHER = frozenset((
     "collect", "average", "check", "lengths", "turns", "small", "worn", "nearby", "share",
 ))  # fmt: skip
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def words(self) -> str:
-        """Returns the value of `FAULT` for the program."""
+        """Returns the text of the file `fault`, which the program reads."""
         step = 0 if self.in_boot else FAULT_STEP
         return f"{self.fault}@{step}:{'all' if self.rank is None else self.rank}"
 

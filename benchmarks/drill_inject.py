@@ -149,4 +149,7 @@ INJECT: dict[str, Callable[[Started, int, Path, ExitStack], None]] = {
     "kill": _kill,
     "disk": freeze_disk,
 }
-"""Faults that this process injects; the program itself produces all other mechanisms."""
+"""How this process injects a mechanism that the training program cannot produce itself.
+
+`drill_inject_more` adds the mechanisms of author 2.
+"""

@@ -1,4 +1,4 @@
-"""Injects those faults of the second author that a program cannot produce itself."""
+"""Injects those mechanisms of author 2 that the training program cannot produce itself."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ PREPARE: dict[str, Callable[[Path, ExitStack], None]] = {
 
 
 def _suspend(started: Started, rank: int, _folder: Path, _stack: ExitStack) -> None:
-    """Stops a rank like a batch system: first a signal that asks, then the stop."""
+    """Stops a rank like a batch system: first SIGTSTP, which a process may handle, then SIGSTOP."""
     pid = started.pids()[rank]
     os.kill(pid, signal.SIGTSTP)
     os.kill(pid, signal.SIGSTOP)

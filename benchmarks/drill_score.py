@@ -13,7 +13,7 @@ from benchmarks.drill_cases import Case, Truth, truth
 from benchmarks.drill_faults import AUTHORS, CAUSES
 
 SAME_CAUSE = {"exited-early": "exited"}
-"""The name of the fault's class, for causes that have another name in the console."""
+"""The cause of the fault by its name in the console, where the two names differ."""
 NO_VERDICT = "none"
 Z_95 = 1.959964
 
@@ -58,7 +58,7 @@ class Score:
 
 
 def said_by(document: Mapping[str, Any], first_s: float, final_s: float) -> Said:
-    """Returns the verdict in a document of the console; a field of another type is unknown."""
+    """Returns the verdict in a document of the console; values of a wrong type are left out."""
 
     def text(name: str) -> str:
         value = document.get(name)
@@ -112,7 +112,7 @@ def totals(results: Sequence[Result]) -> str:
 
 
 def by_author(results: Sequence[Result]) -> str:
-    """Returns the correct ranks, phases, causes and sure verdicts per author and in total."""
+    """Returns the table of right ranks, phases and causes and of high confidence, by author."""
     rows = []
     for name, wanted in [("both", AUTHORS), *((str(each), (each,)) for each in AUTHORS)]:
         of = [result for result in results if result.case.author in wanted]

@@ -95,7 +95,7 @@ def _without_tables(process: ProcessEvidence) -> ProcessEvidence:
 
 
 def _without_names(of: Inputs) -> Inputs:
-    """Gives each thread the name of the main thread, and each thread of a stack only a number."""
+    """Gives each thread the name of the first thread; in stacks, all but the main get numbers."""
     process = _process(lambda p: replace(
         p, threads=tuple(replace(each, name=p.threads[0].name) for each in p.threads),
         children=tuple(replace(each, name="") for each in p.children),

@@ -53,7 +53,7 @@ FAILED = (
     OSError, AssertionError, LookupError, ValueError, RuntimeError, ContractError,
     subprocess.SubprocessError,
 )  # fmt: skip
-"""Errors that make a single case fail; the other cases are run."""
+"""Errors after which a case counts as not run; the other cases are run."""
 
 
 class Interrupted(Exception):
@@ -127,7 +127,11 @@ class Drill:
         return self._started.state().get("state") in ENDED
 
     def _verdict(self, struck: float, limit_s: float) -> Said | None:
-        """Returns the newest verdict after it has stopped changing, or None without a verdict."""
+        """Returns the newest verdict after it has stopped changing.
+
+        Without a verdict, returns that of `diagnose`, or the reason for the end of the run, or
+        None.
+        """
         run, said, seen_at = self._started.run(), None, time.monotonic()
         until = time.monotonic() + limit_s
 
@@ -159,7 +163,7 @@ class Drill:
         return not self._ended() and time.time() - max(written, default=0.0) < FLOOR_S / 2
 
     def _end_reason(self) -> dict[str, Any] | None:
-        """Returns the rank that the console names as the reason for the end of the run."""
+        """Returns the rank that the console names as the reason for the end, or None before it."""
         if not self._ended():
             return None
         return ended_by(RunSource(self._started.path).poll().why)
@@ -196,7 +200,7 @@ def asked(path: Path) -> dict[str, Any] | None:
 
 
 def clean(started: Started) -> None:
-    """Ends all processes of a launch, and waits until they have exited."""
+    """Ends all processes of a launch, and waits at most `CLEAN_S` until they have exited."""
     until = time.monotonic() + CLEAN_S
     while True:
         started.clean()

@@ -1,4 +1,4 @@
-"""Injects every fault of tests/faults/table.py and reports the alerts and times: `make faults`.
+"""Injects the faults of tests/faults/table.py and reports the alerts and times: `make faults`.
 
 Faults whose time is bounded are injected several times and compared by the median. The exit code is
 1 if a test fails or a median is above its bound.

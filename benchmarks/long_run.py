@@ -95,7 +95,7 @@ def in_child(work: Callable[..., Any], *given: Any) -> Any:
 
 
 def multiply(run: Path, count: int) -> None:
-    """Makes `count` launches from one; each links the run's files and has its own documents."""
+    """Adds `count - 1` launches; each links the files of the run and has its own documents."""
     launch = run.parent
     plan = rundir.read_json(launch / rundir.PLAN) or {}
     state = rundir.read_json(launch / rundir.PLAN_STATE) or {}

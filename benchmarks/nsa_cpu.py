@@ -3,7 +3,7 @@
 The contenders take turns within one process, so that other load on the machine affects all of
 them alike; ratios are of medians. CPU seconds are the steadier figure on a shared machine.
 
-    python -m benchmarks.nsa_cpu            # all of it, some ten minutes on two idle cores
+    python -m benchmarks.nsa_cpu            # all but --decode, ten minutes on two idle cores
     python -m benchmarks.nsa_cpu --quick    # two layers instead of twelve, two rounds
     python -m benchmarks.nsa_cpu --decode   # prefill and decoding, against a loop over tokens
 """
@@ -68,7 +68,7 @@ Times = list[tuple[float, float]]
 
 
 def models() -> dict[str, ModelConfig]:
-    """Returns the M7C model, a dense control with as many parameters, and one of the same shape."""
+    """Returns the M7C model, a dense control of nearly its size, and one of the same shape."""
     sparse, matched = (
         resolve(ROOT / "configs" / f"{name}.yaml", {}).settings.model
         for name in ("m7c_125m", "dense_125m")
@@ -128,7 +128,7 @@ def medians(times: Times) -> tuple[float, float]:
 def rows_of(
     times: dict[str, Times], what: str, seq_len: int, targets: dict[str, str]
 ) -> list[tuple[object, ...]]:
-    """Returns a row for each contender: its speeds, and the first contender's relative to these."""
+    """Returns a row for each contender: its speeds, and those of the first one relative to it."""
     found = []
     first = medians(next(iter(times.values())))
     for name, each in times.items():

@@ -40,7 +40,7 @@ COLUMNS = ("console", "bare", "ratio")
 PRESSES = 10
 Figures = dict[str, float]
 Key = tuple[str, str, bool]
-"""A key, a text, and whether the key brings the text to the screen or takes it away."""
+"""A key, a text, and whether the key shows the text or removes it."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Terminal:
 
 
 def start_once(program: Program, size: tuple[int, int]) -> tuple[Terminal, dict[str, float]]:
-    """Starts a program; returns it with its times to paint."""
+    """Starts a program; returns its terminal, and the times until its frame and its data."""
     terminal = Terminal(program.argv, *size)
     found = {}
     for name, text in (("frame", program.frame), ("data", program.data)):

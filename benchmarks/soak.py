@@ -116,7 +116,10 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def soak(chaos: Chaos, due: list[tuple[float, Fault]], span_s: float) -> list[Injected]:
-    """Injects the due faults, one after the other, and returns their results."""
+    """Injects the due faults one after the other, up to the first without a recovery.
+
+    Returns their results.
+    """
     began, done = time.monotonic(), list[Injected]()
     quiet_until = 0.0
     for at_s, fault in due:
@@ -167,7 +170,7 @@ Line = tuple[str, str, str, bool]
 
 
 def verified(run: Path) -> tuple[str, bool]:
-    """Verifies the kept checkpoints; returns the result for the last one."""
+    """Verifies the kept checkpoints; returns a text, and whether these and `latest` are right."""
     kept, bad = manifest.newest_first(run), []
     for path in kept:
         try:
@@ -193,7 +196,7 @@ def left_behind(started: Started, home: Path) -> list[str]:
 
 
 def sizes(started: Started) -> str:
-    """Returns the size of the files of the run without its checkpoints, in MiB."""
+    """Returns the sizes of logs, heartbeats, samples and events of the run, in MiB."""
     run = started.run()
     groups = {
         "logs": run.rglob("*.log*"), "heartbeats": run.glob("heartbeat_*"),

@@ -54,7 +54,7 @@ def memory_mib(supervisor: psutil.Process) -> float:
 
 
 class Launched:
-    """A launch of the program above, and both processes of its supervisor: owner and child."""
+    """A launch of the program above, with its supervisor."""
 
     def __init__(self, folder: Path, steps: int, pause_s: float):
         script, plan = folder / "program.py", folder / "measured.yaml"

@@ -4,7 +4,7 @@ First replays healthy histories through the real watchdog with --halt, one updat
 have step times with heavy tails, where one phase of one rank is slow and the other ranks wait. They
 also have records every 1 or 20 steps; pauses for evaluation and saving; hours of a slow loader;
 drifting entropy; restarts; text or random bytes; fp16 that calibrates its loss scale; and busy or
-half idle GPUs. Then replays sick histories, each of which must raise a certain rule.
+half idle GPUs. Then replays sick histories, each of which must raise the alert of its rule.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def lognormal(rng: random.Random) -> float:
 
 
 def pareto(rng: random.Random) -> float:
-    """Returns a step time in medians: constant, but 1 in 100 has a tail of exponent 1.1."""
+    """Returns a step time in medians: nearly 1, but 1 in 100 has a tail of exponent 1.1."""
     tail = 2 * rng.paretovariate(1.1) if rng.random() < 0.01 else 0.0
     return rng.lognormvariate(0.0, 0.1) + tail
 
@@ -402,7 +402,7 @@ SICK: dict[str, Spoil] = {
         }
     ),
 }
-"""For each rule, the change that makes a constant run sick, `SICK_AT_S` after its start."""
+"""By rule: the change that makes a steady run sick, `SICK_AT_S` after its start."""
 
 
 def seen_after_s(

@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Attention with an additive mask; every query must see at least one key.
 
     `q` is `[N, H, S, Dk]`, `k` is `[N, G, T, Dk]`, `v` is `[N, G, T, Dv]`; the result is `[N, H, S,
-    Dv]`. `bias` has the values 0 and -inf, and broadcasts to `[N, H, S, T]`.
+    Dv]`. `bias` has the values 0 and -inf, and broadcasts to `[N, H, S, T]`; None hides no key.
     """
     k, v, native = expand_kv(q, k, v)
     with no_autocast(q.device):
@@ -47,7 +47,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
-    """Causal attention of the last S of T tokens to all T tokens; shapes as in `attend`.
+    """Causal attention of the last S of T tokens to the T tokens; shapes as in `attend`.
 
     With `folded`, the heads of a group are rows of one product, which is faster for few tokens (see
     `Route.folded`).
@@ -67,8 +67,8 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor
 def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
     """Computes `attend_last` with T = S on the CPU, for equal Dk and Dv.
 
-    A `window` hides older tokens. The tokens are cut into folds. The heads of a group are rows of
-    one product, and a fold reads only the keys that at least one of its tokens sees.
+    A `window` above 0 hides older tokens. The tokens are cut into folds. The heads of a group are
+    rows of one product, and a fold reads only the keys that at least one of its tokens sees.
     """
     return _Folded.apply(q, k, v, window)[0]
 

@@ -38,8 +38,8 @@ def merge_heads(x: Tensor) -> Tensor:
 class NSAttention(nn.Module):
     """A layer of `nsa_attention`: it projects queries, keys, values, gates and the output.
 
-    `fallbacks` counts the fallbacks of all calls by reason (`Route.fallback`). `nvtx` marks the
-    branches as ranges for Nsight Systems.
+    `fallbacks` counts the fallbacks of all calls that torch.compile does not trace, by reason
+    (`Route.fallback`). `nvtx` marks the branches as ranges for Nsight Systems.
     """
 
     nvtx = False
@@ -127,7 +127,7 @@ class NSAttention(nn.Module):
 
 
 class DenseAttention(nn.Module):
-    """The control for comparisons: causal attention to all keys, with the same heads and groups."""
+    """The control for comparisons: dense causal attention with the same heads and groups."""
 
     nvtx = False
 

@@ -1,7 +1,7 @@
 """The table of kernels by branch, and the switches of the operator.
 
 Standard library only. `effective` returns which kernels a forward of a given shape runs, and why.
-The layer calls it before each forward, and `env.json` records its result, so both report the same.
+The layer calls `effective` before each forward, and `env.json` records its result.
 """
 
 import functools
@@ -31,7 +31,7 @@ def _switch(default: Any, text: str) -> Any:
 class Switches:
     """The operator's choices for A/B runs; they select how the attention is computed.
 
-    Only the ablations `force_branch` and `uniform_gate` change the result.
+    Only the ablations `force_branch` and `uniform_gate` change the result by more than rounding.
     """
 
     prefill_batched: bool = _switch(

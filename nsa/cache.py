@@ -12,7 +12,7 @@ SMALLEST_BUFFER = 64
 
 
 class Rows:
-    """Rows `[B, G, n, D]` in one buffer. An append writes the new rows and copies no other row.
+    """Rows `[B, G, n, D]` in one buffer. While there is room, an append copies no other row.
 
     A full buffer is replaced by a buffer for a quarter more rows. With `keep`, only the last `keep`
     rows stay after an `append`, in a buffer of twice `keep` rows.
@@ -73,9 +73,10 @@ class Cache:
 
     `kv` are first the unrotated keys and values of the compressed branch, for its incomplete block,
     and then the rotated keys and the values of the selected and of the window branch. `blocks` are
-    the keys and values of the complete compressed blocks. Rows that no later token can use are
-    dropped. Without a `config`, `kv` are the rotated keys and the values of dense attention. Memory
-    for `capacity` tokens is reserved at the first append; a longer sequence reserves more.
+    the keys and values of the complete compressed blocks. Old rows of the compressed and the
+    window branch are dropped. Without a `config`, `kv` are the rotated keys and the values of dense
+    attention. Memory for `capacity` tokens is reserved at the first append; a longer sequence
+    reserves more.
     """
 
     def __init__(self, config: NSAConfig | None, capacity: int = 0) -> None:

@@ -34,10 +34,10 @@ TILE_ROWS = 384
 """Most rows in a tile. Fewer rows make the products slow, and more rows leave more slots empty. The
 number of slots is also at most the mean number of pairs of a block, but at least 8."""
 PART_BYTES = 32 << 20
-"""Memory of the queries and outputs of one `_Tiles`, and of their gradients. The size changes no
-bit of the result, unless a log-sum-exp is more than `FARTHEST_AHEAD` above its reference. On a CPU,
-all sizes from 32 to 256 MiB are equally fast; smaller sizes are slower, because they need more
-calls."""
+"""Memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU, the size
+changes no bit of the result, unless a log-sum-exp is more than `FARTHEST_AHEAD` above its
+reference, and all sizes from 32 to 256 MiB are equally fast; smaller sizes are slower, because they
+need more calls."""
 FARTHEST_AHEAD = 40.0
 """Largest distance of a log-sum-exp above its reference (`_Joined`); exp overflows at 88."""
 

@@ -32,8 +32,8 @@ Routes = Callable[[Tensor, int], Mapping[str, Route]]
 class Execution:
     """The way to compute `nsa_attention`; all ways give the same result except for rounding.
 
-    `observe` is called with the rotated queries and compressed keys of a whole sequence. `nvtx`
-    marks the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
+    `observe` is called with the rotated queries and compressed keys, if `first` is 0. `nvtx` marks
+    the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
     """
 
     switches: Switches = field(default_factory=Switches)

@@ -75,9 +75,9 @@ class Transformer(nn.Module):
         """Initialises all parameters; `draw` fills a weight from a normal distribution of mean 0.
 
         The standard deviation is `init_std`. It is divided by sqrt(2 · n_layers) in the layers that
-        write to the residual stream (GPT-2), so that the stream's variance does not grow with
-        depth. Inside phi it is 1 / sqrt(fan-in), because the input of phi is a whole block. Norms
-        start at 1; the attention gate's bias and phi's positions start at 0.
+        write to the residual stream (GPT-2), so that the stream's initial variance does not grow
+        with depth. Inside phi it is 1 / sqrt(fan-in), because the input of phi is a whole block.
+        Norms start at 1; the attention gate's bias and phi's positions start at 0.
         """
         std = self.config.init_std
         residual_std = std / math.sqrt(2 * self.config.n_layers)
@@ -99,9 +99,10 @@ class Transformer(nn.Module):
 
     @contextmanager
     def collect_stats(self) -> Iterator[None]:
-        """Makes each forward inside the context store statistics, which `read_stats` returns.
+        """Makes the NSA layers store statistics of each forward inside the context.
 
-        Outside the context no statistics are computed. No code in the context waits for the device.
+        `read_stats` returns the statistics. Outside the context no statistics are computed.
+        Computing them does not wait for the device.
         """
         layers = self._sparse_layers()
         for layer in layers:

@@ -1,9 +1,10 @@
 """Attention to a part of the keys, forward and backward, for callers that combine the parts.
 
 A part returns its output and its log-sum-exp, from which the caller computes the part's weight.
-The backward of a part needs only the log-sum-exp and the output over *all* keys, because the
-probabilities are exp(score - lse). On the CPU both directions use torch's flash kernels; other
-devices, and shapes that these kernels do not support, use plain matrix products.
+Besides its inputs, the backward of a part needs only the log-sum-exp and the output over *all*
+keys, because the probabilities are exp(score - lse). On the CPU both directions use torch's flash
+kernels, if the caller allows them and they support the shapes; all other cases use plain matrix
+products.
 """
 
 from collections.abc import Sequence

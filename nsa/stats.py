@@ -82,7 +82,10 @@ def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
 
 @torch.no_grad()
 def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns a model's statistics: the means over its layers, and the minimum entropy."""
+    """Returns a model's statistics: the means over its layers.
+
+    Of the entropy, it also returns the minimum and the value of each layer.
+    """
     together = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     entropy = together.pop("gate_entropy")
     lowest = together.pop("gate_entropy_min")

@@ -1,4 +1,4 @@
-"""Constant tensors (masks, rotary tables) built once per shape and device, shared by all layers."""
+"""Constant tensors (masks, rotary tables), cached by their arguments and shared by all layers."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable

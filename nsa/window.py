@@ -19,7 +19,7 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = F
     and the result is `[B, H, S, Dv]`. T - S, the number of earlier tokens, must be at least w - 1,
     unless the keys begin at position 0. Queries with fewer than w earlier tokens see all earlier
     tokens. The other queries are cut into chunks of c tokens (16 to 128), and each chunk reads w +
-    c keys, so a query costs w + c keys instead of S. With `folded` and T = S, `attend_folded`
+    c keys, so a query costs w + c keys instead of T. With `folded` and T = S, `attend_folded`
     computes all queries.
     """
     count, past = q.shape[2], k.shape[2] - q.shape[2]

@@ -9,7 +9,7 @@ KEPT_BYTES, MAPPED_BYTES = 2**31 - 1, 2**30
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc reuse freed memory. Returns False if another C library is used.
+    """Makes glibc reuse freed memory. Returns False if the C library does not support this.
 
     By default glibc returns large tensors and the top of the heap to the kernel at once, and every
     step faults the pages in again. A step of one layer with 8,192 tokens then has 20,000 to 80,000
@@ -19,5 +19,6 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    # Sets both or neither, because with a fixed trim threshold alone every tensor uses mmap.
+    # The mmap threshold comes first: with a fixed trim threshold alone, glibc would use mmap for
+    # every tensor above 128 KiB.
     return bool(mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))

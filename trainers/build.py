@@ -78,7 +78,8 @@ class Training:
 def refuse_other_settings(settings: Settings, parallel: Single) -> None:
     """Raises UsageError on all ranks if a rank has other settings than rank 0.
 
-    Each rank reads its own environment and files, which may differ between hosts.
+    The settings in `PLACES` may differ. Each rank reads its own environment and files, which may
+    differ between hosts.
     """
     values = flatten(asdict(settings))
     first, *others = parallel.gather({key: x for key, x in values if key not in PLACES})
@@ -92,7 +93,7 @@ def refuse_other_settings(settings: Settings, parallel: Single) -> None:
 def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Module]:
     """Returns the model with its initial weights, and the module to call.
 
-    The model is built on the meta device, so that no rank allocates more than its shards.
+    The model is built on the meta device, so that with FSDP no rank ever holds the whole model.
     """
     train = settings.train
     with torch.device("meta"):
@@ -132,8 +133,9 @@ def resume(
 ) -> Manifest | None:
     """Restores the checkpoint that rank 0 finds for `checkpoint.resume`.
 
-    `stream` is the fingerprint of the data. If the data changed and this is allowed, they start
-    from the beginning. Raises CheckpointError, and UsageError for a change that is not allowed.
+    `stream` is the fingerprint of the data. If the data changed and this is allowed, the data start
+    from the beginning. Returns the manifest of the checkpoint, or None to start at step 1. Raises
+    CheckpointError, and UsageError for a change that is not allowed.
     """
     parallel = parts.parallel
     restored = checkpoint.choose_on_all_ranks(parallel, lambda: choose(settings, member))
@@ -163,7 +165,7 @@ def resume(
 
 
 def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointError]] | None:
-    """Returns the checkpoint to resume from, or None to start at step 1; only for rank 0.
+    """Returns the checkpoint to resume from, or None to start at step 1; only rank 0 calls this.
 
     Raises CheckpointError, or OSError if the checkpoints of this run cannot be listed.
     """

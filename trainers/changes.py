@@ -1,8 +1,8 @@
 """The settings that a resumed training may change, and the refusal of other changes.
 
-Settings outside `GROUPS` change neither the function nor the sequence of updates, so a resumed
-training may change them. The number of ranks may change too, if the number of sequences per step
-stays the same. This module needs no torch.
+A resumed training may change the settings outside `GROUPS`, and those in `FREE`. The number of
+ranks may change too, if the number of sequences per step stays the same or the group `batch` is
+allowed. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compared(settings: Mapping[str, Any], world: int, stream: str) -> dict[str, 
 
 
 def stream_differences(before: str, now: str) -> list[str]:
-    """Returns the differences between two fingerprints of the form `key=value key=value`."""
+    """Returns up to `MOST_NAMED` differences between two fingerprints `key=value key=value`."""
     parts = ([ascii(word)[1:-1].partition("=") for word in each.split()] for each in (before, now))
     old, new = ({key: value for key, _, value in each} for each in parts)
     return [

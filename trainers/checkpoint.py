@@ -1,9 +1,10 @@
-"""Restores the state of a training through torch.distributed.checkpoint (DCP).
+"""The state of a training in a checkpoint, and how it is restored; `saver` saves it.
 
-The state is a set of tensors with parameter names: weights, AdamW's averages, loss scale, window
-of `Spikes`, generators. It does not depend on the number of ranks or on their strategy. Loading a
-checkpoint runs no code from it: tensors are loaded with `weights_only=True`, and DCP's index, a
-pickle, may contain only the classes in `_INDEX_CLASSES`. `trainers.manifest` describes and
+torch.distributed.checkpoint (DCP) reads and writes the state. The state is a set of named tensors:
+weights, AdamW's averages, loss scale, window of `Spikes`, generators. It can be restored on another
+number of ranks and with another strategy. Loading a checkpoint runs no code from it: tensors are
+loaded with `weights_only=True`, and DCP's index, a pickle, may contain only the classes in
+`_INDEX_CLASSES`. `trainers.manifest` describes and
 verifies the directory of a checkpoint.
 """
 
@@ -123,7 +124,7 @@ def choose_on_all_ranks(
 
 
 def load(path: Path, parts: Parts) -> None:
-    """Restores all tensors bitwise from a verified checkpoint.
+    """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
 
     The window of `Spikes` stays empty if the checkpoint is of an earlier version without a window.
     Raises CheckpointError; if the model differs, the message names the parameter.
@@ -135,10 +136,11 @@ def load(path: Path, parts: Parts) -> None:
         if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
             del state[SPIKES]
         state[RANDOM] = _empty(index, RANDOM)
-        # Each rank reads without a group, which could hang if one rank fails.
+        # Each rank reads without a group, because a group could hang if one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     for joined, whole in wholes:
         set_whole(joined, whole)
+    parts.loss_scale.restored()
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
 
 

@@ -30,6 +30,12 @@ OPTIONS: Mapping[str, str] = {
     "--save": "checkpoint.export",
 }
 """The key that each option sets."""
+METAVARS: Mapping[str, str] = {
+    "data.path": "DIR", "data.timeout_s": "SECONDS", "checkpoint.resume": "DIR",
+    "checkpoint.allow_change": "GROUPS", "data.skip": "A:B", "checkpoint.export": "PATH",
+}  # fmt: skip
+"""The values of a key in the help, if the key has no choices and is no whole number."""
+RUN_OR_CHECKPOINT = "run directory (its newest verified checkpoint is used) or checkpoint directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None, program: str, variables: Mapping[str, str]) -> Arguments:
-    """Returns the arguments in `argv`; `$CONFIG` may set the configuration. Raises UsageError."""
+    """Returns the arguments in `argv`; without --config, `$CONFIG` is used. Raises UsageError."""
     found = _parser(program).parse_args(argv)
     named = {option: getattr(found, key) for option, key in OPTIONS.items()}
     named = {option: value for option, value in named.items() if value is not None}
@@ -65,23 +71,25 @@ def parse(argv: Sequence[str] | None, program: str, variables: Mapping[str, str]
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = Parser(prog=program, allow_abbrev=False, description="Train; see docs/guide.md.")
+    about = "Trains with the settings of a YAML file; flags override it, options override flags."
+    parser = Parser(prog=program, allow_abbrev=False, description=about)
     config_help = f"YAML file of settings (default: ${environ.CONFIG}, else the built-in toy model)"
-    parser.add_argument("--config", type=Path, help=config_help)
+    parser.add_argument("--config", type=Path, metavar="FILE", help=config_help)
     set_help = (
         "override one setting, such as train.steps=10; may be repeated; "
         "takes precedence over the other options"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
-    run_help = "run directory (default artifacts/<config>/<UTC time>)"
-    parser.add_argument("--run-dir", type=Path, help=run_help)
+    run_help = "run directory (default artifacts/<config>/<UTC time>; see report.out_dir)"
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help=run_help)
     check_help = "print all settings with their origins as JSON and exit"
     parser.add_argument("--check", action="store_true", help=check_help)
     for option, name in OPTIONS.items():
         key = keys()[name]
         text = f"{key.help} ({name}, default {'empty' if key.default == '' else key.default})"
         optional: dict[str, Any] = {"nargs": "?", "const": ALONE[name]} if name in ALONE else {}
-        parser.add_argument(option, metavar="X", dest=name, help=text, **optional)
+        metavar = METAVARS.get(name) or ("N" if key.kind is int else "|".join(key.kind))
+        parser.add_argument(option, metavar=metavar, dest=name, help=text, **optional)
     ddp_help = "1: require torchrun, 0: require one process, -1: allow both (default)"
     parser.add_argument("--ddp", choices=("-1", "0", "1"), default="-1", help=ddp_help)
     return parser

@@ -85,7 +85,7 @@ def best_s(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def matmul(phase: Phase, world: int, store: Path, rank: int) -> Found:
-    """Starts the process group, and times a product of two matrices on all ranks at once."""
+    """Starts the process group of several ranks; times a matrix product on all ranks at once."""
     device, precision = phase.device, phase.settings.train.precision
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -118,7 +118,7 @@ def compared(speeds: Sequence[float], kind: str, on_cuda: bool) -> Found:
 
 
 def all_reduce(phase: Phase, world: int) -> Found:
-    """Times a sum over all ranks, and checks it."""
+    """Times a sum over all ranks, and checks it; passes if there is only one rank."""
     if world == 1:
         return "pass", "one rank has nothing to reduce", {}
     mib = LARGEST_MIB[phase.device.type]
@@ -171,7 +171,8 @@ def causality(phases: Sequence[Phase]) -> Found:
     """Checks that no output of a layer depends on a later token, for each distinct layer.
 
     For each cut, all tokens after it change, and no output up to it may change. The gradient of
-    these outputs must be zero after the cut. The cuts come in an order that spreads them evenly.
+    these outputs must be zero after the cut. The cuts come in an order that spreads them evenly;
+    if some cuts are not checked within the limits, the result is "unknown".
     """
     chosen, texts, whole = distinct(phases, Phase.attention), dict[str, None](), True
     for phase in chosen:
@@ -191,12 +192,13 @@ def causality(phases: Sequence[Phase]) -> Found:
         whole = whole and done == len(cuts) and tokens == length
         texts[f"{done:,} of {length - 1:,} cuts"] = None
     text = f"no output depends on a later token, {', '.join(texts)}"
-    rest = "" if whole else f"; the others were not checked within {CAUSALITY_S:g} s"
+    limits = f"{CAUSALITY_S:g} s, and {SEQUENTIAL_TOKENS} tokens if prefill_batched is off"
+    rest = "" if whole else f"; the others were not checked (limits: {limits})"
     return "pass" if whole else "unknown", f"{text}{rest}", {}
 
 
 def find_leak(phase: Phase, layer: Any, x: Tensor, future: Tensor, cuts: Tensor) -> str:
-    """Returns which output depends on a token after one of the cuts, or "" if none does."""
+    """Returns a sentence if an output up to a cut depends on a later token, or else ""."""
     past = torch.arange(x.shape[1], device=x.device) <= cuts[:, None]
     same = x.repeat(len(cuts), 1, 1).requires_grad_()
     changed, is_nsa = torch.where(past.unsqueeze(-1), x, future), isinstance(layer, NSAttention)
@@ -250,7 +252,8 @@ def difference(phase: Phase) -> float:
     """Returns how far a layer's outputs are from float64 on the CPU, relative to their norm.
 
     In float64 the tokens are computed one by one through the cache. Every block is selected,
-    because rounding may select other blocks. The window is short, if the route needs that.
+    because rounding could change a selection. The window is shorter than the sequence, except on
+    the route `causal`, which has no window.
     """
     of = phase.settings
     routes = make_layer(phase).routes(torch.empty(1, of.data.seq_len, 1))
@@ -275,7 +278,7 @@ def difference(phase: Phase) -> float:
 
 
 def main(path: Path) -> None:
-    """Starts the ranks and makes all checks."""
+    """Starts the ranks and makes the checks; after the all-reduce, only rank 0 continues."""
     request = json.loads(path.read_bytes())
     world = request["world"]
     read = {name: settings.section(Settings, "", values, name)

@@ -1,8 +1,8 @@
-"""Lists text files, separates the held-out part, and reads the documents of each format.
+"""Lists files of documents, separates the held-out part, and reads the documents of each format.
 
 A file is read as pieces `(cursor, data, ends)`: the place of the piece in its file, its bytes as
 stored, and whether a document ends with the piece. Reading from a cursor skips the earlier part of
-the file, in every format except gzip.
+the file, except that gzip is read from its start and parquet from the start of the row group.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Documents:
     files: tuple[str, ...]
     """Paths, or `hf://` addresses with their revision."""
     digest: str
-    """Hash of names and sizes of all files in both parts."""
+    """Number of the files in both parts, and a hash of their entries in the fingerprint."""
     keep: Callable[[bytes], bool] | None
     """Returns whether a document is in this part; None if whole files are held out."""
     reader: Reader
@@ -136,8 +136,7 @@ def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
     if not files:
         ending = f" and ends in {' or '.join(suffixes)}" if suffixes != ("",) else ""
         raise DataError(
-            f"there is no non-empty file below {root} that matches {pattern!r}{ending}; change "
-            "data.path"
+            f"no file with content below {root} matches {pattern!r}{ending}; change data.path"
         )
     return root, files
 
@@ -145,7 +144,10 @@ def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
 def _part_of_files(
     names: Sequence[str], keys: Sequence[str], fraction: float, held_out: bool
 ) -> list[str]:
-    """Returns the held-out files (those with the lowest hashes, at least one), or all others."""
+    """Returns the held-out files (those with the lowest hashes), or all others.
+
+    At least one file is held out, if `fraction` is above 0 and there are at least two files.
+    """
     order = sorted(range(len(names)), key=lambda i: hashlib.sha256(os.fsencode(keys[i])).digest())
     count = min(max(1, round(fraction * len(names))), len(names) - 1) if fraction else 0
     return [names[i] for i in (order[:count] if held_out else order[count:])]

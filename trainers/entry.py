@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exits at once; all records have been written.
+    """Exits at once, after a flush of stdout and stderr.
 
     This function destroys no process group, because that can hang forever: with two gloo groups
     this happened in 2 of 16 exits.
@@ -54,7 +54,10 @@ def exit_now(code: int) -> NoReturn:
 
 
 def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Member:
-    """Returns this rank's `Member` of its run. Raises RefusedError if the directory is in use."""
+    """Returns this rank's `Member` of its run.
+
+    Raises RefusedError if the directory already contains a run or cannot be used, and UsageError.
+    """
     supervised = environ.RUN_ID in variables
     resumes = resolved.settings.checkpoint.resume == AUTO and not supervised
     if resumes and arguments.run_dir is None:
@@ -101,7 +104,10 @@ def _started_at(pid: int) -> float | None:
 
 
 def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry: str) -> int:
-    """Writes one sentence to stderr and, if a run exists, to the run's heartbeat."""
+    """Writes one sentence to stderr, and to the heartbeat of the run that the environment names.
+
+    Returns the exit code.
+    """
     sentence = str(error)
     directory = Path(variables.get(environ.RUN_DIR, ""))
     if environ.RUN_DIR in variables and directory.is_dir():

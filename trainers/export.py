@@ -1,7 +1,7 @@
 """`python -m trainers.export RUN_OR_CHECKPOINT TARGET` writes a checkpoint for other programs.
 
-A target that ends in `.safetensors` is a file with the weights. Another target is a directory with
-the weights and their configuration, which `nsa.load_model` and `nsa.hf` read.
+A target that ends in `.safetensors` is a file with the weights. Any other target is a directory
+with the weights and their configuration, which `nsa.load_model` and `nsa.hf` read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainers import failures, manifest
-from trainers.command_line import Parser
+from trainers.command_line import RUN_OR_CHECKPOINT, Parser
 from trainers.failures import CheckpointError
 
 
@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _export(argv: Sequence[str] | None) -> str:
     parser = Parser(prog="trainers.export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("source", type=Path, help="a run directory, or one of its checkpoints")
-    parser.add_argument("target", type=Path, help="the file or the directory to write")
+    parser.add_argument("source", type=Path, help=RUN_OR_CHECKPOINT)
+    parser.add_argument("target", type=Path, help="file or directory to write")
     arguments = parser.parse_args(argv)
     source, _ = manifest.choose(arguments.source)
     export(source, arguments.target)

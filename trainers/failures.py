@@ -19,7 +19,7 @@ class TrainingError(Exception):
 
 
 class NonFiniteError(TrainingError):
-    """Loss or gradients were non-finite in too many steps."""
+    """Loss or gradients were non-finite in too many steps in a row."""
 
     exit_code = NONFINITE
 
@@ -31,7 +31,7 @@ class DataError(TrainingError):
 
 
 class LeakError(TrainingError):
-    """The model predicts random data, so it sees its targets."""
+    """The model predicts random data better than chance, so it sees its targets."""
 
     exit_code = DATA
 
@@ -57,7 +57,7 @@ BY_NAME: dict[str, tuple[int, str]] = {
     "DistNetworkError": (COLLECTIVE, "the ranks cannot reach each other"),
     "DistStoreError": (COLLECTIVE, "the rendezvous store does not answer"),
 }  # fmt: skip
-"""Exit code and sentence for each class of exception; class names need no import of torch."""
+"""Exit code and sentence by class of exception; class names need no import of torch."""
 
 HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""
@@ -67,7 +67,10 @@ COLLECTIVE_SIGNS = ("gloo", "NCCL")
 
 
 def command(name: str, work: Callable[[], str]) -> int:
-    """Prints the result of `work`, or a sentence for its error. Returns the exit code."""
+    """Prints the result of `work`, or a sentence for its error. Returns the exit code.
+
+    Errors other than ContractError and TrainingError are raised.
+    """
     try:
         sys.stdout.write(f"{work()}\n")
     except (ContractError, TrainingError) as error:

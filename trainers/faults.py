@@ -69,7 +69,7 @@ def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> s
 
 
 def _report(report: Report, member: Member, drill: Drill, state: str, text: str) -> None:
-    """Reports a drill. Only its record names the fault; the log is on the operator's screen."""
+    """Reports a drill. The log does not name a fault to come, because operators read the log."""
     report.record_event("drill", member.pulse.step, text, drill=str(drill), state=state)
 
 
@@ -149,7 +149,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _hold_gil(amount: float, _member: Member) -> None:
-    """Holds the GIL and waits for a mutex that it has locked; no signal ends this wait."""
+    """Holds the GIL and waits for a mutex that it has locked; no signal handler ends this wait."""
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(MUTEX_BYTES)
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)

@@ -1,4 +1,4 @@
-"""`python -m trainers.generate RUN --prompt TEXT` continues a text with a checkpoint."""
+"""`python -m trainers.generate RUN_OR_CHECKPOINT --prompt TEXT` continues a text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainers import failures
-from trainers.command_line import Parser
+from trainers.command_line import RUN_OR_CHECKPOINT, Parser
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
 from trainers.rejected_settings import VOCABULARIES
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="trainers.generate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="run directory or one of its checkpoints")
+    parser.add_argument("checkpoint", type=Path, help=RUN_OR_CHECKPOINT)
     add = parser.add_argument
     add("--prompt", required=True, help="text to continue")
     add("--tokens", type=int, default=200, help="tokens to add (default 200)")
@@ -48,7 +48,7 @@ def _continue(arguments: argparse.Namespace) -> str:
     name = str(manifest.read(path).settings.get("data.tokenizer", "byte"))
     if model.config.vocab_size not in VOCABULARIES.get(name, ()):
         raise CheckpointError(
-            f"{path} has {model.config.vocab_size} tokens, which the tokenizer {name!r:.80} has not"
+            f"{path} has {model.config.vocab_size} tokens; the tokenizer {name!r:.80} does not"
         )
     words = tokenizer.build(name, b"")
     encoded = words.encode(arguments.prompt.encode(errors="replace"))

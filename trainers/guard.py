@@ -2,8 +2,8 @@
 
 All ranks detect and skip a non-finite step before the optimizer runs. A rank with a non-finite loss
 makes its gradients NaN, so after the reduction every rank has the same non-finite gradient norm.
-This needs no extra collective and no wait for the GPU, because the fused optimizer itself skips the
-step.
+This needs no extra collective. With the fused optimizer it needs no wait for the GPU either,
+because that optimizer itself skips the step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
-    """Clips the global gradient norm. Returns two values: the norm before clipping, and 1.0 if
-    that norm is not finite, else 0.0."""
+    """Clips the global gradient norm.
+
+    Returns two values: the norm before clipping, and 1.0 if that norm is not finite, else 0.0.
+    """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -49,7 +51,7 @@ def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
 
 
 def dead_parameters(model: nn.Module) -> list[str]:
-    """Returns the parameters whose gradient is missing or zero; waits for the device.
+    """Returns the trainable parameters whose gradient is missing or zero; waits for the device.
 
     Each part of a `Projection` is treated as a parameter. All ranks must call this function,
     because each rank has a part of a sharded gradient.

@@ -1,4 +1,4 @@
-"""The files of FineWeb-Edu, on the Hugging Face hub or in a folder that mirrors it."""
+"""Finds the files of FineWeb-Edu and their fingerprints, on the hub or in a mirror."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Initial weights: each parameter has its own generator, seeded by the run's seed and its name.
+"""Initial weights: each parameter has its own generator.
 
-So the weights depend neither on the number of ranks nor on their strategy, and a rank that has a
-shard of each parameter never holds the whole model.
+The seed of the run and the name of the parameter seed the generator. So the weights depend neither
+on the number of ranks nor on their strategy, and a rank that has a shard of each parameter never
+holds the whole model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`python -m trainers.load CHECKPOINT` verifies a checkpoint and loads all of it on the CPU.
 
-The supervisor starts this command beside a training after each save, so it has the lowest priority.
+If the plan sets `load`, the supervisor starts this command beside a training for new checkpoints.
+So the command has the lowest priority.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints what was loaded. Returns an exit code of docs/run-directory.md."""
     with contextlib.suppress(OSError):
         os.nice(NICE)
-        # If memory runs out, the kernel kills this process and no rank.
+        # If memory runs out, the kernel kills this process before a rank.
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL, encoding="ascii")
     parser = Parser(prog="trainers.load", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="directory of a checkpoint")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint directory, not a run directory")
     return failures.command("trainers.load", lambda: load(parser.parse_args(argv).checkpoint))
 
 

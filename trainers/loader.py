@@ -2,7 +2,7 @@
 
 Sequence i belongs to rank i % world. So the data of a step depends only on the global batch, and a
 position in the stream is valid for any number of ranks. A thread reads ahead into a bounded queue;
-every wait has a time limit.
+the training waits for a batch for a limited time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Loader:
     """Reads batches ahead in a thread; `fetch` raises DataError if no batch comes in time.
 
     `state` is the position of the training in the source, without the batches that were read ahead.
-    Another loader can continue from it, as the `data` of the checkpoint `resumed`.
+    A later loader continues from this position, which is the `data` of the checkpoint `resumed`.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ def read_batch(source: Source, count: int, rank: int, world: int, device: torch.
 
 
 def to_skip(steps: str, sequences: int, resumed: Manifest | None) -> Mapping[str, Any]:
-    """Returns the first and last position (`stop` excluded) of the data that `data.skip` names.
+    """Returns the positions `start` and `stop` (excluded) of the data that `data.skip` names.
 
     The steps count as in the training that wrote the checkpoint, which may have had another number
     of `sequences` per step. The result is part of the state, so that a later resume with the same
@@ -220,8 +220,9 @@ def open_on_all_ranks(
 ) -> Source:
     """Opens the source first on rank 0, then on the other ranks; all ranks must call this function.
 
-    So only one rank waits for a hub that does not answer. Raises DataError on all ranks, also if
-    the files of a rank differ from those of rank 0.
+    So only one rank waits for a hub that does not answer. If a rank cannot open the source, that
+    rank raises its error, and the others raise DataError. All ranks raise DataError if the files of
+    a rank differ from those of rank 0.
     """
     source, failed, prints = None, None, []
     for turn in range(2):

@@ -27,9 +27,10 @@ DONE, RIGHT_REACHED = "done", "bytes_right reached"
 
 
 def train(settings: Settings, member: Member, report: Report) -> str:
-    """Trains until the steps are done or all ranks agree to halt. Returns the reason of the end.
+    """Trains until the steps are done, enough bytes are right, or all ranks agree to halt.
 
-    Raises TrainingError and UsageError with one sentence; any other exception is a bug.
+    Returns the reason of the end. Raises TrainingError and UsageError with one sentence, and other
+    exceptions, which `failures.classify` describes.
     """
     member.pulse.nonfinite_steps = 0
     member.pulse.set(0, "load")
@@ -129,7 +130,7 @@ def forward_backward(
 
 
 def report_dead_parameters(t: Training) -> None:
-    """Reports the parameters that have no gradient after the first backward."""
+    """Reports the parameters whose gradient is missing or zero after the first backward."""
     dead = guard.dead_parameters(t.plain)
     if dead:
         names = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
@@ -256,7 +257,10 @@ def save(t: Training, step: int) -> None:
 
 
 def save_final(t: Training) -> None:
-    """Saves the final checkpoint. Raises CheckpointError."""
+    """Waits for a background save, then saves the final checkpoint if `checkpoint.at_end` is set.
+
+    Raises CheckpointError.
+    """
     step = t.report.steps_done
     t.phases.enter(step, "save")
     t.saver.wait()

@@ -73,8 +73,8 @@ def newest_first(run: Path) -> list[Path]:
 def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
     """Completes a save: hashes, manifest, fsync, rename, `latest`.
 
-    Raises OSError if the rename failed. Raises CheckpointError if the rename succeeded and then
-    `latest` or the last fsync failed.
+    Raises OSError if the rename or an earlier part failed. Raises CheckpointError if the rename
+    succeeded and then `latest` or the last fsync failed.
     """
     files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
     record = {"format": FORMAT} | asdict(manifest) | {"files": files}
@@ -87,7 +87,7 @@ def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
     try:
         temporary.rename(target)
     except OSError:
-        with contextlib.suppress(OSError):  # `newest_first` also finds it under this name
+        with contextlib.suppress(OSError):  # `newest_first` also finds `replaced`
             replaced.rename(target)
         raise
     try:
@@ -95,8 +95,8 @@ def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
         rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint is complete, but {rundir.LATEST} or the disk's cache cannot be "
-            f"written: {error}"
+            f"the checkpoint is complete, but {rundir.LATEST} or the directory cannot be written "
+            f"to the disk: {error}"
         ) from error
     rundir.remove_tree(replaced)
 
@@ -124,7 +124,8 @@ def clear_leftovers(run: Path) -> None:
 def retain(run: Path, keep_last: int, keep_every: int) -> list[str]:
     """Removes all checkpoints but the newest `keep_last` and those of every `keep_every`-th step.
 
-    Returns a sentence for each checkpoint that cannot be removed, or one if none can be listed.
+    Returns a sentence for each checkpoint that cannot be removed, or one sentence if the
+    checkpoints cannot be listed.
     """
     failed: list[str] = []
     try:
@@ -155,7 +156,7 @@ def verify(path: Path) -> Manifest:
 
 
 def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
-    """Returns two values: a verified checkpoint, and the errors of the newer checkpoints.
+    """Returns two values: a verified checkpoint, and the errors of skipped checkpoints.
 
     `path` is a checkpoint or a run. For a run, returns the checkpoint of `step`, or the newest
     verified checkpoint if `step` is 0. Raises CheckpointError.

@@ -60,7 +60,7 @@ def allow_tf32(allowed: bool) -> None:
 
 
 class LossScale:
-    """The dynamic scale of an fp16 loss, stored and updated on the device; no code waits for it.
+    """The dynamic scale of an fp16 loss, stored and updated on the device; no step waits for it.
 
     The rule is that of `torch.amp.GradScaler`, which does not support an overflow in another rank's
     shard. Without fp16 the scale is always 1.
@@ -71,6 +71,11 @@ class LossScale:
         first = settings.init_scale if active else 1.0
         self.scale = torch.tensor(first, dtype=torch.float32, device=device)
         self.finite_steps = torch.zeros((), dtype=torch.float32, device=device)
+
+    def restored(self) -> None:
+        """Sets the scale to 1 again without fp16, after a checkpoint of fp16 was loaded."""
+        if not self._active:
+            self.scale.fill_(1.0)
 
     def unscale(self, model: nn.Module) -> None:
         """Divides the gradients by the scale."""
@@ -99,7 +104,7 @@ class LossScale:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Returns the peak FLOP/s of one device, or None if the table does not list the device."""
+    """Returns the peak FLOP/s of one device, or None if the table has no such peak."""
     for part, peaks in PEAK_TFLOPS:
         if part in device_name:
             return peaks[PEAK_OF[precision]] * 1e12 if precision in PEAK_OF else None

@@ -36,7 +36,7 @@ class Profiler:
         self._member, self._report = member, report
         self._window = step_range(settings.profile) or range(0)
         self._audit = settings.sdpa_audit and member.rank == 0
-        """True until the kernels of the first step are reported."""
+        """True while the report of the first step's kernels is due."""
         self._open: Any = None
         self._steps = range(0)
         """The steps of the open window."""
@@ -61,7 +61,7 @@ class Profiler:
             self._close(step)
 
     def close(self) -> None:
-        """Closes an open window before its end, and waits until its file is written."""
+        """Closes an open window before its end; waits at most `EXPORT_TIMEOUT_S` for a file."""
         if self._open is not None:
             self._close(self._report.steps_done)
         if self._exporting is not None:

@@ -58,7 +58,7 @@ def recomputed(blocks: str, n_layers: int) -> range | None:
 
 
 def step_range(text: str) -> range | None:
-    """Returns the numbers of `A:B` without B, or None if the range is invalid or empty."""
+    """Returns the range `A:B` (B excluded), or None if the range is invalid or empty."""
     first, separator, end = text.partition(":")
     if not (separator and first.isdecimal() and end.isdecimal()):
         return None
@@ -94,7 +94,7 @@ TABLE: tuple[Refusal, ...] = (
         ("ddp.static_graph", "train.accumulate"),
         lambda s: s.ddp.static_graph and s.train.accumulate > 1,
         "a static graph with no_sync crashes torch (pytorch#143580); use NSA_DDP_STATIC_GRAPH=0, "
-        "or NSA_ACCUM=1 with that many times the train.batch_size "
+        "or NSA_ACCUM=1 and a train.batch_size that is larger by this factor "
         "(configs/m7c_125m_2xa100_production_tuned.yaml)",
     ),
     Refusal(

@@ -1,7 +1,7 @@
 """Writes heartbeats, CSV, TensorBoard, log lines, env.json and metrics.json of a run.
 
 All writes go through the recorder's thread, so no step waits for the disk. The figures are plain
-numbers, so this module needs no torch.
+numbers, so this module needs torch only for TensorBoard.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Csv:
 
 
 class TensorBoard:
-    """Writes every number of a progress record as a scalar, on the recorder's thread."""
+    """Writes every number of a record as a scalar, on the recorder's thread; lists are left out."""
 
     def __init__(self, member: Member):
         from torch.utils.tensorboard import SummaryWriter
@@ -126,7 +126,7 @@ class Report:
         return {key: entry["value"] for key, entry in self._resolved.as_dict().items()}
 
     def write_environment(self, facts: Mapping[str, Any], peak_flops: float | None) -> None:
-        """Writes env.json, the log's first line and the header of the CSV (rank 0)."""
+        """Writes env.json and the first log line, and opens CSV and TensorBoard (rank 0)."""
         self.peak_flops = peak_flops
         if self._member.rank:
             return
@@ -199,7 +199,7 @@ class Report:
     def evaluated(
         self, step: int, loss: float, tokens: int, right: float | None, took_s: float
     ) -> None:
-        """Records the loss on held-out data, and the fraction of copied bytes predicted right."""
+        """Records the loss on held-out data; with recall, also the fraction of right bytes."""
         fields: dict[str, Any] = {
             "loss": loss, "bits_per_byte": self._bits_per_byte(loss), "tokens": tokens,
             "dt_s": took_s,
@@ -216,7 +216,7 @@ class Report:
         self._ended_at += took_s
 
     def count_right(self, right: int, scored: int) -> None:
-        """Adds the numbers of copied bytes of a step: those predicted right, and all."""
+        """Adds the numbers of right and of scored predictions of a step."""
         self._right += right
         self._scored += scored
 
@@ -224,7 +224,7 @@ class Report:
         self, step: int, *, loss: float, skipped_steps: int, phases_s: Mapping[str, float],
         **figures: Any,
     ) -> float | None:  # fmt: skip
-        """Writes the progress record of a step. Returns the fraction of right copied bytes.
+        """Writes the progress record of a step. Returns the fraction of right bytes (recall only).
 
         `figures` (attention gate statistics, GPU memory) are added unchanged.
         """
@@ -266,7 +266,7 @@ class Report:
         return loss_nats / LN2 if self.settings.data.tokenizer == "byte" else None
 
     def _mfu(self, toks_per_s: float) -> dict[str, float | None]:
-        """Returns the figures of `precision.MFU_FORMULA`, or None for each without a peak."""
+        """Returns the figures of `precision.MFU_FORMULA`, or None for each if no peak is known."""
         peak = self._member.world * (self.peak_flops or 0.0)
         flops = self._flops_per_token.items()
         return {name: each * toks_per_s / peak if peak else None for name, each in flops}
@@ -280,7 +280,7 @@ class Report:
         )
 
     def record_event(self, msg: str, step: int, text: str, **fields: Any) -> None:
-        """Records one event of the run in the heartbeat and the log."""
+        """Writes the record `msg` to the heartbeat, and `text` to the log."""
         self._member.record(msg, step, **fields)
         self._member.log(text)
 

@@ -1,8 +1,8 @@
 """Writes checkpoints in the foreground or in a background thread; rank 0 completes them.
 
-All ranks must make the same calls, and a save fails either on all ranks or on none. In a background
-save, each wait for other ranks ends within the timeout of a separate process group. After an error
-of the training, the wait for the save is at most `FINISH_S`.
+All ranks must make the same calls. If the write fails on one rank, the save fails on all ranks. In
+a background save, each wait for other ranks ends within the timeout of a separate process group.
+After an error of the training, the wait for the save is at most `FINISH_S`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Saver:
     """Writes the checkpoints of a run, one at a time; all ranks must call the same methods.
 
     `ours` returns whether the run directory is still at its path. Rank 0 calls `ours`, also from
-    the background thread; if the result is False, nothing at the path is written or removed.
+    the background thread; if the result is False, the save fails, and rank 0 removes nothing.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """True while a background save is in progress or its result was not collected."""
+        """True until `wait`, `collect` or `finish` has received the result of a background save."""
         return self._pending is not None
 
     def collect(self) -> list[Path | CheckpointError]:

@@ -1,7 +1,7 @@
 """The settings: every key with its type, default, limits and help. Needs no torch.
 
-A key is one field of a section below. Its type is the annotation (`Literal` for choices); `key`
-returns a field with the other facts. Flags, options and error messages read all facts by `keys()`.
+A key is one field of a section of `Settings`. Its type is the annotation (`Literal` for choices);
+`key` returns a field with the other facts. `keys` returns all facts to flags, options and messages.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class TrainSettings:
         "none", "Blocks whose activations are recomputed in the backward: none, all, or A:B."
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Device; auto: CUDA where available.")
-    max_nonfinite_steps: int = key(5, "Stop after N consecutive skipped steps.", 1)
+    max_nonfinite_steps: int = key(
+        5, "Stop after N consecutive non-finite steps that do not lower the loss scale of fp16.", 1
+    )
     stop_at_bytes_right: float = key(
         0.0, "Stop when this fraction of copied bytes is right; 0: never.", 0, 1
     )
@@ -171,7 +173,9 @@ class ReportSettings:
     out_dir: str = key(
         "", "Parent directory of runs that are started by hand; empty: artifacts/<config>."
     )
-    log_every: int = key(10, "Steps between progress records; steps 1 to 5 each have a record.", 1)
+    log_every: int = key(
+        10, "Steps between progress records; steps 1 to 5 and the last step have a record too.", 1
+    )
     disable_aux_stats: bool = key(
         False, "Do not compute the statistics of the attention gate and of the selection."
     )
@@ -179,7 +183,9 @@ class ReportSettings:
     disable_tb: bool = key(False, "Write nothing for TensorBoard.")
     nvtx: bool = key(False, "Mark step phases and attention branches for Nsight Systems (CUDA).")
     sdpa_audit: bool = key(False, "Report the SDPA kernels of the first step, by branch.")
-    memory_every: int = key(0, "Steps between dumps of the CUDA allocator's statistics; 0: none.")
+    memory_every: int = key(
+        0, "Steps between dumps of the CUDA allocator's statistics; 0: only at the start."
+    )
     profile: str = key("", "Steps A:B (B excluded) to profile; the trace goes to profiles/.")
 
 

@@ -16,7 +16,7 @@ RankRows = tuple[Tensor, Tensor | None]
 State = dict[str, Any]
 """The position in a source, as JSON data of bounded size, with `fingerprint` and `position`.
 
-For documents it also has `epoch`, the number of complete passes over all of them."""
+For documents it also has `lanes`, and `epoch`, the number of complete passes over all documents."""
 
 
 class Source:
@@ -69,10 +69,10 @@ def stack(sequences: Sequence[bytes | bytearray], length: int, kind: torch.dtype
 
 
 class Synthetic(Source):
-    """Uniform random bytes, from which nothing can be learned; the loss stays at ln 256.
+    """Uniform random bytes, from which nothing can be learned; the loss approaches ln 256.
 
-    A sequence depends only on seed and index, so a position is one number. The held-out part has
-    another seed.
+    A sequence depends only on seed, index and length, so a position is one number. The held-out
+    part has another seed.
     """
 
     name = "synthetic"
@@ -106,9 +106,8 @@ class Synthetic(Source):
 class Recall(Synthetic):
     """Random bytes in which a random span is repeated `recall_distance` bytes later.
 
-    Only the repeated span is scored. The distance exceeds the window, so only attention that
-    reaches further can predict the repeated span. The first byte of the repeated span is not
-    scored, because it cannot be predicted.
+    Only the repeated span is scored, without its first byte, which cannot be predicted. With NSA
+    the distance exceeds the window, so only attention that reaches further can predict the span.
     """
 
     name = "recall"

@@ -60,7 +60,7 @@ class Resolved:
     config: str = ""
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Returns `{key: {"value": …, "origin": …}}` as plain data, for run.json."""
+        """Returns `{key: {"value": …, "origin": …}}` as plain data."""
         plain = dict(flatten(asdict(self.settings)))
         return {key: {"value": plain[key], "origin": self.origins[key]} for key in plain}
 
@@ -85,7 +85,7 @@ def resolve(
 
     `overrides` are values by dotted key, as text or typed; `origins` has the origin of each
     override that does not come from `--set`. `entry` is the module that torchrun starts. Raises
-    UsageError with the file, flag or key, and the accepted values.
+    UsageError; its message names the file, flag or key.
     """
     known, named = keys(), origins or {}
     plain = dict(flatten(asdict(Settings())))
@@ -149,7 +149,7 @@ def _source(origin: str, key: str) -> str:
 
 
 def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> T:
-    """Returns a section made from the keys of a checkpoint's plain data that begin with `prefix`.
+    """Returns a section of settings, made from the keys of `plain` that begin with `prefix`.
 
     A missing key gets its default. Raises UsageError, and TypeError if a missing key has no
     default.

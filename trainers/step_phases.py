@@ -1,4 +1,4 @@
-"""The current phase of the step, and the time spent in each phase."""
+"""The current phase of this rank in its step, and the time spent in each phase."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Phases:
     """Updates the pulse at each change of phase, and sums the seconds per phase.
 
     On the CPU the host's clock measures the phases. On CUDA the host runs ahead of the device, so
-    each change also records an event. The events are queried without waiting; they show the
+    each change also records a CUDA event. These events are queried without waiting; they show the
     device's position.
     """
 

@@ -1,9 +1,9 @@
 """Joins documents into one endless token stream with a small, exact position.
 
-Each document is tokenised and followed by the end token. The documents are then joined and cut into
-sequences of S + 1 tokens that overlap by one token. With bytes, a zero byte is the end token, but
-text files have no end token unless data.documents=separate. With gpt2, `<|endoftext|>` is the end
-token.
+Each document is tokenised and followed by the end token, if there is one. The documents are then
+joined and cut into sequences of S + 1 tokens that overlap by one token. With gpt2, `<|endoftext|>`
+is the end token. With bytes, a zero byte is the end token, but text files have no end token unless
+data.documents=separate.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def gpt2(encoding: Any) -> Tokenizer:
 
 
 def build(name: str, end_of_document: bytes) -> Tokenizer:
-    """Returns a tokenizer. Raises DataError if gpt2 is not installed or not cached.
+    """Returns a tokenizer. Raises DataError if gpt2 is not installed, not cached or damaged.
 
     `end_of_document` follows each document of the byte tokenizer.
     """

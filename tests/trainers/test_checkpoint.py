@@ -8,7 +8,7 @@ import os
 import pickle
 import random
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -287,3 +287,11 @@ def test_what_a_killed_save_left_is_cleared_or_put_back_by_the_next(tmp_path, le
     names = sorted(path.name for path in path.parent.iterdir())
     assert names == ["latest", *(["step_00000001"] if left.endswith("old") else []),
                      "step_00000002"]  # fmt: skip
+
+
+def test_a_checkpoint_of_fp16_leaves_the_scale_at_1_without_fp16(tmp_path):
+    parts = made(1)
+    (path,) = saved(tmp_path / "run", parts, 1)
+    other = replace(made(2), loss_scale=LossScale(RESOLVED.scaler, False, CPU))
+    checkpoint.load(path, other)
+    assert (parts.loss_scale.scale.item(), other.loss_scale.scale.item()) == (65536.0, 1.0)

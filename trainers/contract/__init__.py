@@ -1,4 +1,4 @@
-"""The run contract: the files that trainers write and the console reads.
+"""The run contract, and the code that trainers and console share: flags, values, errors.
 
 The modules need only the standard library, except `yamlfile`, which needs pyyaml. Any torchrun
 program can join a run through `member`, without NSA or torch. See docs/run-directory.md.

@@ -1,4 +1,4 @@
-"""Checks the remote sources of a training: the Hugging Face hub and the gpt2 tokenizer files."""
+"""Checks that the hub answers, and that the gpt2 tokenizer's files are in the local cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gpt2_cache() -> Path:
 
 
 def gpt2_problem() -> str:
-    """Returns why the files of the gpt2 tokenizer cannot be read, or ""."""
+    """Returns a sentence if files of the gpt2 tokenizer are missing in the cache, or else ""."""
     cache = gpt2_cache()
     if all((cache / hashlib.sha1(url.encode()).hexdigest()).is_file() for url in GPT2_FILES):
         return ""

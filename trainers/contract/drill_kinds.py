@@ -1,8 +1,8 @@
 """Drills: the faults that a trainer can produce for practice, and the grammar of a drill.
 
 A drill is `KIND@STEP[:RANK][:SECONDS][!]`; commas separate several drills. RANK is a number or
-`all`; the default is 0. A drill happens in the first attempt only; with `!` it happens in every
-attempt. This module needs no torch.
+`all`; the default is 0. A drill happens in the first attempt only; with `!` it also happens in
+later attempts that run its step. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ KINDS: dict[str, Kind] = {
                  truth=Truth("busy", right=STALLS)),
     "gil": Kind("waits in native code and holds the GIL", FOREVER_S,
                 truth=Truth("native", right=STALLS)),
-    "deaf": Kind("ignores SIGTERM and holds the GIL, so only SIGKILL ends it",
+    "deaf": Kind("ignores SIGTERM and holds the GIL; SIGKILL ends it",
                  FOREVER_S, truth=Truth("native", right=STALLS)),
     "backward": Kind("sleeps in a hook of the backward pass", FOREVER_S, "logits",
                      truth=Truth("sleep", "backward", right=STALLS)),

@@ -1,9 +1,9 @@
-"""Dumps the stacks of this process on SIGUSR1, without the risk of killing it.
+"""Writes the stacks and the flight record of this process on SIGUSR1, without killing it.
 
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
 in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
-the stacks of all threads; then torch writes the flight record of the collectives. The helper
-touches no object of the program.
+the stacks of at most 100 threads; then torch writes the flight record of the collectives. The
+helper touches no object of the program.
 
 If a rank holds the GIL in native code, the helper cannot run. For this case there is a second
 signal, `LAST_RESORT`: faulthandler writes the stack of the main thread in the signal handler
@@ -17,7 +17,7 @@ Two other methods killed healthy trainings, as core files show (CPython 3.11.7, 
 
 - faulthandler in the handler of SIGUSR1: the evaluation of a frame publishes a C frame some
   instructions before it sets `current_frame` (3.12 too), and the handler follows the old pointer.
-  With `all_threads=True` it killed the training in one of 7 to 1,019 dumps.
+  With `all_threads=True`, one of 7 to 1,019 dumps killed the training.
 - `sys._current_frames()` and `f_back` in the helper: allocating the frame object may collect
   garbage and release the GIL. Meanwhile the thread can return from the frame and call another
   function in the same memory; the object then refers to a frame larger than itself.
@@ -62,6 +62,7 @@ def _woken(_number: int, _frame: FrameType | None) -> None:
 def _flight_record() -> str:
     """Returns torch's flight record of the collectives as JSON, or "" if there is none.
 
+    If torch raises an error, the JSON has only this error.
     NCCL's recorder is read only if the general recorder has no entry. NCCL's recorder queries CUDA
     events, which took 2 ms on an H100 whose kernel did not end. NCCL's function that returns no
     JSON is never called, because it took 36 s to resolve the symbols of C++ stacks.
@@ -86,9 +87,9 @@ def _flight_record() -> str:
 class StackDumper:
     """Owns SIGUSR1 and `LAST_RESORT` of this process; install it in the main thread.
 
-    The dump goes to `live`, a file in memory, so a frozen run directory cannot block the dump.
-    `later` runs a function that may block; that function copies the dump to the run directory as
-    `stackdump_rank{R}.txt`.
+    The dump goes to a file in `live`, a directory in memory, so a frozen run directory cannot block
+    the dump. `later` runs a function that may block; that function copies the dump to the run
+    directory as `stackdump_rank{R}.txt`. Without `live`, the dump goes there directly.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class StackDumper:
                 old.unlink(missing_ok=True)
 
     def _threads_text(self) -> str:
-        """Returns the stacks of all threads except this one; the main thread comes first."""
+        """Returns the stacks that faulthandler shows, without this thread; main thread first."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         os.lseek(self._scratch, 0, os.SEEK_SET)
         faulthandler.dump_traceback(self._scratch, all_threads=True)

@@ -1,4 +1,4 @@
-"""The only module that reads the process environment; it lists every variable that matters."""
+"""The only module that reads os.environ; lists the contract's and the inherited variables."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class UsageError(ContractError):
 
 
 class NotFoundError(ContractError):
-    """A run does not exist."""
+    """A launch, a run or a part of a run does not exist."""
 
     exit_code = 3
 

@@ -106,7 +106,7 @@ FLAGS: dict[str, Flag] = {flag.name: flag for flag in TABLE}
 
 
 def lookup(name: str) -> Flag:
-    """Returns the flag of that name. Raises UsageError with the most similar name."""
+    """Returns the flag of that name. Raises UsageError if there is none."""
     flag = FLAGS.get(name)
     if flag is None:
         raise UsageError(f"there is no flag {name!r}{did_you_mean(name, FLAGS)}")
@@ -114,7 +114,7 @@ def lookup(name: str) -> Flag:
 
 
 def parse(name: str, text: str) -> Value:
-    """Returns the value of a flag. Raises UsageError with the accepted values."""
+    """Returns the value of a flag. Raises UsageError."""
     flag, text = lookup(name), text.strip()
     try:
         value = convert(text, flag.kind, flag.key.low, flag.key.high)
@@ -154,8 +154,8 @@ def check_names(environment: Mapping[str, str]) -> None:
 def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the flags that a launch copies from the operator's shell: `NSA_*` and the GPUs.
 
-    Other flags of libraries are not copied, because the shell may set them for other reasons.
-    Raises UsageError.
+    Empty variables are left out. Other flags of libraries are not copied, because the shell may
+    set them for other reasons. Raises UsageError.
     """
     check_names(environment)
     return {
@@ -166,6 +166,6 @@ def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Value]:
-    """Returns the parsed values of all flags that are set. Raises UsageError."""
+    """Returns the parsed values of all flags that are set and not empty. Raises UsageError."""
     check_names(environment)
     return {name: parse(name, environment[name]) for name in FLAGS if environment.get(name)}

@@ -18,7 +18,10 @@ TRIMMABLE = ("steps_dt_s", "gate_entropy_layers")
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """Returns the line of a record, cut to 4 KiB; its key `cut` names the shortened field."""
+    """Returns the line of a record, cut to 4 KiB.
+
+    In a cut record, `cut` names the field that was shortened last, or says "all figures".
+    """
     line = jsonl.encode(record)
     if len(line) <= jsonl.MAX_HEARTBEAT_BYTES:
         return line

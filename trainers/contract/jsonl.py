@@ -1,7 +1,7 @@
-"""Reads and writes JSON lines: opens files safely, and reads typed fields.
+"""Encodes and decodes JSON lines, opens files safely, and reads typed fields.
 
-One `os.write` on an O_APPEND descriptor writes a whole line. `console.sources.tail` follows files
-of such lines.
+The writers append each line with one `os.write`. `console.sources.tail` follows files of such
+lines.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _foreign(value: Any) -> Any:
 def encode(record: Mapping[str, Any]) -> bytes:
     """Returns one line with its newline; non-finite floats become "nan", "inf", "-inf".
 
-    No value raises an error, because the thread that writes records must survive unknown types.
+    A value of an unknown type raises no error, because the thread that writes must continue.
     """
     try:
         text = json.dumps(record, separators=(",", ":"), allow_nan=False, default=_foreign)
@@ -62,7 +62,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """Returns `record[key]` as a float, also for "nan" and "inf"; None for any other value."""
+    """Returns `record[key]` as a float, also the texts in `NONFINITE`; None for other values."""
     value = record.get(key)
     return value if type(value) is float else _number(value)
 
@@ -119,7 +119,7 @@ def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def open_regular(path: Path, below: Path | None = None) -> int | None:
-    """Opens a regular file for reading; returns None for a link, fifo, directory or missing file.
+    """Opens a regular file for reading; returns None for a link or directory, or on error.
 
     With `below`, the directories between `below` and the file must not be links either.
     """
@@ -136,7 +136,10 @@ def open_regular(path: Path, below: Path | None = None) -> int | None:
 
 
 def open_inside(path: Path, below: Path | None) -> int | None:
-    """Opens `path`, following no links below `below`; returns None if that fails."""
+    """Opens `path`; returns None if that fails, or if `path` is a link.
+
+    With `below`, the directories between `below` and `path` must not be links either.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     at, names = None, [str(path)]
     if below is not None:

@@ -2,10 +2,11 @@
 
 A torchrun program needs only these lines:
 
-    run = join()
+    run, loss = join(), None
     for step in range(1, steps + 1):
-        if run.step(step, loss=loss):
+        if run.step(step, loss=loss):  # the loss of the previous step
             break
+        loss = …  # the program's own step
 
 The console then shows the ranks of the program, dumps their stacks and halts them at the same step.
 Two more lines report a phase. A verdict then names the phase, and an evaluation or a save has its
@@ -39,10 +40,10 @@ from trainers.contract.recorder import STDOUT, Recorder
 
 HALT_POLL_S = 0.05
 HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that halt a rank; torchrun sends them to its ranks before it kills them."""
+"""Signals that halt a rank; torchrun sends one of them to its ranks before it kills them."""
 PULSE_MIRROR_S = 0.25
 COUNTING = ("progress", "exit")
-"""Records that contain the number of steps with a non-finite loss."""
+"""Records that contain the number of steps with a non-finite loss, if it is counted."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
 _BOARD = struct.Struct("<qqq")
@@ -88,7 +89,10 @@ class Member:
         self._watcher = threading.Thread(target=self._watch, name="nsa-watcher", daemon=True)
 
     def start(self) -> None:
-        """Registers the handlers of SIGUSR1 and `HALTING`, and starts to poll for `.HALT`."""
+        """Registers handlers of the dump signals and of `HALTING`, and starts to poll for requests.
+
+        A signal of `HALTING` that the process ignores stays ignored.
+        """
         self.dumper.install()
         for number in HALTING:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -177,7 +181,7 @@ class Member:
 
 
 class HaltBoard:
-    """Shared memory through which the ranks of one host agree on the step at which they halt.
+    """A mapped file through which the ranks of one host agree on the step at which they halt.
 
     Rank 0 publishes `step + 1` before it enters the collective of `step`. No rank can begin `step +
     1` before that collective ends, so all ranks see the decision in time. At its start, rank 0
@@ -274,7 +278,7 @@ class Joined(Member):
             self.pulse.nonfinite_steps += not math.isfinite(loss)
 
     def _exit(self) -> None:
-        """Writes the exit record, and before it the last step, unless an exception ended it."""
+        """Writes the last step, unless an exception ended the program, and then the exit record."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end_step()
@@ -288,7 +292,7 @@ def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Returns two values: the run directory of this process, and the environment variables.
 
     The environment names the directory; otherwise the directory is `run`. Raises UsageError if both
-    are missing.
+    are missing, and RefusedError if the directory cannot be used.
     """
     variables = environ.snapshot()
     named = variables.get(environ.RUN_DIR)

@@ -73,7 +73,7 @@ def mapped(path: Path, size: int) -> mmap.mmap:
 class PulseWriter:
     """Writes this rank's pulse into `path`, or into private memory if `path` is None.
 
-    One `set` makes three copies into mapped memory and no system call, so it cannot block if the
+    One `set` makes three copies into memory and no system call, so it cannot block if the
     file is in memory. A single `struct.pack_into` would first clear its target, and readers would
     see zeros.
     """

@@ -1,6 +1,6 @@
-"""Writes heartbeats and log lines of a rank in a thread, so that training never waits for a disk.
+"""Writes heartbeats and log lines of a rank in a thread, so that no step waits for these writes.
 
-Records wait in a bounded queue. When the queue or the disk is full, records are dropped and
+Records wait in a bounded queue. When the queue is full or a write fails, records are dropped and
 counted. A frozen filesystem blocks only this thread.
 """
 
@@ -32,8 +32,8 @@ class Recorder:
     """Appends whole records to files from one daemon thread.
 
     `put` only inserts into a queue. Heartbeats are queued as dicts, and the thread encodes them.
-    `is_ours` returns False while another directory, perhaps that of another run, is at the path of
-    the run. Open files are then still written, but no file is opened or replaced.
+    `is_ours` returns False while another directory or none is at the path of the run. Open files
+    are then still written, unless they were deleted; no file is opened or replaced.
     """
 
     check_every_s = 1.0
@@ -48,9 +48,9 @@ class Recorder:
         self._reported: set[str] = set()
         self.dropped = 0
         self.trouble = ""
-        """Why the last dropped record was dropped."""
+        """The newest failure of a write or a call, or "" if none has failed."""
         self.failing = ""
-        """Why the newest write failed, or "" if it succeeded."""
+        """The newest OSError, or "" after a later write without an error."""
         self._closed = False
         self._busy_since = 0.0
         self._thread = threading.Thread(target=self._run, name="nsa-recorder", daemon=True)
@@ -62,12 +62,12 @@ class Recorder:
         return self._queue.qsize()
 
     def blocked_s(self) -> float:
-        """Returns for how long the current write has waited for the disk, or 0 without a write."""
+        """Returns for how many seconds the current write or call has run, or 0 if there is none."""
         since = self._busy_since
         return time.monotonic() - since if since else 0.0
 
     def put(self, path: Path, record: dict[str, Any] | bytes, keep: bool = False) -> bool:
-        """Queues one record for `path`; if the queue is full, drops the record and returns False.
+        """Queues one record for `path`; if the queue is full or closed, drops it and returns False.
 
         With `keep`, a full queue does not drop the record.
         """
@@ -145,7 +145,8 @@ class Recorder:
     def _reopen(self, path: Path, fd: int) -> None:
         """Redirects the descriptor to the file now at `path`; its last line may be incomplete.
 
-        If that file cannot be opened, records still go to the file that was moved away.
+        If that file cannot be opened, records still go to the file that was moved away; if the
+        earlier file was deleted, raises OSError.
         """
         try:
             new = self._open(path)

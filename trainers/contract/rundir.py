@@ -89,7 +89,7 @@ def boot_id() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Returns the start time of a process in clock ticks since boot, or None if it has ended."""
+    """Returns the start of a process in clock ticks since boot; None if it ended or is hidden."""
     try:
         data = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -152,7 +152,7 @@ class OpenDirectory:
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
-    """Returns inode, size and modification time of a file, or None if there is no such file."""
+    """Returns inode, size and modification time of a file, or None if they cannot be read."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -163,7 +163,7 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
 def read_json(
     path: Path, limit: int = MAX_DOCUMENT_BYTES, below: Path | None = None
 ) -> dict[str, Any] | None:
-    """Returns the object in a JSON file, or None if `path` has no such object.
+    """Returns the object in a JSON file, or None if `path` has none of at most `limit` bytes.
 
     `below` has the same meaning as in `jsonl.open_regular`.
     """
@@ -226,7 +226,7 @@ def open_append(path: Path) -> int:
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory and its parents with mode 0700; an existing directory gets this mode.
+    """Creates a directory and its parents with mode 0700; closes an existing directory to others.
 
     Raises RefusedError.
     """
@@ -245,13 +245,16 @@ def make_directory(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory and its content as far as possible; raises nothing."""
+    """Removes a directory and its content as far as possible; raises no OSError."""
     with contextlib.suppress(OSError):  # `ignore_errors` does not cover an error of fstat
         shutil.rmtree(path, ignore_errors=True)
 
 
 def check_owner(path: Path) -> os.stat_result:
-    """Returns the stat result of a directory. Raises RefusedError for a link or a foreign owner."""
+    """Returns the stat result of a directory.
+
+    Raises RefusedError for a link, another owner, or a directory that cannot be read.
+    """
     try:
         status = path.lstat()
     except OSError as error:
@@ -279,7 +282,7 @@ def _close_to_others(path: Path) -> None:
 
 
 def write_request(run: Path, name: str, by: str) -> None:
-    """Creates or touches `.HALT` or one of `REQUEST_FILES`; if the disk is full, the file is empty.
+    """Creates or touches `.HALT` or one of `REQUEST_FILES`; if the disk is full, it may be empty.
 
     Raises OSError if the ranks would see no change.
     """

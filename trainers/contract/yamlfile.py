@@ -14,7 +14,7 @@ MOST_FILES = 5
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Returns the mapping in a YAML file. Raises UsageError with file, line and correction."""
+    """Returns the mapping in a YAML file. Raises UsageError; its message names the file."""
     try:
         data = path.read_bytes() if path.is_file() else None
     except OSError as error:
@@ -29,9 +29,10 @@ def load(path: Path) -> dict[str, Any]:
 def load_chain(
     path: Path, key: str, places: Callable[[Path, str], Iterable[Path]]
 ) -> list[tuple[Path, dict[str, Any]]]:
-    """Returns a file and the files that it builds on, with their content; the last file is first.
+    """Returns a file and the files that it builds on, with their content; `path` comes last.
 
-    In each file, the value of `key` names the next one, and `places` returns where it may be.
+    In each file, the value of `key` names the file that it builds on, and `places` returns where
+    this file may be.
     Raises UsageError.
     """
     found: list[tuple[Path, dict[str, Any]]] = []
