@@ -31,7 +31,7 @@ soak: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak $(ARGS)
 
 validate: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" tests/nsa tests/trainers tests/e2e/test_smoke.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile=random tests/nsa tests/trainers tests/e2e/test_smoke.py $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(ARGS)

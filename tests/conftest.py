@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "ci",
     deadline=None,
+    derandomize=True,  # the same examples in every run, so that only a change can break a test
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+settings.register_profile("random", settings.get_profile("ci"), derandomize=False)
 settings.load_profile("ci")
 
 LONGEST = (
