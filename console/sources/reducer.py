@@ -116,8 +116,10 @@ class Events:
         attempt = jsonl.integer(line.record, "attempt")
         if attempt is not None:
             self.attempts = max(attempt, self.attempts or 0)
-        stalled = kind == "alert" and line.record.get("alert") == STALL
-        self.stalls = (self.stalls or 0) + stalled
+        is_stall = kind == "alert" and line.record.get("alert") == STALL
+        since_ts = jsonl.number(line.record, "since_ts")
+        is_new = is_stall and (since_ts is None or since_ts > self.stalled_ts)
+        self.stalls = (self.stalls or 0) + is_new
         if kind == "state":
             self.state = line
         name = json_documents.line(line.record, "alert", "")
@@ -135,6 +137,15 @@ class Events:
         self.alerts.pop(name, None)
         if kind == "alert":
             self.alerts[name] = line
+
+    @property
+    def stalled_ts(self) -> float:
+        """The time of the open alert on a stall, or 0 if none is open.
+
+        A stall that began earlier is the stall of this alert, which a next supervisor raises again.
+        """
+        line = self.alerts.get(STALL)
+        return min(time.time(), jsonl.number(line.record, "ts") or 0.0) if line else 0.0
 
     def forget_lines(self) -> None:
         """Drops the events of a file that was replaced; their counts remain."""
