@@ -31,6 +31,8 @@ RANK_GONE = "rank-gone"
 """The alert of a run that cannot continue, because a rank ended before the others."""
 STALL = "stall"
 """The alert and the watch rule of a run that makes no progress."""
+OPERATOR = "operator "
+"""Start of the origin of a flag that a request has set."""
 NO_GO = "no-go"
 """The alert of a completed run whose records do not confirm its gates."""
 EXIT_CODES: Mapping[State, int] = {

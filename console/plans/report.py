@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from console import status_text
-from console.model import LIVE_STATES, RESULTS, LaunchState, RunState
+from console.model import LIVE_STATES, OPERATOR, RESULTS, LaunchState, RunState
 from console.plans import gates, report_chart, sweep
 from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches
@@ -174,7 +174,8 @@ def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
     result = next((p.result for p in launch.phases if p.dir == phase.name), "") if launch else ""
     counts = Counter(gate.result for gate in state.gates)
     words = [f"{counts[r]} {status_text.RESULT_WORDS[r]}" for r in reversed(RESULTS)]
-    steps = f"{state.step or 0:,} of {state.steps_planned or 0:,}"
+    planned = f" of {state.steps_planned:,}" if state.steps_planned else ""
+    steps = f"{state.step or 0:,}{planned}"
     stalls = None if summary is None else summary.stalls
     gates_text = f"{result}: {', '.join(words)}" if state.gates else "none"
     return phase.name, state.state, steps, state.attempt, stalls, gates_text, state.why
@@ -203,7 +204,9 @@ def _speed(phases: Sequence[Phase]) -> Iterator[str]:
     for each in phases:
         found = each.figures
         if found["toks_per_s"] is not None:
-            own = jsonl.mapping(each.planned, "flags") | jsonl.mapping(each.planned, "set")
+            values, origins = each.state.environment, each.state.origins
+            own = {name: values[name] for name in values if origins[name].startswith(OPERATOR)}
+            own = jsonl.mapping(each.planned, "flags") | own | jsonl.mapping(each.planned, "set")
             text = " ".join(f"{name}={value}" for name, value in own.items())
             rows.append((
                 each.name, text or "none", found["toks_per_s"], found["toks_per_s_stdev"],
@@ -311,14 +314,15 @@ def _files(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the notes and requests of operators by directory, at most the last `MAX_ROWS`."""
+    """Yields notes, requests and answers by directory, at most the last `MAX_ROWS`."""
     launch = source.launch_path if source.is_launch else None
     rows: list[Sequence[object]] = []
     for folder in (*([launch] if launch else []), *(each.path for each in phases)):
         for line in read_end(folder / rundir.EVENTS, EVENT_BYTES, folder).split(b"\n"):
             event = jsonl.decode(line) or {}
-            kind, by = jsonl.text(event, "kind"), jsonl.text(event, "by")
-            if kind in ("note", "request", "ack", "override") and by not in ("", "supervisor"):
+            kind = jsonl.text(event, "kind")
+            by = jsonl.text(event, "asked_by" if kind == "answer" else "by")
+            if kind in ("note", "request", "answer", "ack", "override") and by not in ("", "supervisor"):
                 at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
                 stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
                 rows.append((folder.name, stamp, by, kind, jsonl.text(event, "text")))

@@ -95,6 +95,20 @@ def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_
     assert (code, "Report of toy/0-first" in json.loads(out)["report"]) == (0, True)
 
 
+def test_a_report_names_the_flag_that_a_request_changed(launch, capsys):
+    flags = {"NSA_LR": {"value": "0.0005", "origin": "operator ann@host"},
+             "NSA_TB_DISABLE": {"value": "1", "origin": "plan env"}}  # fmt: skip
+    run = recorded(launch, flags=flags)
+    directory.event(launch, "request", by="ann@host", text="set-flag requested", ts=1e9)
+    directory.event(launch, "answer", by="supervisor", asked_by="ann@host",
+                    text="NSA_LR=0.0005 for first only", ts=1e9)  # fmt: skip
+    directory.change(run / rundir.RUN, settings={})
+    _, out, _ = said(capsys, "report", launch)
+    assert "| 0-first | NSA_DDP_BUCKET_MB=25 NSA_LR=0.0005 | 400 |" in out
+    assert "| ann@host | answer | NSA_LR=0.0005 for first only |" in out
+    assert "| 0-first | completed | 20 | 1 |" in out, "no number of planned steps"
+
+
 def test_text_from_the_run_directory_stays_text(launch, capsys):
     recorded(launch, run=HOSTILE, host=HOSTILE, plan=HOSTILE)
     directory.event(launch / "0-first", "note", by=HOSTILE, text=HOSTILE, ts="nan")
