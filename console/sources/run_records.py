@@ -12,7 +12,7 @@ from typing import Any, Literal
 from console.model import LEVELS, Alert, Figure, Gpu
 from console.sources import json_documents, liveness, record_parts, snapshot
 from console.sources.record_files import MAX_RANKS, RecordFiles
-from console.sources.reducer import LatestRecords, Reducer, alert_of
+from console.sources.reducer import UNITS, LatestRecords, Reducer, alert_of
 from console.sources.series import Series
 from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
@@ -32,23 +32,8 @@ Reads = Literal["all", "recent", "charts", "end"]
   for a short run: every record.
 - `end`: the ends of the files, from which the usual durations of steps are learnt.
 """
-UNITS: Mapping[str, tuple[str, str]] = {
-    "toks_per_s": ("tok/s", "steps"), "toks_per_s_rank": ("tok/s", "steps"),
-    "loss": ("nats/token", "step"), "lr": ("", "step"), "grad_norm": ("", "step"),
-    "mfu": ("share", "steps"), "mfu_exact": ("share", "steps"),
-    "tokens_total": ("tokens", "run"), "bytes_right": ("share", "steps"),
-    "dt_fetch_s": ("s", "step"), "dt_forward_s": ("s", "step"), "dt_backward_s": ("s", "step"),
-    "dt_optimizer_s": ("s", "step"), "fetch_p95_ms": ("ms", "steps"),
-    "gate_entropy_mean": ("nats", "step"), "gate_entropy_min": ("nats", "step"),
-    "gate_max_gate": ("", "step"), "gate_collapse_frac": ("share", "step"),
-    "sel_entropy": ("nats", "step"), "sel_forced_share": ("share", "step"),
-    "sel_distance_mean": ("tokens", "step"), "sel_overlap": ("share", "step"),
-    "gpu_mem_alloc": ("MiB", "step"), "gpu_mem_reserved": ("MiB", "step"),
-    "skipped_steps": ("steps", "run"), "dropped_records": ("records", "run"),
-}  # fmt: skip
-"""Unit and window of each figure in a progress record."""
 Records = Mapping[int, Mapping[str, Any]]
-"""The newest progress record of each rank."""
+"""The newest progress record of each rank that has figures, or else its newest one."""
 
 
 class RunRecords:
@@ -128,7 +113,8 @@ class RunRecords:
     def figures(self, has_settings: bool) -> Mapping[str, Figure]:
         """Returns the newest figures of rank 0 and of the samples."""
         progress = {
-            rank: head.progress.record for rank, head in self.heads.items() if head.progress
+            rank: line.record for rank, head in self.heads.items()
+            if (line := head.figures or head.progress)
         }  # fmt: skip
         return (
             progress_figures(progress, has_settings)

@@ -28,6 +28,14 @@ def test_the_status_shows_the_backend_of_each_branch_without_escapes(launch):
     assert "  attention: cmp masked, win banded (flash-attn is not installed)" in lines
 
 
+def test_the_newest_recorded_figures_are_shown_if_the_last_step_has_none(launch):
+    for step, figures in enumerate(({"loss": 3.0}, {"loss": 2.5}, {}, {"loss": None}), start=1):
+        directory.beat(launch / "0-first", 0, step, steps_dt_s=[0.1], **figures)
+    state = RunSource(launch).poll()
+    loss = state.figures["loss"]
+    assert (loss.value, loss.window, state.step) == (2.5, "step 2", 4)
+
+
 def test_a_launch_shows_its_current_run_with_figures_windows_and_ages(launch):
     run = launch / "0-first"
     for step in (1, 2, 3):
