@@ -33,6 +33,7 @@ STALL = "stall"
 """The alert and the watch rule of a run that makes no progress."""
 OPERATOR = "operator "
 """Start of the origin of a flag that a request has set."""
+LOSS_UNIT = "nats/token"
 NO_GO = "no-go"
 """The alert of a completed run whose records do not confirm its gates."""
 EXIT_CODES: Mapping[State, int] = {
@@ -322,3 +323,8 @@ class RunState:
     origins: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     backend: str = ""
+
+
+def loss_unit(settings: object) -> str:
+    """Returns the unit of the loss of a run, or "" for a foreign program, which has no settings."""
+    return LOSS_UNIT if settings else ""

@@ -30,8 +30,8 @@ from trainers.contract.errors import ContractError
 
 NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 1024, 256
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
-CHARTS = (("loss", "loss", "nats/token"), ("toks_per_s", "speed", "tok/s"))
-"""The series, the word in the file name, and the unit of each chart."""
+CHARTS = (("loss", "loss"), ("toks_per_s", "speed"))
+"""The series of each chart, and the word in its file name."""
 FILES = (
     "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "heartbeat_rank0.jsonl",
     "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
@@ -322,7 +322,10 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
             event = jsonl.decode(line) or {}
             kind = jsonl.text(event, "kind")
             by = jsonl.text(event, "asked_by" if kind == "answer" else "by")
-            if kind in ("note", "request", "answer", "ack", "override") and by not in ("", "supervisor"):
+            if kind in ("note", "request", "answer", "ack", "override") and by not in (
+                "",
+                "supervisor",
+            ):
                 at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
                 stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
                 rows.append((folder.name, stamp, by, kind, jsonl.text(event, "text")))
@@ -348,10 +351,13 @@ def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
 def _charts(phases: Sequence[Phase], stem: str) -> dict[str, str]:
     """Returns the charts of the phase with the most steps, by file name."""
     longest = max(phases, key=lambda each: each.state.step or 0)
+    units = {name: figure.unit for name, figure in longest.state.figures.items()}
     drawn = {
         f"{stem}-{word}.svg": report_chart.svg(
-            f"{name} of {clean(longest.name, 60)}", unit, longest.source.series.points(name)
+            f"{name} of {clean(longest.name, 60)}",
+            units.get(name, ""),
+            longest.source.series.points(name),
         )
-        for name, word, unit in CHARTS
+        for name, word in CHARTS
     }
     return {name: text for name, text in drawn.items() if text}

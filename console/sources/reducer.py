@@ -31,7 +31,7 @@ STARTED_RECORDS = 2
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 UNITS: Mapping[str, tuple[str, str]] = {
     "toks_per_s": ("tok/s", "steps"), "toks_per_s_rank": ("tok/s", "steps"),
-    "loss": ("nats/token", "step"), "lr": ("", "step"), "grad_norm": ("", "step"),
+    "loss": ("", "step"), "lr": ("", "step"), "grad_norm": ("", "step"),
     "mfu": ("share", "steps"), "mfu_exact": ("share", "steps"),
     "tokens_total": ("tokens", "run"), "bytes_right": ("share", "steps"),
     "dt_fetch_s": ("s", "step"), "dt_forward_s": ("s", "step"), "dt_backward_s": ("s", "step"),
@@ -43,7 +43,7 @@ UNITS: Mapping[str, tuple[str, str]] = {
     "gpu_mem_alloc": ("MiB", "step"), "gpu_mem_reserved": ("MiB", "step"),
     "skipped_steps": ("steps", "run"), "dropped_records": ("records", "run"),
 }  # fmt: skip
-"""Unit and window of each figure in a progress record."""
+"""Unit and window of each figure in a progress record; `loss_unit` has the unit of the loss."""
 MAX_ALERTS, MAX_LAYERS = 256, 128
 
 

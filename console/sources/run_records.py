@@ -110,14 +110,14 @@ class RunRecords:
             found[name] = replace(alert, acknowledged=noted)
         return tuple(sorted([*found.values(), *more], key=_urgency))
 
-    def figures(self, has_settings: bool) -> Mapping[str, Figure]:
+    def figures(self, loss_unit: str) -> Mapping[str, Figure]:
         """Returns the newest figures of rank 0 and of the samples."""
         progress = {
             rank: line.record for rank, head in self.heads.items()
             if (line := head.figures or head.progress)
         }  # fmt: skip
         return (
-            progress_figures(progress, has_settings)
+            progress_figures(progress, loss_unit)
             | step_figures(progress, self.reducer.series)
             | sample_figures(self.samples)
         )
@@ -137,11 +137,8 @@ def _urgency(alert: Alert) -> tuple[bool, int, float]:
     return alert.acknowledged, LEVELS.index(alert.level), -alert.ts
 
 
-def progress_figures(progress: Records, has_settings: bool = True) -> dict[str, Figure]:
-    """Returns the figures of rank 0's newest progress record, and the largest memory of any rank.
-
-    The loss of a foreign program, which has no settings, has no unit.
-    """
+def progress_figures(progress: Records, loss_unit: str) -> dict[str, Figure]:
+    """Returns the figures of rank 0's newest progress record, and the largest memory of any rank."""
     record = progress.get(0)
     if record is None:
         return {}
@@ -152,8 +149,8 @@ def progress_figures(progress: Records, has_settings: bool = True) -> dict[str, 
     for name, (unit, window) in UNITS.items():
         value = jsonl.number(record, name)
         if value is not None:
-            known = has_settings or name != "loss"
-            figures[name] = Figure(value, unit if known else "", windows[window], at)
+            unit = loss_unit if name == "loss" else unit
+            figures[name] = Figure(value, unit, windows[window], at)
     for name in ("gpu_mem_reserved", "gpu_mem_alloc"):
         values = [v for r in progress.values() if (v := jsonl.number(r, name)) is not None]
         if values:

@@ -106,6 +106,8 @@ class Summary:
         """
         self.loaded_step = 0
         """The step of the checkpoint that all ranks of a continuing run have loaded, or 0."""
+        self.loss_unit = ""
+        """As in `loss_unit` of console.model."""
         self.name = ""
         """Text for the window of a gate if these totals belong to an earlier run, else ""."""
         self.ends: dict[tuple[int, int], LastPulse] = {}

@@ -195,6 +195,17 @@ def test_check_of_a_live_run_says_what_holds_so_far(launch, capsys):
         assert "**no go yet: the run has not ended**" in out
 
 
+def test_no_text_gives_the_loss_of_a_foreign_program_a_unit(launch, capsys, tmp_path):
+    run, output = live(launch, loss_falls=True), tmp_path / "out.md"
+    for settings in ({"train.steps": {"value": 20}}, {}):
+        directory.change(run / rundir.RUN, settings=settings)
+        with directory.owned(launch):
+            said(capsys, "report", launch, "--output", output)
+            texts = [path.read_text() for path in (output, output.with_name("out-loss.svg"))]
+            texts += [said(capsys, command, launch)[1] for command in ("status", "check")]
+        assert ["nats/token" in text for text in texts] == [bool(settings)] * 4, texts
+
+
 def test_gates_of_a_live_run_that_all_passed_so_far_are_no_go_yet(launch, capsys):
     live(launch, steps_done=5)
     with directory.owned(launch):
