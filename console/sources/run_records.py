@@ -138,7 +138,7 @@ def _urgency(alert: Alert) -> tuple[bool, int, float]:
 
 
 def progress_figures(progress: Records, loss_unit: str) -> dict[str, Figure]:
-    """Returns the figures of rank 0's newest progress record, and the largest memory of any rank."""
+    """Returns the figures in the record of rank 0, and the largest memory of any rank."""
     record = progress.get(0)
     if record is None:
         return {}
