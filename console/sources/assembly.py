@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console import status_text
-from console.model import RANK_GONE, Alert, LaunchState, Level, RunState, State
+from console.model import LIVE_STATES, RANK_GONE, Alert, Gate, LaunchState, Level, RunState, State
 from console.run_state import decide
 from console.sources import json_documents, legacy, liveness
 from console.sources.launch_documents import with_run_state
@@ -93,7 +93,7 @@ class Assembly:
             ranks=ranks, gpus=records.gpus,
             figures=records.figures(bool(run_json.get("settings")) or is_legacy),
             alerts=self._alerts(), verdict=json_documents.verdict(supervisor),
-            gates=json_documents.gates(self.gates), bounds=json_documents.bounds(run_json),
+            gates=self._gates, bounds=json_documents.bounds(run_json),
             armed=self._policy("armed"), armed_short=self._policy("armed_short"),
             launch=self.launch and with_run_state(
                 self.launch, self.run.name, self._state, self._why
@@ -123,6 +123,11 @@ class Assembly:
         if not step or not planned or self._has_ended or self._state == "stalled":
             return None
         return self.records.reducer.series.eta_s(step, planned)
+
+    @property
+    def _gates(self) -> tuple[Gate, ...]:
+        """The stored results; () for a live run, whose results are only written at its end."""
+        return () if self._state in LIVE_STATES else json_documents.gates(self.gates)
 
     @property
     def _blocked_s(self) -> float:
