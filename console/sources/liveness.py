@@ -2,7 +2,7 @@
 
 The supervisor decides the state of a run. If the supervisor is dead, a reader uses the processes
 that are alive (`unsupervised`), or else the recorded end, or else the exit records of all ranks. If
-none of these exists, the run is `lost`.
+none of these exists, the run is usually `lost`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainers.contract.errors import RefusedError
 STATES: frozenset[str] = frozenset(get_args(State))
 ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
-"""A process of another host is treated as alive for this time after its last record."""
+"""A process of another host is treated as alive for this time after it wrote something."""
 SUPERVISOR_SILENT_S = 20.0
 """A supervisor is silent if it writes nothing for this time; it usually writes every second."""
 STOPPED = "T t"
@@ -49,9 +49,9 @@ def age(ts: float | None) -> float | None:
 
 
 def live_directory(supervisor: Record) -> Path | None:
-    """Returns the live directory of a run, or None if it does not exist on this host.
+    """Returns the live directory of a run, or None if there is none that can be trusted.
 
-    A directory of another host, or from before the last boot, is not used.
+    A directory of another host, of another user, or from before the last boot, is not used.
     """
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
@@ -85,7 +85,7 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
 
     If a disk is full or does not answer, the document is late; the last `state` event or the
     supervisor heartbeat is then newer. An end in the document is final. Times in the future are
-    ignored, and an end in `others` is used only if no rank is alive.
+    ignored, and an end in `others` is used only if `_may_have_ended`.
     """
     if jsonl.text(supervisor, "state") in ENDED:
         return dict(supervisor)
@@ -246,7 +246,7 @@ def has_lost_rank(supervisor: Record) -> bool:
 
 
 def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
-    """Returns alerts on stopped processes of a supervisor, or else on a supervisor that is silent.
+    """Returns alerts on stopped processes of `ROLES`, or else on a silent supervisor that is alive.
 
     `status` is the supervisor heartbeat, or {} if there is none.
     """
@@ -263,7 +263,7 @@ def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
 
 
 def _stopped_processes(supervisor: Record) -> dict[str, str]:
-    """Returns the name and text of an alert for each process that a signal has stopped."""
+    """Returns the name and text of an alert for each process of `ROLES` that is stopped."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     texts = {}
     for role, (key, effect) in ROLES.items():

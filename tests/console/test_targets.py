@@ -86,7 +86,7 @@ def test_a_directory_that_is_a_copy_or_was_moved_is_only_looked_at(tmp_path, cap
     shutil.copytree(path, other) if how == "copied" else path.rename(other)
     for target in (other, other / "0-first"):
         code, err = said(capsys, *words.format(target).split())
-        assert (code, f"is a copy or was moved: its processes use {path}; " in err) == (
+        assert (code, f"is a copy or was moved: its run was started in {path}; " in err) == (
             4, True,
         ), err  # fmt: skip
     assert ("give that directory" in err) == (how == "copied")
