@@ -79,8 +79,8 @@ def _why_not(run: Path, token: str) -> str:
 def end(found: Sequence[Leftover]) -> Iterator[str]:
     """Sends TERM, and KILL after the grace time; yields how each process ended.
 
-    A process whose run was adopted meanwhile gets no signal. None of these launches can be adopted
-    until this function has ended.
+    A process whose run was adopted after `found` was collected gets no signal. While this function
+    runs, none of the launches can be adopted.
     """
     with contextlib.ExitStack() as locks:
         for launch in {each.run.parent for each in found}:

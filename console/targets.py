@@ -107,7 +107,7 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 
 
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
-    """Returns whether a run has not ended and no supervisor reads its requests.
+    """Returns whether no supervisor reads the requests of a run that has no recorded end.
 
     A supervisor on another host is assumed to be alive, because this host cannot check it. Raises
     RefusedError if the document that names the supervisor cannot be read and no process of the run

@@ -51,8 +51,9 @@ class Tail:
     `accept` returns the record of a decoded object, or None if the line is to be skipped.
     `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
-    `begin_at`, or, if that is 0, at most `recent_bytes` before the end. Long holes are skipped. If
-    the file is replaced, the new file is read from its start, unless `stays` is set.
+    `begin_at`, or, if that is 0, at most `recent_bytes` before the end, or at the start without
+    `recent_bytes`. Long holes are skipped. If the file is replaced, the new file is read as if
+    `begin_at` were 0, unless `stays` is set.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Tail:
         return data
 
     def _skip_hole(self, fd: int, size_bytes: int) -> None:
-        """Continues reading after a hole. Raises OSError."""
+        """Continues reading after a hole, if there is one. Raises OSError."""
         try:
             data_at = os.lseek(fd, self.offset, os.SEEK_DATA)
         except OSError as error:
