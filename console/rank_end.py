@@ -66,7 +66,7 @@ class RankEnd:
 
     @property
     def secondary(self) -> bool:
-        """True if another rank probably caused the end: the rank was terminated, or lost its peer."""
+        """True if another rank probably caused the end: by a termination, or as a lost peer."""
         return self.killed_after_failure or self.signal == "SIGTERM" or self.lost_peer
 
     @property

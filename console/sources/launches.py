@@ -211,7 +211,7 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
             there = Path(home).parent if launch else Path(home)
             advice = "give that directory" if rundir.stamp(there) else "move it back to act on it"
             raise RefusedError(
-                f"{launch or run} is a copy or was moved: its run was started in "
+                f"{launch or run} is a copy or was moved: its records name "
                 f"{clean(str(there), 400)}; {advice}"
             )
     if by_name and runs and not recorded:
