@@ -1,7 +1,7 @@
 """Ends the trainers that a dead supervisor left behind, when an operator asks for it.
 
-A process gets a signal only if it certainly belongs to a launch of this user whose supervisor is
-dead. The row `end-leftovers` of docs/decisions.md has the reasons.
+A process gets a signal only if all sources agree that it belongs to a launch of this user whose
+supervisor is dead. The row `end-leftovers` of docs/decisions.md has the reasons.
 """
 
 from __future__ import annotations

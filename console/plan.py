@@ -1,4 +1,4 @@
-"""Plans: the phases of a launch as frozen data, parsed from YAML; unknown keys are errors."""
+"""Parses plans from YAML into frozen data; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The policy for restarts of a run from its newest verified checkpoint.
+    """The policy for restarts of a run from its newest verified checkpoint, or else from step 1.
 
     `stall` includes `crash`. At most `attempts` restarts follow each other without a new
     checkpoint. The wait before the first restart is `backoff_s`; it doubles before each further
-    restart, up to `LONGEST_BACKOFF_S`.
+    restart without a new checkpoint, up to `LONGEST_BACKOFF_S`.
     """
 
     when: RestartWhen = "never"

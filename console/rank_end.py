@@ -1,4 +1,4 @@
-"""The end of one rank: its exit, its error, and the sentence that describes both."""
+"""Describes the end of one rank: its exit, its error, and a sentence on both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a run as text lines, sentences, exit code and JSON, for scripts and terminals."""
+"""Returns the state of a run as text lines, sentences, exit code and JSON."""
 
 from __future__ import annotations
 

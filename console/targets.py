@@ -94,7 +94,10 @@ def _has_only_ranks(run: Path) -> bool:
 
 
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
-    """Returns two values: the directory that receives the requests of an action, and its kind."""
+    """Returns two values: the directory that receives the requests of an action, and its kind.
+
+    Raises NotFoundError or RefusedError if there is no such directory.
+    """
     top = launches.launch_of(path)
     here: Mailbox = "launch" if top == path else "run"
     if here in action.mailboxes:

@@ -98,7 +98,7 @@ def _without_prefix(line: str, rank: int | None) -> str | None:
 
 
 def _last_exception(lines: list[str]) -> _Raised:
-    """Returns an uncaught C++ exception, else the last fatal exception, else the last (or none)."""
+    """Returns an uncaught C++ exception, or else the last fatal one, or else the last exception."""
     if thrown := _cxx_exception(lines):
         return thrown
     found = list(_exceptions(lines))

@@ -205,7 +205,7 @@ _Members = Mapping[int, _Member]
 
 
 def _named(ranks: Iterable[int], one: str = "", many: str = "") -> str:
-    """Returns "rank 3 waits" or "ranks 0-2, 4 wait"."""
+    """Returns ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait"."""
     numbers = sorted(ranks)
     runs = itertools.groupby(numbers, key=lambda each: each - numbers.index(each))
     spans = [list(span) for _, span in runs]

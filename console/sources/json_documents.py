@@ -21,7 +21,7 @@ CLOCK_S = 2.0
 
 
 class Document:
-    """One JSON file, which is read again when it is replaced.
+    """One JSON file, which is read again when it has changed.
 
     `trouble` says why the content that was read last cannot be shown, or is "".
     """

@@ -197,7 +197,7 @@ def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEn
 
 
 def _workers_without_exit(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
-    """Returns each worker without an exit in supervisor.json, and whether that worker is alive."""
+    """Returns the entry of each rank without a recorded exit, and whether the rank is alive."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     workers = [each for each in jsonl.entries(supervisor, "workers") if each.get("exit") is None]
     return [(worker, rundir.is_alive(here | worker)) for worker in workers]
@@ -235,7 +235,7 @@ def living_in(run: Path) -> str:
 
 
 def has_lost_rank(supervisor: Record) -> bool:
-    """Returns whether a worker has ended, according to supervisor.json or this host's kernel."""
+    """Returns whether a rank has ended, according to supervisor.json or this host's kernel."""
     left, is_here = _workers_without_exit(supervisor), supervisor.get("host") == rundir.host_name()
     return len(left) < len(jsonl.entries(supervisor, "workers")) or any(
         is_here and not alive for _, alive in left
@@ -278,7 +278,7 @@ def _stopped_processes(supervisor: Record) -> dict[str, str]:
 
 
 def exit_words(worker: Record, record: Record) -> str:
-    """Returns how a worker ended: as observed, or else as in its exit record; "" if unknown."""
+    """Returns how a rank ended: as observed, or else as in its exit record; "" if it has no end."""
     observed = worker.get("exit")
     if not isinstance(observed, dict):
         code = jsonl.integer(record, "exit_code") or 0

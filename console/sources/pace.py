@@ -1,4 +1,4 @@
-"""The figures of one progress record (`Progress`), and the pace of one rank in one attempt.
+"""Measures the pace of one rank in one attempt; `Progress` has the figures of one record.
 
 A pace has the times between records, and the durations of steps and phases. Only the supervisor
 and the diagnosis need a pace. `LatestRecords` has the content of the newest records.

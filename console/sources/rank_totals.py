@@ -1,7 +1,7 @@
-"""The totals of one rank over all its attempts, added up in the order of the rank's file.
+"""Adds up the records of one rank over all its attempts, in the order of the rank's file.
 
-Memory is bounded. Records are numbered. A gap in the numbers shows which records are missing, and
-from which step on they may be missing.
+The memory for the totals is bounded. Records are numbered. A gap in the numbers shows which records
+are missing, and from which step on they may be missing.
 """
 
 from __future__ import annotations

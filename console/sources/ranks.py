@@ -1,4 +1,4 @@
-"""The present ranks of a run, read from supervisor.json, samples, records and pulses."""
+"""Reads the present ranks of a run from supervisor.json, samples, records and pulses."""
 
 from __future__ import annotations
 

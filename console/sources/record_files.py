@@ -266,7 +266,7 @@ class RecordFiles:
     def poll(self, limit_bytes: int, world: int = MAX_RANKS) -> Iterator[Batch]:
         """Yields about `limit_bytes` of new lines; starts where the last poll stopped.
 
-        Heartbeats of ranks beyond `world` are ignored.
+        Heartbeat files of ranks beyond `world` are ignored.
         """
         self._discover(world)
         left, ended = limit_bytes, 0

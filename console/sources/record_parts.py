@@ -1,4 +1,4 @@
-"""Names of the older parts of record files and logs, and the hash that identifies a record file."""
+"""Names the older parts of record files and logs, and computes the hash of a record file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The totals of a run over all its ranks and attempts; the gates are evaluated from them.
+"""Adds up a run over all its ranks and attempts; the gates are evaluated from these totals.
 
 The file of each rank is added up separately, so the order in which files are read does not matter.
 """
