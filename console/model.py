@@ -36,7 +36,7 @@ NO_GO = "no-go"
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
-"""Exit codes of `--wait` and `status` for each state of an ended run, if its gates passed."""
+"""Exit codes of `--wait` and `status` for each state of an ended run, apart from its gates."""
 UNHEALTHY_STATES: frozenset[State] = frozenset(("stalled", "unsupervised"))
 """Live states that need an operator."""
 

@@ -23,7 +23,7 @@ IN_RECENT = f"in the newest {RECENT_BYTES >> 10} KiB of each file"
 NO_POLICY = "none (no supervisor)"
 STOPPED_POLICY = "none (the supervisor is stopped)"
 NO_RESTART = "no restart (the supervisor is stopped)"
-ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, starts a new one"
+ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, starts a supervisor"
 Record = Mapping[str, Any]
 
 

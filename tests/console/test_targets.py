@@ -230,7 +230,7 @@ def test_a_request_to_an_unsupervised_run_is_refused_with_advice(tmp_path, capsy
     for target in (path, document.parent, path):
         code, err = said(capsys, *words.format(target).split())
         assert (code, "has ended" in err, "is over" in err) == (4, False, False)
-        assert f"nsa-console adopt {path} starts a new one" in err
+        assert f"nsa-console adopt {path} starts a new supervisor" in err
         document.unlink(missing_ok=True)  # a run that starts has none yet
 
 
