@@ -17,7 +17,7 @@ def set_safe_umask() -> None:
 
 
 def check_ours(path: Path) -> None:
-    """Raises RefusedError unless `path` is a directory of this user that not every user can write."""
+    """Raises RefusedError unless `path` is this user's directory and not writable for all users."""
     if check_owner(path).st_mode & stat.S_IWOTH:
         raise RefusedError(
             f"every user can write into {path}, so its content may be forged; chmod go-w {path}"

@@ -77,7 +77,7 @@ def size(size_bytes: int) -> str:
 
 
 def exit_code(state: RunState, whole: bool = False) -> int:
-    """Returns the documented exit code for a state: from the state, its alerts and its gates.
+    """Returns the documented exit code for the state of a run.
 
     With `whole` the code is that of the launch, if the launch has ended. A run that lost a rank is
     treated as crashed, even while its other ranks are being ended.
@@ -250,7 +250,7 @@ def gate_line(gate: Gate) -> str:
 
 
 def gates_text(phase: PhaseState) -> str:
-    """Returns the result of a completed phase's gates, or "" for any other phase."""
+    """Returns the result of a completed phase's gates, or "" if there is no result yet."""
     if phase.state != "completed" or not phase.result:
         return ""
     if phase.result == "pass" and not phase.has_gates:

@@ -265,10 +265,10 @@ def _unusual(
     """Returns two values: ranks with an unusual call `number`, and whether they skipped a call.
 
     A call is usual if it also came earlier after the same preceding call. Ranks have skipped a call
-    if their call came a little later before. If every rank makes a usual call, and no call has a
-    majority, the ranks with a much rarer call are returned. No rank is returned if every rank
-    makes a usual call and one call has a majority, if no rank makes a usual call, or if too few
-    calls are known.
+    if, earlier, their call came a few calls later. If every rank makes a usual call, and no call
+    has a majority, the ranks with a much rarer call are returned. No rank is returned if every
+    rank makes a usual call and one call has a majority, if no rank makes a usual call, or if too
+    few calls are known.
     """
     earlier: dict[int, str] = {}
     for member in members.values():

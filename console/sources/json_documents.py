@@ -1,4 +1,4 @@
-"""Reads the JSON documents of a run directory into model data; invalid content never raises."""
+"""Reads the JSON documents of a run directory into model data; invalid content raises no error."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def parts(path: Path) -> dict[int, Path]:
 
 
 def _part_at(path: Path, number: int) -> Path | None:
-    """Returns the path of a part; the growing file is renamed when the next part starts."""
+    """Returns the path of a part, or None; the growing file is renamed as the next part starts."""
     there = path if jsonl.size_bytes(path) else None
     return parts(path).get(number, there) if number else there
 

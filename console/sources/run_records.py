@@ -180,7 +180,7 @@ def progress_figures(progress: Records, has_settings: bool = True) -> dict[str, 
 
 
 def step_figures(progress: Records, series: Series) -> dict[str, Figure]:
-    """Returns p50 and p99 of the durations of the last steps."""
+    """Returns p50 and p99 of the durations of the last steps of rank 0, or {}."""
     percentiles = series.step_percentiles_s()
     if percentiles is None or 0 not in progress:
         return {}

@@ -90,7 +90,7 @@ class Summary:
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None
-        """The logs and the newest checkpoint, read at the end of an attempt."""
+        """What `gate_files.read` returned, or None before it was called."""
         self.is_live = False
         """True if the newest attempt still writes records, so its next records are not missing."""
         self.loaded: dict[int, int] = {}

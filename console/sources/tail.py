@@ -67,7 +67,7 @@ class Tail:
         self.is_replaced = False
         """True if `stays` is set and another file is at the path; that file is not read."""
         self.line_at = self._begin_at = begin_at
-        """`line_at` is the offset of the next line; those before it were returned or skipped."""
+        """`line_at` is the offset of the next line; earlier lines were returned or skipped."""
         self.left_out_bytes = 0
         """Bytes before the place where reading started, or 0 if that was `begin_at`."""
         self._recent_bytes = recent_bytes
@@ -84,7 +84,7 @@ class Tail:
         self._overlong = False
 
     def poll(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[dict[str, Any]]:
-        """Returns the records since the last call; one call reads at most 1 MiB."""
+        """Returns the next records; one call reads at most 1 MiB."""
         return [line.record for line in self.poll_lines(limit_bytes)]
 
     def poll_lines(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[Line]:
