@@ -222,7 +222,7 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
 
 
 def _is_home(home: Path, run: Path, host: str) -> bool:
-    """Returns whether a run was started in this directory; True if only its other host has `home`."""
+    """Returns whether a run was started in this directory, or seems to be of another host."""
     try:
         return home.samefile(run)
     except OSError:
