@@ -75,7 +75,7 @@ class TerminalDriver(LinuxDriver):
         signal.signal(signal.SIGUSR1, lambda *_: None)
 
     def run_input_thread(self) -> None:
-        """Reads keys until the driver stops; bytes that are not valid UTF-8 are replaced."""
+        """Reads keys until the driver stops or the input ends; replaces bytes that are no UTF-8."""
         parser = XTermParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
         read_at = time.monotonic()
@@ -100,9 +100,9 @@ class TerminalDriver(LinuxDriver):
     def _is_pasted(self, text: str) -> bool:
         """Returns whether this text was pasted and not typed, so that its keys are ignored.
 
-        Text is pasted if one read returns more characters than a person types, or if it soon
-        follows such a read. Some terminals mark a paste with an escape sequence; a marked paste is
-        passed to Textual.
+        Text counts as pasted if one read returns more characters than a person types, or if it soon
+        follows such a read. Text that begins with an escape sequence, and a paste that the terminal
+        marks with such sequences, are passed to Textual.
         """
         begin, end = (text.rfind(mark) for mark in PASTE_MARKS)
         was_marked = self._is_marked
@@ -160,7 +160,7 @@ class TerminalDriver(LinuxDriver):
         os._exit(0)
 
     def _wait_until_drained(self) -> None:
-        """Waits until the writer has dropped its pending output, which would undo `RESTORE`."""
+        """Waits a short time for the writer to drop its output, which would undo `RESTORE`."""
         end, writer = time.monotonic() + RESTORE_S, self._writer_thread
         time.sleep(RESTORE_S / 10)
         while writer is not None and writer._queue.qsize() and time.monotonic() < end:

@@ -22,9 +22,10 @@ LISTS = ("launch", "stall", "logs")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. The footer shows its `label`, if any; a narrow footer drops the lowest weights.
+    """One row of the table: the keys of one function.
 
-    `button` is the label on the action bar; `actions` are the actions that the key asks about.
+    The footer shows the `label`, if any; a narrow footer drops the lowest weights. `button` is the
+    label on the action bar; `actions` are the actions that the key asks about.
     """
 
     id: str

@@ -14,7 +14,7 @@ from console.tui.widgets.lines import Box, Lines, Panel
 
 
 class Main(Screen[None], inherit_bindings=False):
-    """The only screen. A change of focus repaints two widgets, not the whole screen.
+    """The only Textual screen. A change of focus repaints two widgets, not the whole screen.
 
     The screen has only the keys of the table of keys; tab stays within an overlay.
     """
