@@ -21,7 +21,7 @@ from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import Stack
 
 HELD = ("disk", "lock", "pipe", "child")
-"""Kinds of waits during the start that count as work: the other ranks wait for such a rank."""
+"""If no rank computes at the start, the other ranks wait for a rank with such a wait."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
 """Matches functions whose calls the flight records do not show."""
@@ -158,9 +158,9 @@ class Stall:
     def _find_difference(self) -> Difference:
         """Returns the first difference between the flight records of the ranks.
 
-        The late ranks are not behind if each waits in its last call, which all other ranks have
-        made. If all ranks wait for peers, and the late ranks wait in calls that are never recorded,
-        then the calls differ (a mismatch).
+        Ranks with fewer recorded calls are not behind if each waits in its last call, which all
+        other ranks have made. If all ranks wait for peers, and these ranks wait in calls that are
+        never recorded, then the calls differ (a mismatch).
         """
         found = self.evidence.difference(tuple(each.rank for each in self.ranks))
         late = {each.number: each.where for each in self.suspects
@@ -238,7 +238,7 @@ def _of_flights(stall: Stall) -> Sign:
 
 
 def _of_stacks(stall: Stall) -> Sign:
-    """Names the ranks of the first group that is not empty (but see `_odd`).
+    """Names the ranks of the first group that is not empty, unless they are all of several ranks.
 
     The groups are: ranks whose native code holds the GIL; ranks that do not wait for peers, for a
     GPU or to join; ranks that may wait for a GPU that is not known to run a kernel; if every rank
@@ -267,8 +267,8 @@ def _of_stacks(stall: Stall) -> Sign:
 def _of_processes(stall: Stall) -> Sign:
     """Names the ranks that cannot run, or else the ranks for which the others wait at the start.
 
-    If there are no such ranks, names the ranks that compute or whose wait is their own. `_odd`
-    removes the names if these are all of several ranks.
+    If there are no such ranks, names the ranks that compute or whose wait is their own. Names no
+    rank if the found ranks are all of several ranks.
     """
     odd = [each for each in stall.suspects if each.cannot_run]
     odd = odd or _starting(stall) or [each for each in stall.suspects if each.waits or each.runs]

@@ -16,7 +16,7 @@ from console.sources.stacks import Stack
 LASTING_STATES = (*STOPPED_STATES, *ENDED_STATES)
 ABNORMAL_STATES = ("D", *LASTING_STATES)
 SPIN_SHARE = 0.5
-"""A main thread that waits for its GPU spins, and uses at least this share of a core. The share is
+"""Least share of a core that a main thread uses while it spins in a wait for its GPU. The share is
 low because ranks may share cores."""
 BUSY_SHARE = 0.7
 """A process that uses at least this share of a core is busy: it computes, or spins in a wait."""

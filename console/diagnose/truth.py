@@ -1,7 +1,6 @@
 """The truth checks: watch rules that find impossible, contradictory or unexpected figures of a run.
 
-They can only warn or dump. The measure of a rule returns None, and the rule raises no alert, if its
-figures are missing or unusable.
+They can only warn or dump. A truth check raises no alert if its figures are missing or unusable.
 """
 
 from __future__ import annotations

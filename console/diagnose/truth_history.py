@@ -261,7 +261,7 @@ class TruthHistory:
         return f"; {who} {median(ratios.values()):.1f} times as long as before in {phase}"
 
     def _in_words(self, ranks: Sequence[int]) -> str:
-        """Returns the names of ranks; adds the host if they are all its ranks.
+        """Returns the names of ranks; adds the host if the host has no other ranks.
 
         The host is not added for a single rank, or for all ranks of the run.
         """

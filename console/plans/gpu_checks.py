@@ -1,4 +1,4 @@
-"""The checks of GPUs, driver and torch. A GPU that is known to be unhealthy or busy is not used."""
+"""The checks of GPUs, driver and torch. No launch uses a GPU known to be faulty or busy."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, st
 
 
 def loss_finite(s: Summary) -> Measured:
-    """Returns the sum, over the attempts, of the most steps with a non-finite loss of any rank."""
+    """Returns the sum, over all attempts, of the highest count of non-finite losses of a rank."""
     worst: dict[int, int] = {}
     first, doubt, known = "", "", False
     for attempt, rank, part, end in s.all_parts():

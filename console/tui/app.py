@@ -287,7 +287,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     async def do_flags(self) -> None:
         await self.show_view("launch")
-        self.say("the mark › is in the flags: ↓ ↑ move it; enter and space set the next value")
+        self.say("the mark › is in the flags: ↓ ↑ move it; enter and space change the flag")
 
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
 
