@@ -54,7 +54,7 @@ class Evidence:
     gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
     """The result of `gpu_signs.own_gpus`: the row of a rank's own GPU, or () if it is not known."""
     ts: float = 0.0
-    """Time of the second sample (unix s)."""
+    """Time at which the evidence was complete (unix s). Each later sample sets it again."""
 
     @cached_property
     def places(self) -> Mapping[int, Where]:
@@ -72,7 +72,7 @@ class Evidence:
         return self._compared[ranks]
 
     def as_of(self, source: str) -> str:
-        """Returns the time of a source's oldest dump or of the second sample, or "" if not known.
+        """Returns the time of a source's oldest dump, `ts` for the processes, or "" if not known.
 
         The text has the form " as of 14:03:22".
         """

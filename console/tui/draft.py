@@ -65,7 +65,7 @@ class Draft:
             self.prepared = self.checked = None
 
     def options(self) -> Any:
-        """Returns the options of the launch. The check does not measure; only the launch does."""
+        """Returns the options of the launch. The check on the screen does not measure."""
         from console.actions import LaunchOptions  # imported after the first picture
 
         return LaunchOptions(
