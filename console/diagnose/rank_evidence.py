@@ -147,7 +147,7 @@ def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
 
 
 def names(ranks: Sequence[RankEvidence]) -> str:
-    """Returns "rank 3" or "ranks 0-2, 4"."""
+    """Returns the names of ranks as text: "rank 3" or "ranks 0-2, 4"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans(each.rank for each in ranks))}"
 
 

@@ -63,7 +63,7 @@ class Rule:
         return self._reaches(value, self.threshold)
 
     def bound(self, value: float) -> str:
-        """Returns a bound with its sign and unit: "≤ 70 %", "≥ 3 consecutive records"."""
+        """Returns a bound with its sign and unit, if any: "≤ 70 %", "≥ 3 consecutive records"."""
         sign = "≥" if self.threshold >= self.clear else "≤"
         if self.unit == "share":
             return f"{sign} {100 * value:g} %"

@@ -143,7 +143,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         return self.views[self.view_name]
 
     def take(self, snapshot: ScreenData) -> None:
-        """Shows a snapshot of the feed, or drops it if the app is exiting."""
+        """Shows a snapshot, except in a paused view; drops the snapshot if the app is exiting."""
         if not self.is_running:
             return
         if self.snapshot is None and snapshot.state is None:

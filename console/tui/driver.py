@@ -1,4 +1,4 @@
-"""The Textual driver: paints on stdout, drops pasted keys, exits even if the loop is blocked.
+"""The Textual driver: paints on stdout, drops pasted keys, and exits if the loop is blocked.
 
 Textual's own driver paints on stderr, which may be a file. When the terminal goes away, Textual's
 writer thread dies, and after 30 further writes the event loop is blocked forever. So the exit must

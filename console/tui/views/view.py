@@ -33,7 +33,7 @@ class View(Box):
     """One of the four views between the alert line and the action bar.
 
     The method `do_<id>` executes the key `<id>`. The app looks for the method in the view first,
-    unless an overlay is open.
+    unless an overlay is open or the key asks for a confirmation.
     """
 
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"
