@@ -86,7 +86,7 @@ TABLE: tuple[Decision, ...] = (
              ("The exit codes of the attempts are seen through pidfds.",
               ("One of these shows that a restart does not help:",
                "the error in the records of the rank;",
-               "the same error in two attempts.")),
+               "the same error in the last two attempts, with no new checkpoint between them.")),
              "The first restart is not rejected.", "The first restart is not rejected."),
     Decision("act-on-stall", "act", "halt, stop or restart a stalled run by a watch rule",
              ("The pulses do not change, in memory that the supervisor opened. After an adoption, "
