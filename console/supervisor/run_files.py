@@ -150,7 +150,7 @@ class Files:
         self._world, self._reading = world, reading
 
     def poll(self, heartbeats: bool) -> Poll:
-        """Returns what is new; reads only `.HALT` if `heartbeats` is False.
+        """Returns new records and the present documents; only `.HALT` if `heartbeats` is False.
 
         Records are read last, so that no record is lost after an OSError. Raises OSError.
         """
