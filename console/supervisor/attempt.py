@@ -1,4 +1,4 @@
-"""One attempt of a run: its processes, its records, and the state that follows from them."""
+"""Runs one attempt of a run; decides the run's state from its processes and records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launch: the sequence of its phases, and the requests to the launch."""
+"""Runs the phases of a launch one after the other, and executes its requests."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SLOTS, SLOT_BYTES = 2, 64
 MAIN, FILES = range(SLOTS)
 """The slots of the child's main thread, and of its thread that reads the run directory."""
 
-# Messages from the child.
+# The kinds of messages from the child, with their contents or effects.
 ALIVE = b"B"
 CLOSING = b"C"
 """The child closes its files and may wait for a disk, so it may be silent for `CLOSING_S`."""
@@ -42,7 +42,7 @@ ADOPT = b"H"
 """Adopted processes: torchrun's pid, environment and grace time as JSON."""
 KILL_AFTER = b"E"
 """The number of seconds after which the processes are killed."""
-# Messages from the owner.
+# The kinds of messages from the owner, with their contents.
 SPAWNED = b"P"
 """A pid, and its pidfd."""
 NOT_SPAWNED = b"N"

@@ -64,7 +64,7 @@ class Live:
             else:
                 unready.mkdir(mode=0o700)
             self._home = rundir.OpenDirectory(unready)
-            # Only a sweep locks the directory of a supervisor that died, and only briefly.
+            # Only the function `sweep` may have locked the directory of a supervisor that died.
             fcntl.flock(self._home.fd, fcntl.LOCK_EX | (0 if adopt else fcntl.LOCK_NB))
             if not adopt:
                 self._create_files(unready, attempt)

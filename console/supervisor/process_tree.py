@@ -220,7 +220,10 @@ class Tree:
         return {worker.rank: worker.handle for worker in self.alive()}
 
     def is_over(self) -> bool:
-        """Returns whether all processes have ended; kills leftovers after `LEFTOVER_GRACE_S`."""
+        """Returns whether all processes have ended.
+
+        Processes that outlive torchrun and all ranks by `LEFTOVER_GRACE_S` are killed.
+        """
         if not self.spawned or not self.agent_over or self.alive():
             return False
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The restart policy: whether the next attempt of a run begins, and if not, why."""
+"""Decides by the restart policy whether the next attempt of a run begins, and if not, why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run: its directory, its state, its supervisor heartbeat, and its sequence of attempts."""
+"""Runs the attempts of one phase; writes the state and the supervisor heartbeat of the run."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 LOOK_BYTES = 512 << 10
-"""One `poll` reads at most this many bytes of records, so that a backlog needs little memory."""
+"""One `poll` reads about this many bytes of records at most, so a backlog needs little memory."""
 LOG_TAIL_BYTES = 256 << 10
 ROW_BYTES = 4096
 DEATH = re.compile(rb"Received (1|2|3|15) death signal")
