@@ -51,7 +51,7 @@ def _chosen(options: argparse.Namespace) -> LaunchOptions:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Starts a plan or a config; --wait waits for its end; --dry-run only prints it."""
+    """Launches a plan or a config; --wait waits for the end; --dry-run starts nothing."""
     return _begin(_chosen(options), options)
 
 

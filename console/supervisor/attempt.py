@@ -30,7 +30,7 @@ ENDED_FROM_HERE = ENDINGS[1:]
 AGENT_LOST, UNPREPARED, STUCK = "torchrun-gone", "restart-waits", "not-ended"
 PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 COLLECT_S = 60.0
-"""When an attempt has ended for this long, no further part of its records is read."""
+"""Once this time has passed since the end of an attempt, no further part of its records is read."""
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
 """Records confirm the pulses only if they were read within this time."""
@@ -77,7 +77,7 @@ class Attempt:
         self._again_at = math.inf
         """The time at which failed work in the run directory is tried again (monotonic s)."""
         self._is_ours = False
-        """True once the directory is known to be this run's; a RefusedError may be temporary."""
+        """True if the directory is known to be this run's. A RefusedError may then be temporary."""
         if former is None or link.has_no_processes(self.path, context.home, number):
             self._begin_preparing()
         else:

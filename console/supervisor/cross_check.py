@@ -166,7 +166,7 @@ def check_plan(plan_state: Mapping[str, Any], spec: LaunchSpec) -> None:
 
 
 def check_copies(record: Mapping[str, Any], spec: LaunchSpec, index: int) -> None:
-    """Raises RefusedError if run.json differs from plan.json in a key that it repeats."""
+    """Raises RefusedError if run.json repeats a value of plan.json and the two values differ."""
     phase = spec.plan.phases[index]
     command = {"argv": argv(phase, spec.plan.watch.grace_s, Path())}
     copies = jsonl.decode(jsonl.encode({**spec.copies(index), **command})) or {}

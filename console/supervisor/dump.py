@@ -79,7 +79,7 @@ class Dumps:
     def request(
         self, run: Path, live: Path | None, alive: Mapping[int, process.Handle], request: Request
     ) -> Outcome | None:
-        """Starts a dump, or joins the dump in progress; returns None, or the answer if rejected."""
+        """Starts a dump, or joins the dump in progress; returns None, or why it does neither."""
         rank = request.args.get("rank")
         wanted = sorted(alive) if rank is None else [rank]
         if not alive:

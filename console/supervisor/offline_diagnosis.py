@@ -1,8 +1,8 @@
 """Diagnoses the present state of a run, for `nsa-console diagnose`, even without a supervisor.
 
 If a supervisor is alive and has detected a stall, its newest verdict is used. For a run that has
-ended, its last verdict is used. If ranks make no progress in any other case, this process collects
-the evidence itself, with the code of the supervisor.
+ended, the last verdict is used. In other runs, if ranks that are not being ended make no progress,
+this process collects the evidence itself, with the code of the supervisor.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ class Owner:
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun if it is a child of this process, else to remaining processes.
+        """Sends TERM to torchrun if it is a living child, else to processes of the attempt.
 
         If there is no process yet, because the child still starts, the child sends TERM later.
         """

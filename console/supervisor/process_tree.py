@@ -324,7 +324,8 @@ class Tree:
 
         Only the log has the exit of a rank that ended before the rank was found. An exit from the
         log never replaces an exit that the kernel reported. An exit from the log is confirmed
-        only if torchrun's own exit agrees. If torchrun exited with code 0, so did each rank.
+        only if torchrun's own exit agrees. Exit code 0 of torchrun stands for code 0 of each rank
+        whose exit the kernel did not report.
         """
         for rank, code, pid, is_root in crash_log.failed_ranks(log):
             if rank >= self.nproc:
