@@ -48,8 +48,10 @@ class Decision:
 
 TABLE: tuple[Decision, ...] = (
     Decision("end-others", "act", "end the other ranks after one rank has failed",
-             ("The exit of the failed rank, with a code or signal, is seen through its pidfd. "
-              + FACT,),
+             ("The end of the failed rank is seen through its pidfd.",
+              ("One of these shows that the rank failed:",
+               "the exit code or signal that the kernel reports;",
+               "the exit record of the rank, if the kernel does not report the exit.")),
              "The other ranks are not ended. The rule `stall` still watches them.",
              "A line in a log is ignored if no exit confirms it."),
     Decision("stop", "act", "send TERM, and KILL after the grace time, on an operator's request",
