@@ -38,6 +38,8 @@ FILES = (
     "nvidia_smi.xml", "mem_", "checkpoints",
 )  # fmt: skip
 """Names, or prefixes of names, of the files that the runbooks require."""
+OF_OPERATORS = ("note", "request", "answer", "ack", "override")
+"""The kinds of events in the table of notes and requests."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
 NOT_COMPARED = ("", "## Sweeps", "", "The sweeps have not been compared yet.")
 ENVIRONMENT = (
@@ -112,7 +114,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
         run = RunSource(each, reads="charts")
         run.read_all()
         state = run.poll()  # with a snapshot, the series are read after the state
-        if state.state in LIVE_STATES and not state.gates:
+        if state.state in LIVE_STATES:
             state = replace(state, gates=so_far(run, state))
         born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
         index = each.name.partition("-")[0]
@@ -126,7 +128,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
 def cell(value: object) -> str:
     """Returns a value as one line of text for a table; HTML and most Markdown marks are escaped.
 
-    `_` and `~` are not escaped, and a bare address may become a link.
+    For example, `_` and `~` are not escaped, and a bare address may become a link.
     """
     text = number(value) if isinstance(value, float) else "–" if value is None else value
     text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
@@ -163,7 +165,7 @@ def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator
 
 
 def _left_out(path: Path, source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields a line with the number of phases that the report does not show."""
+    """Yields a line with the number of phases that the report does not show, if there are any."""
     more = len(launches.run_directories(path)) - len(phases) if source.is_launch else 0
     if more > 0:
         yield f"\n{counted(more, 'phase')} more are not in this report."
@@ -232,7 +234,7 @@ def _figures(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _sweeps(path: Path) -> Iterator[str]:
-    """Yields the comparison of each sweep; yields nothing if no sweep can be read."""
+    """Yields the comparison of each sweep; yields nothing if the sweeps cannot be read."""
     try:
         found = sweep.sweeps(path)
     except ContractError:
@@ -314,7 +316,7 @@ def _files(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields notes, requests and answers by directory, at most the last `MAX_ROWS`."""
+    """Yields notes, requests, answers and overrides of operators, at most the last `MAX_ROWS`."""
     launch = source.launch_path if source.is_launch else None
     rows: list[Sequence[object]] = []
     for folder in (*([launch] if launch else []), *(each.path for each in phases)):
@@ -322,10 +324,7 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
             event = jsonl.decode(line) or {}
             kind = jsonl.text(event, "kind")
             by = jsonl.text(event, "asked_by" if kind == "answer" else "by")
-            if kind in ("note", "request", "answer", "ack", "override") and by not in (
-                "",
-                "supervisor",
-            ):
+            if kind in OF_OPERATORS and by not in ("", "supervisor"):
                 at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
                 stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
                 rows.append((folder.name, stamp, by, kind, jsonl.text(event, "text")))
