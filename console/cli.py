@@ -22,7 +22,7 @@ from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
     0: "success: done, healthy, or completed with all gates passed or overridden",
-    1: "a check failed; a gate without override did not pass; stalled or unsupervised",
+    1: "a check failed; a gate did not pass (no override); stalled, unsupervised",
     2: "usage error",
     3: "no such run or launch",
     4: "rejected; or the run was halted, stopped or killed",
