@@ -1,4 +1,7 @@
-"""The logs of a run, merged in the order in which their lines are read, and safe for a terminal."""
+"""The logs of a run, merged in the order in which their lines are read, and safe for a terminal.
+
+Lines of ranks carry no time. So the order between sources is known only by arrival, within a second.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ import re
 import time
 from pathlib import Path
 
-from console.model import LogLine
+from console.model import ALL_SOURCES, LogLine
 from console.sources import record_parts
 from console.sources.sanitize import clean
-from console.sources.tail import Tail
+from console.sources.tail import READ_CHUNK_BYTES, Tail
 from trainers.contract import jsonl, rundir
 
 BACKLOG_BYTES = 256 << 10
 MAX_LINE_BYTES = 64 << 10
+ORDERED_S = 5.0
+"""Longest time between two polls after which the order between sources is still shown as known."""
 _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
@@ -70,10 +75,15 @@ class LogSource:
     def __init__(self, run: Path, attempt: int = 1):
         self.run, self.attempt = run, attempt
         self._files: dict[str, Log] = {}
-        self._events = Tail(run / rundir.EVENTS, lambda record: record)
+        self._events = Tail(run / rundir.EVENTS, lambda record: record, READ_CHUNK_BYTES - 1)
+        self._polled_ts = 0.0
 
     def poll(self, over: bool = False) -> list[LogLine]:
-        """Returns the new lines of all logs that are not blank; `over` as in `Log.poll`."""
+        """Returns the new lines of all logs that are not blank; `over` as in `Log.poll`.
+
+        The lines of each source follow those of another. If the last poll is not recent, a last
+        line of `ALL_SOURCES` says that their order between sources is not known.
+        """
         self._discover()
         fresh = [line for record in self._events.poll() if (line := _event_line(record))]
         for file in self._files.values():
@@ -81,6 +91,11 @@ class LogSource:
                 text = clean(raw[:MAX_LINE_BYTES].decode("utf-8", "replace"))
                 if text.strip():
                     fresh.append(LogLine(file.source, text))
+        before, self._polled_ts = self._polled_ts, time.time()
+        if self._polled_ts - before > ORDERED_S and len({line.source for line in fresh}) > 1:
+            clock = time.strftime("%H:%M:%S", time.localtime(self._polled_ts))
+            text = f"above, before {clock}: order between sources not known"
+            fresh.append(LogLine(ALL_SOURCES, text))
         return fresh
 
     def _discover(self) -> None:
