@@ -1,6 +1,6 @@
 """The logs of a run, merged in the order in which their lines are read, and safe for a terminal.
 
-Lines of ranks carry no time. So the order between sources is known only by arrival, within a second.
+Lines of ranks carry no time. So the order between sources is known only by arrival.
 """
 
 from __future__ import annotations

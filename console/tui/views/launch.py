@@ -173,7 +173,8 @@ class Launch(Scrolls, View):
             when = launch.rest[0].numbered if launch.rest else ""
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.decided, **state.environment}
-            ours = state.decided or registry.OWN.keys() & snapshot.coming.keys() - changed.keys()
+            planned = registry.OWN.keys() & snapshot.coming.keys() - changed.keys()
+            ours = planned or any(word.startswith("trainers.") for word in state.argv)
             foreign = bool(state.argv) and not ours
             self._items = flag_list.items(now, snapshot.coming or None, changed, foreign=foreign)
             why_not = snapshot.coming_trouble and f": not available: {snapshot.coming_trouble}"
@@ -181,7 +182,9 @@ class Launch(Scrolls, View):
             heading = f"flags now → {when}{later}{why_not}" if when else "flags now, no phase left"
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
-            foreign = draft.plan is not None and not any(p.is_ours for p in draft.plan.phases)
+            foreign = draft.plan is not None and not any(
+                phase.is_ours for phase in draft.plan.phases
+            )
             self._items = flag_list.items(
                 {}, draft.planned_flags(), draft.flags, draft.between, foreign
             )
