@@ -14,6 +14,7 @@ from trainers.contract import flags, values, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
+QUOTE = "YAML reads on, off, yes and no as true and false; put the name into quotes, as in 'off'"
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters except tab and line feed, and surrogates."""
 LONGEST_BACKOFF_S = 600.0
@@ -386,6 +387,8 @@ def _check_keys(raw: Mapping[str, Any], known: list[str], where: str) -> None:
 def _mapping(raw: Any, where: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UsageError(f"{where} must be key: value lines, not a {type(raw).__name__}")
+    if any(isinstance(key, bool) for key in raw):
+        raise UsageError(f"{where}: a name is true or false; {QUOTE}")
     return {str(key): value for key, value in raw.items()}
 
 
@@ -395,4 +398,5 @@ def _check_name(raw: Any, where: str) -> None:
     if not isinstance(raw, str) or not NAME.fullmatch(raw):
         raise UsageError(
             f"{where}: the name {raw!r} must be lower-case letters, digits, '_', '.' or '-'"
+            + f"; {QUOTE}" * isinstance(raw, bool)
         )

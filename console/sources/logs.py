@@ -20,6 +20,8 @@ BACKLOG_BYTES = 256 << 10
 MAX_LINE_BYTES = 64 << 10
 ORDERED_S = 5.0
 """Longest time between two polls after which the order between sources is still shown as known."""
+SAME_S = 1.0
+"""Longest time between events that are about the same change."""
 _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
@@ -76,6 +78,7 @@ class LogSource:
         self.run, self.attempt = run, attempt
         self._files: dict[str, Log] = {}
         self._events = Tail(run / rundir.EVENTS, lambda record: record, READ_CHUNK_BYTES - 1)
+        self._last_event: dict[str, object] = {}
         self._polled_ts = 0.0
 
     def poll(self, over: bool = False) -> list[LogLine]:
@@ -85,7 +88,11 @@ class LogSource:
         line of `ALL_SOURCES` says that their order between sources is not known.
         """
         self._discover()
-        fresh = [line for record in self._events.poll() if (line := _event_line(record))]
+        fresh = []
+        for record in self._events.poll():
+            if line := _event_line(record, self._last_event):
+                fresh.append(line)
+            self._last_event = record
         for file in self._files.values():
             for raw in file.poll(over):
                 text = clean(raw[:MAX_LINE_BYTES].decode("utf-8", "replace"))
@@ -116,11 +123,20 @@ class LogSource:
                 self._files[name] = Log(self.run, directory / name, clean(source, 16))
 
 
-def _event_line(record: dict[str, object]) -> LogLine | None:
+def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine | None:
+    """Returns an event as a line, or None if it is not valid.
+
+    A verdict, its alert and the state are events of the same sentence, which only the first shows.
+    """
     text = jsonl.text(record, "text")
     ts = jsonl.number(record, "ts")
     if not text or ts is None or not 0 <= ts < 1 << 40:
         return None
+    said = jsonl.text(last, "text")
+    if said and abs(ts - (jsonl.number(last, "ts") or 0.0)) < SAME_S:
+        if said == text or said.endswith(f": {text}"):
+            return None
+        text = text.removesuffix(f": {said}")
     level = jsonl.text(record, "level").upper()
     mark = f"{clean(level, 8)} " if level in ("WARN", "CRIT") else ""
     return LogLine("sup", f"{time.strftime('%H:%M:%S', time.localtime(ts))} {mark}{clean(text)}")

@@ -179,6 +179,7 @@ def test_check_of_a_live_run_says_what_holds_so_far(launch, capsys):
         assert (json.loads(out)["so_far"], json.loads(out)["exit_code"]) == (True, 1)
         code, out, _ = said(capsys, "report", launch)
         assert "**no go yet: the run has not ended**" in out
+        assert "| so far: 2 passed, 1 unknown, 0 failed |" in out
 
 
 def test_gates_of_a_live_run_that_all_passed_so_far_are_no_go_yet(launch, capsys):
