@@ -1,4 +1,4 @@
-"""Plans: the phases of a launch as frozen data, parsed from YAML; unknown keys are errors."""
+"""Parses plans from YAML into frozen data; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from trainers.contract import flags, values, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
-QUOTE = "YAML reads on, off, yes and no as true and false; put the name into quotes, as in 'off'"
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters except tab and line feed, and surrogates."""
 LONGEST_BACKOFF_S = 600.0
@@ -49,7 +48,7 @@ class Watch:
     """Stall limits and other time limits of the supervisor, in seconds.
 
     If `eval_s` or `save_s` is None, `startup_s` applies. An action stronger than a dump needs a
-    stall of `stall_act_s`; the default of `stall_act_s` is longer than a collective may take.
+    stall of `stall_act_s`; its default is longer than the default time limit of a collective.
     """
 
     stall_floor_s: float = 60.0
@@ -63,11 +62,11 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The policy for restarts of a run from its newest verified checkpoint.
+    """The policy for restarts of a run from its newest verified checkpoint, or else from step 1.
 
     `stall` includes `crash`. At most `attempts` restarts follow each other without a new
     checkpoint. The wait before the first restart is `backoff_s`; it doubles before each further
-    restart.
+    restart without a new checkpoint, up to `LONGEST_BACKOFF_S`.
     """
 
     when: RestartWhen = "never"
@@ -179,7 +178,7 @@ class Plan:
 
 MAX_VARIANTS = 5
 SIGNIFICANT_P = 0.005
-"""The p-value below which the two variants of a pair are called different.
+"""The limit of the p-values of a sweep with two variants (see `highest_p`).
 
 If there is no true difference, at most 1 % of the sweeps may find a difference by chance. The limit
 is half of 1 %, because load that lasts longer than a round makes the test find slightly more
@@ -212,7 +211,7 @@ def load(path: Path) -> Plan:
 
 
 def _files(path: Path, name: str) -> Iterator[Path]:
-    """Yields where a plan may be that another plan extends."""
+    """Yields the paths at which the plan that `path` extends may be."""
     if NAME.fullmatch(name):
         yield from (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
 
@@ -262,7 +261,7 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
 
 
 def _on_gpus(phase: Phase) -> Phase:
-    """Returns a phase that trains on CUDA; a device that the phase sets is kept."""
+    """Returns a phase with the device CUDA, unless the phase sets a device or is not ours."""
     return replace(phase, set={DEVICE: "cuda", **phase.set}) if phase.is_ours else phase
 
 
@@ -279,17 +278,16 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
     own = {key: value for key, value in raw.items() if key not in get_type_hints(Sweep)}
     sweep = section(Sweep, {k: v for k, v in raw.items() if k not in own}, where)
     base = _phase(own, shared, where)
-    names = list(sweep.variants)
-    if not 2 <= len(names) <= MAX_VARIANTS:
+    named = list(sweep.variants.items())
+    if not 2 <= len(named) <= MAX_VARIANTS:
         raise UsageError(f"{where}: 'variants' must name 2 to {MAX_VARIANTS} variants to compare")
-    if 2 ** (1 - sweep.rounds) > highest_p(len(names)):
+    if 2 ** (1 - sweep.rounds) > highest_p(len(named)):
         raise UsageError(
-            f"{where}: {sweep.rounds} 'rounds' of {len(names)} variants cannot show a difference; "
+            f"{where}: {sweep.rounds} 'rounds' of {len(named)} variants cannot show a difference; "
             "set more rounds or compare fewer variants"
         )
     for number in range(1, sweep.rounds + 1):
-        for name in names if number % 2 else names[::-1]:
-            of = sweep.variants[name]
+        for name, of in named if number % 2 else named[::-1]:
             _check_name(f"{base.name}-{number}-{name}", where)
             yield replace(
                 base, name=f"{base.name}-{number}-{name}", sweep=base.name, variant=name,
@@ -364,7 +362,7 @@ def _flag_values(raw: Any, where: str) -> dict[str, str]:
 
 
 def _check_printable(value: Any, where: str) -> None:
-    """Raises UsageError for characters that no command line and no environment can contain."""
+    """Raises UsageError if a text contains a character of `UNPRINTABLE`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_printable(key, where)
@@ -388,7 +386,7 @@ def _mapping(raw: Any, where: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UsageError(f"{where} must be key: value lines, not a {type(raw).__name__}")
     if any(isinstance(key, bool) for key in raw):
-        raise UsageError(f"{where}: a name is true or false; {QUOTE}")
+        raise UsageError(f"{where}: YAML reads on, off, yes and no as booleans; quote such names")
     return {str(key): value for key, value in raw.items()}
 
 
@@ -398,5 +396,4 @@ def _check_name(raw: Any, where: str) -> None:
     if not isinstance(raw, str) or not NAME.fullmatch(raw):
         raise UsageError(
             f"{where}: the name {raw!r} must be lower-case letters, digits, '_', '.' or '-'"
-            + f"; {QUOTE}" * isinstance(raw, bool)
         )
