@@ -271,6 +271,10 @@ class LaunchState:
         return self.phases[self.phase + 1 :]
 
 
+ALL_SOURCES = "all"
+"""The source of a log line about the lines of all sources."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogLine:
     """One line of a log, safe for a terminal."""

@@ -179,8 +179,9 @@ def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
     planned = f" of {state.steps_planned:,}" if state.steps_planned else ""
     steps = f"{state.step or 0:,}{planned}"
     stalls = None if summary is None else summary.stalls
-    gates_text = f"{result}: {', '.join(words)}" if state.gates else "none"
-    return phase.name, state.state, steps, state.attempt, stalls, gates_text, state.why
+    result = result or "so far" * (state.state in LIVE_STATES)
+    text = ": ".join(filter(None, (result, ", ".join(words)))) if state.gates else "none"
+    return phase.name, state.state, steps, state.attempt, stalls, text, state.why
 
 
 def _gates(phases: Sequence[Phase]) -> Iterator[str]:

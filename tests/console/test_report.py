@@ -193,6 +193,7 @@ def test_check_of_a_live_run_says_what_holds_so_far(launch, capsys):
         assert (json.loads(out)["so_far"], json.loads(out)["exit_code"]) == (True, 1)
         code, out, _ = said(capsys, "report", launch)
         assert "**no go yet: the run has not ended**" in out
+        assert "| so far: 2 passed, 1 unknown, 0 failed |" in out
 
 
 def test_no_text_gives_the_loss_of_a_foreign_program_a_unit(launch, capsys, tmp_path):
