@@ -248,7 +248,7 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
     if former.get("boot_id") != rundir.boot_id() and not sure:
         raise RefusedError(
             f"{launch} was not supervised since this host booted, and its command may be started "
-            f"again: check it with nsa-console status {directory}, and add --yes to confirm"
+            f"again: check it with {process.program()} status {directory}, and add --yes to confirm"
         )
     return state
 

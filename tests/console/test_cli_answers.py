@@ -163,13 +163,14 @@ def test_watching_returns_when_the_plan_waits_if_that_is_asked(launch, capsys):
     assert (code, "is waiting: proceed." in out) == (0, True)
 
 
-def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys):
+def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys, monkeypatch):
     launch = directory.launch(tmp_path / "artifacts", "cpu_smoke")
     run = directory.run(launch / "0-first", state="halted")
     assert "resume" not in said(capsys, "status", launch)[1]
     (run / rundir.CHECKPOINTS).mkdir()
     (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000088\n")
-    sentence = f"to resume, run: nsa-console resume {launch}\n"
+    monkeypatch.setattr("sys.argv", ["bin/nsa-console"])
+    sentence = f"to resume, run: bin/nsa-console resume {launch}\n"
     assert sentence in said(capsys, "status", launch)[1]
     directory.change(launch / rundir.PLAN_STATE, state="ended")
     assert sentence in said(capsys, "watch", launch, "--plain")[1]
