@@ -39,7 +39,9 @@ def pairs(words: Sequence[str], option: str) -> dict[str, str]:
 def _chosen(options: argparse.Namespace) -> LaunchOptions:
     """Returns the options of a launch. Raises UsageError if they do not fit together."""
     if (options.plan is None) == (options.config is None):
-        raise UsageError(f"launch needs either PLAN or --config FILE; see {program()} launch --help")
+        raise UsageError(
+            f"launch needs either PLAN or --config FILE; see {program()} launch --help"
+        )
     if options.trainer and options.config is None:
         raise UsageError("--trainer needs --config; the phases of a plan name their own trainer")
     return LaunchOptions(

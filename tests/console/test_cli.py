@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from console import status_text
-from console.commands import output
 from console.model import LaunchState, PhaseState
+from console.sources import process
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from tests.console.tui import recorded

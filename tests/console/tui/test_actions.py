@@ -323,6 +323,8 @@ def test_space_goes_through_the_values_and_back():
     assert next_value(fused, "", "1") == (True, "0")
     assert next_value(fused, "", "0") == (True, None)
     assert next_value(fused, "1", None) == (True, "0")
+    assert next_value(fused, "1", "0") == (True, None), "the planned value is no change"
     compress = FLAGS["NSA_DDP_COMPRESS"]
     assert next_value(compress, "", "none") == (True, "fp16")
+    assert next_value(compress, "fp16", "none")[1] not in ("none", "fp16")
     assert next_value(FLAGS["NSA_LR"], "", None) == (False, None)
