@@ -103,7 +103,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _epilog(examples: Sequence[str], more: str = "", end: Sequence[str] = ()) -> str:
-    lines = ["examples:", *(f"  {program()} {example}".rstrip() for example in examples), ""]
+    called = program()
+    lines = ["examples:", *(f"  {called} {example}".rstrip() for example in examples), ""]
     lines += [more] if more else []
     lines += ["exit codes:", *(f"  {code:<3} {means}" for code, means in EXITS.items())]
     return "\n".join((*lines, *end))

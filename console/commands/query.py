@@ -145,7 +145,8 @@ def _check_plan(options: argparse.Namespace) -> int:
     with contextlib.suppress(NotFoundError, UsageError):
         path = launches.find(options.run, options.root)
         if launches.launch_id(path) == options.run:
-            end += f"; to check the launch of this name, run: {program()} check {shlex.quote(str(path))}"
+            command = f"{program()} check {shlex.quote(str(path))}"
+            end += f"; to check the launch of this name, run: {command}"
     show(options.json, prepared.as_dict(), [*lines, end])
     return 0 if prepared.ok else 1
 

@@ -108,7 +108,7 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
 
 
 def unconfirmed(source: RunSource, state: RunState) -> Iterator[str]:
-    """Yields a text for each gate of an ended run that gates.json and the records do not confirm."""
+    """Yields a text for each gate of an ended run that its records do not confirm."""
     if (run := source.run_path) is not None:
         run_json, document = (
             rundir.read_json(run / n, below=run) or {} for n in (rundir.RUN, rundir.SUPERVISOR)

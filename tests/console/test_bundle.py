@@ -39,7 +39,8 @@ PLAIN = (
     '{"tokens_total": 4096, "toks_per_s": 7.5, "flops_per_token": 1.5}', "PWD=/job",
     '"data.tokenizer": {"value": "byte"}',
     "all_reduce 54 ([450712] float32), in which rank 0 waits", "https://huggingface.co/datasets/x",
-    "tiktoken=0.12.0", '{"tokens_per_step": 4, "tokenizer": "x"}', "basic attention without tokens", 'File "/job/train.py", line 41 in tokenize',
+    "tiktoken=0.12.0", '{"tokens_per_step": 4, "tokenizer": "x"}',
+    "basic attention without tokens", 'File "/job/train.py", line 41 in tokenize',
 )  # fmt: skip
 
 
@@ -76,8 +77,9 @@ def test_a_name_is_secret_in_a_shell_where_it_is_secret_in_a_file(name):
 
 
 def test_the_name_of_no_setting_is_secret():
-    record = {name: {"value": "abc", "origin": "plan"} for name in schema.keys()}
-    for text in (json.dumps(record), json.dumps(dict.fromkeys(record, "abc"))):
+    names = schema.keys()
+    for value in ("abc", {"value": "abc", "origin": "plan"}):
+        text = json.dumps(dict.fromkeys(names, value))
         assert Redactor({}).redact(text.encode()) == (text.encode(), 0)
 
 

@@ -245,7 +245,8 @@ class Launch(Scrolls, View):
         name, live = item.flag.name, live_launch(self.snapshot)
         hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.help}"
         self.console.open_overlay(
-            Editor(name, item.held or "", hint, lambda text: text.strip() and registry.parse(name, text),
+            Editor(name, item.held or "", hint,
+                   lambda text: text.strip() and registry.parse(name, text),
                    lambda text: self._set(live, name, text or None, item.planned))
         )  # fmt: skip
 

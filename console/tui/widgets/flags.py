@@ -51,8 +51,8 @@ def items(
     """Returns all flags of the registry, each with its present and its next value.
 
     `coming` has the planned values of the next phase, or None if there is no next phase or the
-    values are unknown; `changed` has the values that the operator set for that phase. `between` comes first,
-    unless it is None.
+    values are unknown; `changed` has the values that the operator set for that phase. `between`
+    comes first, unless it is None.
     """
     found = [] if between is None else [Item(None, between, between)]
     for flag in TABLE:
