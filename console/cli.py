@@ -22,8 +22,8 @@ from console.sources.process import NAME, program
 from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
-    0: "success: done, healthy, or completed without a failed or unknown gate",
-    1: "a gate or check failed or is unknown; or a run is stalled or unsupervised",
+    0: "success: done, healthy, or completed with all gates passed or overridden",
+    1: "a check or a gate without override did not pass; stalled or unsupervised",
     2: "usage error",
     3: "no such run",
     4: "rejected; halted, stopped or killed by an operator",

@@ -112,7 +112,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
         run = RunSource(each, reads="charts")
         run.read_all()
         state = run.poll()  # with a snapshot, the series are read after the state
-        if state.state in LIVE_STATES and not state.gates:
+        if state.state in LIVE_STATES:
             state = replace(state, gates=so_far(run, state))
         born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
         index = each.name.partition("-")[0]
