@@ -296,7 +296,7 @@ def _wait_until_ready(
         raise ContractError(
             f"the supervisor (pid {started.pid}) has not written {rundir.PLAN_STATE} within "
             f"{READY_S:g} s (a full disk?); it keeps trying and the ranks keep running: see "
-            "nsa-console status"
+            f"{process.program()} status {directory}"
         )
     started.terminate()
     try:

@@ -83,7 +83,7 @@ class Draft:
         """Stores the result of a check; after an error, the last readable plan remains."""
         self.checked, self.trouble = options, trouble
         self.prepared = prepared if prepared is not None else self.prepared
-        if not options.flags or self._unchanged is None:
+        if not options.flags:
             self._unchanged = self.prepared
 
     @property
@@ -96,13 +96,16 @@ class Draft:
 
     def planned_flags(self) -> Mapping[str, str]:
         """Returns each flag's planned value in the first phase, from the plan or from settings."""
-        if self._unchanged is None:
+        known = self._unchanged or self.prepared
+        if known is None:
             return {}
         # imported after the first picture
         from console.sources.json_documents import flag_settings
 
-        plan, first = self._unchanged.plan, self._unchanged.phases[0]
-        return {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}
+        plan, first = known.plan, known.phases[0]
+        found = {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}
+        operators = self.flags if self._unchanged is None else {}
+        return {name: value for name, value in found.items() if name not in operators}
 
     def question(self, host: str) -> Question:
         """Returns the confirmation of the launch. Raises CannotAsk if no launch is possible now."""

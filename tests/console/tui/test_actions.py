@@ -211,7 +211,7 @@ def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
         await see(pilot, "launched cpu_smoke in")
         options = asked.launched[0]
         assert (options.plan, options.between) == ("cpu_smoke", "go")
-        assert options.flags == {"NSA_OPT_FUSED": "1"}
+        assert options.flags == {"NSA_OPT_FUSED": "0"}
         await until(pilot, lambda: app.view_name == "dashboard")
 
     drive(app, body)
