@@ -83,8 +83,8 @@ class Draft:
         """Stores the result of a check; after an error, the last readable plan remains."""
         self.checked, self.trouble = options, trouble
         self.prepared = prepared if prepared is not None else self.prepared
-        if not options.flags:
-            self._unchanged = self.prepared
+        if prepared is not None and not options.flags:
+            self._unchanged = prepared
 
     @property
     def plan(self) -> Any:
