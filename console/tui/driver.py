@@ -1,4 +1,4 @@
-"""The Textual driver: paints on stdout, drops pasted keys, exits even if the loop is blocked.
+"""The Textual driver: paints on stdout, drops pasted keys, and exits if the loop is blocked.
 
 Textual's own driver paints on stderr, which may be a file. When the terminal goes away, Textual's
 writer thread dies, and after 30 further writes the event loop is blocked forever. So the exit must
@@ -82,7 +82,7 @@ class TerminalDriver(LinuxDriver):
         signal.signal(signal.SIGUSR1, lambda *_: None)
 
     def run_input_thread(self) -> None:
-        """Reads keys until the driver stops; bytes that are not valid UTF-8 are replaced."""
+        """Reads keys until the driver stops or the input ends; replaces bytes that are no UTF-8."""
         parser = XTermParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
         read_at = time.monotonic()
@@ -167,7 +167,7 @@ class TerminalDriver(LinuxDriver):
         os._exit(0)
 
     def _wait_until_drained(self) -> None:
-        """Waits until the writer has dropped its pending output, which would undo `RESTORE`."""
+        """Waits a short time for the writer to drop its output, which would undo `RESTORE`."""
         end, writer = time.monotonic() + RESTORE_S, self._writer_thread
         time.sleep(RESTORE_S / 10)
         while writer is not None and writer._queue.qsize() and time.monotonic() < end:
