@@ -226,10 +226,9 @@ class Launch(Scrolls, View):
             self.draft.between = "go" if self.draft.between == "ask" else "ask"
             self.fill()
             return
-        held = item.following if item.changed else None
-        decided, value = flag_list.next_value(item.flag, item.now, held)
+        decided, value = flag_list.next_value(item.flag, item.planned or "", item.held)
         if decided:
-            self._set(live_launch(self.snapshot), item.flag.name, value)
+            self._set(live_launch(self.snapshot), item.flag.name, value, item.planned)
         else:
             self.do_open()
 
@@ -255,16 +254,23 @@ class Launch(Scrolls, View):
             return
         name, live = item.flag.name, live_launch(self.snapshot)
         hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.help}"
-        value = (item.following or "") if item.changed else ""
         self.console.open_overlay(
-            Editor(name, value, hint, lambda text: text.strip() and registry.parse(name, text),
-                   lambda text: self._set(live, name, text or None))
+            Editor(name, item.held or "", hint,
+                   lambda text: text.strip() and registry.parse(name, text),
+                   lambda text: self._set(live, name, text or None, item.planned))
         )  # fmt: skip
 
     def _set(
-        self, live: tuple[RunState, LaunchState] | None, name: str, value: str | None
+        self, live: tuple[RunState, LaunchState] | None, name: str, value: str | None,
+        planned: str | None,
     ) -> None:  # fmt: skip
-        """Sends a changed flag to the launch for which it was chosen, or else stores it."""
+        """Sends a changed flag to the launch for which it was chosen, or else stores it.
+
+        The planned value undoes the change, unless the value is also for later phases.
+        """
+        is_planned = value and registry.format_value(registry.parse(name, value)) == planned
+        if is_planned and (live is None or self._later == "next"):
+            value = None
         if live is not None:
             self.console.operator.set_flag(live[1], name, value, self._later)
             return

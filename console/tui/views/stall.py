@@ -8,6 +8,7 @@ from functools import partialmethod
 from textual.app import ComposeResult
 
 from console.model import Rank, RunState, Verdict
+from console.sources.process import program
 from console.sources.stacks import Stack
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
@@ -40,7 +41,7 @@ def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[
     said, style = calm.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
     if state.state == "unsupervised":
         adopt = "R starts one, " if state.launch else ""
-        said = f"no supervisor: {adopt}nsa-console watchdog {state.id} checks the run now"
+        said = f"no supervisor: {adopt}{program()} watchdog {state.id} checks the run now"
         style = "warn"
     return labelled((VERDICT, "title"), wrap(said, width - len(VERDICT), 2), style)
 
