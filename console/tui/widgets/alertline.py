@@ -65,8 +65,9 @@ def notices(
         blocked = fmt.age(state.directory_blocked_s)
         text = f"no write to the run directory has finished for {blocked}; training continues"
         found.append(Notice("crit", text))
-    found += _of_state(state, any(alert.id.startswith(STALL) for alert in state.alerts))
-    found += [_of_alert(alert) for alert in state.alerts]
+    alerts = [_of_alert(alert) for alert in state.alerts]
+    own = _of_state(state, any(alert.id.startswith(STALL) for alert in state.alerts))
+    found += own + alerts if state.state == "unsupervised" else alerts + own
     found += _of_launch(state, state.launch)
     found += _of_gates(state.gates)
     if state.skipped_records:

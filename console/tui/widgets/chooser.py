@@ -31,7 +31,7 @@ class Entry:
     path: Path | None = None
 
     def row(self) -> Row:
-        return columns([(self.kind, 9, "dim"), (self.name, 34, "strong"), (self.text, 60, "")])
+        return *columns([(self.kind, 9, "dim"), (self.name, 34, "strong")]), (f" {self.text}", "")
 
 
 def entries(root: Path) -> list[Entry]:
