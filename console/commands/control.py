@@ -20,12 +20,13 @@ from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, UsageError
 
-SPARE_S = 1.0
+SPARE_S, SOON_S = 1.0, 2.0
+"""A supervisor that is stopped is named if it has not answered within `SOON_S`."""
 T = TypeVar("T")
 
 
 def pairs(words: Sequence[str], option: str) -> dict[str, str]:
-    """Splits NAME=VALUE words. Raises UsageError for a word without `=`."""
+    """Splits NAME=VALUE words. Raises UsageError for any other word."""
     result: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -51,7 +52,7 @@ def _chosen(options: argparse.Namespace) -> LaunchOptions:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Starts a plan; --wait also waits for its end; --dry-run only prints what would start."""
+    """Launches a plan or a config; --wait waits for the end; --dry-run starts nothing."""
     return _begin(_chosen(options), options)
 
 
@@ -105,9 +106,20 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     """Sends one request and prints the answer. Raises ContractError if no answer comes in time."""
     path = launches.find(options.run, options.root, act=True)
 
+    def stopped() -> str:
+        """Names the stopped processes of the supervisor, with the command that resumes them."""
+        pids = " ".join(map(str, targets.host_and_stopped(path, ACTIONS[action])[1]))
+        return f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it" * bool(pids)
+
     def sent_and_answered() -> dict[str, Any] | None:
         request = actions.send(path, action, args, actions.who())
-        return actions.answer(path, request, options.timeout)
+        soon = min(SOON_S, options.timeout)
+        event = actions.answer(path, request, soon)
+        if event is None and options.timeout > soon:
+            if why := stopped():
+                print_error(why)
+            event = actions.answer(path, request, options.timeout - soon)
+        return event
 
     limit = f"within {options.timeout:g} s"
     try:
@@ -118,11 +130,9 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
             f"send {action} again when the file system answers"
         ) from None
     if event is None:
-        host, stopped = targets.host_and_stopped(path, ACTIONS[action])
+        host, _ = targets.host_and_stopped(path, ACTIONS[action])
         of = f" from the supervisor on {host}" if host else ""
-        then = f"see nsa-console status {options.run}"
-        if pids := " ".join(map(str, stopped)):
-            then = f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"
+        then = stopped() or f"see nsa-console status {options.run}"
         raise ContractError(
             f"no answer to {action} {limit}{of}; the request remains and may still be executed; "
             f"{then}"
@@ -135,7 +145,9 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Runs `work` in a child process, because a disk may hang; returns its result or raises.
+    """Runs `work` in a child process, because a disk may hang; returns its result.
+
+    Raises the error of `work`, or ContractError if the child dies.
 
     Even KILL does not end a process that waits for a hung file system. So after `limit_s` seconds
     this function sends KILL and raises TimeoutError, and does not wait for the child.

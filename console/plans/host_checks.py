@@ -113,7 +113,7 @@ def ports(_case: Case) -> Found:
 def leftovers(case: Case) -> Found:
     """Lists trainers without a supervisor; fails for a plan with GPUs if such a trainer has a GPU.
 
-    Other trainers are only listed, because they share only cores and memory with the launch.
+    Other trainers are at most a warning, because they share only cores and memory with the launch.
     """
     proc = case.root / "proc"
     found = unsupervised(proc)
@@ -133,7 +133,7 @@ def leftovers(case: Case) -> Found:
 
 
 def unsupervised(proc: Path) -> list[int]:
-    """Returns the trainers that do not descend from a supervisor."""
+    """Returns the pids of the trainers that do not descend from a supervisor."""
     commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
     return [pid for pid, command in sorted(commands.items())
             if TRAINER.search(command) and not _is_supervised(pid, proc, commands)]  # fmt: skip
@@ -146,7 +146,7 @@ def _command(folder: Path) -> str:
 
 
 def _is_supervised(pid: int, proc: Path, commands: dict[int, str]) -> bool:
-    """Returns whether a process or one of its nearest `MAX_DEPTH` ancestors is a supervisor."""
+    """Returns whether a process or one of its near ancestors is a supervisor."""
     for _ in range(MAX_DEPTH):
         if SUPERVISOR in commands.get(pid, ""):
             return True

@@ -66,7 +66,7 @@ def test_a_rank_that_hangs_in_a_backward_hook_is_named_and_its_stack_has_the_lin
     assert said["sentence"].startswith(f"rank 1 has been stalled in backward of step {HOOK} since ")
     assert said["sentence"].endswith("; rank 0 waits in backward; dump the stacks to see the cause")
     dumps = sorted(ended.run().glob("stackdump_rank1_*.txt"))
-    assert "drills.py" in dumps[0].read_text()
+    assert "trainers/faults.py" in dumps[0].read_text()
     assert "<lambda>" in dumps[0].read_text()
     assert steps_after(ended, 1)[-1] > HOOK
     saved = HOOK - HOOK % EVERY

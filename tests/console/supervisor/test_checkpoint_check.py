@@ -148,7 +148,7 @@ def test_a_program_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkey
     # KILL comes too late, as on a disk that does not answer.
     monkeypatch.setattr(program, "GRACE_S", 60.0)
     monkeypatch.setattr(program, "SPARE_S", -59.7)
-    deaf = "exec sleep 5"
+    deaf = "exec sleep 60"
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # inherited: deaf from its first moment
     try:
         trial = Trial(tmp_path, deaf, load_s=0.2)
