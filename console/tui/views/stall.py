@@ -217,14 +217,15 @@ class Stall(Scrolls, View):
         """Opens the whole stack of the rank under the cursor."""
         app = self.console
         snapshot = self.snapshot
-        ranks = snapshot.state.ranks if snapshot and snapshot.state else ()
-        if snapshot is None or not ranks:
+        state = snapshot.state if snapshot else None
+        ranks = state.ranks if state else ()
+        if snapshot is None or state is None or not ranks:
             app.say("no rank has started yet: no stack to show", "error")
             return
         rank = ranks[min(self.picker.cursor, len(ranks) - 1)].rank
         stack = snapshot.stacks.get(rank)
         if stack is None:
-            app.say(f"rank {rank}: {no_dump(snapshot.state)}", "error")
+            app.say(f"rank {rank}: {no_dump(state)}", "error")
             return
         rows = whole_rows(stack, self.size.width - 1)
         app.open_overlay(Reader(f"stack of rank {rank}", rows, f"{stack.path.rpartition('/')[2]}"))

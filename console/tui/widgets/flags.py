@@ -65,7 +65,7 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
         if item.flag is None:
             words = "wait for L" if item.following == "ask" else "go if gates passed"
             name = ("between phases", NAME, "strong")
-            rows.append(columns([("", GROUP, ""), name, (words, 24, "")]))
+            rows.append(columns([("", GROUP, ""), name, (words, len(words), "")]))
             continue
         name = "" if item.flag.group == group else item.flag.group
         group = item.flag.group
