@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from console.tui.rows import Row, columns
-from trainers.contract.flags import TABLE, Flag
+from console.tui.rows import Row, columns, labelled, wrap
+from trainers.contract.flags import TABLE, Flag, expected
 from trainers.contract.values import TRUE
 
 UNSET = "–"
@@ -77,7 +77,7 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
         if item.flag is None:
             words = "wait for L" if item.following == "ask" else "go if gates passed"
             name = ("between phases", NAME, "strong")
-            rows.append(columns([("", GROUP, ""), name, (words, 24, "")]))
+            rows.append(columns([("", GROUP, ""), name, (words, len(words), "")]))
             continue
         name = "" if item.flag.group == group else item.flag.group
         group = item.flag.group
@@ -93,6 +93,20 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
         if when_width:
             cells.append((when * item.changed, when_width, "dim"))
         rows.append(columns(cells))
+    return rows
+
+
+def whole_rows(found: list[Item], width: int) -> list[Row]:
+    """Returns the flags with their whole values, what each flag accepts, and its whole help."""
+    rows: list[Row] = []
+    for item in found:
+        name = item.flag.name if item.flag else "between phases"
+        values = item.now or UNSET
+        if item.following is not None:
+            values += f" → {item.following or UNSET}{' *' * item.changed}"
+        accepts = f"{expected(item.flag)}.  " if item.flag else ""
+        rows.append(((f"{name} ", "strong"), (values, "warn" if item.changed else "")))
+        rows += labelled(("    ", ""), wrap(accepts + item.help, width - 5), "dim")
     return rows
 
 
