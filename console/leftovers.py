@@ -66,7 +66,7 @@ def _why_not(run: Path, token: str) -> str:
     )
     if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != token:
         return f"its token is not that of {run / rundir.RUN}"
-    if lock.is_held(run.parent):
+    if lock.is_held(run.parent):  # also if run.json cannot be read now
         return f"a supervisor has the lock of {run.parent}; stop the run with nsa-console stop"
     for named in (own, jsonl.mapping(plan, "supervisor")):
         if not named or named.get("host") != rundir.host_name():

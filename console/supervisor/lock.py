@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainers.contract import jsonl, rundir
+from console import access
+from trainers.contract import environ, jsonl, rundir
+from trainers.contract.errors import RefusedError
 
 MAX_BYTES = 1 << 16
 
@@ -32,6 +34,18 @@ def is_held(launch: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def is_supervised(run: Path, token: str) -> bool:
+    """Returns whether a supervisor of this user has the launch of a run that has this token."""
+    try:
+        for folder in (run, run.parent):
+            access.check_ours(folder)
+    except (RefusedError, ValueError):
+        return False
+    record = rundir.read_json(run / rundir.RUN, below=run.parent) or {}
+    known = jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN)
+    return bool(token) and known == token and is_held(run.parent)
 
 
 def token_of(launch: Path) -> str:
@@ -108,7 +122,8 @@ class LaunchLock:
                 os.close(fd)
         self._lost = "" if same else (
             f"{self._path.parent} was moved, replaced or removed (its lock is not this launch's): "
-            "requests and .HALT there are ignored, and nothing is written there; move it back, or "
-            f"stop the run with kill -TERM {self._pid}"
+            "the supervisor ignores requests and .HALT there and writes nothing there (the ranks "
+            "obey .HALT while their run directory is at its path); move it back, or stop the run "
+            f"with kill -TERM {self._pid}"
         )  # fmt: skip
         return self._lost
