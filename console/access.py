@@ -1,4 +1,4 @@
-"""Checks of owner and mode, without which nothing of a directory is believed or written."""
+"""Checks the owner and the mode of directories, and sets a safe umask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def set_safe_umask() -> None:
 
 
 def check_ours(path: Path) -> None:
-    """Raises RefusedError unless `path` is a directory of this user, not writable for all."""
+    """Raises RefusedError unless `path` is this user's directory and not writable for all users."""
     if check_owner(path).st_mode & stat.S_IWOTH:
         raise RefusedError(
             f"every user can write into {path}, so its content may be forged; chmod go-w {path}"
@@ -25,7 +25,7 @@ def check_ours(path: Path) -> None:
 
 
 def check_parents(path: Path) -> None:
-    """Raises RefusedError if another user could replace `path` by another directory."""
+    """Raises RefusedError if every user can rename files in a parent of `path`, or on an error."""
     try:
         resolved = path.absolute().parent.resolve()
         for parent in (resolved, *resolved.parents):

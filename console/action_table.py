@@ -1,8 +1,7 @@
-"""The table of actions, from which requests, keys, buttons, commands and help are made.
+"""Defines the table of actions, from which requests, keys, buttons, commands and help are made.
 
-Confirmations and documents are made from the table too. `check` converts a request's arguments.
-A new action needs one row here, and a method of `console.supervisor.launch.Launch` that executes
-the action.
+`check` converts a request's arguments. A new action with a mailbox needs one row here, and a method
+of `console.supervisor.launch.Launch` that executes the action.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ KEYS = tuple(dict.fromkeys(action.key for action in TABLE if action.key))
 
 
 def check(action: str, args: Mapping[str, Any], mailbox: Mailbox | None = None) -> dict[str, Any]:
-    """Returns the converted arguments of a request. Raises UsageError with the accepted values."""
+    """Returns the converted arguments of a request. Raises UsageError for a wrong request."""
     requests = [row.name for row in TABLE if row.mailboxes]
     if action not in requests:
         raise UsageError(f"there is no action {action[:80]!r}{did_you_mean(action[:80], requests)}")

@@ -1,4 +1,4 @@
-"""The actions of an operator, which keys, buttons and commands call."""
+"""Executes the actions of an operator for keys, buttons and commands."""
 
 from __future__ import annotations
 
@@ -284,8 +284,8 @@ def _run_record(spec: LaunchSpec, index: int, directory: Path) -> Mapping[str, A
 def adopt(path: Path, sure: bool = False) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns a sentence.
 
-    Raises RefusedError if the launch has ended, if its supervisor is alive, and for a run without a
-    launch. After a reboot of the host, `sure` must be true.
+    Raises RefusedError, for example if the launch has ended or if its supervisor is alive. After a
+    reboot of the host, `sure` must be true.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -300,10 +300,10 @@ def adopt(path: Path, sure: bool = False) -> str:
 def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     """Writes a request into the mailbox of a launch or run; returns the id of the request.
 
-    Raises UsageError for an unknown action or argument, and RefusedError if no supervisor would
-    answer. A halt writes `.HALT` directly and returns "" if the run has no supervisor, or if the
-    supervisor is on this host and the request cannot be written. In a launch that has ended, this
-    process executes and answers an override.
+    Raises UsageError for an unknown action or argument, and RefusedError, for example if no
+    supervisor would answer. A halt writes `.HALT` directly and returns "" if the run has no
+    supervisor, or if the supervisor is on this host and the request cannot be written. In a launch
+    that has ended, this process executes and answers an override.
     """
     converted = check(action, args)
     folder, box = targets.mailbox(path, ACTIONS[action])
@@ -363,7 +363,7 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
 
 
 def halt(run: Path, by: str) -> None:
-    """Writes `.HALT` directly, without a request. Raises RefusedError if the write fails."""
+    """Writes `.HALT` directly, without a request. Raises RefusedError if this is not possible."""
     access.check_ours(run)
     try:
         rundir.write_request(run, rundir.HALT, by)

@@ -1,7 +1,7 @@
 """Writes one archive of a run for a bug report, without secrets.
 
 Anybody may have written the run directory, so no link is followed, only regular files are read, and
-all sizes are bounded. `TABLE` selects the files; `REMOVED` replaces the secrets.
+all sizes are bounded. `LAUNCH` and `TABLE` select the files; `REMOVED` replaces the secrets.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ TABLE: tuple[Row, ...] = (
     _row("", r"mem_\w+\.(txt|json)", most=64, limit_bytes=1 << 20),
     _row("checkpoints", r"latest", limit_bytes=200),
 )  # fmt: skip
-"""The rows of a run. Their files are added in this order until `MAX_TOTAL_BYTES` is reached."""
+"""The rows of a run. A file with which the bundle would exceed `MAX_TOTAL_BYTES` is left out."""
 
 # --- secrets -------------------------------------------------------------------------------------
 
@@ -127,8 +127,8 @@ _HINT = re.compile(
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
     rb"hooks\.slack\.com/|/api/webhooks/|" + _FORM.lower().encode()
 )
-"""Each line that `_SECRETS` matches contains one of these words in lower case. The search for these
-words is faster than the search for the forms."""
+"""Each line that `_SECRETS` matches contains one of these words, in lower or upper case. The search
+for these words is faster than the search for the forms."""
 _KEY = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)|"
     rb"\A[\w+/=\\\s-]*-----END [A-Z ]*PRIVATE KEY-----",
@@ -198,7 +198,7 @@ class _Archive:
     bytes: int = 0
 
     def add(self, name: str, data: bytes, of_bytes: int) -> None:
-        """Adds a file; `data` is the end of the file, `of_bytes` the size of the whole file."""
+        """Adds a file if it fits; `data` is its end, `of_bytes` the size of the whole file."""
         taken, (data, removed) = len(data), self.redactor.redact(data)
         if self.bytes + len(data) > MAX_TOTAL_BYTES:
             self.leave_out(name, "the bundle has reached its size limit")
@@ -278,7 +278,7 @@ def _add_row(archive: _Archive, top: Path, row: Row, into: str) -> None:
 
 
 def facts(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Returns versions, host, commit, and the shell variables that a training may read."""
+    """Returns versions, host, commit, and the shell variables with a prefix in `SHELL_PREFIXES`."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -21,11 +21,11 @@ from console.sources import launches
 from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
-    0: "success: done, healthy, or completed without a failed or unknown gate",
-    1: "a gate or check failed or is unknown; or a run is stalled or unsupervised",
+    0: "success: done, healthy, or completed with all gates passed or overridden",
+    1: "a check failed; a gate did not pass (no override); stalled, unsupervised",
     2: "usage error",
-    3: "no such run",
-    4: "rejected; halted, stopped or killed by an operator",
+    3: "no such run or launch",
+    4: "rejected; or the run was halted, stopped or killed",
     5: "failed, crashed or lost; no answer in time; the screen failed",
     6: "cannot write to standard output (the action itself succeeded)",
     130: "ended by ctrl+c; runs continue",

@@ -1,6 +1,6 @@
 """Recognises known errors by their text, and OOM kills by the counters of the kernel.
 
-The known errors are a lost peer, out of memory, and the errors that a restart cannot fix.
+The known errors are a lost peer, out of memory, and errors that a restart usually cannot fix.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def is_permanent(text: str) -> bool:
 
 
 def without_numbers(text: str) -> str:
-    """Returns an error with its numbers, addresses and sizes replaced by placeholders."""
+    """Returns the start of an error; placeholders replace numbers, addresses, sizes, /tmp paths."""
     for pattern, instead in _VARYING:
         text = pattern.sub(instead, text)
     return text.strip()[:200]
@@ -120,7 +120,7 @@ class OomEvidence:
 
     @property
     def here(self) -> bool:
-        """True if the kernel ended a process in the cgroup of the run, because memory ran out."""
+        """True if the kernel killed a process in the counted cgroup, because memory ran out."""
         return _rose(self.before.cgroup, self.after.cgroup)
 
     @property

@@ -1,7 +1,7 @@
 """Ends the trainers that a dead supervisor left behind, when an operator asks for it.
 
-A process gets a signal only if it certainly belongs to a launch of this user whose supervisor is
-dead. The row `end-leftovers` of docs/decisions.md has the reasons.
+A process gets a signal only if all sources agree that it belongs to a launch of this user whose
+supervisor is dead. The row `end-leftovers` of docs/decisions.md has the reasons.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _why_not(run: Path, token: str) -> str:
 def end(found: Sequence[Leftover]) -> Iterator[str]:
     """Sends TERM, and KILL after the grace time; yields how each process ended.
 
-    A process whose run was adopted meanwhile gets no signal. None of these launches can be adopted
-    until this function has ended.
+    A process whose run was adopted after `found` was collected gets no signal. While this function
+    runs, none of the launches can be adopted.
     """
     with contextlib.ExitStack() as locks:
         for launch in {each.run.parent for each in found}:

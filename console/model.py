@@ -1,7 +1,7 @@
-"""The data that the console shows: frozen dataclasses. Every poll creates new objects.
+"""Defines the data that the console shows, as frozen dataclasses. Every poll creates new objects.
 
 This module uses no Textual, files or processes. A time is in unix seconds unless its name says
-otherwise. `None` means "not available", never zero.
+otherwise. `None` means that there is no value, never zero.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NO_GO = "no-go"
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
-"""Exit codes of `--wait` and `status` for each state of a run that has ended."""
+"""Exit codes of `--wait` and `status` for each state of an ended run, apart from its gates."""
 UNHEALTHY_STATES: frozenset[State] = frozenset(("stalled", "unsupervised"))
 """Live states that need an operator."""
 
@@ -56,7 +56,7 @@ class Pulse:
     """The step and the phase of a rank, at a time `age_s` seconds ago.
 
     The rank has been in this phase for `since_s` (None for a run that has ended). `collectives` is
-    None for a program that does not count its collectives.
+    None if it is zero or was not counted.
     """
 
     step: int
@@ -164,7 +164,7 @@ class Verdict:
     """File and line in the rank's own code, or "" if the stack does not show file and line."""
 
     def signs(self) -> list[tuple[str, str]]:
-        """Returns each line of evidence with its mark: "+" for, "-" another rank, "?" missing."""
+        """Returns the lines of `evidence` (mark +), `against` (mark -) and `missing` (mark ?)."""
         marked = {"+": self.evidence, "-": self.against, "?": self.missing}
         return [(mark, line) for mark, lines in marked.items() for line in lines]
 
@@ -278,7 +278,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """All data about one run that a screen shows after one poll."""
+    """The state of one run after one poll, without its logs and charts."""
 
     id: str
     path: str
@@ -292,7 +292,7 @@ class RunState:
     steps_planned: int | None = None
     eta_s: float | None = None
     data_age_s: float | None = None
-    """Age of the newest pulse or record of any rank."""
+    """Age of the newest pulse or record of any rank, or of the newest sample."""
     ranks: tuple[Rank, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     figures: Mapping[str, Figure] = field(default_factory=dict)

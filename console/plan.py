@@ -1,4 +1,4 @@
-"""Plans: the phases of a launch as frozen data, parsed from YAML; unknown keys are errors."""
+"""Parses plans from YAML into frozen data; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Watch:
     """Stall limits and other time limits of the supervisor, in seconds.
 
     If `eval_s` or `save_s` is None, `startup_s` applies. An action stronger than a dump needs a
-    stall of `stall_act_s`; the default of `stall_act_s` is longer than a collective may take.
+    stall of `stall_act_s`; its default is longer than the default time limit of a collective.
     """
 
     stall_floor_s: float = 60.0
@@ -62,11 +62,11 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The policy for restarts of a run from its newest verified checkpoint.
+    """The policy for restarts of a run from its newest verified checkpoint, or else from step 1.
 
     `stall` includes `crash`. At most `attempts` restarts follow each other without a new
     checkpoint. The wait before the first restart is `backoff_s`; it doubles before each further
-    restart.
+    restart without a new checkpoint, up to `LONGEST_BACKOFF_S`.
     """
 
     when: RestartWhen = "never"
@@ -178,7 +178,7 @@ class Plan:
 
 MAX_VARIANTS = 5
 SIGNIFICANT_P = 0.005
-"""The p-value below which the two variants of a pair are called different.
+"""The limit of the p-values of a sweep with two variants (see `highest_p`).
 
 If there is no true difference, at most 1 % of the sweeps may find a difference by chance. The limit
 is half of 1 %, because load that lasts longer than a round makes the test find slightly more
@@ -211,7 +211,7 @@ def load(path: Path) -> Plan:
 
 
 def _files(path: Path, name: str) -> Iterator[Path]:
-    """Yields where a plan may be that another plan extends."""
+    """Yields the paths at which the plan that `path` extends may be."""
     if NAME.fullmatch(name):
         yield from (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
 
@@ -261,7 +261,7 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
 
 
 def _on_gpus(phase: Phase) -> Phase:
-    """Returns a phase that trains on CUDA; a device that the phase sets is kept."""
+    """Returns a phase with the device CUDA, unless the phase sets a device or is not ours."""
     return replace(phase, set={DEVICE: "cuda", **phase.set}) if phase.is_ours else phase
 
 
@@ -363,7 +363,7 @@ def _flag_values(raw: Any, where: str) -> dict[str, str]:
 
 
 def _check_printable(value: Any, where: str) -> None:
-    """Raises UsageError for characters that no command line and no environment can contain."""
+    """Raises UsageError if a text contains a character of `UNPRINTABLE`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_printable(key, where)

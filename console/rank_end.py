@@ -1,4 +1,4 @@
-"""The end of one rank: its exit, its error, and the sentence that describes both."""
+"""Describes the end of one rank: its exit, its error, and a sentence on both."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RankEnd:
 
     @property
     def secondary(self) -> bool:
-        """True if the rank ended because of another rank: it was terminated, or lost its peer."""
+        """True if another rank probably caused the end: by a termination, or as a lost peer."""
         return self.killed_after_failure or self.signal == "SIGTERM" or self.lost_peer
 
     @property
@@ -88,7 +88,7 @@ class RankEnd:
         return self.raised_at if same else ""
 
     def sentence(self) -> str:
-        """Returns a sentence on how the rank ended; the sentence blames this rank."""
+        """Returns a sentence on how the rank ended; the sentence does not mention other ranks."""
         who, at = f"rank {self.rank}", self.at
         if self.signal in NATIVE:
             inside = f", in {self.crashed_in}" if self.crashed_in else ""
@@ -114,10 +114,9 @@ class RankEnd:
         return f"no reason recorded,{last} see the log of rank {self.rank}"
 
     def signature(self) -> str:
-        """Returns a text that identifies the cause of this end, or "" if there is no such cause.
+        """Returns a text that identifies the cause of this end, or "".
 
-        If a rank was killed from outside or lost its peer, the cause is not in this rank. If the
-        exit was not observed, or an exit code has no error text, the cause is not known.
+        The text is "" if the cause is not known or probably not in this rank.
         """
         words = error_patterns.without_numbers(self.error_words)
         if self.signal in NATIVE:

@@ -3,7 +3,8 @@
 torchrun returns 1 for every failure. The cause therefore comes from the ranks: how they ended, in
 which order, and their last records. A rank that failed in a collective, because it lost its
 connection to another rank, is blamed only if no rank failed by itself. A reader accepts
-the last state that the supervisor recorded, unless processes that are alive contradict this state.
+the state of a supervisor that is alive, and the end that a dead supervisor recorded, unless
+processes that are alive contradict this end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TOGETHER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """A reader's evidence other than records: living processes, and the supervisor's last state."""
+    """Facts that only a reader needs: the supervisor's last state, living processes, record age."""
 
     state: State | None = None
     """The last state that the supervisor wrote, or None if no document has a state."""
@@ -226,7 +227,7 @@ def _failure_words(facts: Facts) -> str:
 
 
 def _ranks(ends: Sequence[RankEnd]) -> str:
-    """Returns the ranks as text, for example "ranks 0, 2"."""
+    """Returns at most eight ranks as text, for example "ranks 0, 2"."""
     return f"rank{'s' * (len(ends) > 1)} {', '.join(str(end.rank) for end in ends[:8])}"
 
 
@@ -286,7 +287,7 @@ SAID_BY_SUPERVISOR: tuple[Rule, ...] = (
      lambda f: f"{f.view.no_supervisor}, so attempt {f.view.next_attempt} does not start until you "
                f"adopt the run; previous end: {f.view.why.partition(': ')[2]}"),
 )  # fmt: skip
-"""A reader's first rules: the supervisor's last state, unless living processes contradict it."""
+"""A reader's first rules: the state of a living supervisor, living processes, a recorded end."""
 
 NO_END_RECORDED: tuple[Rule, ...] = (
     ("queued", lambda f: f.view.state is None and not f.view.newest_record,

@@ -1,4 +1,4 @@
-"""The operator's settings file: the hooks of a launch, and the Dashboard's charts.
+"""Reads the operator's settings file (hooks, charts of the Dashboard), and changes the charts.
 
 The file is YAML. The hooks are read when a launch starts or is adopted. The file names programs
 that run as this user, so no other user except root may have write access to it.

@@ -1,4 +1,4 @@
-"""The state of a run as text lines, sentences, exit code and JSON, for scripts and terminals."""
+"""Returns the state of a run as text lines, sentences, exit code and JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown"
 
 
 def age(seconds: float | None) -> str:
-    """Returns an age in a few characters: `1s`, `74s`, `12m`, `3h05`, `2d`.
+    """Returns an age in a few characters: `1s`, `74s`, `12m`, `3h05`, `2d`; for None: `–`.
 
     Seconds are rounded up, so that a value that is always new shows a steady `1s`.
     """
@@ -77,7 +77,7 @@ def size(size_bytes: int) -> str:
 
 
 def exit_code(state: RunState, whole: bool = False) -> int:
-    """Returns the documented exit code for a state: from the state itself, then from its gates.
+    """Returns the documented exit code for the state of a run.
 
     With `whole` the code is that of the launch, if the launch has ended. A run that lost a rank is
     treated as crashed, even while its other ranks are being ended.
@@ -157,7 +157,7 @@ def progress(state: RunState) -> str:
 
 
 def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
-    """Yields the lines of `status`: the state, ranks, figures, alerts, gates."""
+    """Yields the lines of `status`, for example the state, ranks, figures, alerts and gates."""
     yield from _state_lines(state, whole)
     if state.data_age_s is not None:
         yield f"  newest data: {age(state.data_age_s)} old"
@@ -224,7 +224,7 @@ def rank_line(rank: Rank) -> str:
 
 
 def gate_value(gate: Gate) -> str:
-    """Returns the measured value of a gate, in the unit of its bound."""
+    """Returns the measured value of a gate with its unit, or "not measured"."""
     if gate.value is None:
         return "not measured"
     unit = gate.unit.removesuffix("s") if gate.value == 1 and gate.unit in COUNTED else gate.unit
@@ -250,7 +250,7 @@ def gate_line(gate: Gate) -> str:
 
 
 def gates_text(phase: PhaseState) -> str:
-    """Returns the result of a completed phase's gates, or "" for any other phase."""
+    """Returns the result of a completed phase's gates, or "" if there is no result yet."""
     if phase.state != "completed" or not phase.result:
         return ""
     if phase.result == "pass" and not phase.has_gates:
@@ -277,9 +277,10 @@ class Changes:
         self._figures_at = 0.0
 
     def sentences(self, state: RunState, now: float) -> Iterator[str]:
-        """Yields a sentence for each change since the last call.
+        """Yields sentences on the changes since the last call.
 
-        While the run is running, also yields its figures every `FIGURES_EVERY_S`.
+        While the run is running, also yields its figures at most every `FIGURES_EVERY_S`, if its
+        step has changed.
         """
         for key, value, sentence in _values(state):
             if self._last.get(key) != value:
@@ -294,7 +295,7 @@ class Changes:
 
 
 def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
-    """Yields three values for each thing that may change: a key, its present value, a sentence."""
+    """Yields for each thing that may change: a key, its present value, and a sentence or ""."""
     launch, verdict = state.launch, state.verdict
     phases, current = (launch.phases, launch.phase) if launch else ((), 0)
     yield from _phases_ended(phases[:current])
@@ -340,7 +341,10 @@ def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def is_over(state: RunState) -> bool:
-    """Returns whether a run and its launch have ended."""
+    """Returns whether a run has ended and its launch does not continue.
+
+    A launch in the state `unknown` is ignored.
+    """
     launch, over = state.launch, state.state not in LIVE_STATES
     if launch is None or launch.state == "unknown":
         return over

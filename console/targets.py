@@ -94,7 +94,10 @@ def _has_only_ranks(run: Path) -> bool:
 
 
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
-    """Returns two values: the directory that receives the requests of an action, and its kind."""
+    """Returns two values: the directory that receives the requests of an action, and its kind.
+
+    Raises NotFoundError or RefusedError if there is no such directory.
+    """
     top = launches.launch_of(path)
     here: Mailbox = "launch" if top == path else "run"
     if here in action.mailboxes:
@@ -107,7 +110,7 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 
 
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
-    """Returns whether a run has not ended and no supervisor reads its requests.
+    """Returns whether no supervisor reads the requests of a run that has no recorded end.
 
     A supervisor on another host is assumed to be alive, because this host cannot check it. Raises
     RefusedError if the document that names the supervisor cannot be read and no process of the run
@@ -188,5 +191,5 @@ def _without_supervisor(name: str, folder: Path, box: Mailbox, owner: Supervisor
     if box == "run" and state.state in liveness.ENDED - UNSUPERVISED_STATES:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"
     why = f"the supervisor of {name} is not running" if owner.pid else f"{name} has no supervisor"
-    advice = f"; nsa-console adopt {shlex.quote(str(top))} starts a new one" if top else ""
+    advice = f"; nsa-console adopt {shlex.quote(str(top))} starts a new supervisor" if top else ""
     return f"{why}; {NOT_SENT}{advice}"

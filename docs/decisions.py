@@ -48,8 +48,10 @@ class Decision:
 
 TABLE: tuple[Decision, ...] = (
     Decision("end-others", "act", "end the other ranks after one rank has failed",
-             ("The exit of the failed rank, with a code or signal, is seen through its pidfd. "
-              + FACT,),
+             ("The end of the failed rank is seen through its pidfd.",
+              ("One of these shows that the rank failed:",
+               "the exit code or signal that the kernel reports;",
+               "the exit record of the rank, if the kernel does not report the exit.")),
              "The other ranks are not ended. The rule `stall` still watches them.",
              "A line in a log is ignored if no exit confirms it."),
     Decision("stop", "act", "send TERM, and KILL after the grace time, on an operator's request",
@@ -87,7 +89,7 @@ TABLE: tuple[Decision, ...] = (
              ("The exit codes of the attempts are seen through pidfds.",
               ("One of these shows that a restart does not help:",
                "the error in the records of the rank;",
-               "the same error in two attempts.")),
+               "the same error in the last two attempts, with no new checkpoint between them.")),
              "The first restart is not rejected.", "The first restart is not rejected."),
     Decision("act-on-stall", "act", "halt, stop or restart a stalled run by a watch rule",
              ("The pulses do not change, in memory that the supervisor opened. After an adoption, "
@@ -111,16 +113,17 @@ TABLE: tuple[Decision, ...] = (
                "exit code 0 of torchrun and of all ranks, seen through pidfds;",
                "for an exit that no supervisor observed: the exit record, and also the pulse at "
                "the same step or a document of the dead supervisor."),
-              "All gates pass over numbered records without a gap. If no step was left after a "
-              "resume, these are the records of the earlier run, whose last checkpoint all ranks "
-              "loaded."),
+              "All gates without an override pass over numbered records without a gap. If no step "
+              "was left after a resume, these are the records of the earlier run, whose last "
+              "checkpoint all ranks loaded."),
              "The plan ends. A gate without its records is unknown, never passed. An exit that "
              "only one record shows is unknown too.",
              "The plan ends, and its reason names the rank or the missing records."),
     Decision("go-run", "go", "print go for a run: `check`, `status` and `--wait` return 0",
              ("In gates.json, which the supervisor writes, every gate passes or has an override.",
-              "Every gate has the same result over the records, which this reader sums. The "
-              "reader may begin with the sums in snapshot.json; `check --full` reads all records.",
+              "Every gate passes over the records, which this reader sums, or has the same "
+              "override. The reader may begin with the sums in snapshot.json; `check --full` reads "
+              "all records.",
               "plan.json has the same phases and gates.",
               "plan_state.json has the same phases, and no phase that failed."),
              "The result is no go. The output names the document or the missing records.",
@@ -133,14 +136,14 @@ TABLE: tuple[Decision, ...] = (
              "The check fails if NVML counts more GPUs than the driver lists. Fewer GPUs are no "
              "contradiction, because a container or a batch job can hide GPUs."),
     Decision("verdict-stopped", "verdict", "say that a rank is stopped",
-             ("The kernel shows the process state T or t.",
+             ("The kernel shows the process state T.",
               "The pulse of the rank does not change, and no other rank is slower."),
              "The verdict is not `stopped`.",
              "If the pulse changes, the verdict is not `stopped`. If another rank is slower, the "
              "confidence is at most medium."),
     Decision("verdict-exited", "verdict", "say that the process of a rank exited",
-             ("The exit is seen through the pidfd of the process, or the process is a zombie. "
-              + FACT,),
+             ("The exit is seen through the pidfd of the process, or the process is a zombie or "
+              "no longer exists. " + FACT,),
              "The verdict is not `exited`.",
              "The verdict is not `exited`, because the process is alive."),
     Decision("verdict-exited-early", "verdict", "say that a rank exited before the others",

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def pairs(words: Sequence[str], option: str) -> dict[str, str]:
-    """Splits NAME=VALUE words. Raises UsageError for a word without `=`."""
+    """Splits NAME=VALUE words. Raises UsageError for any other word."""
     result: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -51,7 +51,7 @@ def _chosen(options: argparse.Namespace) -> LaunchOptions:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Starts a plan; --wait also waits for its end; --dry-run only prints what would start."""
+    """Launches a plan or a config; --wait waits for the end; --dry-run starts nothing."""
     return _begin(_chosen(options), options)
 
 
@@ -135,7 +135,9 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Runs `work` in a child process, because a disk may hang; returns its result or raises.
+    """Runs `work` in a child process, because a disk may hang; returns its result.
+
+    Raises the error of `work`, or ContractError if the child dies.
 
     Even KILL does not end a process that waits for a hung file system. So after `limit_s` seconds
     this function sends KILL and raises TimeoutError, and does not wait for the child.

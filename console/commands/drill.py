@@ -106,7 +106,7 @@ class Score:
 
 
 def drill(options: argparse.Namespace) -> int:
-    """Launches a run with a fault, follows and stops the run, and prints the score."""
+    """Lists the faults; or launches a run with one, follows and stops the run, prints the score."""
     if options.list or options.fault is None:
         rows = [{"name": name, "about": kind.about, "truth": asdict(kind.truth)}
                 for name, kind in KINDS.items()]  # fmt: skip

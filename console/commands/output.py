@@ -97,7 +97,8 @@ def show(as_json: bool, record: Any, lines: Iterable[str]) -> None:
 def report_error(error: ContractError, as_json: bool) -> int:
     """Prints the error of a command on standard error; returns the exit code.
 
-    With `as_json` the error is also printed on standard output, as JSON.
+    With `as_json` the error is also printed on standard output, as JSON, unless the error is that
+    standard output cannot be written.
     """
     if isinstance(error, OutputError):
         discard()
@@ -124,7 +125,7 @@ def discard() -> None:
 
 
 def show_progress(share: float | None, text: str = "") -> None:
-    """Draws a progress bar over the previous bar; the share None removes the bar."""
+    """Draws a progress bar over the previous bar, on a terminal; share None removes the bar."""
     if not sys.stderr.isatty():
         return
     bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "

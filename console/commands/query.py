@@ -163,7 +163,7 @@ def _end_leftovers(confirmed: bool) -> None:
 def _check_run(options: argparse.Namespace) -> int:
     run = _read_all(options) if options.full else source(options)
     state = poll_confirmed(run)
-    is_live = state.state in LIVE_STATES and not state.gates
+    is_live = state.state in LIVE_STATES
     if is_live:
         state = replace(state, gates=so_far(run, state))
     code = status_text.exit_code(state, run.is_launch) or int(is_live and bool(state.gates))

@@ -47,7 +47,7 @@ def screen(options: argparse.Namespace) -> int:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Follows one run until it ends: on the screen, or as text or JSON."""
+    """Follows one run on the screen, or prints its changes or its last state."""
     if not (options.plain or options.json or options.until_waiting):
         return screen(options)
     from console.commands.query import follow, source

@@ -175,11 +175,11 @@ QUERIES: tuple[Command, ...] = (
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),
-       "The verdict comes from the supervisor. Without a supervisor, the command\n"
-       "collects the evidence itself, in about 4 s. + marks evidence for the verdict,\n"
-       "- evidence for another rank, ? evidence that is not available (in the verdict of\n"
-       "a supervisor, - marks this too). Exit code 0: no stall; 1: stalled, or unknown.\n"
-       "For a run that has ended, the exit code is that of `status`.\n"
+       "The verdict comes from the supervisor if it has detected a stall. Otherwise the\n"
+       "command collects the evidence itself, in about 4 s. + marks evidence for the\n"
+       "verdict, - evidence for another rank, ? evidence that is not available.\n"
+       "Exit code 0: no stall; 1: stalled, or unknown. For a run that has ended, the\n"
+       "exit code is that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
     Command("bundle", "Write one archive of a run for a bug report, without secrets.",
             ("bundle latest", "bundle latest --output run.tar.gz"), (

@@ -1,7 +1,6 @@
 """The ranks at one moment (`Case`: running, slowest, exited), and the phrases of verdicts.
 
-There is a verdict when the slowest ranks exceed their stall limits. If the kernel shows a rank as
-stopped or exited, `NAMED_AFTER_S` without a change of its pulse is enough.
+`diagnose` returns a verdict only if the case is stalled (`Case.is_stalled`).
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ class Case:
     slowest: tuple[RankEvidence, ...]
     exited: tuple[RankEvidence, ...]
     doubtful: tuple[RankEvidence, ...]
-    """The ranks without a usable pulse."""
+    """The ranks with a `doubt`. No other field contains them."""
     watch: Watch
     ts: float
 
     @property
     def is_stalled(self) -> bool:
-        """True if the run makes no progress.
+        """True if each of the slowest ranks exceeds its stall limit, or if a rank cannot continue.
 
-        Either the slowest ranks exceed their stall limit, or a rank is stopped or has ended without
-        reporting its exit. The pulse of that rank must have been unchanged for `NAMED_AFTER_S`. It
-        is not enough that all ranks have ended and none of them reported its exit.
+        A rank cannot continue if it is stopped or has ended without reporting its exit, and its
+        pulse has been unchanged for `NAMED_AFTER_S`. If all ranks have ended and none reported its
+        exit, only the stall limits count.
         """
         if all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest):
             return True
@@ -54,7 +53,7 @@ class Case:
                    and each.unchanged_s > NAMED_AFTER_S for each in self.running)  # fmt: skip
 
     def since(self, rank: RankEvidence) -> str:
-        """Returns when a rank's pulse last changed (in an alert, an age would become wrong)."""
+        """Returns the time since which a rank is unchanged. In an alert, an age would get wrong."""
         return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
 
     def verdict(
@@ -67,7 +66,7 @@ class Case:
         return Verdict(self.ts, sentence, cause, number, place.phase, place.step, sure, evidence)
 
     def _evidence(self, first: RankEvidence | None) -> tuple[str, ...]:
-        """Returns one line per rank, at most `EVIDENCE_LINES`; the rank of the verdict is first."""
+        """Returns one line per rank without `doubt`, at most `EVIDENCE_LINES`; `first` is first."""
         ranks = sorted((*self.running, *self.exited), key=lambda each: each is not first)
         counted = any(each.collectives for each in ranks)
         return tuple(
@@ -79,7 +78,7 @@ class Case:
 
 
 def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
-    """Returns the case of the ranks with a usable pulse, or None if no such rank still runs."""
+    """Returns the case, or None if each rank has a `doubt` or is in the phase "exit"."""
     usable = [each for each in ranks if not each.doubt]
     doubtful = tuple(each for each in ranks if each.doubt)
     running = tuple(each for each in usable if each.phase != "exit")
@@ -108,13 +107,13 @@ def exits(ranks: Sequence[RankEvidence]) -> str:
 
 
 def resume(ranks: Sequence[RankEvidence]) -> str:
-    """Returns the command that resumes stopped ranks."""
+    """Returns a sentence with the command that resumes stopped ranks."""
     pids = " ".join(str(each.pid) for each in sorted(ranks, key=lambda each: each.rank))
     return f"kill -CONT {pids} resumes {'it' if len(ranks) == 1 else 'them'}"
 
 
 def others(case: Case, named: Sequence[RankEvidence]) -> str:
-    """Returns what the other running ranks do; ranks that do the same thing are grouped."""
+    """Returns what the running ranks outside `named` do, grouped by what they do and where."""
     first = named[0]
     groups: dict[tuple[str, str, str], list[RankEvidence]] = {}
     for each in case.running:

@@ -20,7 +20,7 @@ class Cause:
     name: str
     explain: Callable[[Suspect], str]
     action: str
-    """The next step of the operator. Values of the rank replace {pid}, {place} and {resume}."""
+    """The next step of the operator. The verdict replaces {pid}, {place} and {resume}."""
 
 
 def _traced(of: Suspect) -> str:
@@ -88,7 +88,7 @@ def _native(of: Suspect) -> str:
 
 
 def device(of: Suspect) -> str:
-    """Returns the wait for the GPU in words, or "" if the stack shows no such wait."""
+    """Returns the wait for the GPU in words, or "" if the class of the rank is not "device"."""
     if of.where.kind != "device":
         return ""
     kernel = gpu_signs.kernel_words(of.gpus or ())
@@ -127,19 +127,21 @@ CAUSES: tuple[Cause, ...] = (
           "compare the calls in the stacks; a restart repeats the stall"),
     Cause("native", _native, "py-spy dump --native --pid {pid} shows the native frames"),
     Cause("device", device, "see the GPU's Xids; py-spy dump --native --pid {pid} shows the call"),
-    Cause("child", _waiting("child", "process"), "resume or kill that process"),
+    Cause("child", _waiting("child", "process"),
+          "resume or kill the process that the rank waits for"),
     Cause("lock", _lock, "stop the holder of the lock, or release the lock"),
-    Cause("network", _waiting("network", "socket"), "check that server and the network to it"),
+    Cause("network", _waiting("network", "socket"),
+          "check the server that the rank waits for, and the network to it"),
     Cause("pipe", _waiting("pipe", "pipe"),
           "start or stop the process at the other side of the pipe"),
     Cause("busy", _busy,
           "dump again: an endless loop shows the same frames, slow code shows other frames"),
     Cause("sleep", _waiting("timer", "sleep"), "see {place}"),
 )  # fmt: skip
-"""The first rule that applies gives the cause."""
+"""The first rule that applies to a rank gives its cause."""
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
-"""Causes that one source proves. Other causes have the confidence "high" only if both the stack and
-the process of the rank show them."""
+"""Causes that can have the confidence "high" without a stack of the rank. The other rows of
+`CAUSES` need the stack and the evidence from the process."""
 OF_LIBRARY = ("loader", "socket")
 """Classes of stacks that show what a `poll` call waits for; the call itself does not show it."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")

@@ -24,7 +24,7 @@ def kernel(_now: Readings, _history: History) -> str:
 
 
 def records(now: Readings, _history: History) -> str:
-    """Confirms a stall from the records of the ranks."""
+    """Confirms a stall unless the readings have a `stall_doubt`."""
     return now.stall_doubt
 
 
@@ -73,7 +73,7 @@ gate = _recorded(gate_collapsed)
 def loss(now: Readings, history: History) -> str:
     """Confirms a non-finite loss from records.
 
-    If the run has one rank and training.csv has no loss, the count in the pulse confirms it.
+    If the run has one rank and training.csv has no loss, a count above 0 in the pulse confirms it.
     """
     alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
     if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None):

@@ -21,10 +21,10 @@ from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import Stack
 
 HELD = ("disk", "lock", "pipe", "child")
-"""Kinds of waits during the start that count as work: the other ranks wait for such a rank."""
+"""If no rank computes at the start, the other ranks wait for a rank with such a wait."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
-"""Calls that the flight records do not show."""
+"""Matches functions whose calls the flight records do not show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Sign:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Two samples of each process, and the stacks and flight records written since the stall began.
+    """Two samples of the processes, and the stacks, flight records and GPUs of the ranks.
 
-    `gaps` has a sentence for each piece of evidence that is not available.
+    Each part may be missing. `gaps` has sentences about evidence that is not available.
     """
 
     before: Mapping[int, ProcessEvidence] = field(default_factory=dict)
@@ -52,10 +52,9 @@ class Evidence:
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
     gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
-    """The row of each rank's own GPU, or () if that GPU is not known. A rank without a known use of
-    a GPU has no key."""
+    """The result of `gpu_signs.own_gpus`: the row of a rank's own GPU, or () if it is not known."""
     ts: float = 0.0
-    """Time of the second sample (unix s)."""
+    """Time at which the evidence was complete (unix s). Each later sample sets it again."""
 
     @cached_property
     def places(self) -> Mapping[int, Where]:
@@ -73,7 +72,7 @@ class Evidence:
         return self._compared[ranks]
 
     def as_of(self, source: str) -> str:
-        """Returns the time of a source's oldest dump or of the second sample, or "" if not known.
+        """Returns the time of a source's oldest dump, `ts` for the processes, or "" if not known.
 
         The text has the form " as of 14:03:22".
         """
@@ -103,7 +102,11 @@ class Stall:
 
     @property
     def is_together(self) -> bool:
-        """True if all ranks wait for each other in a collective that each has called."""
+        """True if all ranks wait for each other, and none is behind.
+
+        Every rank has a flight record, every stack waits for peers, and the flight records name a
+        collective in which ranks wait, and no difference.
+        """
         found = self.difference
         return found.kind == "same" and found.number is not None and all(
             each.number in self.evidence.flights and each.where.kind == "peers"
@@ -111,7 +114,10 @@ class Stall:
         )  # fmt: skip
 
     def calls_differ(self, numbers: Collection[int]) -> bool:
-        """Returns whether the stacks show these ranks in other collectives than the other ranks."""
+        """Returns whether these ranks wait for their peers in other calls than the other ranks.
+
+        Returns False if an available stack does not wait for peers.
+        """
         places = self.places()
         calls = {rank: (place.text, place.own) for rank, place in places.items()}
         odd = {call for rank, call in calls.items() if rank in numbers}
@@ -122,7 +128,7 @@ class Stall:
     def silent(self, known: Mapping[int, object]) -> tuple[int, ...]:
         """Returns the ranks without a key in `known`, if none of them could write its evidence.
 
-        Returns () if one of them could. If all other ranks only wait, they wait for these ranks.
+        Returns () if one could. Such ranks are the cause if all other ranks only wait.
         """
         found = [each for each in self.suspects if each.number not in known]
         for each in found:
@@ -133,9 +139,10 @@ class Stall:
         return tuple(each.number for each in found)
 
     def lost(self) -> dict[tuple[int, int], Connection]:
-        """Returns the connections between ranks that lose packets, with the two ranks as key.
+        """Returns a connection for each pair of ranks whose packets are not acknowledged.
 
-        Both samples of a process must show the loss. If there is only one sample, it is enough.
+        If there are two samples of a process, both must show this connection without an
+        acknowledgement.
         """
         after = self.evidence.after
         ends = {(c.here, c.peer): rank for rank, p in after.items() for c in p.connections}
@@ -151,9 +158,9 @@ class Stall:
     def _find_difference(self) -> Difference:
         """Returns the first difference between the flight records of the ranks.
 
-        A rank is not behind if its stack waits in a call that all ranks have made. If all ranks
-        wait for peers, and the ranks that are behind wait in calls that are never recorded, then
-        the calls differ (a mismatch).
+        Ranks with fewer recorded calls are not behind if each waits in its last call, which all
+        other ranks have made. If all ranks wait for peers, and these ranks wait in calls that are
+        never recorded, then the calls differ (a mismatch).
         """
         found = self.evidence.difference(tuple(each.rank for each in self.ranks))
         late = {each.number: each.where for each in self.suspects
@@ -182,10 +189,10 @@ def _suspect(rank: RankEvidence, evidence: Evidence) -> Suspect:
 def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
     """Returns the suspects; those that may wait for their GPU have the class "device".
 
-    A thread that runs in the program's code may wait for its GPU, unless that GPU is idle. If the
-    GPU of such a rank runs a kernel, each rank in the same frame may wait too, unless its own GPU
-    is idle. Open GPU files do not prove a use: a process that only counted the GPUs has them open
-    too.
+    A main thread that runs in the program's code, and is not known to run Python code, may wait for
+    its GPU, unless that GPU is idle. If the GPU of such a rank runs a kernel, a rank in the same
+    frame may wait too, unless its own GPU is idle. Open GPU files do not prove that a rank uses its
+    GPU: a process that only counted the GPUs has them open too.
     """
     own = [each for each in suspects if each.gpus is not None and each.where.kind == "own"
            and not gpu_signs.is_idle(each.gpus)]  # fmt: skip
@@ -219,8 +226,8 @@ def _odd(odd: Sequence[int], stall: Stall) -> tuple[int, ...]:
 def _of_flights(stall: Stall) -> Sign:
     """Names the ranks that differ, if the flight record of every rank is available.
 
-    Otherwise, if the available records do not differ, names the ranks without a record, unless one
-    of these ranks could have written its record.
+    Otherwise, if the available records show a wait and no difference, names the ranks without a
+    record, unless one of these ranks could have written its record.
     """
     found, flights = stall.difference, stall.evidence.flights
     complete = all(each.rank in flights for each in stall.ranks)
@@ -231,12 +238,12 @@ def _of_flights(stall: Stall) -> Sign:
 
 
 def _of_stacks(stall: Stall) -> Sign:
-    """Names the ranks of the first group that is not empty.
+    """Names the ranks of the first group that is not empty, unless they are all of several ranks.
 
     The groups are: ranks whose native code holds the GIL; ranks that do not wait for peers, for a
-    GPU or to join; ranks that may wait for a GPU that is not known to run a kernel; ranks that wait
-    to join after the others have joined, if every rank has a stack. If all stacks wait for peers,
-    the last group is the ranks that could not write a stack.
+    GPU or to join; ranks that may wait for a GPU that is not known to run a kernel; if every rank
+    has a stack, ranks that wait to join. If all stacks wait for peers, the last group is the ranks
+    that could not write a stack.
     """
     places = stall.places()
     native = [rank for rank, place in places.items() if place.kind == "native"]
@@ -260,7 +267,8 @@ def _of_stacks(stall: Stall) -> Sign:
 def _of_processes(stall: Stall) -> Sign:
     """Names the ranks that cannot run, or else the ranks for which the others wait at the start.
 
-    If there are no such ranks, names the ranks that compute or whose wait is not for peers.
+    If there are no such ranks, names the ranks that compute or whose wait is their own. Names no
+    rank if the found ranks are all of several ranks.
     """
     odd = [each for each in stall.suspects if each.cannot_run]
     odd = odd or _starting(stall) or [each for each in stall.suspects if each.waits or each.runs]
@@ -275,7 +283,7 @@ def _of_processes(stall: Stall) -> Sign:
 
 
 def _starting(stall: Stall) -> list[Suspect]:
-    """Returns the ranks for which the others wait at the start: they compute, or else are `HELD`.
+    """Returns the ranks that compute at the start, or else those whose wait is one of `HELD`.
 
     Returns [] if a rank has left the start.
     """

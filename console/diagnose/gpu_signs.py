@@ -1,7 +1,7 @@
 """The evidence from the GPUs of stalled ranks: whether a GPU is lost, is idle or runs a kernel.
 
-A process that waits for its GPU spins: it is in state R, uses a whole core, and stays at one Python
-line. Only the GPU shows whether the process waits or is in an endless loop. On an H100, a kernel
+A process that waits for its GPU usually spins: it is in state R, uses a whole core, and stays at
+one Python line. The GPU helps to distinguish this wait from an endless loop. On an H100, a kernel
 that never ends showed 100 % utilisation at 120 of 700 W.
 """
 
@@ -25,13 +25,13 @@ def own_gpus(
 ) -> dict[int, tuple[Gpu, ...]]:
     """Returns the row of each rank's own GPU, or () if that GPU is not known.
 
-    A rank that has no GPU file open has no key. If `rows` is empty, neither has a rank whose open
-    files are not available.
+    A rank that has no GPU file open has no key. If `rows` is empty, a rank whose open files are not
+    available has no key either.
 
     `opened` has the numbers N of the files /dev/nvidiaN that each rank has open, or None if they
     are not available. `visible` has the CUDA_VISIBLE_DEVICES of each rank. CUDA opens the files of
-    all GPUs that it sees. If a rank sees several GPUs, it uses the GPU with the number of the rank,
-    as programs under torchrun do. A GPU that several ranks share counts as not known.
+    all GPUs that it sees. If a rank sees several GPUs, the number of the rank selects its own GPU
+    in `visible`, as in programs under torchrun. A GPU that several ranks share counts as not known.
     """
     found = dict[int, tuple[Gpu, ...]]()
     for rank, minors in opened.items():
@@ -82,7 +82,7 @@ def _words(gpu: Gpu) -> str:
 def kernel_words(rows: Sequence[Gpu]) -> str:
     """Returns what a running kernel does according to the GPU's power draw.
 
-    Returns "" if no kernel is known to run, or if the power is not known.
+    Returns "" if no kernel is known to run, or if the power or its limit is not known.
     """
     shares = [
         gpu.power_w / gpu.power_limit_w for gpu in rows

@@ -1,8 +1,8 @@
 """The evidence about one rank: its position, its stall limit, and whether records confirm it.
 
-A rank stalls when its pulse has not changed for longer than its stall limit, which is max(floor, 5
-× p99 of its phase). Start-up with the first step, evaluation and saving have their own limits. A
-run stalls when its slowest ranks stall. No file is read here.
+The stall limit of a rank is max(floor, 5 × p99 of its phase). Start-up with the first step,
+evaluation and saving have their own limits. `Case.is_stalled` says when a run is stalled. No file
+is read here.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ OVERDUE = 2.0
 class RankEvidence:
     """Evidence about one rank at one time, from its pulse, or else from `by_records`.
 
-    Without both, `phase` is "". `unchanged_s` is the time since the pulse changed; without a pulse,
-    the age of the newest record or the time since the attempt began. `state` is the kernel's
-    letter, "gone", or "?" if it was not read. `p99_s` is the 99th percentile of the times of the
-    rank's phase, or of its steps if the phase has no times.
+    Without both, `phase` is "". `unchanged_s` is the time since the pulse changed, or an estimate
+    if there is no pulse. `state` is the kernel's letter, "gone", or "?" if it is not known. `p99_s`
+    is the 99th percentile of the times of the rank's phase, or of its steps if the phase has no
+    times; `by_records` uses the gaps between records instead.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class RankEvidence:
     code: int | None = None
     """The exit code of a rank that has exited, if it is known."""
     records_s: float | None = None
-    """Time since the rank's records showed a new step, or None if the rank has no record."""
+    """Time since a new step was read in the rank's records, or None if the rank has no record."""
     records_gap_s: float = 0.0
     """Longest recent gap between records with a new step, or 0 until a gap is known."""
     doubt: Doubt = ""
@@ -122,10 +122,10 @@ def limit_s(rank: RankEvidence, watch: Watch) -> float:
 
 
 def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
-    """Returns the running ranks with a usable pulse that have the lowest position.
+    """Returns the ranks with the lowest position; ranks that exit or have a `doubt` do not count.
 
     A phase that is not reported may be before or after the reported phases of its step. So if a
-    rank at the lowest step does not report its phase, all ranks at that step are returned.
+    rank at the lowest step does not report its phase, all these ranks at that step are returned.
     """
     running = [each for each in ranks if each.phase != "exit" and not each.doubt]
     first = min((each.step for each in running), default=0)
@@ -147,7 +147,7 @@ def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
 
 
 def names(ranks: Sequence[RankEvidence]) -> str:
-    """Returns "rank 3" or "ranks 0-2, 4"."""
+    """Returns the names of ranks as text: "rank 3" or "ranks 0-2, 4"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans(each.rank for each in ranks))}"
 
 
@@ -162,9 +162,9 @@ def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:
 def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
     """Returns why the records do not confirm that these ranks stall, or "" if they confirm it.
 
-    A record contradicts the stall if it has a new step, is younger than the stall limit, and came
-    more than `RECORDS_LATE_S` after the last change of the pulse. If a rank rarely writes a record,
-    its records confirm a stall only when the next record is overdue.
+    Ranks in the phase "exit" need no confirmation. A record contradicts the stall if it has a new
+    step, is younger than the stall limit, and came more than `RECORDS_LATE_S` after the last change
+    of the pulse. The records of a rank confirm a stall only when its next record is overdue.
     """
     for each in ranks:
         name = f"rank {each.rank}"

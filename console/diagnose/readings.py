@@ -25,7 +25,7 @@ WINDOWS = (8, 32, 128)
 """Numbers of newest records whose rate is compared with the rate of all earlier records."""
 KEPT_RATES, LEAST_BEFORE, RATED_EVERY_S = 512, 16, 10.0
 SURE_Z = 6.0
-"""A rate counts as lower only if it fell by more than this many standard errors of a median."""
+"""A rate counts as lower only if it fell by more than this many standard errors."""
 LEAST_SPREAD = 0.02
 RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
 PACE_EVERY_S, PACE_RECENT, PACE_POINTS = 10.0, 6, 360
@@ -37,8 +37,8 @@ class Readings:
     """The data of one poll of one attempt.
 
     `fresh` has the progress records since the last poll, in order; `progress` has the newest
-    record of each rank. `records_only` says that `ranks` were derived from the ages of records, not
-    from pulses. `newest_ts` is the time in the newest record (unix s).
+    progress record of each rank. `records_only` says that `ranks` were derived from the ages of
+    records, not from pulses. `newest_ts` is the time in the newest record (unix s).
     """
 
     mono: float
@@ -59,11 +59,11 @@ class Readings:
     csv: Progress | None = None
     """The newest row of training.csv."""
     env: Mapping[str, Any] = field(default_factory=dict)
-    """The content of env.json of this attempt, or {} if there is no such file."""
+    """The content of env.json of this attempt, or {} if it is not available."""
 
 
 def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of the settings in run.json by name, or {} for a foreign program.
+    """Returns the values in run.json by setting, or {} without settings (a foreign program).
 
     `measured.NAME` is a figure of the preflight, and `expects.NAME` a fact that the plan expects.
     """
@@ -76,7 +76,7 @@ def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gate_collapsed(progress: Progress) -> bool | None:
-    """Returns whether the attention gate uses only one branch, or None if it has no figures."""
+    """Returns whether the attention gate uses only one branch, or None without figures of it."""
     entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
     part = progress.gate_collapse_frac
     if entropy is None and largest is None and part is None:
@@ -90,7 +90,7 @@ def gate_collapsed(progress: Progress) -> bool | None:
 
 @dataclass(slots=True)
 class Counter:
-    """A counter of one GPU: its increase in this attempt, and when it last rose (monotonic s)."""
+    """A counter of one GPU: its increase in this attempt or since a reset, and its last rise."""
 
     last: int
     increase: int = 0
@@ -106,7 +106,7 @@ class Counter:
 
 
 class History:
-    """The attempt so far, in constant memory. `update` adds the data of one poll.
+    """The attempt so far, in bounded memory. `update` adds the data of one poll.
 
     `settings` has the values of the run's settings; it is empty for a foreign program.
     """
@@ -176,7 +176,7 @@ class History:
         self.xids[gpu.index].update(gpu.xid_count, now.mono)
 
     def _update_pace(self, now: Readings) -> None:
-        """Every `PACE_EVERY_S`, adds the step that all ranks have reached."""
+        """Adds the lowest step of the ranks, at most every `PACE_EVERY_S`; sets `pace_ratio`."""
         steps = [rank.step for rank in now.ranks if not rank.doubt and rank.phase != "exit"]
         if not steps or (self._steps and now.mono - self._steps[-1][0] < PACE_EVERY_S):
             return

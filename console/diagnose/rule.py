@@ -40,8 +40,8 @@ class Rule:
 
     A strong action interrupts or ends the run. It needs a value that reaches `severe` (`threshold`
     if `severe` is None), and the second source `corroborate` must confirm the rule. A rule without
-    `corroborate` can only warn or dump. `watchdog --halt` halts a run for each rule that has an
-    `anomaly`, and writes this word to `.anomaly_type`.
+    `corroborate` can only warn or dump. `watchdog --halt` can halt a run by each rule that has an
+    `anomaly`, and then writes this word to `.anomaly_type`.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Rule:
         return self._reaches(value, self.threshold)
 
     def bound(self, value: float) -> str:
-        """Returns a bound with its sign and unit: "≤ 70 %", "≥ 3 consecutive records"."""
+        """Returns a bound with its sign and unit, if any: "≤ 70 %", "≥ 3 consecutive records"."""
         sign = "≥" if self.threshold >= self.clear else "≤"
         if self.unit == "share":
             return f"{sign} {100 * value:g} %"

@@ -276,7 +276,7 @@ TABLE: tuple[Rule, ...] = (
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
 HALTING = tuple(rule.name for rule in TABLE if rule.anomaly)
-"""The rules for which `watchdog --halt` halts a run, even if the plan gives them no action."""
+"""The rules for which `watchdog --halt` can halt a run, even if the plan gives them no action."""
 
 
 def check(watch: Watch, where: str) -> None:

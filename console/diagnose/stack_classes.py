@@ -1,4 +1,4 @@
-"""Classes of stacks: the object that a main thread waits for.
+"""Classifies stacks by the object that the main thread waits for.
 
 No file is read here. A stack shows Python frames only. For a wait inside a built-in function, such
 as `time.sleep` or `recv`, the stack shows only the caller. If the program itself is the caller, the
@@ -67,8 +67,8 @@ WAITS: Sequence[tuple[str, str, Wait]] = (
     ("ssl.py", "", _SOCKET),
     ("http/client.py", "", _SOCKET),
 )  # fmt: skip
-"""Each row has the end of a file name, a pattern of functions ("" matches all) and the class of the
-wait. The first row that matches a frame decides."""
+"""Each row has the end of a file name, a pattern of functions ("" matches all), and the wait with
+its class and its words. The first row that matches a frame decides."""
 _WAITS = tuple((file, re.compile(functions or ".*"), wait) for file, functions, wait in WAITS)
 DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
 """The innermost wait of one of these kinds decides. If there is no such wait, the outermost wait
@@ -88,9 +88,10 @@ of these writes the dump."""
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The class of a main thread, the frame that decided the class, and a description.
+    """The class of a stack, the frame that decided the class, and a description.
 
-    `own` is the innermost frame of the program's own code, or None if all frames are in libraries.
+    `own` is the innermost frame of the program, or else of the contract. It is None if all frames
+    are in libraries.
     """
 
     kind: Kind
@@ -175,9 +176,9 @@ def loader_thread(rank: int, stacks: Mapping[int, Stack]) -> tuple[str, bool]:
     """Returns two values: what the rank's data thread does, and whether two signs identify it.
 
     A data thread reads the data of the program. The first sign is that the thread's name or one of
-    its frames matches `_DATA`. The second sign is that the same thread of another rank has filled
-    its queue. The text is "" if no thread has such a sign. If a queue of this rank is full, only
-    threads that have ended count.
+    its frames in the program matches `_DATA`. The second sign is that a thread of the same name on
+    another rank has filled its queue. The text is "" if no thread has such a sign. If a queue of
+    this rank is full, only threads that have ended count.
     """
     others = [each for number, stack in stacks.items() if number != rank
               for each in stack.threads[1:]]  # fmt: skip
@@ -214,7 +215,8 @@ def _reads_data(thread: Thread) -> bool:
 def missing_threads(stacks: Mapping[int, Stack]) -> dict[int, tuple[str, ...]]:
     """Returns the names of the threads that a rank lacks and most other ranks have, by rank.
 
-    Numbers in names are replaced by "N". Ranks whose dump may lack threads are left out.
+    Numbers in names are replaced by "N". Ranks whose dump may lack threads, or has only one thread,
+    are left out.
     """
     names = {
         rank: {_name(t) for t in stack.threads[1:] if t.name[:2] != "0x"}

@@ -16,7 +16,7 @@ from console.sources.stacks import Stack
 LASTING_STATES = (*STOPPED_STATES, *ENDED_STATES)
 ABNORMAL_STATES = ("D", *LASTING_STATES)
 SPIN_SHARE = 0.5
-"""A main thread that waits for its GPU spins, and uses at least this share of a core. The share is
+"""Least share of a core that a main thread uses while it spins in a wait for its GPU. The share is
 low because ranks may share cores."""
 BUSY_SHARE = 0.7
 """A process that uses at least this share of a core is busy: it computes, or spins in a wait."""
@@ -46,7 +46,7 @@ class Suspect:
     stacks: Mapping[int, Stack]
     """The stacks of all ranks."""
     gpus: Sequence[Gpu] | None
-    """The row of the rank's own GPU, () if that GPU is not known, None without a known GPU use."""
+    """The value of the rank in `Evidence.gpus`, or None if there is none."""
     calls_other: bool = False
     """True if flight records or stacks show that the rank calls another collective than others."""
 
@@ -65,7 +65,7 @@ class Suspect:
 
     @property
     def state(self) -> str:
-        """The kernel's letter for the state of the process, "gone", or "?" if it was not read."""
+        """The kernel's letter for the state of the process, "gone", or "?" if it is not known."""
         if self.after is None or self.rank.state in ENDED_STATES:
             return self.rank.state
         return self.after.state
@@ -85,10 +85,10 @@ class Suspect:
 
     @property
     def cannot_run(self) -> bool:
-        """True if the process has ended, or if all its samples show that it cannot run.
+        """True if the process has ended, or if it cannot run and did not change its state.
 
-        Without a sample, the state of the rank counts if its pulse has not changed for
-        `NAMED_AFTER_S`.
+        A process cannot run if it is stopped, frozen or in state D. Without a second sample, the
+        state of the rank counts if its pulse has not changed for `NAMED_AFTER_S`.
         """
         before, after = self.before, self.after
         if self.rank.state in ENDED_STATES:

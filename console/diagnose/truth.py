@@ -1,7 +1,6 @@
-"""The truth checks: watch rules that find impossible or contradictory records of a run.
+"""The truth checks: watch rules that find impossible, contradictory or unexpected figures of a run.
 
-They can only warn or dump. The measure of a rule returns None, and the rule raises no alert, if its
-figures are missing or unusable.
+They can only warn or dump. A truth check raises no alert if its figures are missing or unusable.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measu
 def _dead_parameters(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Counts the parameters without a gradient in step 1.
 
-    Returns None without a record of rank 0, and during an ablation of the attention.
+    Returns None without a record of rank 0, or if a setting forces one branch or equal weights.
     """
     if 0 not in now.progress:
         return None
@@ -196,7 +195,7 @@ def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | No
 def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns power draw ÷ power limit of the GPUs, or 1 if their utilisation is below `BUSY`.
 
-    Returns None unless there are enough samples with a known power.
+    Returns None while there are too few samples, or if the power of a sample is not known.
     """
     busy, power = history.truth.busy, history.truth.power
     if len(power) < LEAST_BUSY or len(power) < len(busy):

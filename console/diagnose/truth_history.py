@@ -22,8 +22,8 @@ SURE_Z, LEAST_SPREAD = 4.0, 0.02
 SURELY = 1.15
 """A difference is certain if the lower bound of its ratio is at least this value."""
 SLOWER, MATERIAL = 1.3, 0.1
-"""A rank is slower if its time is at least `SLOWER` times the usual time, and the difference is at
-least the share `MATERIAL` of the step."""
+"""Bounds for a slower rank: the least ratio of its time to the usual time, and the least difference
+of the two times as a share of a step."""
 ROUNDED_TO = 4
 """A figure with at most this many decimals may be rounded, so it may repeat by chance."""
 STEPPING = frozenset((*TIMED_PHASES, "log", "step"))
@@ -62,7 +62,7 @@ def _is_rounded(value: float) -> bool:
 
 
 class TruthHistory:
-    """Figures computed from many records. `update` adds the data of one poll."""
+    """Figures computed from records and GPU samples. `update` adds the data of one poll."""
 
     def __init__(self) -> None:
         self.first: Progress | None = None
@@ -159,7 +159,7 @@ class TruthHistory:
         return [found for found in self._steps.values() if len(found) == len(self._newest)]
 
     def same_batches(self) -> tuple[int, tuple[int, ...]]:
-        """Returns how many newest steps have the same batch on several ranks, and these ranks."""
+        """Returns in how many newest steps in a row the same ranks share a batch, and the ranks."""
         count, ranks = 0, frozenset[int]()
         for found in reversed(self._complete()):
             by_sum: dict[str, list[int]] = {}
@@ -181,7 +181,7 @@ class TruthHistory:
         """Returns two values: the slowest rank's time in `phases` ÷ that of the others, and a text.
 
         The ratio is a lower bound until the difference is certain, and 1 if the difference is
-        small. Returns None until there are enough records.
+        small. Returns None for a single rank, or until there are enough records.
         """
         if self._slow_at != self._added and self._mono - self._slow_mono >= RATED_EVERY_S:
             self._slow_at, self._slow_mono = self._added, self._mono
@@ -224,7 +224,7 @@ class TruthHistory:
         return ratio if bound >= SURELY else bound, text
 
     def _update_usual(self) -> None:
-        """Replaces the usual times after every `WINDOW` records of each rank.
+        """Replaces the usual times after every `WINDOW` records per rank.
 
         Fewer than `WINDOW` complete steps replace nothing.
         """
@@ -236,7 +236,7 @@ class TruthHistory:
             self._usual_step_s = median(found[min(found)].step_s or 0.0 for found in steps)
 
     def slower(self) -> str:
-        """Returns a text with the ranks that became slower and their phase, or "" if none did."""
+        """Returns a text with the ranks known to be slower than before and their phase, or ""."""
         steps = self._complete()[-LEAST:]
         if len(steps) < LEAST or self._usual.keys() != self._newest.keys():
             return ""
@@ -261,7 +261,7 @@ class TruthHistory:
         return f"; {who} {median(ratios.values()):.1f} times as long as before in {phase}"
 
     def _in_words(self, ranks: Sequence[int]) -> str:
-        """Returns the names of ranks; adds the host if they are all its ranks.
+        """Returns the names of ranks; adds the host if the host has no other ranks.
 
         The host is not added for a single rank, or for all ranks of the run.
         """
@@ -293,7 +293,8 @@ class TruthHistory:
         """Adds a sample of the GPUs.
 
         When the slowest rank has finished a step, the mean utilisation is appended to `busy`. The
-        samples are dropped if a rank is in its first steps, or in a phase outside `STEPPING`.
+        samples are dropped if the utilisation is not known, or if a rank is in its first steps or
+        in a phase outside `STEPPING`.
         """
         used = [g.util_pct for g in gpus if g.util_pct is not None and 0 <= g.util_pct <= 100]
         step = min((each.step for each in ranks), default=0)

@@ -36,7 +36,7 @@ LOOK_AT_STACKS = "dump the stacks to see the cause"
 def diagnose(
     ranks: Sequence[RankEvidence], watch: Watch, ts: float, evidence: Evidence = NO_EVIDENCE
 ) -> Verdict | None:
-    """Returns the verdict at unix time `ts`, or None if the usable pulses show no stall."""
+    """Returns the verdict at unix time `ts`, or None if the ranks do not form a stalled `Case`."""
     case = case_of(ranks, watch, ts)
     return explain(case, evidence) if case and case.is_stalled else None
 
@@ -45,7 +45,7 @@ def explain(case: Case, evidence: Evidence) -> Verdict:
     """Returns the verdict on a stall: its cause, the evidence for and against it, the next step.
 
     A rank whose pulse is ignored (`doubt`) is never blamed. If there is such a rank, the evidence
-    is not used, and the confidence is "low", unless the cause is one of `KERNEL_CAUSES`.
+    is not used; the confidence is then "low", except for a cause in `KERNEL_CAUSES`.
     """
     if not case.doubtful:
         return _explain(case, evidence)
@@ -109,7 +109,7 @@ def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
 
 
 def _culprits(stall: Stall) -> list[Suspect]:
-    """Returns the ranks that cause a stall: they cannot run, or else most sources agree on them.
+    """Returns the ranks to blame: ranks that cannot run, or else the ranks with the most sources.
 
     Ranks that cannot run are not the cause if at least two sources name only ranks that can run. If
     every rank can run and no source names one, returns the only rank, or [] for several ranks.
@@ -130,7 +130,7 @@ def _culprits(stall: Stall) -> list[Suspect]:
 
 
 def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sure:
-    """Returns the confidence: "high" needs two sources that agree, and a cause without doubt."""
+    """Returns the confidence: "high" needs two sources, none against them, and a certain cause."""
     of, difference = culprits[0], stall.difference
     first, numbers = of.number, {each.number for each in culprits}
     contrary = [sign for sign in stall.signs if sign.ranks and first not in sign.ranks]
@@ -161,7 +161,7 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
         else ("queue", "thread")
     )
     # A stack can stand for different objects, and a library may have made the system call. So the
-    # verdict needs both.
+    # verdict needs the stack and the process.
     by_process = of.main.kind != "none" or of.uses_a_core
     is_seen = of.has_stack and (by_process or (of.after is not None and kind in OF_LIBRARY))
     return (

@@ -2,9 +2,9 @@
 
 An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
 a severe value, a condition that has lasted three times as long, and the confirmation of the rule's
-second source. Until the confirmation, the action is withheld, and this is reported once per alert.
-Of the time in which the watchdog was stopped, at most `LONGEST_GAP_S` or two intervals count. Each
-time a rule is raised, its action becomes due once.
+second source. Until the confirmation, the action is withheld; this is reported at most once until
+the rule is cleared. Of the time in which the watchdog was stopped, at most `LONGEST_GAP_S` or two
+intervals count. Until a raised rule is cleared, its action becomes due at most once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_GAP_S = 5.0
 """If more time passes between two updates, only this much counts as observed, or twice the intended
 interval if that is longer."""
 REPORT_WITHHELD_AT = 2
-"""Number of unconfirmed updates after which a due action is reported as withheld. The first
+"""Number of the unconfirmed update at which a due action is reported as withheld. The first
 unconfirmed update is not reported, because a record may be late."""
 AGAIN_S = 10.0
 """Shortest time between two alerts of a rule that stays raised."""
@@ -55,7 +55,7 @@ class _State:
     breached_s: float | None = None
     """Observed time of the breach before the rule is raised, None while there is no breach."""
     value: float = math.inf
-    """The last value of a raised rule, infinite if it is not known."""
+    """The value above which the alert is raised again, infinite if none is known."""
     raised_at: float = 0.0
     """Time at which the rule was last raised or raised again."""
     severe_s: float = 0.0
@@ -85,7 +85,7 @@ class Watchdog:
         self._history = History(self.settings)
 
     def update(self, now: Readings) -> Sequence[Change]:
-        """Returns the changes since the last update, in the order of the table."""
+        """Evaluates the rules and returns their changes, in the order of the table."""
         gap_s = 0.0 if self._mono is None else now.mono - self._mono
         gap_s = min(max(0.0, gap_s), max(LONGEST_GAP_S, 2 * self.interval_s))
         self._mono = now.mono
@@ -115,7 +115,7 @@ class Watchdog:
             self._states[rule.name] = _State()
             yield Change("clear", rule, f"{rule.name} cleared", measured.value)
         elif not rule.is_breached(measured.value):
-            state.breached_s = None
+            state.breached_s, state.severe_s = None, 0.0
         elif state.raised:
             yield from self._raise_again(rule, state, measured, now.mono)
             state.severe_s = state.severe_s + gap_s if rule.is_severe(measured.value) else 0.0
@@ -160,7 +160,7 @@ class Watchdog:
             yield Change("withhold", rule, text, measured.value, "crit", rule.action)
 
     def _lasted(self, rule: Rule, state: _State, measured: Measured) -> bool:
-        """Returns whether a condition is severe and has lasted long enough for a strong action."""
+        """Returns whether a value is severe and has lasted long enough for a strong action."""
         observed_s = (STRONG_TIMES - 1) * max(rule.for_s, measured.limit_s)
         act_s = self._act_s(measured.limit_s) if measured.limit_s else 0.0
         long_enough = state.severe_s >= observed_s and measured.lasted_s >= act_s

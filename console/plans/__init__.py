@@ -1,1 +1,1 @@
-"""Plans: finding a plan, its preflight, the gates after a phase, sweeps and reports."""
+"""Finds and checks plans, evaluates gates, compares sweeps and writes reports."""

@@ -52,7 +52,7 @@ class Case:
     measure: bool = False
     """True to measure devices, data and attention, in separate processes."""
     root: Path = Path("/")
-    """The root of the file system that is inspected."""
+    """The root under which system files are read, for example /proc."""
     driver_s: float = gpu_survey.LIMIT_S
     """Longest time to wait for the NVIDIA driver."""
 

@@ -45,7 +45,7 @@ def is_plan(name: str) -> bool:
 
 
 def find(name: str) -> Path:
-    """Returns the file of a plan. Raises UsageError, with a similar name if there is one."""
+    """Returns the file of a plan. Raises UsageError if there is no such plan or file."""
     path = Path(name)
     there = is_file(path)
     if path.suffix in ENDINGS or there:

@@ -29,7 +29,7 @@ NEARLY_FULL = 0.9
 def config(case: Case, index: int) -> Found:
     """Checks the settings of a phase against the facts that the plan expects.
 
-    If `--set` causes all differences, the result is only a warning.
+    If settings of `--set` may explain each difference, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
     if not resolved:
@@ -150,7 +150,7 @@ def _least_bytes(case: Case, index: int) -> int:
 
 
 def data(case: Case) -> Found:
-    """Checks that each phase can read its data (folder, mirror or hub) and its tokenizer."""
+    """Checks that data (folder, mirror or hub) and tokenizer of each phase are available."""
     used = {
         tuple(case.value(i, f"data.{key}") for key in ("source", "path", "pattern", "tokenizer")): i
         for i, held in reversed([*enumerate(case.settings)]) if held

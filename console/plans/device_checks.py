@@ -91,7 +91,7 @@ def _run(case: Case, folder: Path) -> str:
 
 
 def _check(row: str, record: Mapping[str, Any] | None, end: str) -> Check:
-    """Returns the result of a row: unknown if it did not begin, "fail" if it began without end."""
+    """Returns the result of a row: unknown if the row did not begin, "fail" if it did not end."""
     if record is None:
         return Check(row, "unknown", f"not measured: {end}")
     known: dict[str, Result] = {each: each for each in RESULTS}

@@ -29,9 +29,9 @@ FULL = "run nsa-console check --full"
 
 
 def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
-    """Polls a run; returns its state, with an alert if the records do not confirm the gates.
+    """Polls a run; returns its state, with an alert if the files do not confirm that it is go.
 
-    Only a state that would be go is checked. With `former`, the function also checks the earlier
+    Only a state that would be go is checked. With `former`, the function also checks the other
     phases of a launch that has ended, and it checks a run even if some of its records have not been
     read yet.
     """
@@ -77,7 +77,7 @@ def _read_whole(run: Path) -> tuple[RunSource, RunState]:
 
 
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str, str]]:
-    """Yields pairs for the other phases that are no go: the directory of a phase, a reason."""
+    """Yields the directory and a reason for each doubt about the other phases of the launch."""
     for phase in state.launch.phases if state.launch else ():
         if source.launch_path is None or not phase.dir:
             yield phase.dir, f"{phase.name}: its run directory is not available"
@@ -161,7 +161,7 @@ def continued(run: Path, step: int) -> Summary | None:
 
     `step` is `Summary.resumed_at_end` of `run`. The records of the earlier run must show that its
     ranks reached that step. Their last pulses suffice too, because the loaded checkpoint confirms
-    them. Both runs must have the same phase, ranks, settings and gates.
+    them. Both runs must have the same phase, ranks, gates and settings, except `RESUME`.
     """
     own = (rundir.read_json(run / rundir.RUN, below=run) or {}) if step else {}
     path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))
@@ -238,7 +238,10 @@ def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _disagreement(written: Gate | None, own: Gate | None) -> str:
-    """Returns why gates.json and the records do not both confirm a gate, or "" if they do."""
+    """Returns why gates.json and the records do not both confirm a gate, or "" if they do.
+
+    A gate with an override only needs the same override in gates.json.
+    """
     if written is None or own is None:
         return f"is not in {rundir.GATES if written is None else rundir.RUN}"
     if own.override:

@@ -40,7 +40,7 @@ class Rule:
 
     With the bound "yes", the plan says `true`, and the measured count must be 0. With "fall", the
     plan says `true` (0.1 nats) or the least fall in nats. If `source` is RANK0, the gate needs only
-    the records of rank 0. `missing` is shown if there is no value and `measure` gives no reason. A
+    the records of rank 0. `missing` is shown if there is no value and no other reason. A
     `certain` gate that fails stays failed, even if records are missing. With `tails`, the pulse of
     a killed rank replaces the last records that the rank could not write.
     """
@@ -183,7 +183,7 @@ def _check_mapping(rule: Rule, value: Any, wanted: Demand, where: str) -> None:
 def evaluate(
     summary: Summary, bounds: Mapping[str, Any], is_live: bool = False
 ) -> tuple[Gate, ...]:
-    """Returns every gate of a phase with its value, window, source, bound and result.
+    """Returns every gate of a phase as a `Gate`.
 
     A gate with `at` has one more result for each step in `at`, with the name `NAME@STEP`. If the
     run `is_live`, its newest records do not count as missing, because the run still writes them.

@@ -1,4 +1,4 @@
-"""The checks of GPUs, driver and torch. A launch can use only GPUs that are healthy and idle."""
+"""The checks of GPUs, driver and torch. No launch uses a GPU known to be faulty or busy."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def device(case: Case) -> Found:
 def gpus(case: Case) -> Found:
     """Checks the GPUs of a plan with two sources: NVML, and the list of the kernel's driver.
 
-    A plan without GPUs needs neither source.
+    For a plan without GPUs, the list of the driver is not read.
     """
     plan, survey, needed = case.plan, case.survey, case.plan.gpus
     if isinstance(survey, str):
@@ -124,15 +124,15 @@ def _chosen(plan: Plan, index: int) -> str:
 
 
 def seen_by(case: Case, index: int, uuids: Sequence[str]) -> list[int | None]:
-    """Returns the indices of the GPUs that the ranks of a phase use; None is a MIG slice."""
+    """Returns the indices of the GPUs that the ranks of a phase use, as `visible` does."""
     return visible(case.devices or _chosen(case.plan, index), uuids)[: case.plan.gpus]
 
 
 def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
     """Returns the index of each GPU that CUDA sees with this CUDA_VISIBLE_DEVICES.
 
-    A MIG slice, or a UUID that no GPU has, has the index None. CUDA stops at the first entry that
-    is no GPU or is repeated.
+    A MIG slice, or a UUID that no GPU has, has the index None. The result ends before the first
+    entry that is repeated, or is neither a valid index nor a UUID.
     """
     if not devices:
         return list(range(len(uuids)))
@@ -206,7 +206,7 @@ def driver(case: Case) -> Found:
 
 
 def nccl(case: Case) -> Found:
-    """Reports NCCL flags that make a run slow, and files that configure NCCL."""
+    """Reports NCCL flags of a plan with GPUs that make it slow, and files that configure NCCL."""
     parts = (case.plan.env, *(phase.flags for phase in case.plan.phases))
     given = {item for each in parts for item in each.items()}
     found = [f"{name}={value} {effect}" for name, value, effect in SLOW if (name, value) in given]

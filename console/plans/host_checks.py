@@ -114,7 +114,7 @@ def ports(_case: Case) -> Found:
 def leftovers(case: Case) -> Found:
     """Lists trainers without a supervisor; fails for a plan with GPUs if such a trainer has a GPU.
 
-    Other trainers are only listed, because they share only cores and memory with the launch.
+    Other trainers are at most a warning, because they share only cores and memory with the launch.
     """
     proc = case.root / "proc"
     found = unsupervised(proc)
@@ -134,7 +134,7 @@ def leftovers(case: Case) -> Found:
 
 
 def unsupervised(proc: Path) -> list[int]:
-    """Returns the trainers that do not descend from a supervisor, and that none has adopted."""
+    """Returns the pids of the trainers that no supervisor started or adopted."""
     commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
     trainers = sorted(pid for pid, command in commands.items() if TRAINER.search(command))
     return [pid for pid in trainers if not _is_supervised(pid, str(proc), commands)]

@@ -17,7 +17,7 @@ UNCOUNTED = "non-finite steps are not counted, and some steps have no record wit
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The value of a gate (None if it has no value), its window, and an explanation, `why`.
+    """The value of a gate, or None; `window` names the records that it covers, `why` explains it.
 
     A gate with a `doubt` cannot pass.
     """
@@ -29,7 +29,10 @@ class Measured:
 
 
 def steps_reached(s: Summary) -> Measured:
-    """Returns the step that every rank has completed, if the sources of each rank agree."""
+    """Returns the lowest last step of the ranks with a step, if the sources of each rank agree.
+
+    A checkpoint that all ranks have loaded can raise the value to its step.
+    """
     done: list[int] = []
     newest = [totals.attempts.get(totals.newest) for totals in s.ranks.values()]
     exits = [part.exit[0] for part in newest if part is not None and part.exit is not None]
@@ -66,7 +69,7 @@ def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, st
 
 
 def loss_finite(s: Summary) -> Measured:
-    """Counts the steps with a non-finite loss in all attempts, from records and pulses."""
+    """Returns the sum, over all attempts, of the highest count of non-finite losses of a rank."""
     worst: dict[int, int] = {}
     first, doubt, known = "", "", False
     for attempt, rank, part, end in s.all_parts():
@@ -160,7 +163,7 @@ def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at:
 
 
 def _few(steps: float | None) -> str:
-    """Returns a text if there are too few steps, or "" if there are enough or it is not known."""
+    """Returns a text if there are too few steps, or "" if there are enough or `steps` is None."""
     enough = steps is None or steps >= LAST_STEPS
     return "" if enough else f"{LAST_STEPS} steps are needed, {steps:.0f} are known"
 

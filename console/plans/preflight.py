@@ -93,9 +93,9 @@ def _directory(case: Case) -> Found:
 
 
 def _shell(case: Case) -> Found:
-    """Lists the shell variables that a launch passes to the training, and those that it drops.
+    """Lists the flags and library variables of the shell that a launch passes on, or drops.
 
-    A dropped variable that the plan or an option sets for every phase is not listed.
+    A dropped flag that the plan or an option sets for every phase is not listed.
     """
     variables = environ.snapshot()
     passed = flags.from_shell(variables)
@@ -117,7 +117,7 @@ def _shell(case: Case) -> Found:
 
 
 def _is_foreign(name: str) -> bool:
-    """Returns whether a variable configures a library and is not a flag.
+    """Returns whether a variable configures a library and is neither a flag nor inherited.
 
     The result is False for variables such as NAME_VERSION.
     """
@@ -213,7 +213,7 @@ ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
 
 
 def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
-    """Returns all checks. A row without an answer within its time limit fails.
+    """Returns all checks. A row fails without an answer in its time limit (but see `_in_time`).
 
     `said` gets a text when rows are late, and before the measurements.
     """
@@ -259,7 +259,7 @@ def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check
         result, text = "fail", f"no answer from {row.needs} within {limit_s:g} s"
     except ContractError:
         raise
-    except Exception as error:  # a check may read files of anybody
+    except Exception as error:  # a check may read files that other users wrote
         text = f"the check itself failed: {type(error).__name__}: {clean(str(error), 200)}"
         result = "fail"
     if case.assumed and result == "fail" and row.needs not in (PLAN, DRIVER):

@@ -112,7 +112,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
         run = RunSource(each, reads="charts")
         run.read_all()
         state = run.poll()  # with a snapshot, the series are read after the state
-        if state.state in LIVE_STATES and not state.gates:
+        if state.state in LIVE_STATES:
             state = replace(state, gates=so_far(run, state))
         born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
         index = each.name.partition("-")[0]
@@ -126,7 +126,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
 def cell(value: object) -> str:
     """Returns a value as one line of text for a table; HTML and most Markdown marks are escaped.
 
-    `_` and `~` are not escaped, and a bare address may become a link.
+    For example, `_` and `~` are not escaped, and a bare address may become a link.
     """
     text = number(value) if isinstance(value, float) else "–" if value is None else value
     text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
@@ -163,7 +163,7 @@ def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator
 
 
 def _left_out(path: Path, source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields a line with the number of phases that the report does not show."""
+    """Yields a line with the number of phases that the report does not show, if there are any."""
     more = len(launches.run_directories(path)) - len(phases) if source.is_launch else 0
     if more > 0:
         yield f"\n{counted(more, 'phase')} more are not in this report."
@@ -229,7 +229,7 @@ def _figures(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _sweeps(path: Path) -> Iterator[str]:
-    """Yields the comparison of each sweep; yields nothing if no sweep can be read."""
+    """Yields the comparison of each sweep; yields nothing if the sweeps cannot be read."""
     try:
         found = sweep.sweeps(path)
     except ContractError:
@@ -311,7 +311,7 @@ def _files(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the notes and requests of operators by directory, at most the last `MAX_ROWS`."""
+    """Yields notes, requests, answers and overrides of operators, at most the last `MAX_ROWS`."""
     launch = source.launch_path if source.is_launch else None
     rows: list[Sequence[object]] = []
     for folder in (*([launch] if launch else []), *(each.path for each in phases)):

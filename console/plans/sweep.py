@@ -64,7 +64,7 @@ class Variant:
 
     @property
     def toks_per_s(self) -> float:
-        """Mean of the faster half of the runs."""
+        """Geometric mean of the throughput in the faster half of the runs."""
         return math.exp(_half([math.log(run.toks_per_s) for run in self.runs]))
 
     @property
@@ -178,7 +178,7 @@ def compare(sweep: str, variants: Sequence[Variant]) -> Comparison:
 
 
 def _refusal(variants: Sequence[Variant]) -> str:
-    """Returns a difference between the runs that the sweep does not explain, or ""."""
+    """Returns a difference of the runs that no variant explains, or a missing fact, or ""."""
     first = variants[0].runs[0]
     variables = {key for variant in variants for key in variant.changes}
     for variant in variants:
@@ -253,7 +253,7 @@ def _read(
 def _changes(
     phase: Mapping[str, Any], planned: Mapping[str, list[tuple[int, Mapping[str, Any]]]]
 ) -> dict[str, str]:
-    """Returns the settings and library flags of a variant that differ in another variant."""
+    """Returns the settings and flags of a variant that differ in another variant."""
     others = [_given(phases[0][1]) for phases in planned.values()]
     return {
         key: value for key, value in _given(phase).items()

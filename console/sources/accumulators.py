@@ -1,4 +1,4 @@
-"""Values accumulated over the records of one rank: a maximum, a window of figures, and rows.
+"""Accumulates values over the records of one rank: the largest value, and the newest rows.
 
 `cut` removes the steps that a later attempt repeats.
 """
@@ -17,10 +17,10 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 @dataclass(slots=True)
 class Peak:
-    """The largest value so far. After `cut` it may be too large, but never too small."""
+    """The largest value (nan counts as inf). After `cut` it may be too large, but not too small."""
 
     found: list[tuple[int, float]] = field(default_factory=list)
-    """The step and the value of each new maximum."""
+    """Step and value of successive maxima; neighbours are merged if there are too many."""
 
     @property
     def value(self) -> float | None:
@@ -38,13 +38,13 @@ class Peak:
             self.found = [(first[0], second[1]) for first, second in pairs] + odd
 
     def cut(self, step: int) -> None:
-        """Drops the values of `step` and of later steps."""
+        """Drops the maxima whose stored step is `step` or a later one."""
         self.found = [each for each in self.found if each[0] < step]
 
     def growth(self, half: int) -> float | None:
         """Returns by how much the largest value grew after the step `half`.
 
-        Returns None if no earlier value is known, or if some values may have been dropped.
+        Returns None if no value up to `half` is known, or if there are too many maxima.
         """
         early = [value for step, value in self.found if step <= half]
         if not early or len(self.found) > KEPT_PEAKS // 2:
@@ -72,7 +72,7 @@ class Rows(Generic[Row]):
 
 
 class Figures(NamedTuple):
-    """The figures of one progress record that the gates use."""
+    """The step and three figures of one progress record, for the gates."""
 
     step: int
     loss: float | None
@@ -104,7 +104,7 @@ class Window:
             self.losses = len(self.first)
 
     def last(self, name: str, count: int) -> list[float] | None:
-        """Returns the newest `count` values of a figure, or None if one may be dropped."""
+        """Returns up to `count` newest values of a figure, or None if some of them were dropped."""
         values = (getattr(each, name) for each in self.newest.rows)
         found = [value for value in values if value is not None][-count:]
         return None if self.newest.dropped and len(found) < count else found

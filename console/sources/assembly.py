@@ -1,4 +1,4 @@
-"""Assembles the `RunState` of one run from everything that was read of the run."""
+"""Assembles the `RunState` of one run from what was read of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console import status_text
-from console.model import RANK_GONE, Alert, LaunchState, Level, RunState, State
+from console.model import LIVE_STATES, RANK_GONE, Alert, Gate, LaunchState, Level, RunState, State
 from console.run_state import decide
 from console.sources import json_documents, legacy, liveness
 from console.sources.launch_documents import with_run_state
@@ -23,31 +23,31 @@ IN_RECENT = f"in the newest {RECENT_BYTES >> 10} KiB of each file"
 NO_POLICY = "none (no supervisor)"
 STOPPED_POLICY = "none (the supervisor is stopped)"
 NO_RESTART = "no restart (the supervisor is stopped)"
-ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, starts a new one"
+ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, starts a supervisor"
 Record = Mapping[str, Any]
 
 
 @dataclass
 class Assembly:
-    """Everything that was read of one run in one poll; `run_state` assembles it."""
+    """What was read of one run; `run_state` assembles the `RunState` from it."""
 
     run: Path
     is_away: bool
-    """True if the directory of a launch's run is missing or is a link; no link is followed."""
+    """True if the current run of a launch has no directory, or has a link in its place."""
     launch: LaunchState | None
     supervisor: Record
-    """supervisor.json, or {} if it cannot be read."""
+    """The last valid content of supervisor.json, or {}."""
     by_launch: Record
-    """The entry of the run in plan_state.json, with the keys of supervisor.json."""
+    """The entry of the run in plan_state.json with the keys of supervisor.json, or {}."""
     run_json: Record
-    """run.json, or {} if it cannot be read."""
+    """The last valid content of run.json, or {}."""
     gates: Record
     env: Record
     records: RunRecords
     behind_bytes: int
     """Bytes of records that are left to read, including the records for the charts."""
     trouble: str
-    """Why supervisor.json cannot be shown, or "" if it can be shown or does not exist."""
+    """Why the content of supervisor.json that was read last cannot be shown, or ""."""
     troubles: Sequence[Alert]
     """An alert for each document that cannot be shown."""
 
@@ -77,7 +77,7 @@ class Assembly:
         return self.by_launch
 
     def run_state(self) -> RunState:
-        """Returns the state of the run with everything that a screen shows of the run."""
+        """Returns the state of the run, made from the documents and records."""
         records, supervisor, run_json = self.records, self._newest, self.run_json
         flags = json_documents.flag_field(run_json, "value")
         ranks = read_ranks(supervisor, records, self._live, flags.get(DEVICES, ""), self._has_ended)
@@ -93,7 +93,7 @@ class Assembly:
             ranks=ranks, gpus=records.gpus,
             figures=records.figures(bool(run_json.get("settings")) or is_legacy),
             alerts=self._alerts(), verdict=json_documents.verdict(supervisor),
-            gates=json_documents.gates(self.gates), bounds=json_documents.bounds(run_json),
+            gates=self._gates, bounds=json_documents.bounds(run_json),
             armed=self._policy("armed"), armed_short=self._policy("armed_short"),
             launch=self.launch and with_run_state(
                 self.launch, self.run.name, self._state, self._why
@@ -125,6 +125,11 @@ class Assembly:
         return self.records.reducer.series.eta_s(step, planned)
 
     @property
+    def _gates(self) -> tuple[Gate, ...]:
+        """The stored results; () for a live run, whose results are only written at its end."""
+        return () if self._state in LIVE_STATES else json_documents.gates(self.gates)
+
+    @property
     def _blocked_s(self) -> float:
         blocked_s = None if self._has_ended else jsonl.number(self._status, "blocked_s")
         return blocked_s or 0.0
@@ -145,7 +150,10 @@ class Assembly:
     # --- alerts --------------------------------------------------------------------------------
 
     def _alerts(self) -> tuple[Alert, ...]:
-        """Returns the alerts of the supervisor and of this reader, the worst first."""
+        """Returns the open alerts of the run and those of this reader, as `RunRecords.alerts` does.
+
+        The alert `RANK_GONE` is left out if no rank is known to have ended.
+        """
         status = {} if self._has_ended else self._status
         own = [*self.troubles, *self._reader_alerts(), *self._supervisor_alerts]
         alerts = self.records.alerts(status, own)
@@ -174,10 +182,9 @@ class Assembly:
         return found
 
     def _unreadable(self) -> str:
-        """Returns what cannot be read of a run that its launch lists, or "" if all can be read.
+        """Returns that the run directory or supervisor.json cannot be read, or "".
 
-        Either the whole run directory or only the supervisor's document may be missing. While a
-        run starts, neither counts as missing.
+        The text is "" if the launch does not list the run, and while the run starts.
         """
         is_unread = bool(self.by_launch) and (self.is_away or not self.supervisor)
         if not is_unread or self._state == "starting":

@@ -1,4 +1,4 @@
-"""Finds the cause of a crash at the end of a log: the last exception, or faulthandler's dump.
+"""Finds the cause of a crash in a log: an exception, and the place in faulthandler's dump.
 
 Also reads torchrun's summary of the ranks that failed.
 
@@ -41,7 +41,7 @@ _ROOT_CAUSE = b"Root Cause (first observed failure):"
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The last error in a log; a field is "" if the log does not show it.
+    """The error that probably ended a process; a field is "" if the log does not show it.
 
     `raised_at` is the place of the exception, for example "train.py:41". `crashed_in` is the place
     of a native crash according to faulthandler, for example "forward (model.py:88)". Both are the
@@ -62,7 +62,7 @@ class _Raised(NamedTuple):
 
 
 class FailedRank(NamedTuple):
-    """A rank in torchrun's summary; `is_root` is True for the rank that failed first."""
+    """A rank in torchrun's summary; `is_root` is True for the rank that it calls the root cause."""
 
     rank: int
     code: int
@@ -80,7 +80,7 @@ def failed_ranks(log: bytes) -> list[FailedRank]:
 
 
 def read(log: bytes, rank: int | None = None) -> Crash:
-    """Returns the last error in a log; with `rank`, lines of other ranks are ignored."""
+    """Returns the error in a log; with `rank`, lines with another rank as prefix are ignored."""
     lines = [
         line for raw in log.decode("utf-8", "replace").splitlines()
         if (line := _without_prefix(raw[:MAX_LINE], rank)) is not None
@@ -98,7 +98,7 @@ def _without_prefix(line: str, rank: int | None) -> str | None:
 
 
 def _last_exception(lines: list[str]) -> _Raised:
-    """Returns an uncaught C++ exception, else the last fatal exception, else the last (or none)."""
+    """Returns an uncaught C++ exception, or else the last fatal one, or else the last exception."""
     if thrown := _cxx_exception(lines):
         return thrown
     found = list(_exceptions(lines))
@@ -149,7 +149,7 @@ def _place(frames: list[Frame]) -> str:
 
 
 def _native_crash(lines: list[str]) -> str:
-    """Returns the value of `Crash.crashed_in`, or "" if there is no dump of the crashed thread."""
+    """Returns the value of `Crash.crashed_in`, or "" if the log has no stack of that thread."""
     at = max((i for i, line in enumerate(lines) if line.startswith(_FATAL)), default=len(lines))
     threads = stacks.parse("\n".join(lines[at:]))
     top = stacks.innermost_own(threads[0].frames) if threads and threads[0].name == MAIN else None

@@ -1,4 +1,4 @@
-"""Names the object on which another process waits: a pipe, a socket, or the target of a poll.
+"""Names the object for which another process waits, for example a pipe or a socket.
 
 It also parses the text of the kernel's TCP tables into connections.
 """
@@ -36,7 +36,7 @@ class BlockedOn:
     kind: Kind
     text: str
     unsure: bool = False
-    """True if the same system call can also mean another object."""
+    """True if the process may instead wait for another object."""
 
 
 NOTHING = BlockedOn("none", "")
@@ -51,10 +51,10 @@ def pipe_wait(link: str, is_full: bool) -> BlockedOn:
 
 
 def poll_wait(pid: int) -> BlockedOn:
-    """Returns the object of a poll: the process's only socket, or its only unfinished connection.
+    """Returns the process's only unfinished connection, or else its only socket, or else `NOTHING`.
 
     The kernel does not show which descriptors a poll has. A connected socket is therefore named
-    only if no descriptor above stderr is a pipe. In all other cases, `NOTHING` is returned.
+    only if no descriptor above stderr is a pipe, and if there are at most `MAX_DESCRIPTORS`.
     """
     fds = [fd for fd in numbers_in(f"/proc/{pid}/fd") if fd > 2]
     return _only(pid, len(fds), {link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]})
@@ -73,7 +73,7 @@ def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
 
 
 def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
-    """Returns the object for which an epoll waits, according to its descriptors in fdinfo.
+    """Returns the object for which an epoll waits, or `NOTHING` if fdinfo does not show one object.
 
     The wake-up sockets of an event loop are left out. A loop that has only wake-up sockets waits
     for a timer or an event.
@@ -95,9 +95,9 @@ def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
 
 
 def _wake_ups(pid: int, sockets: set[str]) -> set[str]:
-    """Returns the unnamed sockets in `sockets` whose other end belongs to the same process.
+    """Returns the unnamed sockets in `sockets` whose other end seems to be in the same process.
 
-    The other end of a socket pair has the next or the previous inode.
+    The other end of a socket pair usually has the next or the previous inode.
     """
     names = (link_of(pid, f"fd/{fd}") for fd in numbers_in(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS])
     mine = {int(each) for each in inodes_of(names)}
@@ -107,7 +107,7 @@ def _wake_ups(pid: int, sockets: set[str]) -> set[str]:
 
 
 def _only(pid: int, count: int, links: set[str]) -> BlockedOn:
-    """Returns the only unfinished connection, or the only one of all sockets, or `NOTHING`."""
+    """Returns the only unfinished connection, or else the only socket (see `poll_wait`)."""
     sockets = sorted(inodes_of(links))
     tables = socket_tables(pid) if sockets else ""
     opening = [each for each in sockets if tcp_entry(tables, each)[2] == SYN_SENT]
@@ -122,7 +122,7 @@ def inodes_of(links: Iterable[str]) -> set[str]:
 
 
 def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
-    """Returns the TCP tables of a process's network namespace; `known` caches them."""
+    """Returns the first `TABLE_BYTES` of each TCP table of a process; `known` caches them."""
     known, namespace = {} if known is None else known, link_of(pid, "ns/net")
     if not namespace or namespace not in known:
         texts = (read_text(f"/proc/{pid}/net/{name}", TABLE_BYTES) for name in ("tcp", "tcp6"))
@@ -134,7 +134,7 @@ def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
     """Returns a socket as the object that a system call waits for.
 
     The text contains the address of a TCP peer (with `accepts`, of the socket itself), or the path
-    of a local socket. It says if the peer is not available.
+    of a local socket, if the kernel's tables have it.
     """
     here, peer, state = tcp_entry(socket_tables(pid), inode)
     if not state:
@@ -183,7 +183,7 @@ def tcp_entry(tables: str, inode: str) -> tuple[str, str, str]:
 
 
 def address(field: str) -> str:
-    """Returns for example "10.0.0.7:443" for an address in the kernel's hexadecimal form."""
+    """Returns an address as text, for example "10.0.0.7:443", from its hexadecimal form."""
     if not re.fullmatch(r"([0-9A-F]{8}|[0-9A-F]{32}):[0-9A-F]{4}", field):
         return "an unknown address"
     host, _, port = field.partition(":")

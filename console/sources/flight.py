@@ -3,8 +3,9 @@
 A rank writes torch's record of its last collectives with every dump. The record has at most 2,000
 entries, or as many as `TORCH_FR_BUFFER_SIZE` says (0 turns the record off). Collectives are
 numbered within their process group, and in a correct program a collective has the same number on
-all ranks. Point-to-point operations are left out, because they are numbered separately. `pg_status`
-is left out, because its last number may be that of a point-to-point operation.
+all ranks of the group. Point-to-point operations are left out, because they are numbered
+separately. `pg_status` is left out, because its last number may be that of a point-to-point
+operation.
 
 gloo leaves `state` at "scheduled" and marks a collective that has ended as `retired`. With NCCL, a
 collective that is `retired` but not "completed" has timed out.
@@ -75,21 +76,21 @@ class FlightRecord:
     ts: float
     path: str
     last_enqueued: Mapping[str, int]
-    """The number of each group's newest collective; empty if the rank has called no collective."""
+    """The number of each group's newest collective; empty if the record has no collective."""
     collectives: tuple[Collective, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference between the ranks of a group.
+    """The result of comparing the flight records of ranks.
 
     - behind: `ranks` have not called collective `number`, in which other ranks wait.
     - mismatch: the ranks call different operations as collective `number`. `ranks` are the
       minority. If there is no minority, `ranks` are the ranks that make an unusual call (see
-      `_unusual`). If several ranks are the root, `ranks` are all of them except the lowest. If
-      ranks wait for each other in different groups, `number` is None.
-    - same: no rank is behind. `number` is the collective in which ranks wait, or None if no rank
-      waits in a collective.
+      `_unusual`), or (). If several ranks are the root, `ranks` are all of them except the
+      lowest. If ranks wait for each other in different groups, `number` is None.
+    - same: no rank waits for a rank that is behind. `number` is the collective in which ranks
+      wait, or None if no rank waits in a collective.
     - unknown: there is nothing to compare. `number` is the collective in which a rank waits, or
       None.
     """
@@ -99,9 +100,12 @@ class Difference:
     number: int | None
     text: str
     confirmed: bool = False
-    """True for a mismatch in which `_unusual` finds a second sign that names `ranks` too."""
+    """True for a mismatch if `_unusual` names the minority too.
+
+    Without a minority, True if the ranks with an unusual call skipped a call.
+    """
     inside: bool = False
-    """True if each rank that is behind still waits in its last call, which all others have made."""
+    """True if each rank that is behind still waits in its last call."""
 
 
 @functools.lru_cache(4096)
@@ -201,7 +205,7 @@ _Members = Mapping[int, _Member]
 
 
 def _named(ranks: Iterable[int], one: str = "", many: str = "") -> str:
-    """Returns "rank 3 waits" or "ranks 0-2, 4 wait"."""
+    """Returns ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait"."""
     numbers = sorted(ranks)
     runs = itertools.groupby(numbers, key=lambda each: each - numbers.index(each))
     spans = [list(span) for _, span in runs]
@@ -261,9 +265,10 @@ def _unusual(
     """Returns two values: ranks with an unusual call `number`, and whether they skipped a call.
 
     A call is usual if it also came earlier after the same preceding call. Ranks have skipped a call
-    if their call usually comes a little later. If every rank makes a usual call, and no call
-    has a majority, the ranks with a much rarer call are returned. If no rank makes a usual
-    call, or too few calls are known, no rank is returned.
+    if, earlier, their call came a few calls later. If every rank makes a usual call, and no call
+    has a majority, the ranks with a much rarer call are returned. No rank is returned if every
+    rank makes a usual call and one call has a majority, if no rank makes a usual call, or if too
+    few calls are known.
     """
     earlier: dict[int, str] = {}
     for member in members.values():
@@ -285,7 +290,7 @@ def _unusual(
 
 
 def _difference(group: str, members: _Members) -> Difference:
-    """Returns the first difference between the ranks of one group."""
+    """Returns the result of comparing the ranks of one group."""
     lowest = min(member.last for member in members.values())
     waits = {rank: m.waits for rank, m in members.items() if m.waits is not None}
     number = min((each for each in waits.values() if each > lowest), default=None)
@@ -328,7 +333,7 @@ def _behind(group: str, members: _Members, number: int, late: Iterable[int]) -> 
 def _groups(records: Mapping[int, FlightRecord]) -> dict[str, dict[int, _Member]]:
     """Returns the members of each group, the group with the most records first.
 
-    A rank that has called nothing yet belongs to the group of all ranks.
+    A rank whose record has no collective belongs to the group of all ranks.
     """
     names = sorted({group for record in records.values() for group in record.last_enqueued})
     groups = {
@@ -345,9 +350,9 @@ def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
     """Returns the difference that explains the differences in the other groups.
 
     It is a mismatch, or the difference of ranks that are behind in one group and wait in no other
-    group. Ranks that wait for each other in different groups are a mismatch without a minority; if
-    all ranks have a record, a rank that waits alone in its group is the minority. If there is no
-    such difference, a group in which ranks wait is returned, or else any group.
+    group. If all ranks that are behind wait in other groups, it is usually a mismatch, whose
+    `ranks` are those that wait alone in their group, if they are few. If there is no such
+    difference, returns the difference of a group in which ranks wait, or else of any group.
     """
     circular: list[str] = []
     found = {group: _difference(group, members) for group, members in groups.items()}
@@ -373,7 +378,7 @@ def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
 
 
 def compare(records: Mapping[int, FlightRecord], world: Sequence[int]) -> Difference:
-    """Returns the first difference between the records of an attempt's ranks."""
+    """Returns the result of comparing the records of the ranks in `world`."""
     known = {rank: record for rank, record in records.items() if rank in world}
     absent = [rank for rank in world if rank not in known]
     groups = _groups(known)

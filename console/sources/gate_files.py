@@ -1,4 +1,4 @@
-"""Reads what gates need besides the records: logs, newest checkpoint, speed of an earlier phase.
+"""Reads logs, the newest checkpoint, and the speed of an earlier phase, for the gates.
 
 All sizes are bounded, and a file that is a link is not read. If a log cannot be read completely,
 the result of its gate is unknown, unless the part that was read has an error.
@@ -32,7 +32,7 @@ ERROR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class GateFiles:
-    """Errors in the logs, newest checkpoint, earlier phase; `*_doubt` says what is missing."""
+    """Errors in the logs, newest checkpoint, earlier phase; `*_doubt` says why one is unknown."""
 
     errors: int = 0
     """Number of lines with an error."""
@@ -83,7 +83,7 @@ def _is_same(written: float | None, own: float | None) -> bool:
 
 
 def _last_speed(run: Path) -> float | None:
-    """Returns the tokens per second of the last `LAST_STEPS` steps, or None if one was not read."""
+    """Returns the tokens per second of the last `LAST_STEPS` steps, or None if fewer are known."""
     totals = RankTotals(0)
     tail = Tail(rundir.heartbeat(run, 0), heartbeat.accept, SPEED_BYTES)
     for record in tail.poll(SPEED_BYTES):
@@ -94,7 +94,7 @@ def _last_speed(run: Path) -> float | None:
 
 
 def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
-    """Returns the number of lines with an error, the first of them, and what was not read."""
+    """Returns the number of lines with an error, the first such line, and what was not read."""
     count, first, doubt, left = 0, "", "", ALL_BYTES
     if attempts > MAX_ATTEMPTS:
         doubt = f"there are more than {MAX_ATTEMPTS} attempts"
@@ -112,7 +112,7 @@ def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
             name = f"{path.parent.name}/{path.name}"
             data = read_end(path, min(LOG_BYTES, left), run)
             if len(data) != _size_of(path):
-                doubt = doubt or f"{name} is missing, unreadable or longer than {LOG_BYTES:,} bytes"
+                doubt = doubt or f"{name} is missing, unreadable or too long to be read completely"
             left -= len(data)
             for line in data.decode("utf-8", "replace").splitlines():
                 if ERROR.search(line) or error_patterns.lost_peer(line):
@@ -131,7 +131,7 @@ def _size_of(log: Path) -> int:
 
 
 def _size(folder: Path, run: Path) -> tuple[int, str]:
-    """Returns the size of a checkpoint, and how it differs from its manifest (or "")."""
+    """Returns the size of a checkpoint, and why its manifest does not confirm it, or ""."""
     record: dict[str, Any] = rundir.read_json(folder / "manifest.json", below=run) or {}
     files = list(jsonl.mapping(record, "files").items())[:MAX_FILES]
     total = 0

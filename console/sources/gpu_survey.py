@@ -1,6 +1,6 @@
 """Reads all GPUs of this host once, in a child process, because a call may hang in the driver.
 
-KILL does not end a process that hangs in the driver.
+KILL does not end a process that hangs in the driver, so its end is not awaited for long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 
 LIMIT_S = 10.0
-"""The driver must answer within this time."""
+"""The default time within which the driver must answer."""
 KILLED_S = 0.2
 MAX_PIDS = 64
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from console.sources import gpu_survey as s"
@@ -89,7 +89,7 @@ def _parsed(answer: bytes, limit_s: float, code: int | None) -> Survey:
 
 
 def main() -> None:
-    """Prints the survey as JSON lines, in the child process: the header, then a line per GPU."""
+    """Prints the survey as JSON lines: the header, then a line for each GPU that was read."""
     import pynvml
 
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Reads the JSON documents of a run directory into model data; invalid content never raises."""
+"""Reads the JSON documents of a run directory into model data; invalid content raises no error."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CLOCK_S = 2.0
 
 
 class Document:
-    """One JSON file, which is read again when it is replaced.
+    """One JSON file, which is read again when it has changed.
 
-    `trouble` says why the file cannot be shown; it is "" if the file can be shown or is missing.
+    `trouble` says why the content that was read last cannot be shown, or is "".
     """
 
     def __init__(self, path: Path):
@@ -54,7 +54,7 @@ class Document:
 
 
 def line(record: Mapping[str, Any], key: str, default: str) -> str:
-    """Returns a text field, safe for a terminal, or `default` if there is no such text."""
+    """Returns a text field, safe for a terminal, or `default` if it is empty or not a text."""
     value = record.get(key)
     return clean(value, 400) if isinstance(value, str) and value else default
 
@@ -120,7 +120,7 @@ def verdict(supervisor: Mapping[str, Any]) -> Verdict | None:
 
 
 def bounds(run: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the bound of each gate in run.json as text. The key is the name of the gate."""
+    """Returns the bounds of at most 64 gates in run.json as text. The key is the gate's name."""
     gates = list(jsonl.mapping(run, "gates").items())[:64]
     plain = ((n, b.get("bound") if isinstance(b, Mapping) else b) for n, b in gates)
     return {clean(str(name))[:80]: clean(str(bound))[:80] for name, bound in plain}
@@ -131,7 +131,7 @@ def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def setting_int(record: Mapping[str, Any], key: str) -> int | None:
-    """Returns an integer setting of run.json or of a phase in a plan, or None if it has none."""
+    """Returns a setting of run.json or of a phase in a plan, or None if it is not an integer."""
     for name in ("settings", "set"):
         settings = jsonl.mapping(record, name)
         setting = jsonl.mapping(settings, key) or {"value": settings.get(key)}
@@ -142,7 +142,7 @@ def setting_int(record: Mapping[str, Any], key: str) -> int | None:
 
 
 def flag_field(run: Mapping[str, Any], field: str) -> dict[str, str]:
-    """Returns one field (value or origin) of each flag in run.json."""
+    """Returns one field (value or origin) of each flag in run.json. The key is the flag's name."""
     return {
         clean(str(name), 80): clean(str(flag.get(field, "")), 200)
         for name, flag in jsonl.mapping(run, "flags").items()
@@ -151,7 +151,7 @@ def flag_field(run: Mapping[str, Any], field: str) -> dict[str, str]:
 
 
 def flag_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the value of each setting that has a flag, as text. The key is the flag's name."""
+    """Returns the scalar settings that have a flag, as text. The key is the flag's name."""
     found = {}
     for flag in flags.TABLE:
         value = jsonl.mapping(settings, flag.setting).get("value")
@@ -161,7 +161,7 @@ def flag_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def backend(env: Mapping[str, Any]) -> str:
-    """Returns the effective backend of each branch, or "" if env.json does not contain it."""
+    """Returns the effective attention backends as text, or "" if env.json does not have them."""
     backend = env.get("backend")
     if isinstance(backend, dict):
         routes = list(backend.items())[:8]
@@ -170,7 +170,7 @@ def backend(env: Mapping[str, Any]) -> str:
 
 
 def latest_checkpoint(run: Path) -> str:
-    """Returns the checkpoint that the file `latest` names (the newest complete one), or ""."""
+    """Returns the name in the file `latest`, that of the newest complete checkpoint, or ""."""
     data = jsonl.read_bytes(run / rundir.CHECKPOINTS / rundir.LATEST, 200, below=run)
     name = data.decode("ascii", "replace").strip()
     return name if name.startswith("step_") and name.replace("_", "").isalnum() else ""

@@ -32,7 +32,7 @@ _SYSCALLS = {
     "signal": ("34 128", "137"), "futex": ("202", "98"),
     "openat": ("257", "56"), "sync": ("74 75", "82 83"),
 }  # fmt: skip
-"""Numbers of the system calls that may wait, for x86_64 and for aarch64, grouped by object."""
+"""Numbers of system calls that may wait, for x86_64 and for aarch64, grouped by kind."""
 _COLUMNS = {"x86_64": slice(0, 1), "aarch64": slice(1, 2)}
 _COLUMN = _COLUMNS.get(os.uname().machine, slice(0))
 _CALLS = {int(n): name for name, all_ in _SYSCALLS.items() for n in " ".join(all_[_COLUMN]).split()}
@@ -52,7 +52,7 @@ _WCHANS = {
 """Kernel functions in which a thread waits, grouped by the object that it waits on."""
 _LOCK = re.compile(r"([0-9]+): +(-> )?(\S+) +\S+ +\S+ +(-?[0-9]{1,9}) (?:\S+:([0-9]{1,19})|\S+) ")
 _EPOLL_PWAIT2, _UNTIL = 441, 1
-"""A system call with another form of timeout, and the flag TIMER_ABSTIME."""
+"""The number of epoll_pwait2, whose timeout is a pointer, and the flag TIMER_ABSTIME."""
 _OTHER_END = {os.O_RDONLY: "writer", os.O_WRONLY: "reader"}
 _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup.freeze", "1"),
             ("cgroup.events", "frozen 1"))  # fmt: skip
@@ -65,7 +65,7 @@ _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
 class ThreadEvidence:
     """One thread: its name, state letter, the kernel function it waits in, and its CPU time.
 
-    `waits` is the number of voluntary context switches, or -1 if not available.
+    `waits` is the number of voluntary context switches, or -1 if it is 0 or not available.
     """
 
     tid: int
@@ -95,7 +95,8 @@ _FUTEX = BlockedOn("futex", "a lock, an event or a future (futex)")
 class ProcessEvidence:
     """One reading of a process at the monotonic time `mono`.
 
-    `state` is the kernel's letter of the main thread, "?" if only other threads run, or "gone".
+    `state` is the kernel's letter of the main thread, "gone", or "?" if only the main thread has
+    ended.
     `wchan` is "" if there is none or it is hidden. `cpu_ticks` is the CPU time of all threads.
     `tracer` is the pid and the name of the process that traces this process, or None.
     """
@@ -209,7 +210,7 @@ def _blocked_on(
 ) -> BlockedOn:  # fmt: skip
     """Returns the object that the main thread waits on, or `NOTHING` if it cannot be named.
 
-    The sources are its system call and its wchan.
+    The main sources are its system call and its wchan.
     """
     call, arguments = _parse_syscall(read_text(f"/proc/{pid}/syscall")) or (-1, (0,) * 6)
     name = _CALLS.get(call, "")
@@ -242,10 +243,10 @@ def _blocked_on(
 def _polled(
     pid: int, call: int, arguments: tuple[int, ...], children: _Children, threads: _Threads
 ) -> BlockedOn:  # fmt: skip
-    """Returns the object of a poll; an event loop may wait for a child in another thread."""
+    """Returns the object of a poll or a wait for a signal, or `NOTHING` if it cannot be named."""
     name, first = _CALLS[call], arguments[0] & 0xFFFFFFFF
     if name == "signal" or (name in ("poll", "select") and not arguments[name == "poll"]):
-        return BlockedOn("timer", "a signal or a timeout")  # a poll without descriptors
+        return BlockedOn("timer", "a signal or a timeout")  # also a poll without descriptors
     if name != "epoll":
         return (
             descriptors.poll_wait(pid)
@@ -254,6 +255,7 @@ def _polled(
         )
     forever = 0 if call == _EPOLL_PWAIT2 else 0xFFFFFFFF
     found = descriptors.epoll_wait(pid, first, arguments[3] & 0xFFFFFFFF != forever)
+    # An event loop may wait for a child in another thread.
     reaps = any(re.match(_WCHANS["child"], thread.wchan) for thread in threads[1:])
     if children and (
         found == descriptors.LOOP_EVENT or (found == descriptors.LOOP_TIMER and reaps)
@@ -281,7 +283,7 @@ def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
 
 
 def _locks_of_others(pid: int) -> dict[int, int]:
-    """Returns the process that holds each POSIX file lock, except `pid`. The key is the inode."""
+    """Returns a process other than `pid` that holds a POSIX lock, for each locked inode."""
     lines = map(_LOCK.match, read_text("/proc/locks", TABLE_BYTES).splitlines())
     return {
         int(found[5]): int(found[4]) for found in lines
@@ -301,9 +303,9 @@ def _lock(pid: int, link: str) -> BlockedOn:
 
 
 def _holder(locks: str, waiting: int) -> int | None:
-    """Returns the pid that holds the lock for which a process waits, according to /proc/locks.
+    """Returns the pid that holds the lock for which a process waits, or None if it is not known.
 
-    The lines of the waiting processes have an arrow and the number of the holder's line.
+    In /proc/locks, the line of a waiting process has an arrow and the number of the holder's line.
     """
     holders: dict[str, int] = {}
     for found in filter(None, map(_LOCK.match, locks.splitlines())):

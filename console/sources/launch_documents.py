@@ -30,9 +30,8 @@ def launch_state(
 ) -> LaunchState:  # fmt: skip
     """Returns the launch: its phases from plan.json, their progress from plan_state.json.
 
-    `troubles` has two texts: why plan.json, and why plan_state.json, cannot be read; an empty text
-    means that the document can be read. `existing` has the names of the existing run
-    directories, in the order of their phases.
+    `troubles` has two texts: why plan.json, and why plan_state.json, cannot be read, or "" for
+    each. `existing` has the names of the existing run directories, in the order of their phases.
     """
     phases, wrong_directory = _phases(plan, state)
     doubt = wrong_directory or troubles[0] or _contradiction(plan, state, phases, existing)
@@ -88,7 +87,7 @@ def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
 def _contradiction(
     plan: Record, state: Record, phases: Sequence[PhaseState], existing: Sequence[str]
 ) -> str:
-    """Returns how the phases of the documents and the directories differ, or "" if they agree."""
+    """Returns how the phases of the documents and directories differ, or "" if they seem equal."""
     planned, reached = (
         [line(entry, "name", "?") for entry in entries(each, "phases")] for each in (plan, state)
     )
@@ -111,17 +110,17 @@ def _contradiction(
 
 
 def _last_index(existing: Sequence[str]) -> int:
-    """Returns the index of the last phase that has a run directory, or 0 if no phase has one."""
+    """Returns the index in the name of the last run directory, or 0 if there is none."""
     index = existing[-1].partition("-")[0] if existing else ""
     return int(index) if index.isdecimal() and len(index) <= 4 else 0
 
 
 def with_run_state(launch: LaunchState, run: str, state: State, why: str) -> LaunchState:
-    """Returns the launch, with the present state of a phase that no supervisor updates.
+    """Returns the launch, changed according to the state of the run with the directory `run`.
 
-    If no supervisor updates the phases, the phase with the directory `run` gets `state` and `why`.
-    If a document says that the launch has ended, but processes of its run are alive, the launch
-    gets the state `unsupervised`.
+    If the launch is unsupervised, or its state is unknown, the phase of this run gets `state` and
+    `why`. If plan_state.json says that the launch has ended, but the run is unsupervised, the
+    launch gets the state `unsupervised` too.
     """
     if launch.state == "ended" and state == "unsupervised":
         both = f"{rundir.PLAN_STATE} says that the launch has ended, but {why}"

@@ -1,7 +1,7 @@
 """Finds launches and runs on disk by directory, id, unique prefix or `latest`.
 
-An action (`act`) on an id or on `latest` is rejected if a second source contradicts the match. See
-the rows `target-id` and `target-latest` of docs/decisions.md.
+For an action (`act`), a match by id or by `latest` is compared with a second source. See the rows
+`target-id` and `target-latest` of docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from trainers.contract.errors import NotFoundError, RefusedError, UsageError, di
 ROOT = Path("artifacts")
 STAMP = re.compile(r"(\d{8}-\d{6})(-\d+)?")
 SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
-"""Creation times before 2001, or more than a day in the future, are not valid."""
+"""Creation times before 2001-09-09, or more than a day in the future, are not valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownLaunch:
-    """A launch in the root directory; `written_ts` is the modification time of its plan file."""
+    """A launch on the disk; `written_ts` is the modification time of its plan.json, or 0."""
 
     path: Path
     id: str
@@ -100,7 +100,7 @@ def launches(root: Path = ROOT) -> list[Path]:
 
 
 def bare_runs(root: Path = ROOT) -> list[Path]:
-    """Returns the runs in `root` that belong to no launch, the newest first."""
+    """Returns the runs in `root` that belong to no launch, the last changed first."""
     top = [root / name for name in _names(root)]
     below = [path / name for path in top if not is_launch(path) for name in _names(path)]
     found = [path for path in (*top, *below) if is_run(path) and not path.is_symlink()]
@@ -137,8 +137,8 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
 
     `name` is a directory, an id (`<launch>` or `<launch>/<n>-<phase>`), a unique prefix of an id,
     or `latest`. Raises NotFoundError if nothing matches, and UsageError if several launches match.
-    For an action (`act`), raises RefusedError if a second source does not confirm the match (see
-    `check_in_place`), unless `name` is the directory.
+    For an action (`act`), raises RefusedError if `check_in_place` does, or if another launch may
+    be the latest, unless `name` is the directory.
     """
     path = Path(name)
     there = path.is_dir()
@@ -172,7 +172,7 @@ def _matches(wanted: str, known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
 
 
 def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
-    """Returns the newest launch; for an action, its plan file must also be the newest."""
+    """Returns the newest launch. For an action, raises RefusedError if another may be newer."""
     if not known:
         raise NotFoundError(f"no launch under {root}; start one with nsa-console launch")
     newest = known[0]
@@ -189,10 +189,10 @@ def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:
-    """Raises RefusedError if a directory was copied or moved: its processes use another directory.
+    """Raises RefusedError if a directory was copied or moved: a run was started in another one.
 
-    A run records its directory. With `by_name`, RefusedError is also raised if no run has this
-    record, or if a run has recorded another launch id.
+    A run records its directory. With `by_name`, RefusedError is also raised if there are runs but
+    none has this record, or if a run has recorded another launch id.
     """
     launch = launch_of(path)
     runs = run_directories(launch) if launch else [path]
@@ -211,7 +211,7 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
             there = Path(home).parent if launch else Path(home)
             advice = "give that directory" if rundir.stamp(there) else "move it back to act on it"
             raise RefusedError(
-                f"{launch or run} is a copy or was moved: its processes use "
+                f"{launch or run} is a copy or was moved: its records name "
                 f"{clean(str(there), 400)}; {advice}"
             )
     if by_name and runs and not recorded:
@@ -222,7 +222,7 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
 
 
 def _is_home(home: Path, run: Path, host: str) -> bool:
-    """Returns whether a run was started in this directory; on another host, the path may differ."""
+    """Returns whether a run was started in this directory, or seems to be of another host."""
     try:
         return home.samefile(run)
     except OSError:

@@ -28,7 +28,7 @@ CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
 
 
 def is_legacy(run: Path) -> bool:
-    """Returns whether a directory is a legacy run: no run.json, heartbeats without a version."""
+    """Returns whether a run has no run.json, and its first heartbeat record is a legacy record."""
     if (run / rundir.RUN).exists():
         return False
     head = jsonl.read_bytes(rundir.heartbeat(run, 0), HEAD_BYTES, 0)
@@ -52,7 +52,7 @@ class _Heartbeats:
         self._rank, self._attempt, self._pid = rank, 0, -1
 
     def record(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns a record of the run contract, or None for a record that is not a heartbeat."""
+        """Returns a record of the run contract, or None for any other record or `OWN_DUMP`."""
         step, pid = jsonl.integer(record, "step"), jsonl.integer(record, "pid")
         msg, ts = jsonl.text(record, "msg"), jsonl.number(record, "ts")
         if step is None or step < 0 or pid is None or ts is None or msg in ("", OWN_DUMP):

@@ -2,7 +2,7 @@
 
 The supervisor decides the state of a run. If the supervisor is dead, a reader uses the processes
 that are alive (`unsupervised`), or else the recorded end, or else the exit records of all ranks. If
-none of these exists, the run is `lost`.
+none of these exists, the run is usually `lost`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainers.contract.errors import RefusedError
 STATES: frozenset[str] = frozenset(get_args(State))
 ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
-"""A process of another host is treated as alive for this time after its last record."""
+"""A process of another host is treated as alive for this time after it wrote something."""
 SUPERVISOR_SILENT_S = 20.0
 """A supervisor is silent if it writes nothing for this time; it usually writes every second."""
 STOPPED = "T t"
@@ -49,9 +49,9 @@ def age(ts: float | None) -> float | None:
 
 
 def live_directory(supervisor: Record) -> Path | None:
-    """Returns the live directory of a run, or None if it does not exist on this host.
+    """Returns the live directory of a run, or None if there is none that can be trusted.
 
-    A directory of another host, or from before the last boot, is not used.
+    A directory of another host, of another user, or from before the last boot, is not used.
     """
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
@@ -85,7 +85,7 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
 
     If a disk is full or does not answer, the document is late; the last `state` event or the
     supervisor heartbeat is then newer. An end in the document is final. Times in the future are
-    ignored, and an end in `others` is used only if no rank is alive.
+    ignored, and an end in `others` is used only if `_may_have_ended`.
     """
     if jsonl.text(supervisor, "state") in ENDED:
         return dict(supervisor)
@@ -197,7 +197,7 @@ def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEn
 
 
 def _workers_without_exit(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
-    """Returns each worker without an exit in supervisor.json, and whether that worker is alive."""
+    """Returns the entry of each rank without a recorded exit, and whether the rank is alive."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     workers = [each for each in jsonl.entries(supervisor, "workers") if each.get("exit") is None]
     return [(worker, rundir.is_alive(here | worker)) for worker in workers]
@@ -235,7 +235,7 @@ def living_in(run: Path) -> str:
 
 
 def has_lost_rank(supervisor: Record) -> bool:
-    """Returns whether a worker has ended, according to supervisor.json or this host's kernel."""
+    """Returns whether a rank has ended, according to supervisor.json or this host's kernel."""
     left, is_here = _workers_without_exit(supervisor), supervisor.get("host") == rundir.host_name()
     return len(left) < len(jsonl.entries(supervisor, "workers")) or any(
         is_here and not alive for _, alive in left
@@ -246,7 +246,7 @@ def has_lost_rank(supervisor: Record) -> bool:
 
 
 def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
-    """Returns alerts on stopped processes of a supervisor, or else on a supervisor that is silent.
+    """Returns alerts on stopped processes of `ROLES`, or else on a silent supervisor that is alive.
 
     `status` is the supervisor heartbeat, or {} if there is none.
     """
@@ -263,7 +263,7 @@ def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
 
 
 def _stopped_processes(supervisor: Record) -> dict[str, str]:
-    """Returns the name and text of an alert for each process that a signal has stopped."""
+    """Returns the name and text of an alert for each process of `ROLES` that is stopped."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     texts = {}
     for role, (key, effect) in ROLES.items():
@@ -278,7 +278,7 @@ def _stopped_processes(supervisor: Record) -> dict[str, str]:
 
 
 def exit_words(worker: Record, record: Record) -> str:
-    """Returns how a worker ended: as observed, or else as in its exit record; "" if unknown."""
+    """Returns how a rank ended: as observed, or else as in its exit record; "" if it has no end."""
     observed = worker.get("exit")
     if not isinstance(observed, dict):
         code = jsonl.integer(record, "exit_code") or 0

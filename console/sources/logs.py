@@ -1,4 +1,4 @@
-"""The logs of a run, merged in the order in which their lines are read, and safe for a terminal."""
+"""Merges the logs of one attempt in the order in which lines are read, safe for a terminal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 class Log:
     """Follows one log. Reading starts `BACKLOG_BYTES` before its end.
 
-    If the log is shorter, reading starts in the rotated file, if there is one.
-    If a later rotation removes lines before they were read, these lines are skipped.
+    If the log is shorter, reading starts in the rotated file, if there is one. Lines that were not
+    read before a later rotation are skipped.
     """
 
     def __init__(self, run: Path, path: Path, source: str):
@@ -32,9 +32,10 @@ class Log:
         self._carry = b""
 
     def poll(self, over: bool = False) -> list[bytes]:
-        """Returns the new complete lines; with `over` also an incomplete last line.
+        """Returns new complete lines; with `over` also an incomplete last line.
 
-        A line that is longer than `MAX_LINE_BYTES` is returned in parts.
+        One call reads at most `BACKLOG_BYTES`. The first line of all may be cut, and a line that
+        is longer than `MAX_LINE_BYTES` may be returned in parts.
         """
         try:
             with jsonl.opened(self.path, self._run) as fd:
@@ -65,7 +66,7 @@ class Log:
 
 
 class LogSource:
-    """The logs of one attempt: `r0`, `r1`, …, `torchrun`, and the supervisor's events as `sup`."""
+    """The logs of one attempt, as `r0`, `r1`, …, `torchrun`, and the events of the run as `sup`."""
 
     def __init__(self, run: Path, attempt: int = 1):
         self.run, self.attempt = run, attempt
@@ -73,7 +74,7 @@ class LogSource:
         self._events = Tail(run / rundir.EVENTS, lambda record: record)
 
     def poll(self, over: bool = False) -> list[LogLine]:
-        """Returns the new lines of all logs that are not blank; `over` as in `Log.poll`."""
+        """Returns the new lines of all logs without blank lines; `over` as in `Log.poll`."""
         self._discover()
         fresh = [line for record in self._events.poll() if (line := _event_line(record))]
         for file in self._files.values():

@@ -1,8 +1,8 @@
 """Samples the values and the Xids of each GPU through pynvml, in one thread per GPU.
 
-A GPU that hangs does not delay the others. Until NVML is initialised, one thread retries, at first
-after 5 s, later once a minute. Each read of a GPU returns a row (a `Gpu`), even after an error. An
-Xid is an error of one GPU that the NVIDIA driver reports.
+A GPU that hangs does not delay the others. Until NVML finds a GPU, one thread retries, at first
+after 5 s, later once a minute. A read of a GPU that ends returns a row (a `Gpu`), even after an
+error. An Xid is an error of one GPU that the NVIDIA driver reports.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def opened_by(pid: int, proc: str = "/proc") -> frozenset[int] | None:
     """Returns N for each file /dev/nvidiaN that a process has open, or None if not available.
 
     CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
-    use. A GPU that has no such file, for example in WSL, has the number -1. The driver is not
-    called.
+    use. The device file of WSL has the number -1. Only the first `MAX_DESCRIPTORS` descriptors are
+    read. The driver is not called.
     """
     fds = procfs.numbers_in(f"{proc}/{pid}/fd")
     links = [procfs.link_of(pid, f"fd/{fd}", proc) for fd in fds[:MAX_DESCRIPTORS]]
@@ -74,7 +74,7 @@ def opened_by(pid: int, proc: str = "/proc") -> frozenset[int] | None:
 
 
 def visible_devices(pid: int) -> str:
-    """Returns the CUDA_VISIBLE_DEVICES of a process at its start, or "" if not available."""
+    """Returns the CUDA_VISIBLE_DEVICES of a process at its start, or "" if there is none."""
     return process.environment(pid).get("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -107,7 +107,7 @@ class XidLog:
         """The GPU of each handle that was ever opened, because an event may come late."""
 
     def listen(self, index: int, handle: Any) -> Any:
-        """Returns the event set of a GPU, or None if the GPU reports no Xids."""
+        """Returns the event set of a GPU, or None after an error: the GPU may report no Xids."""
         nvml, self._addresses[_address(handle)] = self._nvml, index
         with contextlib.suppress(nvml.NVMLError):
             events = nvml.nvmlEventSetCreate()
@@ -152,7 +152,7 @@ class Device:
     _known: Gpu = field(init=False)
     """A row that has only the constant properties."""
     _refused: dict[str, str] = field(default_factory=dict)
-    """The sensors whose last read failed, with the reason."""
+    """The sensors whose last read failed, with the reason; unsupported sensors are left out."""
 
     def __post_init__(self) -> None:
         self._known = Gpu(self.index, "GPU", "error")
@@ -232,7 +232,7 @@ class Device:
         )  # fmt: skip
 
     def _missing(self) -> str:
-        """Returns the sensors whose last read failed, grouped by reason."""
+        """Returns the sensors in `_refused` as text, grouped by reason."""
         by_reason: dict[str, list[str]] = {}
         for sensor, reason in self._refused.items():
             by_reason.setdefault(reason, []).append(sensor)
@@ -255,7 +255,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The newest row of one GPU, and the time of its read (monotonic s)."""
+    """The newest row of one GPU, and the time of its read (monotonic s; inf while NVML fails)."""
 
     gpu: Gpu
     at: float
@@ -283,9 +283,9 @@ def kernel_count(root: Path = Path("/")) -> int | None:
 
 
 class Nvml:
-    """Samples all GPUs of this host; `rows` never waits. `root` is the parent of /proc.
+    """Samples the GPUs that NVML finds; `rows` never waits. `root` is the parent of /proc.
 
-    Once NVML has found a GPU, it stays in use. While a process uses NVML, the kernel neither
+    NVML is not shut down after it has found a GPU. While a process uses NVML, the kernel neither
     unloads the driver nor resets a GPU.
     """
 
@@ -306,7 +306,10 @@ class Nvml:
         self._stop.set()
 
     def rows(self) -> list[Gpu]:
-        """Returns the newest row of each GPU; if a GPU does not answer, `why` says for how long."""
+        """Returns the newest row of each GPU; if a GPU does not answer, `why` says for how long.
+
+        If the initialisation of NVML does not end, returns one row.
+        """
         now = time.monotonic()
         rows = []
         for index, reading in sorted(dict(self._readings).items()):

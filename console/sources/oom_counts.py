@@ -9,7 +9,7 @@ VMSTAT = "/proc/vmstat"
 EVENTS = "memory.events"
 """The file of a cgroup (version 2) with the count `oom_kill`."""
 CACHE = ("inactive_file", "active_file")
-"""Memory of a cgroup that the kernel can free when a process needs it."""
+"""Memory of a cgroup that the kernel can usually free when a process needs it."""
 
 
 def snapshot(pid: int | str = "self") -> OomCounts:
@@ -24,10 +24,11 @@ def since(before: OomCounts) -> OomEvidence:
 
 
 def spare_bytes() -> int | None:
-    """Returns the memory that is left until the kernel kills all processes of this cgroup.
+    """Returns the memory that is left until the kernel kills all processes of our cgroup.
 
     An out-of-memory kill ends all processes if memory.oom.group is 1, as Kubernetes sets it.
-    Returns None if it is not 1, or if the cgroup has no memory limit or cannot be read.
+    Returns None if memory.oom.group is not 1, if there is no memory limit, or if a file cannot be
+    read.
     """
     folder = _counting_folder("self")
     if not folder or _number_in(folder, "memory.oom.group") != 1:

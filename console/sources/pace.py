@@ -1,7 +1,7 @@
-"""The figures of one progress record (`Progress`), and the pace of one rank in one attempt.
+"""Measures the pace of one rank in one attempt; `Progress` has the figures of one record.
 
-A pace has the times between records, and the durations of steps and phases. Only the detection of
-stalls needs it. `LatestRecords` has the content of the newest records.
+A pace has the times between records, and the durations of steps and phases. Only the supervisor
+and the diagnosis need a pace. `LatestRecords` has the content of the newest records.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAFETY = 5.0
 RECORDS_LATE_S = 5.0
 """A record may be read up to this time after the pulse has shown the same progress."""
 LONGEST_STEP_S = 1e6
-"""A longer step time is not valid."""
+"""A step time is valid if it is shorter."""
 UNIFORM_NATS = math.log(3)
 """Entropy of an attention gate with equal weights for the three branches."""
 WARM_UP_STEPS = 2
@@ -243,7 +243,7 @@ class Pace:
 
 
 UNTIMED = Pace()
-"""The pace of a rank whose records have no times."""
+"""An empty pace, for a rank whose pace is not measured."""
 
 
 def _span(seconds: float) -> float:

@@ -1,8 +1,9 @@
 """Reads processes from /proc and signals them through pidfds.
 
 psutil is not used, because it reads three files per process instead of one, and because it scans
-all processes to find the children of a process. A process is identified by pid and start time. Its
-pidfd is opened before the identity is checked, so that a signal never reaches a reused pid.
+all processes to find the children of a process. A process is identified by pid and start time. The
+pidfd of a `Handle` is opened before the identity is checked, so that its signals never reach a
+reused pid.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def _open(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
 def open_named(
     owner: Mapping[str, Any], run: Path, logs: Path | None, family: Collection[int] = ()
 ) -> Handle | None:
-    """Opens the process that a document names, then checks its identity and its run.
+    """Opens the process that a document names, then checks it; returns None if a check fails.
 
     This is for a process that has overwritten its environment, for example with setproctitle. A
     document may name any process, so the process must belong to this user and write its output into
@@ -218,7 +219,7 @@ def writes_into(pid: int, run: Path, logs: Path) -> bool:
 
 
 def _zombie_status(pid: int, start_ticks: int) -> int | None:
-    """Returns the wait status of a zombie, which is the last field of its stat file.
+    """Returns the wait status of a zombie (the last field of its stat file), or None if it is none.
 
     The kernel shows 0 to a process that lacks the right to read it. `open_process` has read the
     environment, and that needs the same right.

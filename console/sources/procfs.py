@@ -50,7 +50,7 @@ def numbers_in(folder: str) -> list[int]:
 
 
 def number_after(text: str, key: str) -> int | None:
-    """Returns the number in the line "key: number", or None if there is no such line."""
+    """Returns the number in the line "key: number" or "key number", or None without this line."""
     found = re.search(rf"^{key}:?[ \t]+([0-9]{{1,19}})\b", text, re.MULTILINE)
     return int(found[1]) if found else None
 

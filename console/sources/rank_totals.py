@@ -1,7 +1,7 @@
-"""The totals of one rank over all its attempts, added up in the order of the rank's file.
+"""Adds up the records of one rank over all its attempts, in the order of the rank's file.
 
-Memory is bounded. Records are numbered. A gap in the numbers shows which records are missing, and
-from which step on they may be missing.
+The memory for the totals is bounded. Records are numbered. A gap in the numbers shows which records
+are missing, and from which step on they may be missing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LastPulse:
-    """The last pulse of a rank in one attempt, read after its process ended."""
+    """The last pulse of a rank in one attempt, read after its process ended, or zeros."""
 
     attempt: int
     rank: int
@@ -81,7 +81,7 @@ class AttemptTotals:
     start: int | None = None
     """The first step: one after the loaded checkpoint, or else the first recorded step."""
     at: int = 0
-    """The step of the newest record."""
+    """The step of the newest record that is of no kind in `OF_EARLIER_STEPS`."""
     step: int = 0
     """The step of the newest progress record."""
     exit: tuple[int, int] | None = None
@@ -96,7 +96,7 @@ class AttemptTotals:
     hook: int | None = None
     """1 if gradients are compressed by a communication hook, 0 if not; None if not recorded."""
     broken: bool = False
-    """True if some steps have no record with a loss."""
+    """True if a step before the newest progress record has no record with a loss."""
     bare: bool = False
     """True if the newest progress record has no loss."""
     mono: float = -math.inf
@@ -165,7 +165,7 @@ class AttemptTotals:
         return self.step > 0 or begun > 0
 
     def every_loss_is_recorded(self, end: LastPulse | None) -> bool:
-        """Returns whether each step has a record with its loss, except the unfinished step."""
+        """Returns whether each ended step has a record; only the last of these may have no loss."""
         if self.exit is not None:
             step, code = self.exit
             return not self.broken and step <= self.step + (code != 0)
@@ -200,7 +200,7 @@ class Live(NamedTuple):
 class RankTotals:
     """The totals of one rank. Its records are added in the order of the rank's file.
 
-    When an attempt resumes, the objects of the module `windows` drop the repeated steps.
+    When an attempt resumes, the objects of the module `accumulators` drop the repeated steps.
     """
 
     rank: int
@@ -234,7 +234,7 @@ class RankTotals:
     live: Rows[Live] = field(default_factory=lambda: Rows(deque(maxlen=2 * len(LIVE_STEPS))))
 
     def add(self, record: Record) -> bool:
-        """Adds a record; returns whether it is new."""
+        """Adds a record; returns False if it was added before."""
         attempt = record["attempt"]
         part = self.attempts.get(attempt)
         if part is None:
@@ -282,7 +282,7 @@ class RankTotals:
         return {row.step for row in self.saved.rows}
 
     def saved_in(self, step: int) -> int:
-        """Returns the attempt that saved the remaining checkpoint of a step, or 0 if none did."""
+        """Returns the only attempt that can have saved the remaining checkpoint of a step, or 0."""
         return max((number for number, part in self.attempts.items()
                     if part.start is not None and part.start <= step), default=0)  # fmt: skip
 
@@ -339,7 +339,8 @@ class RankTotals:
     def _take_steps(self, record: Record, step: int, toks_per_s: float | None) -> None:
         """Adds the durations of the steps since the previous record.
 
-        A record that was shortened to fit its line (`cut`) adds no duration.
+        A record that was shortened to fit its line (`cut`), or that has no `toks_per_s`, adds no
+        duration.
         """
         durations = jsonl.numbers(record, "steps_dt_s")
         first = step - len(durations) + 1
@@ -365,9 +366,9 @@ class RankTotals:
         """Returns four values: step count, tokens per second, deviation, and longest ÷ median step.
 
         The values are those of the last steps; the deviation is that of tokens per second. All
-        are None if fewer than two steps are known, or if a step or its duration is missing. Only
-        the newest step may be missing: a foreign program reports the figures of a step when the
-        next step begins.
+        are None if fewer than two steps are known, or if a step or its duration is missing or not
+        valid. Only the newest step may be missing: a foreign program reports the figures of a step
+        when the next step begins.
         """
         rows = list(self.steps.rows)[-LAST_STEPS:]
         few = self.steps.dropped and len(rows) < LAST_STEPS

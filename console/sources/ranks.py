@@ -1,4 +1,4 @@
-"""The present ranks of a run, read from supervisor.json, samples, records and pulses."""
+"""Reads the present ranks of a run from supervisor.json, samples, records and pulses."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _by_rank(supervisor: Record, records: RunRecords) -> list[_Sources]:
 
 
 def _entries(record: Record, key: str) -> dict[int, Record]:
-    """Returns the entries of a list. The key is the rank."""
+    """Returns the entries of a list that have a valid rank. The key is the rank."""
     return {
         rank: entry for entry in jsonl.entries(record, key)
         if (rank := jsonl.integer(entry, "rank")) is not None and 0 <= rank < MAX_RANKS
@@ -109,7 +109,10 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None, ended: bool) ->
 
 
 def gpu_index(devices: str, local: int) -> int | None:
-    """Returns NVML's index of a rank's GPU, or None if CUDA_VISIBLE_DEVICES has no such number."""
+    """Returns the index of a rank's GPU: its number in `devices`, or `local` without `devices`.
+
+    Returns None if `devices` has no number for the rank.
+    """
     if not devices:
         return local
     names = devices.split(",")

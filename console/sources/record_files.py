@@ -19,7 +19,7 @@ MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 1 << 20
 MAX_PART_BYTES = 64 << 20
-"""The most text that a part contains. A compressed part is not unpacked beyond this limit."""
+"""The most text that `read_line` unpacks to find a line in a compressed part."""
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
 
 
@@ -35,7 +35,10 @@ class Cursor:
     skipped: int = 0
 
     def fits(self, path: Path) -> bool:
-        """Returns whether a file has the first line that it had, and still contains the place."""
+        """Returns whether a file has the first line that it had, and still contains the place.
+
+        Of a compressed part, only the first line is compared. The start of a file always fits.
+        """
         if not self.place.at:
             return True
         found = _part_at(path, self.place.part)
@@ -80,7 +83,7 @@ def whole_name(name: str) -> str:
 
 
 def parts(path: Path) -> dict[int, Path]:
-    """Returns the older parts of a file of records by number."""
+    """Returns the older parts of a file of records by number, or {} after an error."""
     try:
         return dict(record_parts.parts(path))
     except OSError:
@@ -88,7 +91,7 @@ def parts(path: Path) -> dict[int, Path]:
 
 
 def _part_at(path: Path, number: int) -> Path | None:
-    """Returns the path of a part. The growing file is renamed when the next part starts."""
+    """Returns the path of a part, or None; the growing file is renamed as the next part starts."""
     there = path if jsonl.size_bytes(path) else None
     return parts(path).get(number, there) if number else there
 
@@ -154,7 +157,7 @@ class RecordFile:
         return behind + sum(map(jsonl.size_bytes, (*later, self.path)))
 
     def cursor(self) -> Cursor:
-        """Returns how far the file was read; the hash of its first line is computed once."""
+        """Returns how far the file was read; the hash of a first line is computed once per part."""
         if not self._head or self.tail.generation != self._of:
             self._head, self._of = head(self.tail.path), self.tail.generation
         return Cursor(self._head, Place(self.tail.part, self.tail.line_at), self.skipped)
@@ -261,9 +264,9 @@ class RecordFiles:
         return sum(follower.behind_bytes for follower in self._followed.values())
 
     def poll(self, limit_bytes: int, world: int = MAX_RANKS) -> Iterator[Batch]:
-        """Yields about `limit_bytes` of new lines; starts after the file that was read last.
+        """Yields about `limit_bytes` of new lines; starts where the last poll stopped.
 
-        Heartbeats of ranks beyond `world` are ignored.
+        Heartbeat files of ranks beyond `world` are ignored.
         """
         self._discover(world)
         left, ended = limit_bytes, 0

@@ -1,4 +1,4 @@
-"""Names of the older parts of record files and logs, and the hash that identifies a record file."""
+"""Names the older parts of record files and logs, and computes the hash of a record file."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def rotated_log(log: Path) -> Path:
 
 
 def head(path: Path) -> str:
-    """Returns a hash of a file's first line, or "" while that line is incomplete.
+    """Returns a hash of a file's first line, or "" if the line is incomplete or cannot be read.
 
-    The hash identifies a file of records, also in a copy and under another name.
+    The hash covers at most `HEAD_BYTES`. It identifies a file of records, also in a copy and under
+    another name.
     """
     if path.suffix == GZIP:
         unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)

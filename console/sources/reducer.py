@@ -1,7 +1,7 @@
 """Reduces the records of a run to its state: first each file separately, then all together.
 
-The order in which the files are read does not matter. So the same records always give the same
-state, and a snapshot of that state replaces all earlier records.
+The order in which the files are read does not matter. So the same records give the same state
+(except the pace), and a snapshot of that state replaces all earlier records.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LatestRecords:
     """The step of the `halt` record, None once the rank records progress again."""
     records: int = 0
     pace: Pace = field(default=UNTIMED, compare=False)
-    """A snapshot does not contain the pace, because it depends on when the records were read."""
+    """A snapshot has no pace, because a pace depends on when the records were read."""
 
     def add(self, line: Line) -> None:
         msg, step = line.record["msg"], line.record["step"]
@@ -78,7 +78,7 @@ class LatestRecords:
 
     @property
     def code(self) -> int | None:
-        """The exit code in the last record; an exit record without a code means code 0."""
+        """The exit code in the last record, or None; an exit record without a code means code 0."""
         code = jsonl.integer(self.last.record, "exit_code")
         return 0 if code is None and self.last.record.get("msg") == "exit" else code
 
@@ -153,7 +153,8 @@ class Events:
 class Reducer:
     """The state of a run from its records: totals in `summary`, newest records in `all_heads`.
 
-    The present attempt is that in supervisor.json, or else the newest attempt with two records.
+    The present attempt is that in supervisor.json, or else the newest attempt with two records, or
+    else 1.
     `series` receives the charted values. A head is the `LatestRecords` of a rank in an attempt.
     With `timed` the heads have a pace, for the stall detection.
     """
@@ -168,7 +169,7 @@ class Reducer:
         self.cursors: dict[str, Cursor] = {}
         self._replaced: dict[str, int] = {}
         self.counted = 0
-        """Number of heartbeats that were added to the totals."""
+        """Number of heartbeat records that were added here and are new in the totals."""
 
     # --- adding records ------------------------------------------------------------------------
 
@@ -192,7 +193,7 @@ class Reducer:
                 self._take_sample(batch.name, line)
 
     def warm_up(self, record: Mapping[str, Any]) -> None:
-        """Adds a heartbeat only to the pace, for example a heartbeat from before the snapshot."""
+        """Adds a heartbeat record only to the pace, for example one from before the snapshot."""
         head = self.all_heads.get(record["rank"], {}).get(record["attempt"])
         if head is not None and self.timed:
             if head.pace is UNTIMED:
@@ -283,9 +284,10 @@ def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | 
 
 
 def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the attention gate's entropy in each layer (nats), and the lowest of these.
+    """Returns the attention gate's entropy per layer (nats), and the lowest entropy with its layer.
 
-    Returns {} for a record that has no layers, or that was shortened (`cut`).
+    Layers from `MAX_LAYERS` on are left out. Returns {} for a record that has no layers, or that
+    was shortened (`cut`).
     """
     layers = jsonl.numbers(record, "gate_entropy_layers")[:MAX_LAYERS]
     if not layers or "cut" in record:
@@ -314,5 +316,5 @@ def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def alert_of(name: str, record: Mapping[str, Any]) -> Alert:
-    """Returns an alert of the supervisor, made from its event."""
+    """Returns an alert of the supervisor, made from its event or from the supervisor heartbeat."""
     return json_documents.read(Alert, record, id=name, acknowledged=False, observed=False)

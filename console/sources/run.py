@@ -39,7 +39,7 @@ class RunSource:
         self._reads: Reads = reads
         self.launch_path = launch_of(path)
         self.is_launch = is_launch(path)
-        """True for the path of a launch, False for the path of one of its runs."""
+        """True for the path of a launch, False for the path of a run."""
         self._fixed = None if self.is_launch else path
         self.run_path: Path | None = self._fixed
         self._documents: dict[Path, Document] = {}
@@ -47,28 +47,28 @@ class RunSource:
         self._charts: RunRecords | None = None
         """The records for the charts. After all of them have been read, they replace `_records`."""
         self._is_away = False
-        """True if the directory of a launch's run is missing or is a link; no link is followed."""
+        """True if the current run of a launch has no directory, or has a link in its place."""
         self._began_away = False
         """The value of `_is_away` when `_records` began. If True, `_records` used no snapshot."""
 
     @property
     def reducer(self) -> Reducer:
-        """The records of the run that was read last."""
+        """The reducer of the run that was read last, or an empty one before the first poll."""
         return self._records.reducer if self._records is not None else Reducer(Series())
 
     @property
     def series(self) -> Series:
-        """The series of the run that was read last."""
+        """The series in `reducer`."""
         return self.reducer.series
 
     @property
     def summary(self) -> Summary | None:
-        """The totals of the run that was read last, or None before the first poll."""
+        """The totals of the run that was read last, or None if no run was read."""
         return self._records.summary if self._records is not None else None
 
     @property
     def has_all_records(self) -> bool:
-        """True if no heartbeat is left out: each was read, will be read or is in a snapshot."""
+        """True if no heartbeat record is left out: each is read now or later, or in a snapshot."""
         return self._records is None or self._records.files.has_all_records
 
     @property
@@ -76,7 +76,7 @@ class RunSource:
         """Returns three values about the totals.
 
         These are: whether the totals include a snapshot, the time of the snapshot, and the number
-        of heartbeats after the snapshot.
+        of heartbeat records that were read in addition.
         """
         records = self._records
         if records is None:
@@ -209,7 +209,7 @@ class RunSource:
         return document.read()
 
     def _troubles(self) -> list[Alert]:
-        """Returns an alert for each document that exists but cannot be shown."""
+        """Returns an alert for each document with a `trouble`."""
         return [
             Alert(f"document {path.name}", time.time(), "warn", document.trouble, observed=True)
             for path, document in self._documents.items() if document.trouble

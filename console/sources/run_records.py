@@ -18,11 +18,11 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 RECENT_BYTES = 256 << 10
-"""Bytes of each file that a reader of the present state reads if there is no snapshot."""
+"""Bytes at the end of a heartbeat or sample file that are read if only the end is read."""
 MAX_TAIL_BYTES = 64 * RECENT_BYTES
-"""If a snapshot is followed by more bytes, a reader of the present state ignores the snapshot."""
+"""If more bytes of heartbeat records follow a snapshot, `recent` ignores the snapshot."""
 SHORT_BYTES = 4 << 20
-"""The charts of a run with fewer bytes of records show every record, and not only spans."""
+"""For the charts of a run with at most this many bytes of records, every record is read."""
 Reads = Literal["all", "recent", "charts", "end"]
 """The records to read.
 
@@ -46,7 +46,7 @@ UNITS: Mapping[str, tuple[str, str]] = {
     "gpu_mem_alloc": ("MiB", "step"), "gpu_mem_reserved": ("MiB", "step"),
     "skipped_steps": ("steps", "run"), "dropped_records": ("records", "run"),
 }  # fmt: skip
-"""Unit and window of each figure in a progress record."""
+"""Unit and window of the figures in a progress record."""
 Records = Mapping[int, Mapping[str, Any]]
 """The newest progress record of each rank."""
 
@@ -126,7 +126,7 @@ class RunRecords:
         return tuple(sorted([*found.values(), *more], key=_urgency))
 
     def figures(self, has_settings: bool) -> Mapping[str, Figure]:
-        """Returns the newest figures of rank 0 and of the samples."""
+        """Returns the newest figures of rank 0 and of the samples, and the largest memory."""
         progress = {
             rank: head.progress.record for rank, head in self.heads.items() if head.progress
         }  # fmt: skip
@@ -180,7 +180,7 @@ def progress_figures(progress: Records, has_settings: bool = True) -> dict[str, 
 
 
 def step_figures(progress: Records, series: Series) -> dict[str, Figure]:
-    """Returns p50 and p99 of the durations of the last steps."""
+    """Returns p50 and p99 of the durations of the last steps of rank 0, or {}."""
     percentiles = series.step_percentiles_s()
     if percentiles is None or 0 not in progress:
         return {}

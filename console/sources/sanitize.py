@@ -20,9 +20,10 @@ _TABLE[ord("\t")] = "    "
 def clean(text: str, limit: int = MAX_CHARS) -> str:
     """Returns `text` as one line that is safe to print.
 
-    Escape sequences and invisible characters are removed; control characters are replaced by "�".
-    The result has at most `limit` characters; an ellipsis marks a cut. If carriage returns
-    overwrite the line, as a progress bar does, only the last text remains.
+    Escape sequences, direction marks and zero-width characters are removed; a tab becomes spaces,
+    and other control characters become "�". The result has at most `limit` characters; an ellipsis
+    usually marks a cut. If carriage returns overwrite the line, as a progress bar does, only the
+    last text remains.
     """
     if len(text) <= limit and text.isascii() and text.isprintable():
         return text

@@ -1,4 +1,4 @@
-"""The time series of one run, for the charts, the step percentiles and the ETA.
+"""Stores the time series of one run, for the charts, the step percentiles and the ETA.
 
 The newest records of a file are stored as points. Older points are reduced to the smallest and the
 largest value in each span of 10 s, 1 min, 10 min and 2 h; every reader gets the same spans.
@@ -84,7 +84,7 @@ class Thinner:
 
 
 class _Spans:
-    """The newest spans of one quantity at one resolution; keeps about `most` spans."""
+    """The newest spans of one quantity at one resolution; `points` uses at most `most` of them."""
 
     def __init__(self, most: int):
         self._most = most
@@ -92,7 +92,7 @@ class _Spans:
         self._points: list[tuple[float, float]] | None = None
 
     def extend(self, spans: Sequence[Span], name: str) -> None:
-        """Adds the spans that contain this quantity, in the order in which they ended."""
+        """Adds spans, which must contain this quantity, in the order in which they ended."""
         bands = [span.bands[name] for span in spans]
         for values, more in (
             (self._ats, [span.ts for span in spans]), (self._lows, [low for low, _ in bands]),
@@ -109,7 +109,7 @@ class _Spans:
         return self._numbers[max(0, len(self._numbers) - self._most)] == 1
 
     def points(self) -> list[tuple[float, float]]:
-        """Returns the smallest and the largest value of each span, in the order of time."""
+        """Returns the smallest and the largest value of the newest spans, in the order of time."""
         if self._points is None:
             first, self._points = max(0, len(self._ats) - self._most), []
             rows = zip(self._ats[first:], self._lows[first:], self._highs[first:], strict=True)
@@ -119,7 +119,7 @@ class _Spans:
 
 
 class Series:
-    """The series of one run. Only one thread at a time may use it; `points` returns copies.
+    """The series of one run. Only one thread at a time may use it; `points` returns tuples.
 
     Without `keeps` no points are stored, and ended spans wait in `ended` to be written.
     """
@@ -145,8 +145,8 @@ class Series:
     def add(self, file: str, at: float, values: Mapping[str, float | None]) -> None:
         """Adds the values of one record of a file, except those that are not finite.
 
-        A record without a valid time is ignored. If a clock was set back, times may be out of
-        order.
+        Values of a quantity that belongs to another file are left out too. A record without a
+        valid time is ignored. If a clock was set back, times may be out of order.
         """
         if not 0 <= at < LATEST_S:
             return
@@ -182,7 +182,7 @@ class Series:
         return frozenset(self._files)
 
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
-        """Adds the durations of the steps that ended with `step`."""
+        """Adds the valid durations of the steps that ended with `step`."""
         valid = _valid_durations(durations)
         self.durations_s.extend(valid)
         self._steps += len(valid)
@@ -192,7 +192,7 @@ class Series:
     def points(self, name: str) -> Points:
         """Returns the points of a series, coarser for older times, or () if there are none.
 
-        Points more than `AHEAD_S` later than the last record are dropped, because their clock was
+        Points more than `AHEAD_S` later than the last record are dropped, because the clock was
         ahead.
         """
         of = self._files.get(name, "")
@@ -233,7 +233,7 @@ class Series:
         return list(self.durations_s)[left_out:]
 
     def step_percentiles_s(self) -> tuple[float, float, int] | None:
-        """Returns three values: p50 and p99 of the last step durations, and the number of steps."""
+        """Returns p50 and p99 of the last step durations, and the number of steps, or None."""
         steps = sorted(self.durations_s)
         if not steps:
             return None
@@ -269,7 +269,7 @@ class Series:
     def add_history(self, level: int, newest_first: Iterable[Span]) -> None:
         """Adds the spans of a level that had ended when the snapshot was written.
 
-        It stops when each file has as many spans as a series stores.
+        Reading stops when each file has as many spans as a series stores.
         """
         found: dict[str, dict[int, Span]] = {of: {} for of in self.thinners}
         for span in newest_first:

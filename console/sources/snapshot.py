@@ -1,4 +1,4 @@
-"""Writes and reads `snapshot.json`: the state of a reducer, which replaces all earlier records.
+"""Makes and reads snapshots: the state of a reducer, which replaces all earlier records.
 
 A snapshot has totals and the places of the newest records. It is valid only for the files from
 which it was made. A file is identified by its name, part and the hash of its first line. The newest
@@ -86,7 +86,7 @@ def load(
 ) -> bool:
     """Fills a new reducer from a snapshot; returns whether the snapshot is valid for the files.
 
-    A snapshot is not valid if more than `most_bytes` of heartbeats were written after it.
+    A snapshot is not valid if more than `most_bytes` of heartbeat records were written after it.
     """
     if saved is None or saved.get("v") != VERSION:
         return False
@@ -228,7 +228,7 @@ def _line(ref: Any, file: Path | None) -> Line:
 
 
 def _warm_up(run: Path, reducer: Reducer) -> None:
-    """Adds the last heartbeats before the snapshot to the pace of their ranks."""
+    """Adds the last heartbeat records before the snapshot to the pace of their ranks."""
     for name, cursor in reducer.cursors.items():
         rank = rank_of(name)
         if rank is not None:

@@ -100,7 +100,7 @@ def innermost_own(frames: Sequence[Frame]) -> Frame | None:
 def latest(
     run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
 ) -> dict[int, Stack]:
-    """Returns the newest requested dump of each rank from `since_ts` to `until_ts` (unix s)."""
+    """Returns the newest readable dump of each rank from `since_ts` to `until_ts` (unix s)."""
 
     def read(path: Path, rank: int, ts: float) -> Stack | None:
         text = jsonl.read_bytes(path, MAX_DUMP_BYTES).decode("utf-8", "replace")
@@ -113,7 +113,10 @@ def newest_of(
     name: re.Pattern[str], read: Callable[[Path, int, float], T | None], run: Path,
     ranks: Iterable[int], since_ts: float, until_ts: float,
 ) -> dict[int, T]:  # fmt: skip
-    """Returns the newest readable file of each rank; `name` finds the rank and the time (ms)."""
+    """Returns what `read` returns for the newest readable file of each rank, in a span of time.
+
+    `name` matches the rank and the time (ms). At most `MAX_TRIES` files of a rank are tried.
+    """
     left, found = dict.fromkeys(ranks, MAX_TRIES), dict[int, T]()
     try:
         names = filter(None, map(name.fullmatch, os.listdir(run)))

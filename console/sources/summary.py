@@ -1,4 +1,4 @@
-"""The totals of a run over all its ranks and attempts; the gates are evaluated from them.
+"""Adds up a run over all its ranks and attempts; the gates are evaluated from these totals.
 
 The file of each rank is added up separately, so the order in which files are read does not matter.
 """
@@ -47,7 +47,7 @@ class GpuTotals:
     mono: float = -math.inf
 
     def add(self, sample: Record) -> None:
-        """Adds a sample; a sample that is not newer than the newest one is ignored."""
+        """Adds a sample; it is ignored if it is not newer than the others or has no attempt."""
         mono, attempt = jsonl.number(sample, "mono"), jsonl.integer(sample, "attempt")
         if mono is None or attempt is None or not self.mono < mono < math.inf:
             return
@@ -90,7 +90,7 @@ class Summary:
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None
-        """The logs and the newest checkpoint, read at the end of an attempt."""
+        """What `gate_files.read` returned, or None before it was called."""
         self.is_live = False
         """True if the newest attempt still writes records, so its next records are not missing."""
         self.loaded: dict[int, int] = {}
@@ -105,12 +105,12 @@ class Summary:
         self.loaded_step = 0
         """The step of the checkpoint that all ranks of a continuing run have loaded, or 0."""
         self.name = ""
-        """Text for the window of a gate if these totals belong to an earlier run, else ""."""
+        """A note in `Gate.window` that these totals belong to an earlier run, or ""."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
         """The last pulse of each process that has ended. The key has the attempt and the rank."""
 
     def add(self, record: Record) -> bool:
-        """Adds one heartbeat; returns whether it is a new record of a rank below `world`."""
+        """Adds a heartbeat record; returns whether it is a new record of a rank below `world`."""
         rank = record["rank"]
         totals = self.ranks.get(rank)
         if totals is None:
@@ -132,7 +132,7 @@ class Summary:
             self.overrides[jsonl.text(event, "gate")[:80]] = f"{reason} ({by}, {stamp})"
 
     def take_load(self, attempt: int, step: int, passed: bool) -> None:
-        """Adds the newest result of loading a checkpoint."""
+        """Adds the newest result of a load; a failed load removes the checkpoint from `loaded`."""
         if not passed:
             self.loaded.pop(step, None)
         elif step in self.loaded or len(self.loaded) < MAX_LOADED:
@@ -240,7 +240,7 @@ class Summary:
     def _gap_in(
         part: AttemptTotals | None, end: LastPulse | None, until: float, tails: bool
     ) -> str:
-        """Returns which records of the steps below `until` are missing, or "" if none is."""
+        """Returns why records of the steps below `until` may be missing, or "" if none is."""
         if part is None:
             if end is None:
                 return "no record"
@@ -278,7 +278,7 @@ class Summary:
 
     @property
     def resumed_at_end(self) -> int:
-        """The step of the checkpoint that all ranks loaded, if no rank did a step after it; else 0.
+        """The step of the checkpoint that all ranks loaded, if no rank recorded a step; else 0.
 
         It is also 0 if the run stalled or was restarted, or if a rank did not exit with code 0.
         """

@@ -51,8 +51,9 @@ class Tail:
     `accept` returns the record of a decoded object, or None if the line is to be skipped.
     `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
-    `begin_at`, or, if that is 0, at most `recent_bytes` before the end. Long holes are skipped. If
-    the file is replaced, the new file is read from its start, unless `stays` is set.
+    `begin_at`, or, if that is 0, at most `recent_bytes` before the end, or at the start without
+    `recent_bytes`. Long holes are skipped. If the file is replaced, the new file is read as if
+    `begin_at` were 0, unless `stays` is set.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Tail:
         self.is_replaced = False
         """True if `stays` is set and another file is at the path; that file is not read."""
         self.line_at = self._begin_at = begin_at
-        """`line_at` is the offset of the next line; those before it were returned or skipped."""
+        """`line_at` is the offset of the next line; earlier lines were returned or skipped."""
         self.left_out_bytes = 0
         """Bytes before the place where reading started, or 0 if that was `begin_at`."""
         self._recent_bytes = recent_bytes
@@ -83,7 +84,7 @@ class Tail:
         self._overlong = False
 
     def poll(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[dict[str, Any]]:
-        """Returns the records since the last call; one call reads at most 1 MiB."""
+        """Returns the next records; one call reads at most 1 MiB."""
         return [line.record for line in self.poll_lines(limit_bytes)]
 
     def poll_lines(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[Line]:
@@ -146,7 +147,7 @@ class Tail:
         return data
 
     def _skip_hole(self, fd: int, size_bytes: int) -> None:
-        """Continues reading after a hole. Raises OSError."""
+        """Continues reading after a hole, if there is one. Raises OSError."""
         try:
             data_at = os.lseek(fd, self.offset, os.SEEK_DATA)
         except OSError as error:

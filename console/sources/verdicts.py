@@ -18,7 +18,7 @@ from trainers.contract import jsonl, rundir
 
 MAX_VERDICT_BYTES = 1 << 16
 MAX_LAUNCHES, MAX_RUNS, MAX_PER_RUN, MAX_SEARCH_BYTES = 50, 16, 8, 4 << 20
-"""Bounds of the search for the same verdict in other runs."""
+"""Bounds of the search for a verdict in other runs; `MAX_PER_RUN` verdicts of a run are read."""
 _NAME = re.compile(r"([0-9]{1,16})\.json")
 
 
@@ -31,7 +31,7 @@ class Seen:
 
 
 def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[Verdict]:
-    """Yields the newest verdicts of a run, at most `limit`, the newest first."""
+    """Yields the valid verdicts among the newest `limit` of a run, the newest first."""
     for record, _ in _documents(run, limit):
         if record is not None:
             yield json_documents.read(Verdict, record)
@@ -40,9 +40,9 @@ def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[Verdict]:
 def _documents(
     run: Path, limit: int = MAX_PER_RUN, until_ts: float = math.inf
 ) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yields the documents of a run, each with its size in bytes, the newest first.
+    """Yields the newest `limit` verdicts of a run, each with its size in bytes, the newest first.
 
-    Documents newer than `until_ts` are left out. An invalid document is None.
+    Verdicts newer than `until_ts` are left out. An invalid document is None.
     """
     folder = jsonl.open_inside(run / rundir.VERDICTS, run)
     if folder is None:
@@ -76,10 +76,11 @@ def newest(run: Path) -> Verdict | None:
 
 
 def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
-    """Returns the newest verdict of another run in `root` with the same cause and line of code.
+    """Returns a verdict of another run in `root` with the same cause and line of code, or None.
 
-    The search covers the newest `MAX_LAUNCHES` launches, `MAX_RUNS` runs of each, and at most
-    `MAX_SEARCH_BYTES`. A verdict without a line of code has no match.
+    The search begins with the newest launch. It covers the newest `MAX_LAUNCHES` launches, the
+    first `MAX_RUNS` runs of each, and about `MAX_SEARCH_BYTES`. A verdict without a line of code
+    has no match.
     """
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():

@@ -26,7 +26,7 @@ UNHANDLED_SIGNALS = frozenset((
     signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS,
     signal.SIGTRAP,
 ))  # fmt: skip
-"""Signals without a handler: they cannot be caught, report a bug, or do not end this process."""
+"""Signals that get no handler: they cannot be caught, show a bug, or do not end this process."""
 
 
 def log(text: object) -> None:
@@ -44,7 +44,7 @@ def become_subreaper() -> None:
 
 
 def handle_signals(on_stop: Callable[[int], None]) -> None:
-    """Makes TERM and INT call `on_stop`, and gives other signals a harmless handler.
+    """Makes TERM and INT call `on_stop`; most other signals then have no effect.
 
     SIGUSR1 is ignored, and stays ignored in torchrun, because exec does not change that. All other
     signals, except `UNHANDLED_SIGNALS`, get a handler that does nothing, so that torchrun ignores
@@ -58,7 +58,7 @@ def handle_signals(on_stop: Callable[[int], None]) -> None:
 
 
 def take_lock(launch: Path, fd: int) -> lock.LaunchLock:
-    """Writes this process into the inherited lock. Raises RefusedError if the write fails."""
+    """Writes this process into the inherited lock. Raises RefusedError if that fails."""
     os.set_inheritable(fd, False)
     try:
         return lock.LaunchLock(launch, fd)

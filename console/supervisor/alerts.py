@@ -1,4 +1,4 @@
-"""The open alerts of a run, across its attempts. An alert that is open is not raised again."""
+"""The open alerts of a run or launch. An alert that is open is not raised again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTLED_S = 10.0
 
 
 class Alerts:
-    """Owns the open alerts; `event` writes each change into the run's events."""
+    """Owns the open alerts; `event` writes an event for each alert that is raised or cleared."""
 
     def __init__(self, event: Callable[..., dict[str, Any]], directory: Directory):
         self._event, self._directory = event, directory
@@ -53,11 +53,11 @@ class Alerts:
             self.clear(name, text)
 
     def open(self) -> dict[str, dict[str, Any]]:
-        """Returns the event of each open alert, by name."""
+        """Returns the event of each open alert, with its newest text, by name of the alert."""
         return dict(self._open)
 
     def check_directory(self) -> None:
-        """Raises alerts on dropped records and a replaced directory; reports replaced files."""
+        """Updates the alerts on dropped records and a lost directory; reports replaced files."""
         while self._directory.replaced:
             path = self._directory.replaced.popleft()
             self._event("note", f"{path.parent.name}/{path.name} {REPLACED}", "warn")

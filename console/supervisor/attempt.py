@@ -1,4 +1,4 @@
-"""One attempt of a run: its processes, its records, and the state that follows from them."""
+"""Runs one attempt of a run; decides the run's state from its processes and records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENDED_FROM_HERE = ENDINGS[1:]
 AGENT_LOST, UNPREPARED, STUCK = "torchrun-gone", "restart-waits", "not-ended"
 PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 COLLECT_S = 60.0
-"""The longest time for reading the remaining records after an attempt has ended."""
+"""Once this time has passed since the end of an attempt, no further part of its records is read."""
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
 """Records confirm the pulses only if they were read within this time."""
@@ -40,7 +40,7 @@ class Attempt:
     """Owns the processes of one attempt; `tick` does the due work, `decided` returns the state.
 
     With `former`, the processes of the attempt that are alive are adopted. Torchrun is then started
-    only if a former child has not started it yet.
+    only if a former child began the attempt and did not start torchrun.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Attempt:
         self._alerts = context.observers.alerts
         self.stage: Stage = "prepare"
         self.known = Facts(world=self._world)
-        """Facts from requests and events; `facts` adds those from processes and records."""
+        """The facts that are stored; `facts` adds those that it reads from other objects."""
         self._reducer, self._heads = context.reducer, partial(context.reducer.heads, number)
         if former is None:
             self._reducer.mark_old()
@@ -77,7 +77,7 @@ class Attempt:
         self._again_at = math.inf
         """The time at which failed work in the run directory is tried again (monotonic s)."""
         self._is_ours = False
-        """True if the run directory belongs to this run. An error there may then be temporary."""
+        """True if the directory is known to be this run's. A RefusedError may then be temporary."""
         if former is None or link.has_no_processes(self.path, context.home, number):
             self._begin_preparing()
         else:
@@ -106,9 +106,9 @@ class Attempt:
     def end(self, action: str, by: str) -> str:
         """Halts, restarts, stops or kills the ranks; returns the answer.
 
-        Nothing is done if this action, or a stronger one, is already in progress.
-
-        For a halt, the caller has already written `.HALT`, so this method only records the request.
+        No signal is sent if the ranks have ended, or if this action or a stronger one is already in
+        progress. For a halt, the caller has already written `.HALT`, so the request is only
+        recorded.
         """
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
@@ -165,7 +165,7 @@ class Attempt:
         if log_fd is None:
             self._retry_or_end(f"cannot prepare the run directory: {error}", error)
             return
-        if self.stage != "prepare":  # the attempt was abandoned meanwhile
+        if self.stage != "prepare":  # the attempt was abandoned while the job waited
             os.close(log_fd)
             return
         self._alerts.clear(UNPREPARED, "the run directory can be read again")
@@ -177,7 +177,10 @@ class Attempt:
             os.close(log_fd)
 
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
-        """Retries a restart if its error may be temporary; otherwise ends the attempt."""
+        """Retries a restart after an error that may be temporary; otherwise ends the attempt.
+
+        Nothing is retried after the request of an action that ends the attempt.
+        """
         is_temporary = isinstance(error, OSError) or (
             self._is_ours and isinstance(error, RefusedError)
         )
@@ -234,10 +237,10 @@ class Attempt:
             self._alerts.raise_(AGENT_LOST, text, "crit")
 
     def _watch_ranks(self) -> None:
-        """Kills the other ranks that are still alive one grace time after a rank has failed.
+        """Schedules KILL for the other ranks, one grace time after a rank is seen to have failed.
 
-        torchrun also ends them. But it may wait 30 s before it sends KILL, and it sends nothing if
-        it is stopped or has exited.
+        torchrun also ends the other ranks. But it may wait 30 s before it sends KILL, and it sends
+        nothing if it is stopped or has exited.
         """
         if self.known.rank_failure or self.known.requested in ENDED_FROM_HERE:
             return
@@ -291,7 +294,7 @@ class Attempt:
         self._directory.job(lambda: self.files.poll(True), self._add_part, self.path)
 
     def _add_part(self, news: Poll | None, error: Exception | None) -> None:
-        """Adds a part of the records and reads the next part; retries briefly after an error."""
+        """Adds a part of the records; starts the next read, or retries briefly after an error."""
         unread = f"cannot read the run directory: {error}"
         if news is not None:
             self.take(news)
@@ -306,7 +309,7 @@ class Attempt:
             self._read_rest()
             return
         if behind:
-            text = "the attempt has too many records to read all: gates may be unknown"
+            text = "not all records of the attempt were read: gates may be unknown"
             self._run.event("note", text, "warn")
         read_final = partial(self.files.read_final, self._reducer.summary.resumed_at_end)
         self._directory.job(read_final, self._conclude, self.path)
@@ -361,7 +364,7 @@ class Attempt:
 
     @property
     def saved(self) -> int:
-        """The step of the newest checkpoint in the records, or 0 if there is none."""
+        """The step of the newest checkpoint in the attempt's records, or 0 if there is none."""
         return max((head.saved for head in self._heads().values()), default=0)
 
     def _learn(self, **facts: Any) -> None:
@@ -384,7 +387,7 @@ class Attempt:
 
     @property
     def step(self) -> int:
-        """The highest step in any pulse or record."""
+        """The highest step in the pulses and records of this attempt."""
         pulsed = max((seen.step for seen in self._sampler.evidence), default=0)
         recorded = (head.step for head in self._heads().values())
         return max(pulsed, self._pulses.newest, *recorded)

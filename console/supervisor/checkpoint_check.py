@@ -97,7 +97,7 @@ class CheckpointCheck:
             self._begin("load", self._load)
 
     def stop(self) -> None:
-        """Ends the running program within its grace time, and starts no further program."""
+        """Makes the running program get TERM; no further program starts."""
         self._stopped = True
 
     def _begin(self, what: str, work: Callable[[int, Path], Outcome]) -> None:
@@ -108,7 +108,7 @@ class CheckpointCheck:
         self._job, self._doing = self._threads.submit(work, step, path), what
 
     def _report(self, ended: Future[Outcome]) -> None:
-        """Records a result; begins the back-up after a checkpoint was loaded."""
+        """Records a result; after a successful load, begins the back-up of the plan, if any."""
         what, self._doing, step = self._doing, "", self._newest[1]
         result, level, text = ended.result()
         self._results[what] = result

@@ -1,6 +1,6 @@
 """The working process of a supervisor, which reads, writes and decides for a launch.
 
-The owner forks this process. If the process ends before the launch, the owner replaces it.
+The owner forks this process, and replaces it if it fails.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _wake(fd: int) -> None:
 def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link: Link) -> None:
     """Runs the phases of a launch, from its start or from where a former process stopped.
 
-    `adopt` contains the settings of the adopting operator, as JSON. Raises ContractError, for
-    example if plan.json cannot be used.
+    `adopt` contains the settings of the adopting operator as JSON, or is None without an adoption.
+    Raises ContractError, for example if plan.json cannot be used.
     """
     record = link.stored(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
     spec, former = launch_spec.load(path, record), link.stored(path / rundir.PLAN_STATE)

@@ -57,7 +57,7 @@ class RunContext:
     phase: Phase
     watch: Watch
     actions: Mapping[str, str]
-    """The least action of each watch rule, by name. The plan may set a stronger action."""
+    """The least action of some watch rules, by rule. The plan may set a stronger action."""
     live: Live
     reducer: Reducer
     reading: RecordFiles

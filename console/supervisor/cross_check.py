@@ -1,8 +1,8 @@
 """Checks the documents of a former supervisor against each other before an adoption.
 
-If a document demands a restart, or flags for later phases, this is done only if an event confirms
-it. Otherwise a warning says that it is not done. If two documents contradict each other, the launch
-is not adopted.
+A restart that is due, or a flag for later phases, is accepted only if an event confirms it.
+Otherwise a warning says that it is ignored. If two documents contradict each other, the launch is
+not adopted.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def check_launch(
     plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
     evidence: Evidence,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Returns two values: confirmed flags for the next phase, and a warning for each other flag.
+    """Returns two values: confirmed flags for later phases, and a warning for each other flag.
 
-    Raises RefusedError if plan.json or the runs contradict plan_state.json.
+    Raises RefusedError or UsageError, for example if plan.json or a run contradicts
+    plan_state.json.
     """
     check_plan(plan_state, spec)
     for former in range(index):
@@ -93,7 +94,7 @@ def confirmed_flags(
     """Returns two values: the confirmed part of `next_flags`, and the other flags as NAME=VALUE.
 
     `phases` has the names of all phases up to and including the next phase. Raises UsageError for a
-    flag that does not exist.
+    flag or value that the registry does not accept.
     """
     kept: dict[str, Any] = {}
     unconfirmed: list[str] = []
@@ -114,7 +115,7 @@ def check_run(
     """Returns three values: run.json, supervisor.json, and warnings about ignored entries.
 
     A halt, stop or kill that was requested before is not continued, but no further attempt starts.
-    Raises RefusedError if plan.json or the processes that are alive contradict these documents.
+    Raises RefusedError, for example if plan.json or a process that is alive contradicts run.json.
     """
     document, record = (
         former_documents.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN)
@@ -156,7 +157,7 @@ def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
 
 
 def check_plan(plan_state: Mapping[str, Any], spec: LaunchSpec) -> None:
-    """Raises RefusedError if plan_state.json and plan.json differ in phases or `between`."""
+    """Raises RefusedError if plan_state.json and plan.json differ in phase names or `between`."""
     mine = [phase.name for phase in spec.plan.phases]
     theirs = [jsonl.text(entry, "name") for entry in jsonl.entries(plan_state, "phases")]
     differ = ["phases"] * (bool(theirs) and mine != theirs)
@@ -165,7 +166,7 @@ def check_plan(plan_state: Mapping[str, Any], spec: LaunchSpec) -> None:
 
 
 def check_copies(record: Mapping[str, Any], spec: LaunchSpec, index: int) -> None:
-    """Raises RefusedError if a key has different values in run.json and plan.json."""
+    """Raises RefusedError if run.json repeats a value of plan.json and the two values differ."""
     phase = spec.plan.phases[index]
     command = {"argv": argv(phase, spec.plan.watch.grace_s, Path())}
     copies = jsonl.decode(jsonl.encode({**spec.copies(index), **command})) or {}
@@ -200,7 +201,7 @@ def _check_none(differ: Sequence[str], name: str) -> None:
 def check_flags(
     record: Mapping[str, Any], spec: LaunchSpec, index: int, evidence: Evidence
 ) -> None:  # fmt: skip
-    """Raises RefusedError for a flag in run.json that the plan or a running process contradicts.
+    """Raises RefusedError if the plan or a running process contradicts the flags in run.json.
 
     The plan does not contain the flags that an operator set during the launch. For each such flag,
     the answer to the request or a running process must have the same value.

@@ -34,7 +34,7 @@ class _RankDump:
     handle: process.Handle
     source: Path
     offset: int
-    """The size of the rank's file before it was signalled."""
+    """The size of the rank's file before the rank was signalled."""
     position: tuple[int, str] | None
     """The rank's step and phase when it was signalled; None if its pulse is not available."""
     result: str = ""
@@ -79,7 +79,7 @@ class Dumps:
     def request(
         self, run: Path, live: Path | None, alive: Mapping[int, process.Handle], request: Request
     ) -> Outcome | None:
-        """Starts the dump for a request; returns None if the answer follows later."""
+        """Starts a dump, or joins the dump in progress; returns None, or why it does neither."""
         rank = request.args.get("rank")
         wanted = sorted(alive) if rank is None else [rank]
         if not alive:
@@ -143,8 +143,9 @@ class Dumps:
     def _send_last_resort(self, each: _RankDump) -> None:
         """Sends the signal whose handler needs no GIL, if the rank has not moved since SIGUSR1.
 
-        The rank must also catch this signal, and its pulse must be available. A rank that moves is
-        only slow, and its frames must not be read while they change.
+        The rank must also run or sleep (R or S) and catch both signals, and its pulse must be
+        available. A rank that moves is only slow, and its frames must not be read while they
+        change.
         """
         pid, position = each.handle.pid, _position(self._live, each.rank)
         is_still = position is not None and position == each.position
@@ -193,7 +194,7 @@ def _late(each: _RankDump) -> str:
 
 
 def _set_result(each: _RankDump, result: str, reason: str) -> None:
-    """Sets a rank's result; `reason` says why the copy of its stack failed, or is ""."""
+    """Sets a rank's result if it has none; `reason` says why the copy failed, or is ""."""
     if not each.result:
         failure = f"was dumped, but {each.copy} cannot be written: {reason}"
         each.result = failure if reason else result

@@ -18,7 +18,7 @@ from console.supervisor.process_tree import Tree, Worker
 from trainers.contract import jsonl, pulse, rundir
 
 LATE_END_S = 5.0
-"""Time in which torchrun reaps a rank that has ended, and the last record of the rank arrives."""
+"""Time within which torchrun usually reaps an ended rank, and the rank's last record arrives."""
 
 
 class Ends:
@@ -79,9 +79,9 @@ class Ends:
                 f"{liveness.still_run('rank', left)}")  # fmt: skip
 
     def conclude(self, log: bytes, crashes: Mapping[int, Crash]) -> str:
-        """Adds what torchrun's `log`, the last error of each rank and the last pulses show.
+        """Adds the ends that torchrun's `log`, the last errors and the last pulses show.
 
-        Returns why torchrun started no rank, or "" if it started ranks.
+        Returns a sentence if torchrun failed and no rank was found, or "" otherwise.
         """
         self._tree.take_log(log)
         self.crashes = crashes
@@ -110,7 +110,7 @@ class Ends:
 
 
 def no_rank_words(log: bytes) -> str:
-    """Returns the sentence that torchrun started no rank, with the error at the end of its log."""
+    """Returns the sentence that torchrun started no rank, with the error in its log, if any."""
     error = crash_log.read(log).error or f"see {rundir.TORCHRUN_LOG}"
     return f"torchrun started no rank: {error}"
 
@@ -120,9 +120,9 @@ def end_of(
 ) -> RankEnd:
     """Returns how a rank ended, from its exit, its records, and the end of its log (`words`).
 
-    If the kernel did not report the exit, the exit code comes from the last record; exit code 0
-    then needs a second source. `step` is the step in the pulse, because a crash may lose the last
-    records.
+    If the kernel did not report the exit, the exit code comes from a log, a document or the last
+    record; exit code 0 then needs a second source. `step` is the step in the pulse, because a crash
+    may lose the last records.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal
     doubt = "" if worker.observed or worker.confirmed else _doubt(worker, head, step)
@@ -143,7 +143,10 @@ def end_of(
 
 
 def _doubt(worker: Worker, head: LatestRecords, step: int) -> str:
-    """Returns why exit 0 in the last record of a rank is not accepted, or "" if it is accepted."""
+    """Returns why exit 0 in the last record of a rank is not accepted, or "" if nothing is wrong.
+
+    The result is also "" if the record does not say exit 0.
+    """
     recorded = head.step
     claimed = worker.signal or (f"exit {worker.code}" if worker.code else "")
     if head.code != 0 or (step == recorded and not claimed):

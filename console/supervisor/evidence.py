@@ -31,7 +31,7 @@ AGAIN_S = 10.0
 """Shortest time between two collections. Ranks that move again within this time are only slow and
 need no new evidence."""
 OFTEN_S, SELDOM_S = 120.0, 60.0
-"""Processes are sampled every `AGAIN_S` in the first `OFTEN_S` of a stall, then every `SELDOM_S`.
+"""Processes are sampled every `AGAIN_S` in the first `OFTEN_S`, then every `SELDOM_S`.
 
 Their states can still change, for example when a debugger detaches or the holder of a lock exits.
 """
@@ -50,7 +50,7 @@ def _places(ranks: Sequence[RankEvidence]) -> Places:
 
 
 class Collector:
-    """Owns the evidence about the present stall; collects new evidence if a rank has moved.
+    """Owns the evidence about the present stall; collects new evidence after a rank has changed.
 
     `poll` is called at intervals and never waits. Each collection has a thread, which reads the
     run directory unless `check` raises OSError.
@@ -75,7 +75,7 @@ class Collector:
         self.wants_dump: frozenset[int] = frozenset()
         """The ranks whose stacks are needed; the caller dumps the stacks and clears this set.
 
-        A rank without a pulse is left out, because it has not installed the signal handler yet.
+        A rank without a pulse is left out, because its signal handler may not be installed yet.
         """
 
     def clear(self) -> None:
@@ -122,7 +122,7 @@ class Collector:
     def _collect(
         self, ranks: Sequence[RankEvidence], since_ts: float, found: list[Evidence]
     ) -> None:  # fmt: skip
-        """Runs in the thread: samples the processes twice, then reads dumps until all are there."""
+        """Runs in the thread: samples the processes twice, then reads dumps for a limited time."""
         numbers, begun_at = [each.rank for each in ranks], time.monotonic()
         before = _processes(ranks)
         time.sleep(APART_S)
@@ -130,7 +130,7 @@ class Collector:
         is_last = False
         while not is_last:
             is_last = time.monotonic() - begun_at >= DUMPED_AFTER_S
-            with contextlib.suppress(OSError):  # the directory was replaced
+            with contextlib.suppress(OSError):  # for example, the directory was replaced
                 self._check()
                 until_ts, flights = time.time() + CLOCKS_APART_S, found[-1].flights
                 without = [rank for rank in numbers if rank not in flights]
@@ -154,7 +154,7 @@ class Collector:
         self.complete = replace(found, gaps=tuple(gaps), ts=time.time(), gpus=gpus)
 
     def _own_gpus(self) -> dict[int, tuple[Gpu, ...]]:
-        """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
+        """Returns the newest rows of each rank's own GPUs, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}
         visible = {rank: visible_devices(pid) for rank, pid in pids.items()}

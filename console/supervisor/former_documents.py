@@ -46,7 +46,7 @@ def document(folder: Path, name: str, consequence: str = NOT_ADOPTED) -> dict[st
 
 
 def token(record: Mapping[str, Any]) -> str:
-    """Returns the token in run.json. Raises RefusedError if there is no token."""
+    """Returns the token in run.json. Raises RefusedError if there is no valid token."""
     found = jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN)
     if not TOKEN.fullmatch(found):
         raise RefusedError(
@@ -56,7 +56,7 @@ def token(record: Mapping[str, Any]) -> str:
 
 
 def home(record: Mapping[str, Any]) -> str:
-    """Returns the run directory that, according to run.json, the run's processes use."""
+    """Returns the run directory that run.json names for the run's processes, or ""."""
     return jsonl.text(jsonl.mapping(record, "environment"), environ.RUN_DIR)
 
 

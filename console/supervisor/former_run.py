@@ -40,7 +40,7 @@ class FormerRun:
 
     @property
     def is_final(self) -> bool:
-        """Returns whether no further attempt begins."""
+        """Returns whether the state, or a requested action, rules out a further attempt."""
         return (
             jsonl.text(self.state, "state") in former_documents.FINAL
             or jsonl.text(self.state, "asked") in former_documents.STOPS
@@ -75,11 +75,11 @@ def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
 
 
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """Returns the newest attempt that has processes, or 0 if there are no processes.
+    """Returns the newest attempt that a living process of the run names, or 0 if none does.
 
-    Raises RefusedError if the token in run.json belongs to another run. In that case, processes
-    with the token have another run directory, or supervisor.json has the live directory of another
-    token.
+    Raises RefusedError if run.json has no valid token, or the token of another run. In the second
+    case, processes with the token have another run directory, or supervisor.json has the live
+    directory of another token.
     """
     token, mine = former_documents.token(record), former_documents.home(record)
     environments = [process.environment(pid) for pid in process.with_token(token)]
@@ -104,8 +104,8 @@ def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
 def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
     """Returns the counts of the former attempts; the records themselves are read again.
 
-    A count that supervisor.json lacks stays unknown. The number of stalls is at least the number in
-    the events of `run`, unless `run` is None.
+    A count that supervisor.json lacks stays unknown. A known number of stalls is at least the
+    number in the newest events of `run`, unless `run` is None.
     """
     stalls = jsonl.integer(state, "stalls")
     if stalls is not None and run is not None:

@@ -43,7 +43,7 @@ class Hooks:
         self._next_at = 0.0
 
     def alert(self, record: Mapping[str, Any]) -> None:
-        """Queues an event for the hook if the operator's settings include its level."""
+        """Queues an event if the operator's settings have a hook for its level."""
         if self._argv and jsonl.text(record, "level") in self._settings.hook_levels:
             self._waiting.append(record)
             self._count += 1
@@ -70,7 +70,7 @@ class Hooks:
     def close(self) -> None:
         """Waits for the running hook, then runs the hook once more if alerts are waiting.
 
-        Returns at the latest after the time limits and grace times of two hooks.
+        Returns at the latest after twice the longest time for which `program.run` waits.
         """
         self._next_at = 0.0
         until = time.monotonic() + 2 * (self._limit_s + program.GRACE_S + program.SPARE_S)
@@ -88,7 +88,7 @@ class Hooks:
 
 
 class Alive(Hooks):
-    """Owns the alive hook, which runs again and again while the supervisor works."""
+    """Owns the alive hook, which runs at intervals while the supervisor works."""
 
     name = "alive hook"
 

@@ -41,7 +41,7 @@ class Request:
 
     path: Path
     id: str
-    """The id in the file, or else an id made from the file's name. Each id is executed once."""
+    """The id in the file, or else an id from the file's name. No id is executed twice."""
     action: str
     args: Mapping[str, Any]
     by: str
@@ -78,8 +78,8 @@ def disk_ns(place: int) -> int:
 def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
     """Returns the requests in the mailbox of a run or launch, at most `MAX_REQUESTS_A_POLL`.
 
-    They are sorted by name. Regular files come first, so that other entries never delay them. A
-    mailbox that is a link is not read.
+    Regular files come first, so that other entries never delay a request. A mailbox that is a link
+    is not read.
     """
     box = folder / rundir.REQUESTS
     fd = jsonl.open_inside(box, folder)
@@ -135,12 +135,11 @@ def remove(path: Path) -> None:
 
 
 class Inbox:
-    """Owns the ids of the requests that were seen, so that each request is executed once.
+    """Owns the ids of the requests that were seen, so that no request is executed twice.
 
     A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
     an earlier supervisor may have executed it. After the clock of the file system was set back,
-    this is not checked. Only times of the file system are compared, never
-    the clock of a host or the time in a request.
+    this is not checked. The modification times of files are compared, not the time in a request.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Inbox:
         self._seen |= {name: (box, True) for name, box in answered.items()}
 
     def execute(self, found: Sequence[Request], execute: Execute) -> bool:
-        """Executes the new requests and writes their answers; returns whether any was new."""
+        """Executes the new requests and writes known answers; returns whether any was new."""
         any_new = False
         for request in found:
             seen = self._seen.get(request.id)
@@ -215,10 +214,10 @@ class _Found:
 class Poller:
     """Polls the mailboxes of a launch, its `.HALT` and the files of the current attempt.
 
-    One poll runs at a time, on the thread of the run directory. A poll is due once a second, and
-    at once when a watched file or a mailbox changes. Heartbeats are read once a second, or by every
-    poll while there is a backlog. `execute` is called with the requests; `halt` is called while a
-    `.HALT` exists in the launch directory.
+    One poll runs at a time, on the thread of the run directory. A poll is due at least once a
+    second, and at once when a watched file or a mailbox changes. Heartbeats are read once a second,
+    or by every poll while there is a backlog. `execute` is called with the requests; `halt` is
+    called while a `.HALT` exists in the launch directory.
     """
 
     def __init__(
@@ -293,7 +292,10 @@ class Poller:
         return found
 
     def _read_files(self, files: Files, heartbeats: bool) -> Poll | None:
-        """Reads a run's files; first reports this to the owner, in case this process dies."""
+        """Reads a run's files, or returns None if this observer is switched off.
+
+        The name of the observer is written first, so that the owner knows it if this process dies.
+        """
         if FILES_NAME in self._link.observers_off():
             return None
         self._link.state.activity.write(FILES, FILES_NAME)
@@ -303,7 +305,11 @@ class Poller:
             self._link.state.activity.write(FILES, "")
 
     def _has_changed(self) -> bool:
-        """Returns whether a watched file has a new modification time since the last call."""
+        """Returns whether a watched file was changed, replaced, created or removed.
+
+        The last call is the base of the comparison. If the watched files are other files than at
+        the last call, the result is True.
+        """
         stamps: list[object] = [rundir.stamp(path) for path in self._watched]
         if stamps == self._stamps:
             return False

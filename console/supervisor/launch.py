@@ -1,4 +1,4 @@
-"""A launch: the sequence of its phases, and the requests to the launch."""
+"""Runs the phases of a launch one after the other, and executes its requests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Launch:
         )  # fmt: skip
         self._ended_by = ""
         self._numbers: dict[Path, int] = {}
-        """The newest attempt of each run that is over."""
+        """The newest attempt of each run that ended under this process."""
         self._last_poll = self.over = False
         self._refreshed = 0.0
         self._directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
@@ -131,7 +131,7 @@ class Launch:
         self._services.alive.beat(name, state)
 
     def end(self, action: str, by: str) -> str:
-        """Ends the running phase, and with it the plan; returns the answer to the request."""
+        """Ends the plan, and the running phase if there is one; returns the answer."""
         if self.run is None:
             if self.state != "ended":
                 self._end(f"{action} requested by {by} before the next phase")
@@ -282,7 +282,7 @@ class Launch:
         )
 
     def _addressed(self, request: Request) -> Run | None:
-        """Returns the run of the running phase, or None if the request is in another mailbox."""
+        """Returns the run of the running phase if the request is in its mailbox, else None."""
         run = self.run
         return run if run and request.path.parent.parent == run.path else None
 

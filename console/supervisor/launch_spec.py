@@ -72,7 +72,7 @@ class LaunchSpec:
     def settings(self, index: int, flags: Mapping[str, FlagValue]) -> dict[str, Any]:
         """Returns the resolved settings of a phase with origins; {} for a foreign program.
 
-        Raises UsageError if the settings are not valid together.
+        Raises UsageError if the settings are not valid.
         """
         phase = self.plan.phases[index]
         if not phase.is_ours:
@@ -94,7 +94,7 @@ class LaunchSpec:
         ]  # fmt: skip
 
     def copies(self, index: int) -> dict[str, Any]:
-        """Returns the keys of run.json that repeat plan.json; an adoption compares them with it."""
+        """Returns the part of run.json that repeats plan.json; an adoption compares both files."""
         phase = self.plan.phases[index]
         return {
             "launch": self.launch, "plan": self.plan.name, "phase": phase.name, "index": index,
@@ -108,7 +108,7 @@ class LaunchSpec:
     ) -> dict[str, Any]:
         """Returns run.json of a phase: its command, environment, flags and settings.
 
-        Raises UsageError if settings and flags are not valid together.
+        Raises UsageError if the settings or flags are not valid.
         """
         phase = self.plan.phases[index]
         settings = self.settings(index, flags)

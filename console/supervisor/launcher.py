@@ -31,7 +31,7 @@ DYING_S, ENDING_S = 3.0, 10.0
 BEFORE_THE_START = frozenset(
     (rundir.PLAN, rundir.LOCK, rundir.SUPERVISOR_LOG, rundir.EVENTS, rundir.REQUESTS)
 )
-"""Files that a launch writes before its supervisor is ready."""
+"""Files and directories that a launch creates before its supervisor is ready."""
 HALF_WRITTEN = f".{rundir.PLAN}.tmp-"
 
 
@@ -51,7 +51,7 @@ class Claim:
     def take(self) -> None:
         """Creates or checks the directory, and locks it. Raises RefusedError.
 
-        The mode of a rejected directory is not changed.
+        The owner and the content of a directory are checked before its mode is changed.
         """
         access.check_parents(self.directory)
         if self.directory.is_dir():
@@ -73,7 +73,7 @@ class Claim:
     def _lock(self, path: Path) -> None:
         """Locks a file. Raises RefusedError if the file is unsafe or another process has the lock.
 
-        Raises OSError if the file cannot be opened.
+        Raises OSError if the file cannot be opened or locked for another reason.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.fd = os.open(path, flags, 0o600)
@@ -90,7 +90,7 @@ class Claim:
             raise self._in_use() from None
 
     def _remove_leftovers(self) -> None:
-        """Removes half-written documents, and the files of a launch that never ran.
+        """Removes half-written documents and, without `adopt`, files of a launch that never ran.
 
         The lock must be held. Raises OSError.
         """
@@ -102,7 +102,10 @@ class Claim:
             (self.directory / name).unlink(missing_ok=True)
 
     def _check_content(self) -> None:
-        """Raises RefusedError if the directory is in use, or contains other files or a launch."""
+        """Raises RefusedError if the directory is in use or cannot be read.
+
+        Without `adopt`, raises it also for a directory with other files, or with a launch that ran.
+        """
         try:
             names = os.listdir(self.directory)
         except OSError as error:
@@ -162,7 +165,7 @@ class Claim:
 
 
 def _owner_words(owner: Mapping[str, Any]) -> str:
-    """Returns the launch, process and user in a lock file, in words."""
+    """Returns the launch, process and user in a lock file in words; {} is a launch that starts."""
     if not owner:
         return "another launch that is starting"
     held_for = status_text.age(liveness.age(jsonl.number(owner, "since_ts")))

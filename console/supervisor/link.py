@@ -30,10 +30,10 @@ SLOTS, SLOT_BYTES = 2, 64
 MAIN, FILES = range(SLOTS)
 """The slots of the child's main thread, and of its thread that reads the run directory."""
 
-# Messages from the child.
+# The kinds of messages from the child, with their contents or effects.
 ALIVE = b"B"
 CLOSING = b"C"
-"""The child closes its files and may wait for a disk; from now on its silence is ignored."""
+"""The child closes its files and may wait for a disk, so it may be silent for `CLOSING_S`."""
 STORE = b"K"
 """A document for the next child: its path, a zero byte, its content."""
 SPAWN = b"S"
@@ -42,7 +42,7 @@ ADOPT = b"H"
 """Adopted processes: torchrun's pid, environment and grace time as JSON."""
 KILL_AFTER = b"E"
 """The number of seconds after which the processes are killed."""
-# Messages from the owner.
+# The kinds of messages from the owner, with their contents.
 SPAWNED = b"P"
 """A pid, and its pidfd."""
 NOT_SPAWNED = b"N"
@@ -108,7 +108,7 @@ class Channel:
 
 
 class Activity:
-    """Shared memory in which each thread of a child writes the name of its running observer.
+    """Shared memory in which two threads of a child write the names of their running observers.
 
     The owner reads the names after a child has died.
     """
@@ -147,7 +147,7 @@ class ChildState:
     term_sent: bool = False
     """True if the owner itself sent TERM to the processes of the attempt."""
     exit_codes: dict[int, int] = field(default_factory=dict)
-    """The exit codes of the owner's children, in the order in which they were reaped."""
+    """The exit codes of the processes that the owner reaped in the newest attempt, in order."""
     signals: list[int] = field(default_factory=list)
     """TERM and INT signals that the owner received. Each child ends the launch because of them."""
     former_end: str = ""
@@ -164,10 +164,10 @@ class ChildState:
 
 
 class Link:
-    """The child's end of the socket; every method except `spawn` returns at once.
+    """The child's end of the socket; only `spawn` waits for an answer.
 
-    Messages wait while the owner does not read (it may be stopped). The kernel ends this process
-    when its owner ends.
+    Messages wait while the socket is full, because the owner does not read (it may be stopped). The
+    kernel ends this process when its owner ends.
     """
 
     def __init__(self, channel: Channel, state: ChildState):
@@ -190,7 +190,7 @@ class Link:
     # --- the state from the owner --------------------------------------------------------------
 
     def stored(self, path: Path) -> dict[str, Any] | None:
-        """Returns the newest stored version of a document, or None if no child stored one."""
+        """Returns the version of a document that a former child stored last, or None."""
         data = self.state.documents.get(str(path))
         return None if data is None else jsonl.decode(data)
 
@@ -266,7 +266,7 @@ class Link:
         return number, answer.fd
 
     def _receive_answer(self) -> Message:
-        """Waits for the answer to SPAWN; handles other messages meanwhile."""
+        """Waits for the answer to SPAWN; handles the other messages that arrive with it."""
         answer = None
         while answer is None:
             for message in self._channel.receive():

@@ -46,7 +46,7 @@ class Live:
         """The descriptor of each rank's pulse."""
         self.path: Path | None = None
         self.why = ""
-        """Why `path` is None."""
+        """Why the directory could not be created or opened, or ""."""
         self._open(attempt, adopt)
 
     def missing_words(self) -> str:
@@ -56,7 +56,7 @@ class Live:
                 "alert; free shared memory (in a container: larger --shm-size)")  # fmt: skip
 
     def _open(self, attempt: int, adopt: bool) -> None:
-        path = rundir.SHARED_MEMORY / self._name
+        self.why, path = "", rundir.SHARED_MEMORY / self._name
         unready = path if adopt else path.with_name(f".{self._name}")
         try:
             if adopt:
@@ -64,7 +64,7 @@ class Live:
             else:
                 unready.mkdir(mode=0o700)
             self._home = rundir.OpenDirectory(unready)
-            # Only a sweep locks the directory of a supervisor that died, and only briefly.
+            # Only the function `sweep` may have locked the directory of a supervisor that died.
             fcntl.flock(self._home.fd, fcntl.LOCK_EX | (0 if adopt else fcntl.LOCK_NB))
             if not adopt:
                 self._create_files(unready, attempt)
@@ -142,7 +142,7 @@ class Live:
         self._unlock()
 
     def write_status(self, record: Mapping[str, Any]) -> None:
-        """Replaces the supervisor heartbeat; does nothing if shared memory is full."""
+        """Replaces the supervisor heartbeat if the directory exists; ignores a failed write."""
         if self.path is not None and not self.is_removed():
             with contextlib.suppress(OSError):
                 rundir.write_atomic(self.path / rundir.LIVE_STATUS, jsonl.encode(record))
@@ -181,9 +181,9 @@ class LastPulses:
         return max((last.step for last in self._found.values() if last is not None), default=0)
 
     def read_all(self, pids: Mapping[int, int], world: int) -> None:
-        """Reads the pulses of all ranks.
+        """Reads the pulses of the ranks in `pids`.
 
-        Reports a rank with a blank pulse as None: it wrote no record, so no record is missing.
+        Calls `add` with None for a rank with a blank pulse: it wrote no record, so none is missing.
         """
         for rank, pid in pids.items():
             self.step(rank, pid)

@@ -49,13 +49,13 @@ def is_supervised(run: Path, token: str) -> bool:
 
 
 def token_of(launch: Path) -> str:
-    """Returns the token of the supervisor that owns a launch directory, or "" if there is none."""
+    """Returns the token in the lock file of a launch directory, or "" if there is none."""
     return jsonl.text(rundir.read_json(launch / rundir.LOCK, below=launch) or {}, "token")
 
 
 @contextlib.contextmanager
 def keep_free(launch: Path) -> Iterator[None]:
-    """Prevents other processes from locking a launch; does nothing if the launch is locked."""
+    """Prevents other processes from locking a launch that has a lock file and is not locked."""
     fd = jsonl.open_regular(launch / rundir.LOCK)
     try:
         if fd is not None:

@@ -88,9 +88,9 @@ class Monitor:
     ) -> bool:
         """Applies the watch rules to the last sample; returns True.
 
-        `seen` is empty while no rank runs or the records are not read yet. While the ranks end for
-        the reason `ending`, no action is due. `unread` says why the records are not up to date, or
-        is "" if they are.
+        `seen` is empty while no rank runs, while the ranks end for the reason `ending`, and before
+        the records are read. With `ending`, no action is due. `unread` says why the records cannot
+        confirm the pulses, or is "".
         """
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
@@ -165,7 +165,7 @@ class Monitor:
             self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
 
     def _explained(self, seen: Sequence[RankEvidence], found: Verdict | None) -> Verdict | None:
-        """Returns the verdict; it has its cause once the evidence about the stall is complete."""
+        """Returns `found`, or a verdict from the evidence once the evidence is complete."""
         if found is None:
             self._evidence.clear()
             return None
@@ -178,7 +178,7 @@ class Monitor:
         )
 
     def _check_pulses(self, seen: Sequence[RankEvidence]) -> None:
-        """Raises an alert while a stall cannot be detected because a pulse cannot be trusted."""
+        """Raises an alert if a pulse cannot be trusted for `DOUBTFUL_POLLS` polls, or clears it."""
         doubtful = [each for each in seen if each.doubt]
         self._doubtful_polls = self._doubtful_polls + 1 if doubtful else 0
         if self._doubtful_polls >= DOUBTFUL_POLLS:
@@ -245,7 +245,7 @@ class Monitor:
         return RUN_AGAIN if running else "the ranks exit, or their pulses cannot be trusted"
 
     def close(self, why: str) -> None:
-        """Closes the verdict, if there is a verdict; `why` is the reason."""
+        """Closes the verdict, if there is one, and clears the alert on the stall."""
         verdict, self.verdict = self.verdict, None
         self._documents, self._sampled_ts, self._changed = 0, 0.0, None
         if verdict is not None:
@@ -270,7 +270,7 @@ class Monitor:
         self._actions.append(change)
 
     def _update_alerts(self, change: Change) -> None:
-        """Raises or clears the alerts of a rule; for the stall rule, the verdict does this."""
+        """Raises or clears the alerts of a rule, except `stall`, which follows the verdict."""
         name = change.rule.name
         if change.kind == "withhold":
             self._alerts.raise_(_withheld(name), change.text, "crit")

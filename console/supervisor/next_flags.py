@@ -66,5 +66,6 @@ class NextFlags:
             return False, str(error)
         self.pending = changed
         if value is None:
-            return True, f"{name} is reset to the value of the plan for {phase}"
+            rest = " and all later phases" if phases == "all" else ""
+            return True, f"{name} is reset to the value of the plan for {phase}{rest}"
         return True, set_words(name, value, phase, phases)

@@ -1,7 +1,8 @@
 """Calls the observing functions of a run; their exceptions raise alerts and end no rank.
 
-An observer that fails is skipped, tried again later, and switched off after repeated failures. The
-code that owns processes (the process tree of an attempt, the order of phases) is not an observer.
+An observer that fails in `run` is skipped, tried again later, and switched off after repeated
+failures. The code that owns processes (the process tree of an attempt, the order of phases) is not
+an observer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Health:
 
 
 class Observers:
-    """Owns the failures of the observers of a run, and raises an alert for each failure."""
+    """Owns the failures of observers, and raises an alert on each observer that fails."""
 
     def __init__(
         self, alerts: Alerts, link: Link, waits_s: tuple[float, ...] = WAITS_S,

@@ -1,7 +1,8 @@
 """Diagnoses the present state of a run, for `nsa-console diagnose`, even without a supervisor.
 
-If a supervisor is alive and has detected a stall, its newest verdict is used. Otherwise this
-process collects the evidence itself, with the code of the supervisor.
+If a supervisor is alive and has detected a stall, its newest verdict is used. For a run that has
+ended, the last verdict is used. In other runs, if ranks that are not being ended make no progress,
+this process collects the evidence itself, with the code of the supervisor.
 """
 
 from __future__ import annotations
@@ -165,7 +166,10 @@ class Diagnoser:
 
 
 def _with_process(rank: RankEvidence, worker: Mapping[str, Any]) -> RankEvidence:
-    """Returns a rank with the state of its process, or with pid 0 if `worker` does not name it."""
+    """Returns a rank with the state of its process, or pid 0 if `worker` is another process.
+
+    A rank in the phase `exit` is returned unchanged.
+    """
     if rank.phase == "exit":
         return rank
     state, pid = process.state(rank.pid) if rank.pid > 0 else "?", jsonl.integer(worker, "pid")

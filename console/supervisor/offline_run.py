@@ -1,7 +1,8 @@
 """Polls a run's files into `Readings` without a supervisor, for `watchdog` and `diagnose`.
 
-Legacy run directories can be read. The state of a rank comes from its pulse; else from the
-supervisor's last sample, if that is recent; else from the age of its records.
+Legacy run directories can be read. The state of a rank comes from its pulse, or from the
+supervisor's last sample if that is recent. If this fails for all ranks, it comes from the age of
+their records.
 """
 
 from __future__ import annotations

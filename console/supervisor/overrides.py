@@ -1,4 +1,4 @@
-"""Overrides by request: an operator accepts, with a reason, a gate that did not pass.
+"""Executes the request `override`: an operator accepts, with a reason, a gate that did not pass.
 
 An override is stored as an event `override` of the run. Every reader evaluates the gates with these
 events. The supervisor writes the event while the phase runs; `apply_to_ended` writes it after the
@@ -45,7 +45,7 @@ def _index(names: Sequence[str], name: str, what: str) -> int:
 
 
 def _check(found: Sequence[Gate], name: str) -> None:
-    """Raises RefusedError unless a gate of this name has failed or is unknown."""
+    """Raises RefusedError unless a gate failed or is unknown, and has no override yet."""
     gate = found[_index([each.name for each in found], name, "result of a gate")]
     if not gate.blocks:
         why = f"is overridden already: {gate.override}" if gate.override else "passed"

@@ -1,10 +1,11 @@
 """The owner of a launch, which has the lock and the processes, and replaces a child that fails.
 
 The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that a
-rank wrote. Its child, a fork of this process, reads, writes and decides. A child that ends, or
-sends nothing for `SILENT_S`, is replaced; the next child starts with the documents that this
-process stores. If TERM or INT arrives and no child handles it, the owner itself ends the
-ranks within the grace time.
+rank wrote. Its child, a fork of this process, reads, writes and decides. If a child fails or is
+silent for too long, the next child starts with the documents that this process stores. The owner
+gives up if the launch cannot start, or if children fail repeatedly and no process of the attempt
+is alive. If TERM or INT arrives and no child handles it, the owner itself sends TERM, and KILL
+after the grace time.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from trainers.contract import environ
 
 PR_SET_PDEATHSIG = 1
 SILENT_S, FIRST_S, CLOSING_S = 10.0, 60.0, 3700.0
-"""The longest silence of a child: while it works, before the first message, and while it closes."""
+"""The longest silence of a child: while it works, before its first message, and while it closes."""
 WAITS_S = (0.0, 2.0, 10.0, 60.0)
-"""The wait before a child is replaced for the first, second, third and each further time."""
+"""The wait before the next child after the first, second, third and each further failure."""
 SETTLED_S = 60.0
 """After a child has been alive for this long, the count of failures starts again."""
 HANDLE_S = 0.5
@@ -164,7 +165,7 @@ class Owner:
                 self._receive()
 
     def _receive(self) -> bool:
-        """Handles messages of the child; returns False if there is no message left."""
+        """Handles messages of the child; returns False if there was no message."""
         if self._channel is None:
             return False
         try:
@@ -197,7 +198,7 @@ class Owner:
             self._silent_limit_s = CLOSING_S
 
     def _kill_silent_child(self) -> None:
-        """Kills a child that sends nothing. A child in state D ends only after its system call.
+        """Kills a child that is silent too long; in state D, it ends only after its system call.
 
         Silence is ignored after a time in which the owner itself was stopped.
         """
@@ -351,7 +352,7 @@ class Owner:
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun, or to the remaining processes if torchrun has exited.
+        """Sends TERM to torchrun if it is a living child, else to processes of the attempt.
 
         If there is no process yet, because the child still starts, the child sends TERM later.
         """

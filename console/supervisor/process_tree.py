@@ -27,7 +27,7 @@ SCAN_EVERY_S = 0.2
 """A scan reads the environment of every process of the host."""
 GONE_STATES = ("Z", "X", process.GONE)
 LATE_S = 1.0
-"""Time in which a process ends after KILL, and in which the owner reports its exit."""
+"""Time within which a process usually ends after KILL, and the owner reports an exit."""
 
 
 @dataclass(slots=True)
@@ -45,9 +45,9 @@ class Worker:
     observed: bool = False
     """True if the kernel reported the exit, False if it comes from a log or a document."""
     confirmed: bool = False
-    """True if the kernel did not report the exit, and two other sources agree on it."""
+    """True if an exit that the kernel did not report to this process needs no other source."""
     killed_after_failure: bool = False
-    """True if the supervisor killed the rank because another rank had failed."""
+    """True if a supervisor killed the rank, or recorded its end as secondary to another end."""
     unreaped: bool = False
     """True if the rank is a zombie that its parent (perhaps a stopped torchrun) has not reaped."""
 
@@ -79,7 +79,7 @@ class Worker:
 
 
 class Tree:
-    """Owns the processes of one attempt; every method except `spawn` returns at once.
+    """Owns the processes of one attempt; only `spawn` waits for another process.
 
     The environment of these processes contains `token` and `home`, the run directory.
     """
@@ -120,7 +120,7 @@ class Tree:
     def spawn(
         self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
     ) -> None:
-        """Asks the owner to start torchrun in a new session. Raises OSError if that fails."""
+        """Asks the owner to start torchrun in a new session. Raises as `Link.spawn` does."""
         pid, fd = self._link.spawn(argv, environment, log_fd, grace_s)
         self.agent = self._watch(process.Handle(pid, fd, rundir.start_ticks(pid) or 0))
 
@@ -128,8 +128,8 @@ class Tree:
         """Takes over the processes of an attempt that a former supervisor or child started.
 
         `document` is the former supervisor.json. It may be older than the processes, so a process
-        without the token is checked. The exit codes of processes that ended meanwhile, or that are
-        not children of the owner, may stay unknown.
+        without the token is checked. The exit codes of processes that ended before this call, or
+        that are not children of the owner, may stay unknown.
         """
         # If the owner has the document, the logs are not read, because their disk may hang.
         stored = self._link.stored(run / rundir.SUPERVISOR) or {}
@@ -164,7 +164,7 @@ class Tree:
             self._look_at_agent()
 
     def _adopt_found(self, pids: Sequence[int], ended: Collection[str]) -> None:
-        """Adds the processes `pids` with the token, except those of ranks that have `ended`.
+        """Finds torchrun and ranks in `pids`, processes with the token; skips `ended` ranks.
 
         The oldest process of a rank is the rank itself, because its children inherit its
         environment. A process of a rank that has ended may have a copied token.
@@ -222,7 +222,10 @@ class Tree:
         return {worker.rank: worker.handle for worker in self.alive()}
 
     def is_over(self) -> bool:
-        """Returns whether all processes have ended; kills processes that outlive torchrun."""
+        """Returns whether all processes have ended.
+
+        Processes that outlive torchrun and all ranks by `LEFTOVER_GRACE_S` are killed.
+        """
         if not self.spawned or not self.agent_over or self.alive():
             return False
         now = time.monotonic()
@@ -236,7 +239,10 @@ class Tree:
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
-        """Sends TERM to torchrun, or to the ranks if it has ended. KILL follows after `grace_s`."""
+        """Sends TERM to torchrun, or to the ranks if it has ended; KILL follows after `grace_s`.
+
+        TERM is not sent if the owner has already sent it.
+        """
         if not self.spawned:
             return
         if self._kill_at == math.inf:
@@ -251,11 +257,11 @@ class Tree:
             worker.handle.send(signal.SIGTERM)
 
     def kill_ranks_after(self, grace_s: float) -> None:
-        """Sets the time of KILL for the ranks; torchrun itself would wait 30 s after a failure."""
+        """Sets the time of KILL for the ranks; torchrun itself may wait 30 s after a failure."""
         self._ranks_kill_at = min(self._ranks_kill_at, time.monotonic() + grace_s)
 
     def kill(self) -> None:
-        """Sends KILL to every process of this attempt, and again at each `enforce`."""
+        """Sends KILL to every process of this attempt; later calls of `enforce` repeat this."""
         if not self.spawned:
             return
         if self._kill_at != 0.0:
@@ -300,7 +306,10 @@ class Tree:
                 and process.state(pid) not in GONE_STATES]  # fmt: skip
 
     def enforce(self) -> bool:
-        """Sends KILL after a grace time has ended; returns whether this was the first time."""
+        """Sends KILL after a grace time; returns whether all processes get KILL for the first time.
+
+        KILL to the ranks alone does not count.
+        """
         now = time.monotonic()
         if now >= self._ranks_kill_at and self.alive():
             for worker in self.alive():
@@ -317,7 +326,8 @@ class Tree:
 
         Only the log has the exit of a rank that ended before the rank was found. An exit from the
         log never replaces an exit that the kernel reported. An exit from the log is confirmed
-        only if torchrun's own exit agrees.
+        only if torchrun's own exit agrees. Exit code 0 of torchrun stands for code 0 of each rank
+        whose exit the kernel did not report.
         """
         for rank, code, pid, is_root in crash_log.failed_ranks(log):
             if rank >= self.nproc:

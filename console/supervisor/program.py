@@ -27,7 +27,7 @@ IS_OVER = os.WEXITED | os.WNOWAIT | os.WNOHANG
 
 
 class Ended(NamedTuple):
-    """The exit code, the failure in words ("" after code 0), and the last line of the output."""
+    """The exit code or None, the failure in words ("" after code 0), the last line of output."""
 
     code: int | None
     failure: str = ""

@@ -54,7 +54,7 @@ class ReportWriter:
             self._event("note", f"the report {what}: {why}; {then}", "warn")
 
     def _build(self, queue_is_written: threading.Event) -> None:
-        """Runs in the thread of the report; begins when all records and documents are written."""
+        """Runs in the thread of the report; first waits until earlier records are written."""
         from console.plans import report
 
         queue_is_written.wait(LIMIT_S)

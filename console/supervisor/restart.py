@@ -1,4 +1,4 @@
-"""The restart policy: whether the next attempt of a run begins, and if not, why."""
+"""Decides by the restart policy whether the next attempt of a run begins, and if not, why."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def restarts_left(ended: Sequence[AttemptEnd], policy: Restart, saved: int = 0) 
 
 
 def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | str:
-    """Returns the next attempt, or why there is none ("" if the policy has no restart).
+    """Returns the next attempt, or why there is none ("" if no restart follows such an end).
 
-    Only attempts without a new checkpoint use up the restarts, and each of them after the first
-    doubles the back-off. The run ends if the last two attempts have the same error and no new
-    checkpoint between them.
+    Only the attempts since the last new checkpoint use up the restarts, and each of them after the
+    first doubles the back-off, up to `LONGEST_BACKOFF_S`. The run ends if the last two attempts
+    have the same error and no new checkpoint between them.
     """
     last = ended[-1]
     if policy.when == "never" or last.state not in RESTARTABLE:

@@ -27,7 +27,10 @@ class Policy:
         """A `.HALT` in the launch directory has no effect before this time."""
 
     def apply(self, run: Run) -> None:
-        """Dumps the stacks that a verdict or an action needs; executes an action after its dump."""
+        """Dumps the stacks that a verdict or an action needs; then executes the actions.
+
+        An action is dropped if its rule is no longer raised after the dump.
+        """
         if not self._dumps.busy and (wanted := run.attempt.monitor.pop_dump_wanted()):
             handles = run.attempt.tree.handles().items()
             self._dumps.start(run.path, run.live, {r: h for r, h in handles if r in wanted})
@@ -69,7 +72,7 @@ class Policy:
         self._directory.write_request(run.path, rundir.HALT, by, report)
 
     def halt_launch(self, run: Run | None) -> None:
-        """Halts the current run because of a `.HALT` in the launch directory."""
+        """Halts the run, or ends a plan without one, for a `.HALT` in the launch directory."""
         if time.monotonic() < self._halt_at:
             return
         self._halt_at, by = math.inf, f"{rundir.HALT} in the launch directory"
@@ -79,7 +82,7 @@ class Policy:
             self.halt(run, by, partial(self._report_failure, run))
 
     def _report_failure(self, run: Run, outcome: Outcome) -> None:
-        """Writes an event if a halt without a request failed; the halt is tried again."""
+        """Writes an event if a halt without a request failed; for a `.HALT`, it is tried again."""
         done, text, _ = outcome
         if not done:
             self._halt_at = time.monotonic() + HALT_AGAIN_S

@@ -1,4 +1,4 @@
-"""A run: its directory, its state, its supervisor heartbeat, and its sequence of attempts."""
+"""Runs the attempts of one phase; writes the state and the supervisor heartbeat of the run."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ class Run:
     def _read_code(self, begins: bool) -> None:
         """Reads the commit of the code, on the thread of the run directory.
 
-        With `begins` False, the attempt was adopted, and its recorded commit stays.
+        With `begins` False, the attempt was adopted, and a recorded commit stays.
         """
         found = launch_spec.git_facts(launch_spec.code_folder(self.phase))
         self._changed_code = launch_spec.changed_words(self._git, found)

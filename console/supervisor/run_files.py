@@ -20,7 +20,7 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 LOOK_BYTES = 512 << 10
-"""One `poll` reads at most this many bytes of records, so that a backlog needs little memory."""
+"""One `poll` reads about this many bytes of records at most, so a backlog needs little memory."""
 LOG_TAIL_BYTES = 256 << 10
 ROW_BYTES = 4096
 DEATH = re.compile(rb"Received (1|2|3|15) death signal")
@@ -150,7 +150,7 @@ class Files:
         self._world, self._reading = world, reading
 
     def poll(self, heartbeats: bool) -> Poll:
-        """Returns what is new; reads only `.HALT` if `heartbeats` is False.
+        """Returns new records and the present documents; only `.HALT` if `heartbeats` is False.
 
         Records are read last, so that no record is lost after an OSError. Raises OSError.
         """

@@ -238,7 +238,7 @@ class Directory(Recorder):
             then(value, error)
 
     def doubt(self, late_s: float) -> str:
-        """Returns why the newest records may not be in the run directory, or "" if they are.
+        """Returns why the newest records may not be in the run directory, or "" without a reason.
 
         A write that has waited for longer than `late_s` is in doubt.
         """
@@ -261,7 +261,7 @@ class Directory(Recorder):
         self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",
         by: str = "supervisor", **more: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Appends one event to a run or launch and returns it; a full disk drops no event."""
+        """Appends one event to a run or launch and returns it; a full queue drops no event."""
         record = event_record(attempt, kind, text, level, by, **more)
         self.put(folder / rundir.EVENTS, jsonl.encode(record), keep=True)
         return record

@@ -1,1 +1,1 @@
-"""The terminal screen: it shows a run, and starts actions through `console.actions`."""
+"""The terminal screen: it shows a run and starts the actions of the operator."""

@@ -143,7 +143,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         return self.views[self.view_name]
 
     def take(self, snapshot: ScreenData) -> None:
-        """Shows a snapshot of the feed, or drops it if the app is exiting."""
+        """Shows a snapshot, except in a paused view; drops the snapshot if the app is exiting."""
         if not self.is_running:
             return
         if self.snapshot is None and snapshot.state is None:
@@ -167,7 +167,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             self.feed.nudge()
 
     def _tick(self) -> None:
-        """Updates the displayed ages while no new snapshot arrives."""
+        """Clears an old message; updates the displayed ages while no new snapshot arrives."""
         self.answer.tick()
         if self.snapshot and time.monotonic() - self.snapshot.at < PUNCTUAL_S:
             return
@@ -198,7 +198,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     async def action_key(self, key_id: str) -> None:
         """Calls the method of a key: of an open overlay, or else of the view, app or operator.
 
-        A key without a method in an open overlay may close it first (`gives_way`).
+        A key without a method in an open overlay may close the overlay first (`gives_way`).
         """
         key = keys.KEYS[key_id]
         if self.overlay is not None:
@@ -226,7 +226,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         await self.action_key(key_id)
 
     def on_key(self, event: Key) -> None:
-        """Shows a message that a key has no function."""
+        """Shows a message if a typed key has no function and no overlay is open."""
         bound = {event.key, event.character} & keys.BOUND
         if self.overlay is None and event.is_printable and not bound:
             self.say(f"{event.character} has no function; ? shows the keys", "error")
@@ -275,7 +275,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             self.view.take(self.snapshot)
 
     def say(self, text: str, level: str = "ok") -> None:
-        """Shows the result of an action."""
+        """Shows a message, for example the result of an action."""
         self.answer.say(text, level)
 
     # --- the keys that mean the same in every view -----------------------------------------------
@@ -287,7 +287,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     async def do_flags(self) -> None:
         await self.show_view("launch")
-        self.say("the mark › is in the flags: ↓ ↑ move it; enter and space set the next value")
+        self.say("the mark › is in the flags: ↓ ↑ move it; enter and space change the flag")
 
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
 

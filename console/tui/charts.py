@@ -21,8 +21,8 @@ LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
 class Chart:
     """One chart: its title and its series. It draws one band over all series.
 
-    A chart with `each` "layer" draws a curve per series instead.
-    `each` is the kind of thing that has a separate series: "GPU", "rank" or "layer".
+    `each` is the kind of thing that has a separate series: "GPU", "rank" or "layer". A chart with
+    `each` "layer" draws a curve per series instead of the band.
     """
 
     title: str
@@ -85,7 +85,8 @@ def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
 def of_run(state: RunState, recorded: Collection[str], choice: Sequence[str]) -> list[Chart]:
     """Returns the charts of a run: those that the operator chose, or else those with data.
 
-    `recorded` has the names of the series that have points.
+    If there are no such charts, returns the first `DEFAULT` charts. `recorded` has the names of the
+    series that have points.
     """
     charts = {chart.title: _of_run(chart, state, recorded) for chart in CATALOG}
     if chosen := [charts[title] for title in choice if title in charts]:

@@ -65,7 +65,7 @@ def question(state: RunState | None, *actions: Action) -> Question:
 
 
 def _choice(action: Action, **args: Any) -> Choice:
-    """Returns the button of an action; the button sets the switches of the request."""
+    """Returns the button of an action; arguments of the action without a value are True."""
     switches = {each.name: True for each in action.args if not each.metavar}
     return Choice(action.name.capitalize(), action.name, switches | args)
 
@@ -109,7 +109,7 @@ def _last_checkpoint(state: RunState) -> dict[str, str]:
 
 
 def _of_adopt(state: RunState) -> dict[str, str]:
-    """Returns the phases that follow an adoption. Raises CannotAsk if a supervisor is alive."""
+    """Returns the phases after an adoption. Raises CannotAsk if nothing is unsupervised."""
     launch = state.launch
     if launch is None or "unsupervised" not in (launch.state, state.state):
         raise CannotAsk(f"{state.id} is {state.state}; adopt needs a run without a supervisor")

@@ -36,8 +36,8 @@ class Draft:
     """A launch in preparation: a plan with the operator's flags, and the result of its preflight.
 
     A launch from the screen waits for confirmation between phases unless the operator chooses `go`.
-    `prepared` and `trouble` are the result of the newest check; `checked` has the options of that
-    check.
+    `trouble` is the error of the newest check, or ""; `checked` has the options of that check.
+    `prepared` is the result of the newest check that could read the plan.
     """
 
     def __init__(self, plan_name: str, root: Path):
@@ -50,12 +50,12 @@ class Draft:
         self.checked: Any = None
 
     def choose(self, plan_name: str) -> None:
-        """Selects another plan for the draft, without flags."""
+        """Selects a plan for the draft; another plan begins without flags."""
         self._select(plan_name)
         self.is_chosen = True
 
     def offer(self, plan_name: str) -> None:
-        """Selects the plan of the displayed run, unless the operator has chosen a plan."""
+        """Selects the plan of the displayed run, unless the operator chose a plan or flags."""
         if plan_name and not self.is_chosen and not self.flags:
             self._select(plan_name)
 
@@ -65,7 +65,7 @@ class Draft:
             self.prepared = self.checked = None
 
     def options(self) -> Any:
-        """Returns the options of the launch. The check does not measure; only the launch does."""
+        """Returns the options of the launch. The check on the screen does not measure."""
         from console.actions import LaunchOptions  # imported after the first picture
 
         return LaunchOptions(

@@ -1,4 +1,4 @@
-"""The Textual driver: paints on stdout, drops pasted keys, exits even if the loop is blocked.
+"""The Textual driver: paints on stdout, drops pasted keys, and exits if the loop is blocked.
 
 Textual's own driver paints on stderr, which may be a file. When the terminal goes away, Textual's
 writer thread dies, and after 30 further writes the event loop is blocked forever. So the exit must
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -32,7 +33,13 @@ FEW, FIELD_CHARS = 8, 256
 """The largest number of characters that one read returns while a person types: first for keys,
 then for text in a field."""
 IGNORED = "input ignored: keys that come together count as pasted; type them one by one"
-PASTE_MARKS = ("\x1b[200~", "\x1b[201~")
+PASTE_BEGIN, PASTE_END = "\x1b[200~", "\x1b[201~"
+MARKED_OR_SEQUENCE = re.compile(
+    r"\x1b\[200~.*?(?:\x1b\[201~|\Z)"  # a marked paste, which may end in a later read
+    r"|\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[\]P^_X].*?(?:\x07|\x1b\\)|.?)",  # a key, mouse, or answer
+    re.DOTALL,
+)
+"""Marked pastes and escape sequences; all other text of a read are characters."""
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
 )
@@ -75,7 +82,7 @@ class TerminalDriver(LinuxDriver):
         signal.signal(signal.SIGUSR1, lambda *_: None)
 
     def run_input_thread(self) -> None:
-        """Reads keys until the driver stops; bytes that are not valid UTF-8 are replaced."""
+        """Reads keys until the driver stops or the input ends; replaces bytes that are no UTF-8."""
         parser = XTermParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
         read_at = time.monotonic()
@@ -93,27 +100,27 @@ class TerminalDriver(LinuxDriver):
                 self._is_ignoring = False
                 self._app.call_later(self._console.say, IGNORED, "error")
             text = decode(read)
-            typed = parser.feed(text) if text and not self._is_pasted(text) else ()
+            typed = parser.feed(text) if (text := self._typed(text)) else ()
             for message in (*typed, *parser.tick()):
                 self.process_message(message)
 
-    def _is_pasted(self, text: str) -> bool:
-        """Returns whether this text was pasted and not typed, so that its keys are ignored.
+    def _typed(self, text: str) -> str:
+        """Returns the text of one read without characters that were pasted and not typed.
 
-        Text is pasted if one read returns more characters than a person types, or if it soon
-        follows such a read. Some terminals mark a paste with an escape sequence; a marked paste is
-        passed to Textual.
+        Characters are pasted if one read returns more of them than a person types, if they come in
+        one read with a marked paste, or if they soon follow pasted characters. A marked paste and
+        other escape sequences are passed to Textual.
         """
-        begin, end = (text.rfind(mark) for mark in PASTE_MARKS)
-        was_marked = self._is_marked
-        self._is_marked = begin > end or (was_marked and end < 0)
-        if was_marked or text[0] == "\x1b":
-            return False
+        before = PASTE_BEGIN if self._is_marked else ""
+        kept = [match.group() for match in MARKED_OR_SEQUENCE.finditer(before + text)]
+        marked = [each for each in kept if each.startswith(PASTE_BEGIN)]
+        self._is_marked = bool(marked) and not marked[-1].endswith(PASTE_END)
+        count = len(before + text) - sum(map(len, kept))
         now, most = time.monotonic(), FIELD_CHARS if self._console.in_field else FEW
-        is_pasted = len(text) > most or now - self._pasted_at < QUIET_S
-        if is_pasted:
-            self._pasted_at, self._is_ignoring = now, True
-        return is_pasted
+        if not count or (count <= most and not marked and now - self._pasted_at >= QUIET_S):
+            return text
+        self._pasted_at, self._is_ignoring = now, True
+        return "".join(kept)[len(before) :]
 
     # --- the exit ------------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class TerminalDriver(LinuxDriver):
         os._exit(0)
 
     def _wait_until_drained(self) -> None:
-        """Waits until the writer has dropped its pending output, which would undo `RESTORE`."""
+        """Waits a short time for the writer to drop its output, which would undo `RESTORE`."""
         end, writer = time.monotonic() + RESTORE_S, self._writer_thread
         time.sleep(RESTORE_S / 10)
         while writer is not None and writer._queue.qsize() and time.monotonic() < end:

@@ -28,7 +28,7 @@ def whole(value: float | None, suffix: str = "") -> str:
 
 
 def short(value: float | None) -> str:
-    """Returns a number in at most six characters: `0.91`, `812`, `41.2k`, `7.5e-4`."""
+    """Returns a number in few characters: `0.91`, `812`, `41.2k`, `7.5e-4`."""
     if value is None:
         return DASH
     if not math.isfinite(value):

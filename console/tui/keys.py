@@ -22,9 +22,10 @@ LISTS = ("launch", "stall", "logs")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. The footer shows its `label`, if any; a narrow footer drops the lowest weights.
+    """One row of the table: the keys of one function.
 
-    `button` is the label on the action bar; `actions` are the actions that the key asks about.
+    The footer shows the `label`, if any; a narrow footer drops the lowest weights. `button` is the
+    label on the action bar; `actions` are the actions that the key asks about.
     """
 
     id: str
@@ -99,8 +100,8 @@ TABLE: tuple[Key, ...] = (
     Key("zoom", ("z",), "Zoom: the selected chart; phases, command, checks and gates in full",
         "zoom", 3, views=("dashboard", "launch")),
     Key("find", ("/",), "Find text", "find", 6, views=("logs",)),
-    Key("find_next", ("n",), "Next line with that text", views=("logs",)),
-    Key("find_previous", ("N",), "Previous line with that text", views=("logs",)),
+    Key("find_next", ("n",), "Next line with the searched text", views=("logs",)),
+    Key("find_previous", ("N",), "Previous line with the searched text", views=("logs",)),
     Key("left", ("left",), "Dashboard: previous chart, or crosshair of the zoomed one. "
         "Stall: stacks to the left. Logs: previous rank", views=("dashboard", "stall", "logs")),
     Key("right", ("right",), "Dashboard: next chart, or crosshair of the zoomed one. "

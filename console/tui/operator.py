@@ -154,7 +154,7 @@ class Operator:
         return held is not None
 
     async def do_launch(self) -> None:
-        """Asks whether to start the next phase of a waiting launch, or else the draft."""
+        """Asks whether to start the next phase of a launch in progress, or else the draft."""
         screen, state = self._screen, self._state
         if self._is_starting():
             return

@@ -1,4 +1,4 @@
-"""Rows of styled text as plain data: cut, wrap, align, compare. Without Textual."""
+"""Cuts, wraps, aligns and compares rows of styled text, which are plain data without Textual."""
 
 from __future__ import annotations
 
@@ -176,7 +176,10 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
 
 
 def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
-    """Returns the first and the end of the cells that differ, or None if all cells are equal."""
+    """Returns the first and the end of the cells that differ, or None if all cells are equal.
+
+    For a row with characters that are not one cell wide, returns the whole row.
+    """
     if old == new:
         return None
     a, b = _cells(old, width), _cells(new, width)

@@ -34,9 +34,9 @@ STATE_STYLE = {
 LEVEL_STYLE = {"info": "info", "warn": "warn", "crit": "crit"}
 
 PLAIN = str.maketrans(
-    "─│…–·×→←↓↑↻◂▸›✓✗○●▏▎▍▌▋▊▉█°▁▂▃▄▅▆▇", "-|~-.x><v^@<>>+x.*::::####o_.-:=+*"
+    "─│…–·×→←↓↑↻◂▸›✓✗○●▏▎▍▌▋▊▉█°▁▂▃▄▅▆▇≥≤÷", "-|~-.x><v^@<>>+x.*::::####o_.-:=+*></"
 )  # fmt: skip
-"""One ASCII character for each special character that the screen draws; columns stay aligned."""
+"""An ASCII character for each of these special characters; `drawn` replaces all others by "?"."""
 ascii_only = False
 """True for a terminal without UTF-8."""
 

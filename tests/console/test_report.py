@@ -188,6 +188,20 @@ def test_gates_of_a_live_run_that_all_passed_so_far_are_no_go_yet(launch, capsys
     assert (code, "no go yet" in out, "3 passed, 0 unknown, 0 failed" in out) == (1, True, True)
 
 
+@pytest.mark.decision("go-run", "lie")
+def test_results_that_stand_in_the_directory_of_a_live_run_are_no_go(launch, capsys):
+    """Anybody may write the file, and the supervisor writes it before the final state."""
+    directory.document(live(launch) / rundir.GATES, {
+        "v": 1, "result": "pass", "gates": [{"name": "steps_done", "value": 3000, "bound": 100,
+                                             "unit": "steps", "result": "pass"}],
+    })  # fmt: skip
+    with directory.owned(launch):
+        code, out, _ = said(capsys, "check", launch)
+        assert (code, "gates so far: 2 passed, 1 unknown, 0 failed" in out) == (1, True), out
+        assert "3,000" not in said(capsys, "status", launch)[1]
+        assert "**no go yet: the run has not ended**" in said(capsys, "report", launch)[1]
+
+
 def test_check_of_a_live_run_fails_where_no_later_record_can_help(launch, capsys):
     live(launch, grad_norm_above=0.9)
     with directory.owned(launch):

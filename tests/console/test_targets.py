@@ -86,7 +86,7 @@ def test_a_directory_that_is_a_copy_or_was_moved_is_only_looked_at(tmp_path, cap
     shutil.copytree(path, other) if how == "copied" else path.rename(other)
     for target in (other, other / "0-first"):
         code, err = said(capsys, *words.format(target).split())
-        assert (code, f"is a copy or was moved: its processes use {path}; " in err) == (
+        assert (code, f"is a copy or was moved: its records name {path}; " in err) == (
             4, True,
         ), err  # fmt: skip
     assert ("give that directory" in err) == (how == "copied")
@@ -193,7 +193,7 @@ def test_documents_of_a_living_supervisor_in_a_copy_are_refused(launched, tmp_pa
     with launched.stopped():  # no file is replaced while it is copied
         copy = Path(shutil.copytree(launched.path, tmp_path / "copy"))
     args = {"text": "x"} if action == "note" else {}
-    with pytest.raises(RefusedError, match=f"processes use {launched.path}; give that"):
+    with pytest.raises(RefusedError, match=f"its records name {launched.path}; give that"):
         actions.send(copy, action, args, "tester")
     born = copy / launched.run().name / rundir.RUN
     record = json.loads(born.read_text())
@@ -230,7 +230,7 @@ def test_a_request_to_an_unsupervised_run_is_refused_with_advice(tmp_path, capsy
     for target in (path, document.parent, path):
         code, err = said(capsys, *words.format(target).split())
         assert (code, "has ended" in err, "is over" in err) == (4, False, False)
-        assert f"nsa-console adopt {path} starts a new one" in err
+        assert f"nsa-console adopt {path} starts a new supervisor" in err
         document.unlink(missing_ok=True)  # a run that starts has none yet
 
 

@@ -143,7 +143,7 @@ class LogView(Scrolls, View):
         self.console.open_overlay(Editor("find in the log", self.needle, hint, str, self.find))
 
     def find(self, needle: str) -> None:
-        """Moves to the newest line that contains a text."""
+        """Moves to the newest line that contains a text; an empty text ends the search."""
         self.needle, self.at = needle, None
         if needle:
             self._step(-1)

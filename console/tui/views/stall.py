@@ -24,7 +24,7 @@ STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
 
 
 def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[Row]:
-    """Returns the verdict in at most two lines, with its confidence if one line is free."""
+    """Returns the verdict, or why there is none, in at most two lines."""
     verdict = state.verdict
     if verdict is not None:
         since = "no supervisor now" if state.state == "unsupervised" else "the run has ended"
@@ -116,7 +116,7 @@ CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervis
 
 
 def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list[Row]:
-    """Returns the next step, then the evidence for and against the verdict, two lines per sign."""
+    """Returns the next step, then at most two lines for each sign of the verdict."""
     verdict = state.verdict
     sure = f"confidence: {verdict.sure}" if verdict else ""
     rows = [rule("evidence", width, sure)]

@@ -14,7 +14,7 @@ from console.tui.widgets.lines import Box, Lines, Panel
 
 
 class Main(Screen[None], inherit_bindings=False):
-    """The only screen. A change of focus repaints two widgets, not the whole screen.
+    """The only Textual screen. A change of focus repaints two widgets, not the whole screen.
 
     The screen has only the keys of the table of keys; tab stays within an overlay.
     """
@@ -33,7 +33,7 @@ class View(Box):
     """One of the four views between the alert line and the action bar.
 
     The method `do_<id>` executes the key `<id>`. The app looks for the method in the view first,
-    unless an overlay is open.
+    unless an overlay is open or the key asks for a confirmation.
     """
 
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"

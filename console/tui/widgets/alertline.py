@@ -134,7 +134,8 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
 def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:
     """Returns one of the notices in at most `limit` lines, or a neutral line if there is none.
 
-    The first line ends with the keys. Text that does not fit to the left of the keys goes below.
+    If there is room, the first line ends with the keys, and text that does not fit to the left of
+    the keys goes below.
     """
     if not found:
         return [(("  no alert", "dim"),)]

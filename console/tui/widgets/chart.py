@@ -85,7 +85,10 @@ def _window_words(span: int, width: int) -> str:
 
 
 def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
-    """Returns the newest value, or for several series the range of their newest values."""
+    """Returns the newest value, or for several series the range of the newest values.
+
+    For layers, returns mean and lowest layer; for a chart that `is_over`, returns "–".
+    """
     now = "now " * (width >= WIDE)
     newest = {name: points[-1][1] for name, points in series.items() if points}
     values = [newest[name] / chart.scale for name in chart.names if name in newest]

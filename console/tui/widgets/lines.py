@@ -1,4 +1,4 @@
-"""The base widget: it shows rows of text and repaints only the cells that changed."""
+"""The base widget: it shows rows of text and repaints only the parts of rows that changed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Lines(Plain):
         """Number of regions that were repainted."""
 
     def show(self, rows: Sequence[Row]) -> None:
-        """Replaces the rows and repaints the cells that differ."""
+        """Replaces the rows and repaints each row from its first to its last difference."""
         width, height = self.size
         old = self.shown
         self.shown = new = tuple(

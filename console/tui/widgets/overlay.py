@@ -38,7 +38,7 @@ class Overlay(Box):
     """True if a key that has no meaning here closes this overlay and then works in the view."""
 
     class Closed(Message):
-        """Message: the overlay is closed, and the app removes it."""
+        """Says that the overlay is closed; the app then removes it."""
 
         def __init__(self, overlay: Overlay):
             super().__init__()

@@ -22,7 +22,10 @@ BAR = ""
 
 
 def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> list[Row]:
-    """Returns a heading and a row per rank. If not all fit, the worst come first, then a count."""
+    """Returns a heading and a row per rank, or per GPU before a rank has started.
+
+    If not all ranks fit, the worst come first, and the last row has the number of the others.
+    """
     has_gpus = bool(state.gpus) or any(rank.gpu is not None for rank in state.ranks)
     idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
     ranks = state.ranks or idle

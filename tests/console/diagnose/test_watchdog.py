@@ -161,6 +161,20 @@ def test_a_new_rule_is_one_row_and_sees_the_settings_of_the_run(monkeypatch, val
     assert clock.run(records(loss=9.0), 100) == [(raised, "raise", "spike")]
 
 
+@pytest.mark.parametrize(("between", "kinds"), [(0.5, ["raise"]), (2.0, ["raise", "act"])])
+def test_a_strong_action_needs_a_severe_value_without_a_pause(monkeypatch, between, kinds):
+    row = Rule("odd", "an odd value", "", 1.0, 0.0, 10.0,
+               lambda now, _history, _watch: Measured(now.host_free_mib, "it is odd"),
+               lambda _now, _history: "", action="halt", severe=2.0)  # fmt: skip
+    monkeypatch.setattr(rules, "TABLE", (row,))
+    dog, values = Watchdog(WATCH), [*[2.0] * 25, *[between] * 5, *[2.0] * 15]
+    changes = [
+        change for second, value in enumerate(values)
+        for change in dog.update(Readings(mono=second, ts=1e9 + second, host_free_mib=value))
+    ]  # fmt: skip
+    assert [change.kind for change in changes] == kinds
+
+
 def test_a_rule_that_reads_a_figure_without_a_field_is_told_where_it_belongs(monkeypatch):
     def rate(now, _history, _watch):
         return Measured(now.progress[0].warmth, "the warmth is too high")

@@ -164,7 +164,8 @@ def test_a_flag_of_all_later_phases_stays_until_it_is_undone_and_is_confirmed_fo
     for value in ("INFO", None):
         done, text = flags.set(1, "NCCL_DEBUG", value, "x")
         assert (done, "pass phases=all to change it" in text) == (False, True)
-    flags.set(1, "NCCL_DEBUG", None, "x", "all")
+    done, text = flags.set(1, "NCCL_DEBUG", None, "x", "all")
+    assert (done, text.endswith(" for two and all later phases")) == (True, True)
     assert not flags.pending
 
 

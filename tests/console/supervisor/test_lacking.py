@@ -140,6 +140,10 @@ def test_ranks_have_a_live_directory_only_with_room_for_all_of_them(memory):
     assert (live.path, live.why) == (None, "No space left on device")
     assert os.listdir(memory) == []
     limit_files(memory, 20)
+    live.renew(2)
+    assert live.path is not None
+    assert live.why == ""
+    live.remove()
     live = Live("0123456789abcdef", 2, 1, memory)
     assert live.path is not None
     assert live.path.is_dir()

@@ -58,6 +58,26 @@ def test_a_large_paste_does_nothing(tmp_path):
     assert not (tmp_path / "artifacts").exists()
 
 
+def test_a_paste_beside_escape_sequences_does_nothing(tmp_path):
+    """A focus event, a colour or the end of a marked paste may come in the same read."""
+    with console(tmp_path) as terminal:
+        terminal.wait("ready: ")
+        for before in ("\x1b[I", "\x1b[0m", "\x1b[200~hello\x1b[201~"):
+            write(terminal, f"{before}Let it be launched: yes, and then look at the logs")
+            write(terminal, "\x1b[200~Ly\x1b[201~Ly")
+            terminal.wait(IGNORED)
+            terminal.settle(1)
+        assert "Launch cpu_smoke?" not in terminal.text
+        terminal.press("?")
+        terminal.wait("Keys in")
+        terminal.press("\x1b[B\x1b[B")
+        terminal.press("q")
+        terminal.wait(lambda shown: "Keys in" not in shown)
+        terminal.press("q")
+        assert terminal.wait_exit(60) == 0
+    assert not (tmp_path / "artifacts").exists()
+
+
 def test_bytes_that_are_no_text_do_not_end_the_screen(tmp_path):
     with console(tmp_path) as terminal:
         terminal.wait("q leave")

@@ -114,6 +114,11 @@ def test_terminals_without_utf8_or_cursor_control_are_known():
     assert detect({"TERM": "xterm", "LANG": "de_DE.UTF-8"}, None) == Terminal(mouse=True)
 
 
+def test_plain_text_keeps_the_sign_of_a_bound():
+    with patch.object(styles, "ascii_only", True):
+        assert styles.drawn("≥ 3 · ≤ 70 % · a ÷ b") == "> 3 . < 70 % . a / b"
+
+
 @given(texts)
 def test_plain_text_is_ascii_and_as_long(text):
     with patch.object(styles, "ascii_only", True):
