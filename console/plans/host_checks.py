@@ -11,11 +11,10 @@ from pathlib import Path
 
 from console.plans.case import Case, Found
 from console.plans.config_checks import checkpoint_bytes
-from console.sources import launches, process, procfs
+from console.sources import launches, liveness, process, procfs
 from console.sources.nvml import opened_by
 from console.sources.sanitize import clean
 from console.status_text import age, size
-from console.supervisor import lock
 from trainers.contract import environ, jsonl, rundir
 
 JUMP_S, LATEST_S = 60.0, 1 << 36
@@ -152,7 +151,7 @@ def _is_supervised(pid: int, proc: str, commands: dict[int, str]) -> bool:
         return True
     variables = process.environment(pid, proc)
     run, token = variables.get(environ.RUN_DIR, ""), variables.get(environ.TOKEN, "")
-    return lock.is_supervised(Path(run), token)
+    return liveness.is_adopted(Path(run), token)
 
 
 def code(case: Case) -> Found:

@@ -15,37 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from console import access
-from trainers.contract import environ, jsonl, rundir
-from trainers.contract.errors import RefusedError
+from trainers.contract import jsonl, rundir
 
 MAX_BYTES = 1 << 16
-
-
-def is_held(launch: Path) -> bool:
-    """Returns whether a process of this host holds the lock of a launch directory."""
-    fd = jsonl.open_regular(launch / rundir.LOCK)
-    if fd is None:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-def is_supervised(run: Path, token: str) -> bool:
-    """Returns whether a supervisor of this user has the launch of a run that has this token."""
-    try:
-        for folder in (run, run.parent):
-            access.check_ours(folder)
-    except (RefusedError, ValueError):
-        return False
-    record = rundir.read_json(run / rundir.RUN, below=run.parent) or {}
-    known = jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN)
-    return bool(token) and known == token and is_held(run.parent)
 
 
 def token_of(launch: Path) -> str:
