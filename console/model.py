@@ -31,6 +31,9 @@ RANK_GONE = "rank-gone"
 """The alert of a run that cannot continue, because a rank ended before the others."""
 STALL = "stall"
 """The alert and the watch rule of a run that makes no progress."""
+OPERATOR = "operator "
+"""Start of the origin of a flag that a request has set."""
+LOSS_UNIT = "nats/token"
 NO_GO = "no-go"
 """The alert of a completed run whose records do not confirm its gates."""
 EXIT_CODES: Mapping[State, int] = {
@@ -268,6 +271,10 @@ class LaunchState:
         return self.phases[self.phase + 1 :]
 
 
+ALL_SOURCES = "all"
+"""The source of a log line about the lines of all sources."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogLine:
     """One line of a log, safe for a terminal."""
@@ -320,3 +327,8 @@ class RunState:
     origins: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     backend: str = ""
+
+
+def loss_unit(settings: object) -> str:
+    """Returns the unit of the loss of a run, or "" for a foreign program, which has no settings."""
+    return LOSS_UNIT if settings else ""

@@ -278,17 +278,16 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
     own = {key: value for key, value in raw.items() if key not in get_type_hints(Sweep)}
     sweep = section(Sweep, {k: v for k, v in raw.items() if k not in own}, where)
     base = _phase(own, shared, where)
-    names = list(sweep.variants)
-    if not 2 <= len(names) <= MAX_VARIANTS:
+    named = list(sweep.variants.items())
+    if not 2 <= len(named) <= MAX_VARIANTS:
         raise UsageError(f"{where}: 'variants' must name 2 to {MAX_VARIANTS} variants to compare")
-    if 2 ** (1 - sweep.rounds) > highest_p(len(names)):
+    if 2 ** (1 - sweep.rounds) > highest_p(len(named)):
         raise UsageError(
-            f"{where}: {sweep.rounds} 'rounds' of {len(names)} variants cannot show a difference; "
+            f"{where}: {sweep.rounds} 'rounds' of {len(named)} variants cannot show a difference; "
             "set more rounds or compare fewer variants"
         )
     for number in range(1, sweep.rounds + 1):
-        for name in names if number % 2 else names[::-1]:
-            of = sweep.variants[name]
+        for name, of in named if number % 2 else named[::-1]:
             _check_name(f"{base.name}-{number}-{name}", where)
             yield replace(
                 base, name=f"{base.name}-{number}-{name}", sweep=base.name, variant=name,
@@ -386,6 +385,8 @@ def _check_keys(raw: Mapping[str, Any], known: list[str], where: str) -> None:
 def _mapping(raw: Any, where: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UsageError(f"{where} must be key: value lines, not a {type(raw).__name__}")
+    if any(isinstance(key, bool) for key in raw):
+        raise UsageError(f"{where}: YAML reads on, off, yes and no as booleans; quote such names")
     return {str(key): value for key, value in raw.items()}
 
 

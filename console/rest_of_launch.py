@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from console import access
+from console.model import OPERATOR
 from console.plan import Phase, Plan
 from console.plans import gate_check
 from console.sources import launches, liveness
 from console.sources.run import RunSource
 from console.supervisor import cross_check, former_documents, launch_spec
-from console.supervisor.next_flags import OPERATOR
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 

@@ -138,6 +138,11 @@ def outcome(state: RunState) -> tuple[str, str]:
     return word, launch.why + (f"; not started: {', '.join(left)}" if left else "")
 
 
+def with_word(word: str, why: str) -> str:
+    """Returns a sentence after the word of a state, or alone if the sentence has this word."""
+    return ": ".join(filter(None, (word * (word not in why), why)))
+
+
 def as_json(state: RunState, whole: bool = False) -> dict[str, Any]:
     """Returns a run's state as JSON data; its keys are documented and stable."""
     record = dataclasses.asdict(state)

@@ -18,7 +18,7 @@ from console.diagnose import rules
 from console.plans import catalog, device_checks, gates, preflight
 from docs.keys import as_markdown
 from trainers import command_line, schema
-from trainers.contract import flags, rundir
+from trainers.contract import flags, pulse, rundir
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -204,3 +204,8 @@ def test_the_runbooks_page_has_every_phase_and_gate_of_the_plans(plan):
     for phase in catalog.load(plan).phases:
         for name in (phase.sweep or phase.name, *phase.gates):
             assert f"`{name}`" in text, name
+
+
+def test_the_words_page_has_every_phase_of_a_rank():
+    words = set(re.findall(r"`(.+?)`", (ROOT / "docs/words.md").read_text()))
+    assert set(pulse.PHASES) - words == set()

@@ -20,7 +20,8 @@ from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, UsageError
 
-SPARE_S = 1.0
+SPARE_S, SOON_S = 1.0, 2.0
+"""A supervisor that is stopped is named if it has not answered within `SOON_S`."""
 T = TypeVar("T")
 
 
@@ -105,9 +106,20 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     """Sends one request and prints the answer. Raises ContractError if no answer comes in time."""
     path = launches.find(options.run, options.root, act=True)
 
+    def stopped() -> str:
+        """Names the stopped processes of the supervisor, with the command that resumes them."""
+        pids = " ".join(map(str, targets.host_and_stopped(path, ACTIONS[action])[1]))
+        return f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it" * bool(pids)
+
     def sent_and_answered() -> dict[str, Any] | None:
         request = actions.send(path, action, args, actions.who())
-        return actions.answer(path, request, options.timeout)
+        soon = min(SOON_S, options.timeout)
+        event = actions.answer(path, request, soon)
+        if event is None and options.timeout > soon:
+            if why := stopped():
+                print_error(why)
+            event = actions.answer(path, request, options.timeout - soon)
+        return event
 
     limit = f"within {options.timeout:g} s"
     try:
@@ -118,11 +130,9 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
             f"send {action} again when the file system answers"
         ) from None
     if event is None:
-        host, stopped = targets.host_and_stopped(path, ACTIONS[action])
+        host, _ = targets.host_and_stopped(path, ACTIONS[action])
         of = f" from the supervisor on {host}" if host else ""
-        then = f"see nsa-console status {options.run}"
-        if pids := " ".join(map(str, stopped)):
-            then = f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"
+        then = stopped() or f"see nsa-console status {options.run}"
         raise ContractError(
             f"no answer to {action} {limit}{of}; the request remains and may still be executed; "
             f"{then}"

@@ -232,8 +232,8 @@ def _no_go(state: RunState, whole: bool) -> str:
     missed = status_text.not_passed(state.gates) if word == state.state == "completed" else ""
     doubt = state.launch.doubt if state.launch else ""
     doubt = "" if doubt in why else doubt
-    reason = f"{word}: {why}" if why else word
-    return f"no go; {name}: {'; '.join(filter(None, (reason, missed, doubt)))}"
+    reasons = filter(None, (status_text.with_word(word, why), missed, doubt))
+    return f"no go; {name}: {'; '.join(reasons)}"
 
 
 def _go(state: RunState, whole: bool) -> str:

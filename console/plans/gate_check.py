@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from console import status_text
-from console.model import NO_GO, Alert, Gate, LaunchState, RunState
+from console.model import NO_GO, Alert, Gate, LaunchState, RunState, loss_unit
 from console.plans import gates, measures
 from console.sources import gate_files, liveness
 from console.sources.record_files import MAX_RANKS
@@ -149,6 +149,7 @@ def _complete(
     except UsageError as error:
         return str(error)
     summary.limit(world)
+    summary.loss_unit = loss_unit(run_json.get("settings"))
     summary.take_document(document)
     reads = not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds)
     if reads and summary.files is None:

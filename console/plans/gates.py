@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from console.model import RESULTS, Gate, Result
+from console.model import LOSS_UNIT, RESULTS, Gate, Result
 from console.plans import measures
 from console.plans.measures import Measured
 from console.sources.rank_totals import LAST_STEPS, LIVE_STEPS
@@ -88,7 +88,7 @@ TABLE: tuple[Rule, ...] = (
          certain=True, tails=True),
     Rule("restarts_at_most", "restarts", "at most", measures.restarts, "all attempts", EVENTS,
          certain=True, tails=True),
-    Rule("loss_falls", "nats/token", "fall", measures.loss_fall, "surviving steps", RANK0),
+    Rule("loss_falls", LOSS_UNIT, "fall", measures.loss_fall, "surviving steps", RANK0),
     Rule("bytes_right", "share", "at least", measures.bytes_right, "surviving steps", RANK0,
          "no bytes_right was recorded; only data.source recall records it"),
     Rule("gpu_mem_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
@@ -258,8 +258,9 @@ def _gate(rule: Rule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
         result = "fail"
     why = found.why if result != "unknown" else why
     window = ", ".join(filter(None, (rule.span, found.window, totals.name)))
+    unit = totals.loss_unit if rule.unit == LOSS_UNIT else rule.unit
     return Gate(
-        named(rule, at), found.value, rule.unit, window, rule.source, f"{sign} {limit:g}", result,
+        named(rule, at), found.value, unit, window, rule.source, f"{sign} {limit:g}", result,
         why, summary.overrides.get(named(rule, at), wanted.override),
     )  # fmt: skip
 

@@ -85,6 +85,9 @@ def _directory(case: Case) -> Found:
     except RefusedError as error:
         return "fail", str(error)
     folder = config_checks.nearest_folder(case.directory)
+    path = case.directory.absolute()
+    if path != folder and os.path.lexists(file := folder / path.relative_to(folder).parts[0]):
+        return "fail", f"{file} is not a directory; pass another directory with --run-dir"
     read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     if read_only or not os.access(folder, os.W_OK | os.X_OK):
         why = "is on a read-only file system" if read_only else "is not writable"

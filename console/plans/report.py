@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from console import status_text
-from console.model import LIVE_STATES, RESULTS, LaunchState, RunState
+from console.model import LIVE_STATES, OPERATOR, RESULTS, LaunchState, RunState
 from console.plans import gates, report_chart, sweep
 from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches
@@ -30,14 +30,16 @@ from trainers.contract.errors import ContractError
 
 NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 1024, 256
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
-CHARTS = (("loss", "loss", "nats/token"), ("toks_per_s", "speed", "tok/s"))
-"""The series, the word in the file name, and the unit of each chart."""
+CHARTS = (("loss", "loss"), ("toks_per_s", "speed"))
+"""The series of each chart, and the word in its file name."""
 FILES = (
     "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "heartbeat_rank0.jsonl",
     "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
     "nvidia_smi.xml", "mem_", "checkpoints",
 )  # fmt: skip
 """Names, or prefixes of names, of the files that the runbooks require."""
+OF_OPERATORS = ("note", "request", "answer", "ack", "override")
+"""The kinds of events in the table of notes and requests."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
 NOT_COMPARED = ("", "## Sweeps", "", "The sweeps have not been compared yet.")
 ENVIRONMENT = (
@@ -174,10 +176,12 @@ def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
     result = next((p.result for p in launch.phases if p.dir == phase.name), "") if launch else ""
     counts = Counter(gate.result for gate in state.gates)
     words = [f"{counts[r]} {status_text.RESULT_WORDS[r]}" for r in reversed(RESULTS)]
-    steps = f"{state.step or 0:,} of {state.steps_planned or 0:,}"
+    planned = f" of {state.steps_planned:,}" if state.steps_planned else ""
+    steps = f"{state.step or 0:,}{planned}"
     stalls = None if summary is None else summary.stalls
-    gates_text = f"{result}: {', '.join(words)}" if state.gates else "none"
-    return phase.name, state.state, steps, state.attempt, stalls, gates_text, state.why
+    result = result or "so far" * (state.state in LIVE_STATES)
+    text = ": ".join(filter(None, (result, ", ".join(words)))) if state.gates else "none"
+    return phase.name, state.state, steps, state.attempt, stalls, text, state.why
 
 
 def _gates(phases: Sequence[Phase]) -> Iterator[str]:
@@ -203,7 +207,9 @@ def _speed(phases: Sequence[Phase]) -> Iterator[str]:
     for each in phases:
         found = each.figures
         if found["toks_per_s"] is not None:
-            own = jsonl.mapping(each.planned, "flags") | jsonl.mapping(each.planned, "set")
+            values, origins = each.state.environment, each.state.origins
+            own = {name: values[name] for name in values if origins[name].startswith(OPERATOR)}
+            own = jsonl.mapping(each.planned, "flags") | own | jsonl.mapping(each.planned, "set")
             text = " ".join(f"{name}={value}" for name, value in own.items())
             rows.append((
                 each.name, text or "none", found["toks_per_s"], found["toks_per_s_stdev"],
@@ -317,8 +323,9 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
     for folder in (*([launch] if launch else []), *(each.path for each in phases)):
         for line in read_end(folder / rundir.EVENTS, EVENT_BYTES, folder).split(b"\n"):
             event = jsonl.decode(line) or {}
-            kind, by = jsonl.text(event, "kind"), jsonl.text(event, "by")
-            if kind in ("note", "request", "ack", "override") and by not in ("", "supervisor"):
+            kind = jsonl.text(event, "kind")
+            by = jsonl.text(event, "asked_by" if kind == "answer" else "by")
+            if kind in OF_OPERATORS and by not in ("", "supervisor"):
                 at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
                 stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
                 rows.append((folder.name, stamp, by, kind, jsonl.text(event, "text")))
@@ -344,10 +351,13 @@ def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
 def _charts(phases: Sequence[Phase], stem: str) -> dict[str, str]:
     """Returns the charts of the phase with the most steps, by file name."""
     longest = max(phases, key=lambda each: each.state.step or 0)
+    units = {name: figure.unit for name, figure in longest.state.figures.items()}
     drawn = {
         f"{stem}-{word}.svg": report_chart.svg(
-            f"{name} of {clean(longest.name, 60)}", unit, longest.source.series.points(name)
+            f"{name} of {clean(longest.name, 60)}",
+            units.get(name, ""),
+            longest.source.series.points(name),
         )
-        for name, word, unit in CHARTS
+        for name, word in CHARTS
     }
     return {name: text for name, text in drawn.items() if text}

@@ -28,7 +28,7 @@ def svg(title: str, unit: str, points: Sequence[tuple[float, float]]) -> str:
     places = ((inner * (at - begin) / across, tall * (v - low) / up) for at, v in known)
     line = " ".join(f"{MARGIN + x:.1f},{HEIGHT - MARGIN - y:.1f}" for x, y in places)
     labels = (
-        (MARGIN, MARGIN / 2, "start", f"{title} ({unit})"),
+        (MARGIN, MARGIN / 2, "start", f"{title} ({unit})" if unit else title),
         (MARGIN - 6, MARGIN + 4, "end", number(high)),
         (MARGIN - 6, HEIGHT - MARGIN + 4, "end", number(low)),
         (MARGIN, HEIGHT - MARGIN / 2, "start", "0"),

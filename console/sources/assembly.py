@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from console import status_text
-from console.model import LIVE_STATES, RANK_GONE, Alert, Gate, LaunchState, Level, RunState, State
+from console.model import (
+    LIVE_STATES,
+    RANK_GONE,
+    Alert,
+    Gate,
+    LaunchState,
+    Level,
+    RunState,
+    State,
+    loss_unit,
+)
 from console.run_state import decide
 from console.sources import json_documents, legacy, liveness
 from console.sources.launch_documents import with_run_state
@@ -91,7 +101,7 @@ class Assembly:
             world=len(ranks), step=step, steps_planned=planned, eta_s=self._eta_s(step),
             data_age_s=None if self._has_ended else data_age_s(ranks, records),
             ranks=ranks, gpus=records.gpus,
-            figures=records.figures(bool(run_json.get("settings")) or is_legacy),
+            figures=records.figures(loss_unit(run_json.get("settings") or is_legacy)),
             alerts=self._alerts(), verdict=json_documents.verdict(supervisor),
             gates=self._gates, bounds=json_documents.bounds(run_json),
             armed=self._policy("armed"), armed_short=self._policy("armed_short"),

@@ -1,4 +1,7 @@
-"""Merges the logs of one attempt in the order in which lines are read, safe for a terminal."""
+"""Merges the logs of one attempt in the order in which lines are read, safe for a terminal.
+
+Lines of ranks carry no time. So the order between sources is known only by arrival.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,18 @@ import re
 import time
 from pathlib import Path
 
-from console.model import LogLine
+from console.model import ALL_SOURCES, LogLine
 from console.sources import record_parts
 from console.sources.sanitize import clean
-from console.sources.tail import Tail
+from console.sources.tail import READ_CHUNK_BYTES, Tail
 from trainers.contract import jsonl, rundir
 
 BACKLOG_BYTES = 256 << 10
 MAX_LINE_BYTES = 64 << 10
+ORDERED_S = 5.0
+"""Longest time between two polls after which the order between sources is still shown as known."""
+SAME_S = 1.0
+"""Longest time between events that are about the same change."""
 _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
@@ -71,17 +78,32 @@ class LogSource:
     def __init__(self, run: Path, attempt: int = 1):
         self.run, self.attempt = run, attempt
         self._files: dict[str, Log] = {}
-        self._events = Tail(run / rundir.EVENTS, lambda record: record)
+        self._events = Tail(run / rundir.EVENTS, lambda record: record, READ_CHUNK_BYTES - 1)
+        self._last_event: dict[str, object] = {}
+        self._polled_ts = 0.0
 
     def poll(self, over: bool = False) -> list[LogLine]:
-        """Returns the new lines of all logs without blank lines; `over` as in `Log.poll`."""
+        """Returns the new lines of all logs without blank lines; `over` as in `Log.poll`.
+
+        The lines of each source follow those of another. If the last poll is not recent, a last
+        line of `ALL_SOURCES` says that their order between sources is not known.
+        """
         self._discover()
-        fresh = [line for record in self._events.poll() if (line := _event_line(record))]
+        fresh = []
+        for record in self._events.poll():
+            if line := _event_line(record, self._last_event):
+                fresh.append(line)
+            self._last_event = record
         for file in self._files.values():
             for raw in file.poll(over):
                 text = clean(raw[:MAX_LINE_BYTES].decode("utf-8", "replace"))
                 if text.strip():
                     fresh.append(LogLine(file.source, text))
+        before, self._polled_ts = self._polled_ts, time.time()
+        if self._polled_ts - before > ORDERED_S and len({line.source for line in fresh}) > 1:
+            clock = time.strftime("%H:%M:%S", time.localtime(self._polled_ts))
+            text = f"above, before {clock}: order between sources not known"
+            fresh.append(LogLine(ALL_SOURCES, text))
         return fresh
 
     def _discover(self) -> None:
@@ -102,11 +124,20 @@ class LogSource:
                 self._files[name] = Log(self.run, directory / name, clean(source, 16))
 
 
-def _event_line(record: dict[str, object]) -> LogLine | None:
+def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine | None:
+    """Returns an event as a line, or None if it is not valid.
+
+    A verdict, its alert and the state are events of the same sentence, which only the first shows.
+    """
     text = jsonl.text(record, "text")
     ts = jsonl.number(record, "ts")
     if not text or ts is None or not 0 <= ts < 1 << 40:
         return None
+    said = jsonl.text(last, "text")
+    if said and abs(ts - (jsonl.number(last, "ts") or 0.0)) < SAME_S:
+        if said == text or said.endswith(f": {text}"):
+            return None
+        text = text.removesuffix(f": {said}")
     level = jsonl.text(record, "level").upper()
     mark = f"{clean(level, 8)} " if level in ("WARN", "CRIT") else ""
     return LogLine("sup", f"{time.strftime('%H:%M:%S', time.localtime(ts))} {mark}{clean(text)}")

@@ -91,7 +91,8 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None, ended: bool) ->
     ages = [liveness.age(jsonl.number(record, "ts")), found.age_s if found else None]
     age_s = min((age for age in ages if age is not None), default=None)
     sampled_s, state = sources.sample_age_s, json_documents.line(entry, "state", "")
-    is_present = not ended and sampled_s is not None and sampled_s <= FRESH_SAMPLE_S
+    exit_words = liveness.exit_words(worker, record)
+    is_present = not (ended or exit_words) and sampled_s is not None and sampled_s <= FRESH_SAMPLE_S
     if not is_present:  # an old sample does not show the present use
         gpu = gpu and replace(gpu, util_pct=None, power_w=None)
     return Rank(
@@ -103,7 +104,7 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None, ended: bool) ->
         rss_mib=jsonl.number(entry, "rss_mib") if is_present else None,
         pulse=replace(found, since_s=None) if found and ended else found,
         gpu=gpu,
-        exit=liveness.exit_words(worker, record),
+        exit=exit_words,
         age_s=None if ended else age_s,
     )
 

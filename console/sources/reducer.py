@@ -29,6 +29,21 @@ KEPT_HEADS = 4
 STARTED_RECORDS = 2
 """If supervisor.json has no attempt, an attempt has started when it has this many records."""
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
+UNITS: Mapping[str, tuple[str, str]] = {
+    "toks_per_s": ("tok/s", "steps"), "toks_per_s_rank": ("tok/s", "steps"),
+    "loss": ("", "step"), "lr": ("", "step"), "grad_norm": ("", "step"),
+    "mfu": ("share", "steps"), "mfu_exact": ("share", "steps"),
+    "tokens_total": ("tokens", "run"), "bytes_right": ("share", "steps"),
+    "dt_fetch_s": ("s", "step"), "dt_forward_s": ("s", "step"), "dt_backward_s": ("s", "step"),
+    "dt_optimizer_s": ("s", "step"), "fetch_p95_ms": ("ms", "steps"),
+    "gate_entropy_mean": ("nats", "step"), "gate_entropy_min": ("nats", "step"),
+    "gate_max_gate": ("", "step"), "gate_collapse_frac": ("share", "step"),
+    "sel_entropy": ("nats", "step"), "sel_forced_share": ("share", "step"),
+    "sel_distance_mean": ("tokens", "step"), "sel_overlap": ("share", "step"),
+    "gpu_mem_alloc": ("MiB", "step"), "gpu_mem_reserved": ("MiB", "step"),
+    "skipped_steps": ("steps", "run"), "dropped_records": ("records", "run"),
+}  # fmt: skip
+"""Unit and window of each figure in a progress record; `loss_unit` has the unit of the loss."""
 MAX_ALERTS, MAX_LAYERS = 256, 128
 
 
@@ -38,6 +53,8 @@ class LatestRecords:
 
     last: Line
     progress: Line | None = None
+    figures: Line | None = None
+    """The newest `progress` record with one of the figures in `UNITS`."""
     error: Line | None = None
     """The first `error` record since the last progress."""
     ended: Line | None = None
@@ -62,6 +79,8 @@ class LatestRecords:
             self.saved = step
         if msg == "progress":
             self.progress, self.halt, self.error = line, None, None
+            if any(line.record.get(name) is not None for name in UNITS):
+                self.figures = line
         elif msg == "resume" and self.progress is None:
             self.first_step = step + 1
         elif msg == "halt":
@@ -116,8 +135,10 @@ class Events:
         attempt = jsonl.integer(line.record, "attempt")
         if attempt is not None:
             self.attempts = max(attempt, self.attempts or 0)
-        stalled = kind == "alert" and line.record.get("alert") == STALL
-        self.stalls = (self.stalls or 0) + stalled
+        is_stall = kind == "alert" and line.record.get("alert") == STALL
+        since_ts = jsonl.number(line.record, "since_ts")
+        is_new = is_stall and (since_ts is None or since_ts > self.stalled_ts)
+        self.stalls = (self.stalls or 0) + is_new
         if kind == "state":
             self.state = line
         name = json_documents.line(line.record, "alert", "")
@@ -135,6 +156,15 @@ class Events:
         self.alerts.pop(name, None)
         if kind == "alert":
             self.alerts[name] = line
+
+    @property
+    def stalled_ts(self) -> float:
+        """The time of the open alert on a stall, or 0 if none is open.
+
+        A stall that began earlier is the stall of this alert, which a next supervisor raises again.
+        """
+        line = self.alerts.get(STALL)
+        return min(time.time(), jsonl.number(line.record, "ts") or 0.0) if line else 0.0
 
     def forget_lines(self) -> None:
         """Drops the events of a file that was replaced; their counts remain."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from console.model import LEVELS, Alert, Figure, Gpu
 from console.sources import json_documents, liveness, record_parts, snapshot
 from console.sources.record_files import MAX_RANKS, RecordFiles
-from console.sources.reducer import LatestRecords, Reducer, alert_of
+from console.sources.reducer import UNITS, LatestRecords, Reducer, alert_of
 from console.sources.series import Series
 from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
@@ -32,23 +32,8 @@ Reads = Literal["all", "recent", "charts", "end"]
   for a short run: every record.
 - `end`: the ends of the files, from which the usual durations of steps are learnt.
 """
-UNITS: Mapping[str, tuple[str, str]] = {
-    "toks_per_s": ("tok/s", "steps"), "toks_per_s_rank": ("tok/s", "steps"),
-    "loss": ("nats/token", "step"), "lr": ("", "step"), "grad_norm": ("", "step"),
-    "mfu": ("share", "steps"), "mfu_exact": ("share", "steps"),
-    "tokens_total": ("tokens", "run"), "bytes_right": ("share", "steps"),
-    "dt_fetch_s": ("s", "step"), "dt_forward_s": ("s", "step"), "dt_backward_s": ("s", "step"),
-    "dt_optimizer_s": ("s", "step"), "fetch_p95_ms": ("ms", "steps"),
-    "gate_entropy_mean": ("nats", "step"), "gate_entropy_min": ("nats", "step"),
-    "gate_max_gate": ("", "step"), "gate_collapse_frac": ("share", "step"),
-    "sel_entropy": ("nats", "step"), "sel_forced_share": ("share", "step"),
-    "sel_distance_mean": ("tokens", "step"), "sel_overlap": ("share", "step"),
-    "gpu_mem_alloc": ("MiB", "step"), "gpu_mem_reserved": ("MiB", "step"),
-    "skipped_steps": ("steps", "run"), "dropped_records": ("records", "run"),
-}  # fmt: skip
-"""Unit and window of the figures in a progress record."""
 Records = Mapping[int, Mapping[str, Any]]
-"""The newest progress record of each rank."""
+"""The newest progress record of each rank that has figures, or else its newest one."""
 
 
 class RunRecords:
@@ -125,13 +110,14 @@ class RunRecords:
             found[name] = replace(alert, acknowledged=noted)
         return tuple(sorted([*found.values(), *more], key=_urgency))
 
-    def figures(self, has_settings: bool) -> Mapping[str, Figure]:
+    def figures(self, loss_unit: str) -> Mapping[str, Figure]:
         """Returns the newest figures of rank 0 and of the samples, and the largest memory."""
         progress = {
-            rank: head.progress.record for rank, head in self.heads.items() if head.progress
+            rank: line.record for rank, head in self.heads.items()
+            if (line := head.figures or head.progress)
         }  # fmt: skip
         return (
-            progress_figures(progress, has_settings)
+            progress_figures(progress, loss_unit)
             | step_figures(progress, self.reducer.series)
             | sample_figures(self.samples)
         )
@@ -151,11 +137,8 @@ def _urgency(alert: Alert) -> tuple[bool, int, float]:
     return alert.acknowledged, LEVELS.index(alert.level), -alert.ts
 
 
-def progress_figures(progress: Records, has_settings: bool = True) -> dict[str, Figure]:
-    """Returns the figures of rank 0's newest progress record, and the largest memory of any rank.
-
-    The loss of a foreign program, which has no settings, has no unit.
-    """
+def progress_figures(progress: Records, loss_unit: str) -> dict[str, Figure]:
+    """Returns the figures in the record of rank 0, and the largest memory of any rank."""
     record = progress.get(0)
     if record is None:
         return {}
@@ -166,8 +149,8 @@ def progress_figures(progress: Records, has_settings: bool = True) -> dict[str, 
     for name, (unit, window) in UNITS.items():
         value = jsonl.number(record, name)
         if value is not None:
-            known = has_settings or name != "loss"
-            figures[name] = Figure(value, unit if known else "", windows[window], at)
+            unit = loss_unit if name == "loss" else unit
+            figures[name] = Figure(value, unit, windows[window], at)
     for name in ("gpu_mem_reserved", "gpu_mem_alloc"):
         values = [v for r in progress.values() if (v := jsonl.number(r, name)) is not None]
         if values:

@@ -156,7 +156,7 @@ def _check_files(run: Path, cursors: Mapping[str, Cursor], most_bytes: int | Non
 def _check_heads(rank: int, heads: Mapping[int, LatestRecords], totals: RankTotals) -> None:
     """Raises ValueError if the newest records of a rank do not belong to its totals."""
     for attempt, head in heads.items():
-        for line in (head.last, head.progress, head.error, head.ended):
+        for line in (head.last, head.progress, head.figures, head.error, head.ended):
             record = heartbeat.accept(line.record) if line is not None else {}
             if record is None or (line and (record["rank"], record["attempt"]) != (rank, attempt)):
                 raise ValueError(f"rank {rank} has another record")

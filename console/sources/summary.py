@@ -87,6 +87,8 @@ class Summary:
         self.world, self.attempts, self.stalls = world, attempts, stalls
         self.stalls_seen = stalls or 0
         """Number of counted stalls, even if the count of an earlier supervisor is lost."""
+        self.stalled_ts = 0.0
+        """As in `Events`, when this supervisor began; the former supervisor counted that stall."""
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None
@@ -104,6 +106,8 @@ class Summary:
         """
         self.loaded_step = 0
         """The step of the checkpoint that all ranks of a continuing run have loaded, or 0."""
+        self.loss_unit = ""
+        """As in `loss_unit` of console.model."""
         self.name = ""
         """A note in `Gate.window` that these totals belong to an earlier run, or ""."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
@@ -143,8 +147,9 @@ class Summary:
         self.world = world
         self.ranks = {rank: each for rank, each in self.ranks.items() if rank < world}
 
-    def count_stall(self) -> None:
-        self.stalls_seen += 1
+    def count_stall(self, since_ts: float) -> None:
+        """Counts a stall that began at `since_ts`, unless it is that of `stalled_ts`."""
+        self.stalls_seen += since_ts > self.stalled_ts
         self.stalls = None if self.stalls is None else self.stalls_seen
 
     def set_counts(self, attempts: int | None, stalls: int | None) -> None:

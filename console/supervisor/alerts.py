@@ -32,11 +32,13 @@ class Alerts:
         for name in filter(has_ended, former):
             self.clear(name, "it concerned a working process that was replaced")
 
-    def raise_(self, name: str, text: str, level: str = "warn", key: str = "") -> bool:
+    def raise_(
+        self, name: str, text: str, level: str = "warn", key: str = "", **more: Any
+    ) -> bool:  # fmt: skip
         """Opens an alert; returns False if the alert is already open."""
         if name in self._open:
             return False
-        self._open[name] = self._event("alert", text, level, alert=name, key=key)
+        self._open[name] = self._event("alert", text, level, alert=name, key=key, **more)
         return True
 
     def update(self, name: str, text: str) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from console.model import STALL
 from console.sources import json_documents, process
+from console.sources.record_files import Line, Place
+from console.sources.reducer import Events
 from console.sources.summary import Summary
 from console.supervisor import cross_check, former_documents
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
@@ -108,12 +109,13 @@ def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int
     number in the newest events of `run`, unless `run` is None.
     """
     stalls = jsonl.integer(state, "stalls")
-    if stalls is not None and run is not None:
-        alerts = [
-            (each.get("kind"), each.get("alert")) for each in former_documents.events(run, run)
-        ]
-        stalls = max(stalls, alerts.count(("alert", STALL)))
+    events = Events()
+    for record in () if run is None else former_documents.events(run, run):
+        events.add(Line(Place(0, 0), 0, record))
+    if stalls is not None:
+        stalls = max(stalls, events.stalls or 0)
     has_attempt = jsonl.integer(state, "attempt") is not None
     found = Summary(world, attempt if has_attempt else None, stalls)
+    found.stalled_ts = events.stalled_ts
     found.take_document(state)
     return found

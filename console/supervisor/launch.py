@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.plans import gates
-from console.status_text import RESULT_WORDS, not_passed
+from console.status_text import RESULT_WORDS, not_passed, with_word
 from console.supervisor import cross_check, former_documents, former_run, live_directory, overrides
 from console.supervisor.alerts import Alerts
 from console.supervisor.context import Services
@@ -242,7 +242,7 @@ class Launch:
     def _why_no_next(self, run: Run, result: str) -> str:
         """Returns why the plan ends after this run, or "" if the next phase may start."""
         if run.state != "completed":
-            return f"{run.state}: {run.why}"
+            return with_word(run.state, run.why)
         if result != "pass":
             return not_passed(run.gates)
         return self._ended_by or (f"{rundir.HALT} exists" * run.attempt.known.halt_file)

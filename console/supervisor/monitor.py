@@ -217,8 +217,9 @@ class Monitor:
             self._write(before, end="replaced by the next verdict", end_ts=verdict.ts)
         self._write(verdict)
         self._run.event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
-        if self._alerts.raise_(STALL, verdict.sentence, "crit", "3"):
-            self._context.reducer.summary.count_stall()
+        since_ts = self._stalled_since
+        if self._alerts.raise_(STALL, verdict.sentence, "crit", "3", since_ts=since_ts):
+            self._context.reducer.summary.count_stall(since_ts)
         else:
             self._alerts.update(STALL, verdict.sentence)
         self._run.publish()

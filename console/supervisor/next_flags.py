@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from console.action_table import Phases
+from console.model import OPERATOR
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from trainers.contract import flags
 from trainers.contract.errors import UsageError
-
-OPERATOR = "operator "
-"""Start of the origin of a flag that a request has set."""
 
 
 def set_words(name: str, value: str, phase: str, phases: Phases) -> str:

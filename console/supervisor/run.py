@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.readings import setting_values
-from console.model import Gate, State
+from console.model import Gate, State, loss_unit
 from console.plans import gates
 from console.run_state import Facts, decide
 from console.sources import liveness
@@ -87,6 +87,7 @@ class Run:
             self._record = former.record
             # Only a snapshot in the owner is used; an adopting supervisor reads the records again.
             self._snapshots.load(self._link.stored(path / rundir.SNAPSHOT))
+        self.summary.loss_unit = loss_unit(self.settings)
         for name in self._link.observers_off():
             self.observers.switch_off(name)
         self._git: Mapping[str, Any] = jsonl.mapping(former.state, "git") if former else {}

@@ -56,7 +56,7 @@ CATALOG = (
     Chart("throughput", ("toks_per_s",), "tok/s", from_zero=True),
     Chart(MEMORY, (), "GiB", from_zero=True, scale=1024.0),
     Chart(ENTROPY, ("gate_entropy_mean", "gate_entropy_lowest"), "nats", True, each="layer"),
-    Chart("loss", ("loss",), "nats/token"),
+    Chart("loss", ("loss",), ""),
     Chart("step time", ("step_s",), "s", from_zero=True),
     Chart("bytes right", ("bytes_right",), "share", from_zero=True),
     Chart("grad norm", ("grad_norm",), "", from_zero=True),
@@ -64,12 +64,13 @@ CATALOG = (
 
 
 def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
-    """Returns a chart with the series of this run's GPUs, ranks or layers."""
+    """Returns a chart with the series of this run's GPUs, ranks or layers, and its unit."""
     if chart.title == ENTROPY:
         count = sum(name.startswith(LAYER) for name in recorded)
         return replace(chart, parts=tuple(f"{LAYER}{index}" for index in range(count)))
     if chart.names:
-        return chart
+        figure = state.figures.get(chart.names[0])
+        return replace(chart, unit=figure.unit) if figure else chart
     numbers, each = [rank.rank for rank in state.ranks], "rank"
     series, measures = ("cpu_pct", "CPU") if chart.title == UTILISATION else ("rss_mib", "RSS")
     if state.gpus:

@@ -165,7 +165,9 @@ def test_watching_returns_when_the_plan_waits_if_that_is_asked(launch, capsys):
 
 def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys):
     launch = directory.launch(tmp_path / "artifacts", "cpu_smoke")
-    run = directory.run(launch / "0-first", state="halted")
+    why = "all 2 ranks halted at step 88"
+    run = directory.run(launch / "0-first", state="halted", why=why)
+    assert f"no go; toy/0-first: {why}\n" in said(capsys, "check", launch)[1]
     assert "resume" not in said(capsys, "status", launch)[1]
     (run / rundir.CHECKPOINTS).mkdir()
     (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000088\n")

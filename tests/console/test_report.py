@@ -95,6 +95,20 @@ def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_
     assert (code, "Report of toy/0-first" in json.loads(out)["report"]) == (0, True)
 
 
+def test_a_report_names_the_flag_that_a_request_changed(launch, capsys):
+    flags = {"NSA_LR": {"value": "0.0005", "origin": "operator ann@host"},
+             "NSA_TB_DISABLE": {"value": "1", "origin": "plan env"}}  # fmt: skip
+    run = recorded(launch, flags=flags)
+    directory.event(launch, "request", by="ann@host", text="set-flag requested", ts=1e9)
+    directory.event(launch, "answer", by="supervisor", asked_by="ann@host",
+                    text="NSA_LR=0.0005 for first only", ts=1e9)  # fmt: skip
+    directory.change(run / rundir.RUN, settings={})
+    _, out, _ = said(capsys, "report", launch)
+    assert "| 0-first | NSA_DDP_BUCKET_MB=25 NSA_LR=0.0005 | 400 |" in out
+    assert "| ann@host | answer | NSA_LR=0.0005 for first only |" in out
+    assert "| 0-first | completed | 20 | 1 |" in out, "no number of planned steps"
+
+
 def test_text_from_the_run_directory_stays_text(launch, capsys):
     recorded(launch, run=HOSTILE, host=HOSTILE, plan=HOSTILE)
     directory.event(launch / "0-first", "note", by=HOSTILE, text=HOSTILE, ts="nan")
@@ -179,6 +193,18 @@ def test_check_of_a_live_run_says_what_holds_so_far(launch, capsys):
         assert (json.loads(out)["so_far"], json.loads(out)["exit_code"]) == (True, 1)
         code, out, _ = said(capsys, "report", launch)
         assert "**no go yet: the run has not ended**" in out
+        assert "| so far: 2 passed, 1 unknown, 0 failed |" in out
+
+
+def test_no_text_gives_the_loss_of_a_foreign_program_a_unit(launch, capsys, tmp_path):
+    run, output = live(launch, loss_falls=True), tmp_path / "out.md"
+    for settings in ({"train.steps": {"value": 20}}, {}):
+        directory.change(run / rundir.RUN, settings=settings)
+        with directory.owned(launch):
+            said(capsys, "report", launch, "--output", output)
+            texts = [path.read_text() for path in (output, output.with_name("out-loss.svg"))]
+            texts += [said(capsys, command, launch)[1] for command in ("status", "check")]
+        assert ["nats/token" in text for text in texts] == [bool(settings)] * 4, texts
 
 
 def test_gates_of_a_live_run_that_all_passed_so_far_are_no_go_yet(launch, capsys):

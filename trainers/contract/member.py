@@ -7,6 +7,7 @@ A torchrun program needs only these lines:
         if run.step(step, loss=loss):  # the loss of the previous step
             break
         loss = …  # the program's own step
+    run.end_step(loss=loss)  # the loss of the last step
 
 The console then shows the ranks of the program, dumps their stacks and halts them at the same step.
 Two more lines report a phase. A verdict then names the phase, and an evaluation or a save has its
@@ -236,9 +237,7 @@ class Joined(Member):
         `figures` belong to the previous step. Steps with a non-finite `loss` are counted as long as
         the loss of each step is a plain number. Figures with a name in `RESERVED` are dropped.
         """
-        if self._in_step:
-            self._count(figures.get("loss"))
-        self._end_step(figures)
+        self.end_step(**figures)
         if self._board.decide(self.rank, step, bool(self.halt_reason)):
             self._reason = self.halt_reason or "agreed"
             self.pulse.set(self._last_step, "halt")
@@ -248,6 +247,15 @@ class Joined(Member):
         self._raised_in = ""
         self.pulse.set(step, "step")
         return False
+
+    def end_step(self, /, **figures: Any) -> None:
+        """Ends the present step, to which `figures` belong; does nothing if this step has ended.
+
+        `step` calls this, so a program needs it only after its last step.
+        """
+        if self._in_step:
+            self._count(figures.get("loss"))
+            self._end_step(figures)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

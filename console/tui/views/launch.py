@@ -16,6 +16,7 @@ from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows
 from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from trainers.contract import flags as registry
 
+FOREIGN = "foreign program: other NSA flags have no effect"
 WIDE = 110
 WHOLE = 200
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
@@ -172,18 +173,27 @@ class Launch(Scrolls, View):
             when = launch.rest[0].numbered if launch.rest else ""
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.decided, **state.environment}
-            self._items = flag_list.items(now, snapshot.coming or None, changed)
+            planned = registry.OWN.keys() & snapshot.coming.keys() - changed.keys()
+            ours = planned or any(word.startswith("trainers.") for word in state.argv)
+            foreign = bool(state.argv) and not ours
+            self._items = flag_list.items(now, snapshot.coming or None, changed, foreign=foreign)
             why_not = snapshot.coming_trouble and f": not available: {snapshot.coming_trouble}"
             later = " and later" if self._later == "all" else ""
             heading = f"flags now → {when}{later}{why_not}" if when else "flags now, no phase left"
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
-            self._items = flag_list.items({}, draft.planned_flags(), draft.flags, draft.between)
+            foreign = draft.plan is not None and not any(
+                phase.is_ours for phase in draft.plan.phases
+            )
+            self._items = flag_list.items(
+                {}, draft.planned_flags(), draft.flags, draft.between, foreign
+            )
             if not draft.is_checked:
                 self.console.operator.prepare()
         self.picker.heading = heading
         rows = flag_list.item_rows(self._items, when, self.picker.size.width - GUTTER)
-        self.picker.fill(rows, notes=[item.help for item in self._items])
+        rows += [((FOREIGN, "dim"),)] * foreign
+        self.picker.fill(rows, notes=[*(item.help for item in self._items), ""])
 
     def fit_panels(self) -> None:
         snapshot, (width, height) = self.snapshot, self.size

@@ -7,7 +7,7 @@ from functools import partialmethod
 
 from textual.app import ComposeResult
 
-from console.model import LogLine
+from console.model import ALL_SOURCES, LogLine
 from console.tui.feed import ScreenData
 from console.tui.operator import Console
 from console.tui.rows import Row, rule
@@ -15,8 +15,6 @@ from console.tui.views.view import View
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.loglines import log_rows
 from console.tui.widgets.picker import Scrolls
-
-ALL = "all"
 
 
 def highlighted(row: Row, needle: str) -> Row:
@@ -49,12 +47,12 @@ class LogView(Scrolls, View):
     def __init__(self, console: Console, id: str):
         super().__init__(console, id)
         self.book, self.pane = console.book, LogPane("pane", self._rows)
-        self.source = ALL
+        self.source = ALL_SOURCES
         self.needle = ""
         self.bottom: int | None = None
         self.at: int | None = None
         self.seen = 1
-        self._sources = [ALL]
+        self._sources = [ALL_SOURCES]
         self._lines: list[tuple[int, LogLine]] = []
         self._seen: tuple[int, int, str] = (0, 0, "")
 
@@ -94,8 +92,8 @@ class LogView(Scrolls, View):
             self.bottom = self.at = None
         self._seen = seen
         held = self.book.lines
-        self._sources = list(dict.fromkeys((ALL, *(line.source for _, line in held))))
-        every = self.source == ALL
+        self._sources = list(dict.fromkeys((ALL_SOURCES, *(line.source for _, line in held))))
+        every = self.source == ALL_SOURCES
         self._lines = [entry for entry in held if every or entry[1].source == self.source]
 
     def _rows(self, _: ScreenData, width: int, height: int) -> list[Row]:

@@ -7,7 +7,8 @@ from console.tui import format as fmt
 from console.tui.rows import Row, fill, rule
 
 OLD_S = 30.0
-
+STEPS = " steps"
+"""The end of a window of steps, which is left out if it does not fit."""
 
 LINES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("tok/s", ("toks_per_s",), "", ""),
@@ -47,18 +48,21 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
         figure = next((figures[name] for name in names if name in figures), None)
         if figure is None or (label in IF_ANY and not figure.value):
             continue
-        note = "" if beside else word
+        notes = [] if beside else [word]
         if (other := figures.get(beside)) is not None:
             has_unit = other.unit in ("s", "share")
             value = fmt.figure(other.value, other.unit) if has_unit else f"{other.value:.2f}"
-            note = f"{word} {value}"
+            notes = [f"{word} {value}"]
         old = now - figure.at
         if old > OLD_S and state.data_age_s is not None:
-            note = f"{fmt.age(old)} old"
-        elif not note and note_width >= 14:
-            note = figure.window
+            notes = [f"{fmt.age(old)} old"]
+        elif figure.window.endswith(STEPS):
+            short = figure.window.removesuffix(STEPS)
+            notes = [f"{note}, {short}" for note in notes if note] + [figure.window, short]
+        elif not any(notes) and note_width >= 14:
+            notes = [figure.window]
         value = fill(fmt.figure(figure.value, figure.unit), value_width, right=True)
-        note = f" {note}" if len(note) <= note_width else ""
+        note = next((f" {note}" for note in notes if note and len(note) <= note_width), "")
         rows.append(((fill(label, label_width), "dim"), (value, "strong"), (note, "dim")))
         shares = [f for b in BRANCHES if (f := figures.get(f"gate_share_{b}"))]
         if label == "entropy" and shares:

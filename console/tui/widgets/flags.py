@@ -36,16 +36,18 @@ class Item:
 
 def items(
     now: Mapping[str, str], coming: Mapping[str, str] | None, changed: Mapping[str, str],
-    between: str | None = None,
+    between: str | None = None, foreign: bool = False,
 ) -> list[Item]:  # fmt: skip
-    """Returns all flags of the registry, each with its present and its next value.
+    """Returns the flags of the registry, each with its present and its next value.
 
     `coming` has the values of the next phase, or None if there is no next phase or the values are
     unknown; `changed` has the values that the operator set for that phase. `between` comes first,
-    unless it is None.
+    unless it is None. For a foreign program, our flags are left out unless they have a value.
     """
     found = [] if between is None else [Item(None, between, between, False)]
     for flag in TABLE:
+        if foreign and flag.setting and flag.name not in {*now, *(coming or ()), *changed}:
+            continue
         here = now.get(flag.name, "")
         planned = None if coming is None else coming.get(flag.name, "")
         found.append(Item(flag, here, changed.get(flag.name, planned), flag.name in changed))

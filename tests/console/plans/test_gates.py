@@ -435,7 +435,7 @@ def test_a_lost_count_of_stalls_or_attempts_leaves_gates_unknown():
         "unknown",
         True,
     )
-    found.count_stall()
+    found.count_stall(1.0)
     assert result(found, no_stall=True).result == "fail"
     found = summed(whole())
     found.attempts = None

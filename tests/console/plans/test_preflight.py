@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,14 @@ def test_a_full_disk_is_refused(tmp_path, full):
     assert (result, text.startswith(f"{full} has 1.0 MiB free, and the launch needs 1.0 GiB")) == (
         "fail", True,
     ), text  # fmt: skip
+
+
+@pytest.mark.parametrize("below", ["", "launch"])
+def test_a_launch_directory_that_is_a_file_or_in_a_file_is_refused(tmp_path, below):
+    (tmp_path / "taken").write_text("x")
+    case = replace(bare(tmp_path), directory=tmp_path / "taken" / below)
+    result, text = preflight._directory(case)
+    assert (result, "taken is not a directory; pass another" in text) == ("fail", True), text
 
 
 def test_shared_memory_that_is_too_small_for_nccl_is_refused_and_for_pulses_a_warning(

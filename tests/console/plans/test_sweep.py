@@ -57,6 +57,7 @@ def test_the_phases_of_a_sweep_are_interleaved_and_every_second_round_is_reverse
         ({"variants": {"a": {"steps": 1}, "b": {}}}, "there is no key 'steps'"),
         ({"variants": [1]}, "must be key: value lines"),
         ({"variants": {"a": {}, "B!": {}}}, "must be lower-case letters"),
+        ({"variants": {False: {}, True: {}}}, "YAML reads on, off, yes and no as booleans"),
     ],
 )
 def test_a_sweep_that_cannot_decide_or_be_read_is_refused(change: Any, words: str) -> None:

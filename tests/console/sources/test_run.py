@@ -28,6 +28,14 @@ def test_the_status_shows_the_backend_of_each_branch_without_escapes(launch):
     assert "  attention: cmp masked, win banded (flash-attn is not installed)" in lines
 
 
+def test_the_newest_recorded_figures_are_shown_if_the_last_step_has_none(launch):
+    for step, figures in enumerate(({"loss": 3.0}, {"loss": 2.5}, {}, {"loss": None}), start=1):
+        directory.beat(launch / "0-first", 0, step, steps_dt_s=[0.1], **figures)
+    state = RunSource(launch).poll()
+    loss = state.figures["loss"]
+    assert (loss.value, loss.window, state.step) == (2.5, "step 2", 4)
+
+
 def test_a_launch_shows_its_current_run_with_figures_windows_and_ages(launch):
     run = launch / "0-first"
     for step in (1, 2, 3):
@@ -272,12 +280,18 @@ def test_one_poll_reads_a_bounded_part_and_counts_the_rest(launch):
 
 
 def test_an_old_sample_shows_no_use(launch):
-    """A rank that was stopped after the supervisor had gone does not run."""
+    """A rank that was stopped after the supervisor had gone does not run, nor does one that exits.
+
+    The newest sample of an exited rank may be from before its exit.
+    """
     run = launch / "0-first"
     used = {"state": "R", "cpu_pct": 99.0, "rss_mib": 512.0}
     directory.sample(run, ts=time.time() - 30, ranks=[used | {"rank": 1}])
     directory.sample(run, ts=time.time() - 1, host="other", ranks=[used | {"rank": 2}])
-    old, new = RunSource(launch).poll().ranks[1:]
+    directory.sample(run, ts=time.time() - 1, host="third", ranks=[used | {"rank": 3}])
+    directory.beat(run, 3, 5, "exit", exit_code=0)
+    old, new, exited = RunSource(launch).poll().ranks[1:]
+    assert (exited.exit, exited.cpu_pct, exited.rss_mib) == ("exited (code 0)", None, None)
     assert (old.state, old.cpu_pct, old.rss_mib) == ("", None, None)
     assert (new.state, new.cpu_pct, new.rss_mib) == ("R", 99.0, 512.0)
 

@@ -92,6 +92,31 @@ def test_logs_of_all_ranks_come_merged_and_only_once(tmp_path):
     assert source.poll(over=True) == []
 
 
+def test_a_sentence_of_three_events_is_shown_once(tmp_path):
+    sentence = "rank 1 has been stalled in save since 16:30:29"
+    for kind, text in (("verdict", sentence), ("alert", sentence),
+                       ("state", f"running → stalled: {sentence}")):  # fmt: skip
+        directory.event(tmp_path, kind, level="crit", text=text)
+    first, last = (line.text for line in LogSource(tmp_path).poll())
+    assert first.endswith(f"CRIT {sentence}")
+    assert last.endswith("CRIT running → stalled")
+
+
+def test_lines_without_a_known_common_order_are_not_shown_as_if_in_order(tmp_path):
+    logs = rundir.logs(tmp_path, 1)
+    logs.mkdir(parents=True)
+    for rank, text in enumerate(("step 525\n", "resumed from step_00000138\n")):
+        (logs / f"rank{rank}.log").write_text(text)
+    source = LogSource(tmp_path)
+    *old, said = source.poll()
+    assert [line.source for line in old] == ["r0", "r1"]
+    assert (said.source, "order between sources not known" in said.text) == ("all", True)
+    for rank in (0, 1):
+        with (logs / f"rank{rank}.log").open("a") as stream:
+            stream.write("step 530\n")
+    assert [line.source for line in source.poll()] == ["r0", "r1"]
+
+
 def test_no_log_is_read_through_a_link(tmp_path):
     run, outside = tmp_path / "run", tmp_path / "outside"
     for folder in (outside / "attempt1", run):

@@ -303,7 +303,8 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin, tmp_path):
 def forge_the_end(started, least: int) -> None:
     """Appends the records that the ranks would have written up to their end."""
     told = [started.heartbeats(rank=rank) for rank in (0, 1)]
-    last = max(least, *(records[-1]["step"] + 1 for records in told))
+    # On a busy machine, the pulse of a rank is many steps ahead of its records.
+    last = max(least, *(records[-1]["step"] + 500 for records in told))
     for rank, records in enumerate(told):
         newest = [record for record in records if record["msg"] == "progress"][-1]
         end = {"msg": "exit", "exit_code": 0, "reason": "done", "nonfinite_loss_steps": 0}

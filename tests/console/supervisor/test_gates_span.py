@@ -79,9 +79,10 @@ def test_nan_stall_and_crash_of_the_first_attempt_fail_the_gates_of_the_run(
     (pid,) = started.pids().values()
     os.kill(pid, signal.SIGSTOP)
     started.wait_state("stalled")
+    started.replace_supervisor()
+    started.wait(lambda: [each["kind"] for each in started.alerts("stall")] == ["alert", "alert"])
     os.kill(pid, signal.SIGCONT)
     started.wait_state("running")
-    started.replace_supervisor()
     os.kill(pid, signal.SIGKILL)
     ended = started.wait_end()
     assert [p["state"] for p in ended["phases"]] == ["completed", "later"], ended["why"]

@@ -102,6 +102,18 @@ def test_a_verdict_ends_with_its_true_reason(tmp_path, states, ending, end):
     assert stage.ends() == [end]
 
 
+def test_the_open_stall_of_a_former_supervisor_is_raised_again_and_not_counted_again(tmp_path):
+    stage = Stage(tmp_path, late=True)
+    summary = stage.context.reducer.summary
+    summary.stalled_ts = time.time() - 11
+    stage.poll(12.0)
+    assert (stage.dog.verdict is not None, summary.stalls) == (True, 0)
+    stage.poll(0.0, step=51)
+    stage.poll(10.5, step=51)
+    assert summary.stalls == 1
+    stage.directory.close()
+
+
 def test_a_stall_that_no_step_ends_is_not_said_to_step_again(tmp_path):
     """A stopped process runs again before its next step; ranks may also just exit."""
     stage = Stage(tmp_path)

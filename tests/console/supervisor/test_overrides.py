@@ -45,6 +45,7 @@ def test_a_plan_that_stopped_at_gates_goes_on_after_they_are_overridden(begin, c
     words = ["--phase", "one", "--gate", "grad_norm_above", "--reason", "A second one."]
     documents = started.run() / rundir.GATES, started.path / rundir.PLAN_STATE
     before = [path.read_bytes() for path in documents]
+    assert b"nats" not in before[0], "the loss of a foreign program has no known unit"
     assert main(["override", str(started.path), *words]) == 0
     for missing in (1, 2):  # as if the first request had failed before these writes
         for path, data in list(zip(documents, before, strict=True))[:missing]:

@@ -202,6 +202,20 @@ def test_stalls_of_a_former_supervisor_are_the_most_that_document_and_events_say
     assert former_run.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
 
 
+def test_a_stall_that_an_adoption_raises_again_counts_once(tmp_path):
+    first = {"kind": "alert", "alert": "stall", "ts": 100.0, "since_ts": 90.0}
+    again, later = first | {"ts": 120.0, "since_ts": 90.1}, first | {"ts": 150.0, "since_ts": 130.0}
+    clear = {"kind": "clear", "alert": "stall", "ts": 125.0}
+    for events, counted, open_ts in (
+        ([first, again, again, clear], 1, 0.0),
+        ([first, again, clear, later], 2, 150.0),
+        ([first, again, later], 2, 150.0),  # no supervisor saw the end of the first stall
+    ):
+        (tmp_path / rundir.EVENTS).write_bytes(b"".join(map(jsonl.encode, events)))
+        found = former_run.summary({"attempt": 1, "stalls": 1}, tmp_path, 1, 1)
+        assert (found.stalls, found.stalled_ts) == (counted, open_ts)
+
+
 def test_living_processes_count_and_not_a_document_that_lags_behind_or_holds_garbage(lost):
     pids, state = lost.pids(), lost.state()
     (lost.run() / rundir.EVENTS).unlink()

@@ -155,7 +155,8 @@ STATES: dict[str, Callable[[], RunState]] = {
 
 def foreign() -> RunState:
     """A program that records its loss alone."""
-    return running(figures={name: figures()[name] for name in ("loss", "rss_mib")})
+    loss = replace(figures()["loss"], unit="")
+    return running(figures={"loss": loss, "rss_mib": figures()["rss_mib"]})
 
 
 def measured(state: RunState, second: int) -> dict[str, float]:

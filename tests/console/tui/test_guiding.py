@@ -234,6 +234,21 @@ def test_a_key_that_does_nothing_is_said():
     drive(app, body)
 
 
+def test_the_flags_of_a_foreign_program_are_those_that_reach_it():
+    argv = ("torchrun", "train.py", "--lr", "1")
+    state = recorded.running(argv=argv, environment={"NSA_LR": "0.1"})
+    app = app_on(state)
+
+    async def body(pilot):
+        await pilot.press("2")
+        await see(pilot, "NSA_LR", "OMP_NUM_THREADS")
+        assert "NSA_ACCUM" not in picture(app)
+        await pilot.press("end")
+        await see(pilot, "foreign program: other NSA flags have no effect")
+
+    drive(app, body, (80, 40))
+
+
 def reversed_in(picker: Picker) -> list[str]:
     return [text for row in picker.shown for text, style in row if style == "cursor"]
 

@@ -28,7 +28,7 @@ def test_logs_follow_filter_and_find(logged, size):
     app = app_on(recorded.running(), run=logged)
 
     async def body(pilot):
-        await until(pilot, lambda: app.book.total == 62)
+        await until(pilot, lambda: app.book.total == 63)
         await pilot.press("4")
         await see(pilot, "follows", "[red]markup[/red]")
         await pilot.press("g")
@@ -90,7 +90,7 @@ def test_what_is_held_in_the_log_stays_when_lines_come(logged):
     app = app_on(recorded.running(), run=logged)
 
     async def body(pilot):
-        await until(pilot, lambda: app.book.total == 62)
+        await until(pilot, lambda: app.book.total == 63)
         await pilot.press("4")
         await see(pilot, "follows")
         await pilot.press("pageup")

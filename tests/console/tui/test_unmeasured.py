@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 
 import pytest
 
@@ -112,7 +113,9 @@ def test_a_phase_that_ended_unseen_has_neither_steps_nor_a_duration():
 @pytest.mark.parametrize("width", [28, 40])
 def test_the_entropy_of_a_gate_that_collapses_has_its_lowest_layer(width):
     lowest = Figure(0.04, "nats", "", NOW)
-    state = recorded.running(figures=recorded.figures() | {"gate_entropy_min": lowest})
+    mean = dataclasses.replace(recorded.figures()["gate_entropy_mean"], window="step 41")
+    entropies = {"gate_entropy_mean": mean, "gate_entropy_min": lowest}
+    state = recorded.running(figures=recorded.figures() | entropies)
     rows = [text_of(row) for row in figure_rows(state, width, 12, NOW)]
     assert "entropy       0.931 min 0.04" in rows
 
@@ -122,3 +125,14 @@ def test_the_mfu_says_which_formula_it_is():
     state = recorded.running(figures=recorded.figures() | shares)
     rows = [text_of(row) for row in figure_rows(state, 40, 12, NOW)]
     assert "MFU 6ND      41.0 % exact 7.7 %" in rows
+
+
+@pytest.mark.parametrize("width", [28, 40, 52])
+def test_speed_and_step_time_name_their_windows(width):
+    windows = {"toks_per_s": "last 5 steps", "step_p50_s": "last 200 steps"}
+    figures = recorded.figures()
+    figures |= {n: dataclasses.replace(figures[n], window=w) for n, w in windows.items()}
+    rows = figure_rows(recorded.running(figures=figures), width, 20, time.time())
+    speed, step_time = [text_of(row) for row in rows][1:3]
+    assert "last 5" in speed
+    assert "last 200" in step_time

@@ -233,19 +233,25 @@ class Odd:
 run = join()
 for step in range(1, 4):
     run.step(step, loss=Tensor(), odd=Odd())
-if len(sys.argv) > 1:
+if "raise" in sys.argv:
     raise SystemError("in the last step")
+if "end" in sys.argv:
+    run.end_step(loss=0.25)
+    run.end_step(loss=9.0)
 """
 
 
-@pytest.mark.parametrize(("words", "steps"), [((), [1, 2, 3]), (("raise",), [1, 2])])
+@pytest.mark.parametrize(
+    ("words", "steps", "newest"),
+    [((), [1, 2, 3], None), (("raise",), [1, 2], 0.5), (("end",), [1, 2, 3], 0.25)],
+)
 def test_the_last_step_counts_unless_it_failed_and_values_that_json_lacks_are_converted(
-    tmp_path, words, steps
+    tmp_path, words, steps, newest
 ):
     subprocess.run([sys.executable, "-c", LOOP, *words], env=environment(tmp_path), timeout=150)
     records = [b for b in beats(tmp_path) if b["msg"] == "progress"]
     assert [b["step"] for b in records] == steps
-    assert records[0]["loss"] == 0.5
+    assert (records[0]["loss"], records[-1].get("loss")) == (0.5, newest)
     assert "Odd object" in records[0]["odd"]
     assert beats(tmp_path)[-1]["msg"] == "exit"
 
