@@ -15,7 +15,7 @@ from pathlib import Path
 
 from console import access
 from console.plans.host_checks import unsupervised
-from console.sources import process
+from console.sources import liveness, process
 from console.sources.sanitize import clean
 from console.supervisor import lock
 from trainers.contract import environ, jsonl, rundir
@@ -66,8 +66,9 @@ def _why_not(run: Path, token: str) -> str:
     )
     if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != token:
         return f"its token is not that of {run / rundir.RUN}"
-    if lock.is_held(run.parent):
-        return f"a supervisor has the lock of {run.parent}; stop it with {process.program()} stop"
+    if liveness.is_locked(run.parent):
+        stop = f"stop the run with {process.program()} stop"
+        return f"a supervisor has the lock of {run.parent}; {stop}"
     for named in (own, jsonl.mapping(plan, "supervisor")):
         if not named or named.get("host") != rundir.host_name():
             return f"the supervisor of {run} is not known on this host"

@@ -61,8 +61,8 @@ TABLE: tuple[Decision, ...] = (
              "continue a stop that only a document of the dead supervisor contains.",
              "A process with another start time or token gets no signal."),
     Decision("end-leftovers", "act", "end a leftover on an operator's request",
-             ("The process has the command line of a trainer, and none of its ancestors is a "
-              "supervisor.",
+             ("The process has the command line of a trainer, none of its ancestors is a "
+              "supervisor, and none has adopted it.",
               "The token in the environment of the process is also in run.json, and only this user "
               "can write to the directories of the run and of the launch.",
               "supervisor.json and plan_state.json name a supervisor of this host that is dead, "
@@ -74,8 +74,9 @@ TABLE: tuple[Decision, ...] = (
     Decision("own-directory", "act", "use the contents of the launch directory",
              ("The file at the path of the lock has the device and inode of the open lock.",
               "That file contains the token of the supervisor."),
-             "Requests and `.HALT` in the directory are ignored, and nothing is written to it. An "
-             "alert is raised.",
+             "The supervisor ignores requests and `.HALT` in the directory, and writes nothing to "
+             "it. An alert is raised. The ranks obey `.HALT` while their run directory is at its "
+             "path.",
              "The same happens as for a missing source, because the directory was moved, replaced "
              "or copied."),
     Decision("restart", "act", "start the next attempt",

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from console.plans.case import Case, Found
 from console.plans.config_checks import checkpoint_bytes
-from console.sources import launches
+from console.sources import launches, liveness, process, procfs
 from console.sources.nvml import opened_by
 from console.sources.sanitize import clean
 from console.status_text import age, size
-from trainers.contract import jsonl, rundir
+from trainers.contract import environ, jsonl, rundir
 
 JUMP_S, LATEST_S = 60.0, 1 << 36
 ENOUGH_FILES = 1024
@@ -25,7 +25,7 @@ NCCL_SHM_PER_RANK = 64 << 20
 TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
 SUPERVISOR = "console.supervisor"
 END = "check PLAN --end-leftovers"
-MAX_DEPTH, MAX_SHOWN, MAX_COMMAND = 32, 8, 4096
+MAX_SHOWN, MAX_COMMAND = 8, 4096
 
 
 def clock(case: Case) -> Found:
@@ -133,10 +133,10 @@ def leftovers(case: Case) -> Found:
 
 
 def unsupervised(proc: Path) -> list[int]:
-    """Returns the pids of the trainers that do not descend from a supervisor."""
+    """Returns the pids of the trainers that no supervisor started or adopted."""
     commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
-    return [pid for pid, command in sorted(commands.items())
-            if TRAINER.search(command) and not _is_supervised(pid, proc, commands)]  # fmt: skip
+    trainers = sorted(pid for pid, command in commands.items() if TRAINER.search(command))
+    return [pid for pid in trainers if not _is_supervised(pid, str(proc), commands)]
 
 
 def _command(folder: Path) -> str:
@@ -145,17 +145,13 @@ def _command(folder: Path) -> str:
     return data.replace(b"\0", b" ").decode(errors="replace")
 
 
-def _is_supervised(pid: int, proc: Path, commands: dict[int, str]) -> bool:
-    """Returns whether a process or one of its near ancestors is a supervisor."""
-    for _ in range(MAX_DEPTH):
-        if SUPERVISOR in commands.get(pid, ""):
-            return True
-        try:
-            fields = (proc / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()
-            pid = int(fields[1])
-        except (OSError, ValueError, IndexError):
-            return False
-    return False
+def _is_supervised(pid: int, proc: str, commands: dict[int, str]) -> bool:
+    """Returns whether a process descends from a supervisor, or its run has one that adopted it."""
+    if any(SUPERVISOR in commands.get(each, "") for each in procfs.lineage(pid, proc)):
+        return True
+    variables = process.environment(pid, proc)
+    run, token = variables.get(environ.RUN_DIR, ""), variables.get(environ.TOKEN, "")
+    return liveness.is_adopted(Path(run), token)
 
 
 def code(case: Case) -> Found:

@@ -7,7 +7,9 @@ none of these exists, the run is usually `lost`.
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -232,6 +234,32 @@ def living_in(run: Path) -> str:
         rundir.read_json(run / name, below=run) or {} for name in (rundir.SUPERVISOR, rundir.RUN)
     )
     return living_ranks(supervisor) or living_processes(document, supervisor)
+
+
+def is_locked(launch: Path) -> bool:
+    """Returns whether a process of this host holds the lock of a launch directory."""
+    fd = jsonl.open_regular(launch / rundir.LOCK)
+    if fd is None:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def is_adopted(run: Path, token: str) -> bool:
+    """Returns whether a supervisor has the launch of a run of this user that has this token."""
+    try:
+        for folder in (run, run.parent):
+            access.check_ours(folder)
+    except (RefusedError, ValueError):
+        return False
+    record = rundir.read_json(run / rundir.RUN, below=run.parent) or {}
+    known = jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN)
+    return bool(token) and known == token and is_locked(run.parent)
 
 
 def has_lost_rank(supervisor: Record) -> bool:

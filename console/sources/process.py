@@ -20,7 +20,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,10 +94,10 @@ def state(pid: int) -> str:
     return found.state if found else GONE
 
 
-def environment(pid: int) -> dict[str, str]:
+def environment(pid: int, proc: str = "/proc") -> dict[str, str]:
     """Returns the initial environment of a process, or {} if it cannot be read."""
     try:
-        data = Path(f"/proc/{pid}/environ").read_bytes()
+        data = Path(f"{proc}/{pid}/environ").read_bytes()
     except OSError:
         return {}
     pairs = (os.fsdecode(entry).partition("=") for entry in data.split(b"\0"))
@@ -191,18 +191,24 @@ def _open(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
     return Handle(pid, fd, ticks)
 
 
-def open_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle | None:
+def open_named(
+    owner: Mapping[str, Any], run: Path, logs: Path | None, family: Collection[int] = ()
+) -> Handle | None:
     """Opens the process that a document names, then checks it; returns None if a check fails.
 
     This is for a process that has overwritten its environment, for example with setproctitle. A
     document may name any process, so the process must belong to this user and write its output into
-    one of the run's `logs`. `logs` is None for a document that this process wrote.
+    one of the run's `logs`. `logs` is None for a document that this process wrote. If some
+    processes have the token and the same RANK (`family`), one of them must be the named process or
+    descend from it.
     """
     if not rundir.is_alive(owner):
         return None
     pid = owner["pid"]
 
     def is_meant() -> bool:
+        if logs and family and not any(pid in procfs.lineage(each) for each in family):
+            return False
         return rundir.is_alive(owner) and (logs is None or writes_into(pid, run, logs))
 
     return _open(pid, is_meant)

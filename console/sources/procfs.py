@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,6 +87,16 @@ def parse_stat(text: str) -> Stat | None:
     state = clean(fields[0])
     whole = Stat(clean(name, MAX_NAME_CHARS), state, user + system, *others)
     return whole if len(state) == 1 else None
+
+
+def lineage(pid: int, proc: str = "/proc") -> Iterator[int]:
+    """Yields a process and its nearest ancestors, at most `MAX_DEPTH` processes."""
+    for _ in range(MAX_DEPTH):
+        yield pid
+        fields = read_text(f"{proc}/{pid}/stat").rpartition(")")[2].split()
+        if len(fields) < 2 or not fields[1].isdecimal():
+            return
+        pid = int(fields[1])
 
 
 def children(pid: int, threads: Iterable[int] | None = None) -> list[int]:

@@ -20,20 +20,6 @@ from trainers.contract import jsonl, rundir
 MAX_BYTES = 1 << 16
 
 
-def is_held(launch: Path) -> bool:
-    """Returns whether a process of this host holds the lock of a launch directory."""
-    fd = jsonl.open_regular(launch / rundir.LOCK)
-    if fd is None:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
 def token_of(launch: Path) -> str:
     """Returns the token in the lock file of a launch directory, or "" if there is none."""
     return jsonl.text(rundir.read_json(launch / rundir.LOCK, below=launch) or {}, "token")
@@ -108,7 +94,8 @@ class LaunchLock:
                 os.close(fd)
         self._lost = "" if same else (
             f"{self._path.parent} was moved, replaced or removed (its lock is not this launch's): "
-            "requests and .HALT there are ignored, and nothing is written there; move it back, or "
-            f"stop the run with kill -TERM {self._pid}"
+            "the supervisor ignores requests and .HALT there and writes nothing there (the ranks "
+            "obey .HALT while their run directory is at its path); move it back, or stop the run "
+            f"with kill -TERM {self._pid}"
         )  # fmt: skip
         return self._lost

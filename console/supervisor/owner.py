@@ -42,7 +42,7 @@ HANDLE_S = 0.5
 """The owner handles a signal itself when the child has not done so after this time."""
 LATE_S = 0.5
 """After the grace time, the owner waits this long for the child's KILL, then sends its own."""
-SCAN_EVERY_S, RESEND_EVERY_S, POLL_S = 0.2, 0.1, 2.5
+SCAN_EVERY_S, RESEND_EVERY_S, REFORK_S, POLL_S = 0.2, 0.1, 1.0, 2.5
 
 
 ChildMain = Callable[[Channel, ChildState], int]
@@ -81,13 +81,16 @@ class Owner:
         while self._result is None:
             try:
                 self._step()
-            except Exception:  # no descriptor, process or memory is left, so try again
+            except Exception:  # for example, no descriptor is left for a scan, so try again
                 time.sleep(SCAN_EVERY_S)
         return self._result
 
     def _step(self) -> None:
         if not self._pid and time.monotonic() >= self._fork_at:
-            self._fork()
+            try:
+                self._fork()
+            except OSError:  # no descriptor, process or memory is left, so try again
+                self._fork_at = time.monotonic() + REFORK_S
         self._poll()
         self._reap()
         self._send_queued()
@@ -101,12 +104,13 @@ class Owner:
         ours, theirs = socket.socketpair()
         owner = os.getpid()
         self._state.activity.clear()
-        self._forwarded = len(self._state.signals)  # the child gets a copy of these by fork
+        copied = len(self._state.signals)  # the child gets a copy of these by fork
         with theirs:
             pid = os.fork()
             if pid == 0:
                 ours.close()
                 self._become_child(owner, Channel(theirs))
+        self._forwarded = copied
         ours.setblocking(False)
         self._attach(pid, Channel(ours))
 
@@ -341,8 +345,8 @@ class Owner:
         now = time.monotonic()
         if now >= self._handle_at:
             if self._kill_at == math.inf:  # the child did not send KILL_AFTER
-                self._kill_at = self._handle_at - HANDLE_S + self._grace_s
-                self._terminate()
+                self._terminate()  # repeated if a scan of the processes fails
+                self._kill_at = now - HANDLE_S + self._grace_s
             self._handle_at = math.inf
         if now >= max(self._kill_at, self._scan_at):
             self._kill(now)

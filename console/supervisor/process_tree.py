@@ -136,23 +136,25 @@ class Tree:
         logs = None if stored.get("attempt") == number else rundir.logs(run, number)
         place = {key: document.get(key) for key in ("boot_id", "host")}
 
-        def named(entry: Mapping[str, Any]) -> process.Handle | None:
-            return self._watch(process.open_named(place | dict(entry), run, logs))
+        with_token = {pid: process.environment(pid).get("RANK") for pid in self._found()}
+
+        def named(entry: Mapping[str, Any], rank: int = -1) -> process.Handle | None:
+            family = [pid for pid, its in with_token.items() if its == str(rank)]
+            return self._watch(process.open_named(place | dict(entry), run, logs, family))
 
         agent, entries = jsonl.mapping(document, "torchrun"), jsonl.entries(document, "workers")
         known = {rank: each for each in sorted(entries, key=_end_ts) if
                  (rank := jsonl.integer(each, "rank")) is not None and 0 <= rank < self.nproc
                  }  # fmt: skip
-        with_token = self._found()
         for rank, entry in known.items():
             # A rank that overwrote its token may have children that have the token and the RANK.
-            if entry.get("pid") not in with_token and (handle := named(entry)):
+            if entry.get("pid") not in with_token and (handle := named(entry, rank)):
                 self._adopt_named(rank, entry, handle)
         ended = {str(rank) for rank, entry in known.items() if entry.get("exit") is not None}
-        self._adopt_found(with_token, ended)
+        self._adopt_found([*with_token], ended)
         for rank, entry in known.items():
             if rank not in self.workers:
-                self._adopt_named(rank, entry, named(entry))
+                self._adopt_named(rank, entry, named(entry, rank))
         for worker in self.workers.values():
             worker.late = worker.late or (worker.over_ts is None and worker.handle.is_over())
         self.agent = self.agent or named(agent)

@@ -47,6 +47,11 @@ COUNTING = ("progress", "exit")
 """Records that contain the number of steps with a non-finite loss, if it is counted."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
+RESERVED = frozenset({
+    "v", "n", "run", "attempt", "ts", "mono", "host", "pid", "rank", "local_rank", "world", "step",
+    "msg", "steps_dt_s", "nonfinite_loss_steps", "cut",
+})  # fmt: skip
+"""The fields of a progress record that are no figures of the program."""
 _BOARD = struct.Struct("<qqq")
 _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 """Marks on the board: a requested halt, and a step that rank 0 decided on."""
@@ -100,7 +105,7 @@ class Member:
                 signal.signal(number, self._on_signal)
         self._watcher.start()
 
-    def record(self, msg: str, step: int, **figures: Any) -> None:
+    def record(self, msg: str, step: int, /, **figures: Any) -> None:
         """Records one heartbeat; `figures` are the fields of docs/run-directory.md.
 
         A dropped record also uses up its number, so the gap is visible.
@@ -219,16 +224,18 @@ class Joined(Member):
         self._reason = "done"
         self._raised_in = ""
         """The phase in which the newest exception was raised, "" after a new step or phase."""
+        self._dropped: set[str] = set()
+        """The names of the figures that were dropped."""
         self.pulse.nonfinite_steps = 0
         self.start()
         self.record("boot", 0)
         atexit.register(self._exit)
 
-    def step(self, step: int, **figures: Any) -> bool:
+    def step(self, step: int, /, **figures: Any) -> bool:
         """Marks the start of `step`; returns True if all ranks halt before this step.
 
         `figures` belong to the previous step. Steps with a non-finite `loss` are counted as long as
-        the loss of each step is a plain number.
+        the loss of each step is a plain number. Figures with a name in `RESERVED` are dropped.
         """
         self.end_step(**figures)
         if self._board.decide(self.rank, step, bool(self.halt_reason)):
@@ -241,14 +248,14 @@ class Joined(Member):
         self.pulse.set(step, "step")
         return False
 
-    def end_step(self, **figures: Any) -> None:
+    def end_step(self, /, **figures: Any) -> None:
         """Ends the present step, to which `figures` belong; does nothing if this step has ended.
 
         `step` calls this, so a program needs it only after its last step.
         """
         if self._in_step:
             self._count(figures.get("loss"))
-            self._end_step(**figures)
+            self._end_step(figures)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -268,9 +275,13 @@ class Joined(Member):
         finally:
             self.pulse.set(self._last_step, before)
 
-    def _end_step(self, **figures: Any) -> None:
+    def _end_step(self, figures: Mapping[str, Any]) -> None:
         if self._in_step:
             self._in_step = False
+            if taken := sorted(RESERVED.intersection(figures) - self._dropped):
+                self._dropped.update(taken)
+                self.log(f"figures with the names of other fields are dropped: {', '.join(taken)}")
+            figures = {name: value for name, value in figures.items() if name not in RESERVED}
             duration_s = time.monotonic() - self._last_at
             self.record("progress", self._last_step, steps_dt_s=[duration_s], **figures)
 
@@ -283,13 +294,17 @@ class Joined(Member):
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1
         elif self.pulse.nonfinite_steps >= 0:
-            self.pulse.nonfinite_steps += not math.isfinite(loss)
+            try:
+                finite = math.isfinite(loss)
+            except OverflowError:  # a number that no float can express
+                finite = False
+            self.pulse.nonfinite_steps += not finite
 
     def _exit(self) -> None:
         """Writes the last step, unless an exception ended the program, and then the exit record."""
         error = getattr(sys, "last_value", None)
         if error is None:
-            self._end_step()
+            self._end_step({})
             self.close(self._last_step, self._raised_in, reason=self._reason)
         else:
             reason = f"{type(error).__name__}: {error}"[:400]

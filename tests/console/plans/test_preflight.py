@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import socket
@@ -19,7 +20,7 @@ from console import actions, plan
 from console.actions import LaunchOptions
 from console.plans import gpu_checks, host_checks, preflight
 from console.plans.case import Case
-from trainers.contract import rundir
+from trainers.contract import environ, rundir
 
 TINY = {"name": "one", "config": "configs/tiny_cpu.yaml", "nproc": 2}
 ROOT = Path(__file__).parents[3]
@@ -262,6 +263,24 @@ def test_a_leftover_trainer_on_a_gpu_is_refused_by_its_pid(tmp_path):
     assert (result, "have GPUs open: kill 21," in text) == ("fail", True), text
     result, text = host_checks.leftovers(bare(tmp_path))
     assert (result, "pid 20 21;" in text or "pid 21 20;" in text) == ("pass", True), text
+
+
+def test_a_trainer_whose_run_was_adopted_is_no_leftover(tmp_path):
+    """An adopted rank does not descend from its supervisor; the lock and run.json name its run."""
+    run = tmp_path / "launch/0-train"
+    rundir.make_directory(run)
+    rundir.write_json(run / rundir.RUN, {"environment": {environ.TOKEN: "c0ffee"}})
+    for pid, token in ((20, "c0ffee"), (21, "other"), (22, "")):
+        process(tmp_path, pid, 1, "python -u -m trainers.ddp", "/dev/nvidia0")
+        named = f"{environ.RUN_DIR}={run}\0{environ.TOKEN}={token}\0"
+        (tmp_path / f"proc/{pid}/environ").write_text(named)
+    found = [host_checks.unsupervised(tmp_path / "proc")]
+    with (run.parent / rundir.LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found.append(host_checks.unsupervised(tmp_path / "proc"))
+        run.chmod(0o777)
+        found.append(host_checks.unsupervised(tmp_path / "proc"))
+    assert found == [[20, 21, 22], [21, 22], [20, 21, 22]]
 
 
 def test_a_phase_that_cannot_fit_into_a_gpu_is_refused(tmp_path):

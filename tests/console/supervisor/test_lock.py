@@ -37,6 +37,18 @@ def test_a_new_owner_has_a_new_token_and_its_supervisor_keeps_it(tmp_path):
     os.close(fd)
 
 
+def test_the_sentence_on_an_overwritten_lock_says_that_the_ranks_still_obey_a_halt(tmp_path):
+    path = tmp_path / rundir.LOCK
+    with path.open("w+b") as file:
+        lock.claim(file.fileno(), "one", "ann")
+        owned = lock.LaunchLock(tmp_path, file.fileno())
+        assert owned.lost() == ""
+        path.write_text("{}")
+        said = owned.lost()
+    assert "the supervisor ignores requests and .HALT there" in said
+    assert "the ranks obey .HALT while their run directory is at its path" in said
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"token": 7}', b"\xff" * 9000])
 def test_a_lock_that_holds_something_else_has_no_token(tmp_path, content):
     (tmp_path / rundir.LOCK).write_bytes(content)

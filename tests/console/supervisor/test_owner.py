@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 
@@ -242,6 +243,20 @@ def test_open_alerts_go_on_in_the_next_process_and_are_cleared_there(begin):
     assert (stall(), started.state()["stalls"]) == (["alert"], 1)
     os.kill(rank, signal.SIGCONT)
     started.wait(lambda: stall() == ["alert", "clear"])
+
+
+def test_a_term_ends_the_ranks_while_no_child_can_be_started(running):
+    owner, child = running.owner["pid"], running.child()
+    soft, hard = resource.prlimit(owner, resource.RLIMIT_NOFILE)
+    resource.prlimit(owner, resource.RLIMIT_NOFILE, (4, hard))
+    os.kill(child, signal.SIGKILL)
+    running.wait(lambda: process.state(child) in (process.GONE, "Z"))
+    os.kill(owner, signal.SIGTERM)
+    running.wait_gone()
+    resource.prlimit(owner, resource.RLIMIT_NOFILE, (soft, hard))
+    ended = running.wait_end()
+    assert ended["phases"][0]["state"] == "stopped"
+    assert "SIGTERM to the supervisor" in ended["why"]
 
 
 def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
