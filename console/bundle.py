@@ -86,10 +86,11 @@ TABLE: tuple[Row, ...] = (
 # --- secrets -------------------------------------------------------------------------------------
 
 _WORD = (
-    r"[\w.-]*(?:(?<!per[_.-])token|secret|passw(?:or)?d|passphrase|"
+    r"[\w.-]*(?:(?<!per[_.-])(?<!tik)token|secret|passw(?:or)?d|passphrase|"
     r"(?:api|access|account|private)[_ -]?key|credentials?|cookie|authorization|"
-    r"signature|(?<=[_.-])(?:pass|pwd|auth|key))"
+    r"signature|(?<=[_.-])(?:pass|pwd|auth|(?<!text[_.-])key))"
 )
+"""Names whose value is a secret, except tiktoken, data.text_key and numbers per token."""
 _FORM = (
     r"hf_|sk-|gh[pousr]_|github_pat_|xox[bap]-|AKIA|ASIA(?=[A-Z0-9]{16}\b)|glpat-|AIza|nvapi-|"
     r"[rs]k_(?:live|test)_|npm_|pypi-|ya29\.|eyJ[\w-]{8,400}\."

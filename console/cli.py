@@ -18,6 +18,7 @@ from console.commands import output
 from console.commands.output import OutputError
 from console.commands.table import JSON, TABLE, Command, path, word
 from console.sources import launches
+from console.sources.process import NAME, program
 from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
@@ -95,14 +96,15 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
+        raise UsageError(f"{message}; see {self.prog.replace(NAME, program(), 1)} --help")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         output.print_line(message.rstrip())
 
 
 def _epilog(examples: Sequence[str], more: str = "", end: Sequence[str] = ()) -> str:
-    lines = ["examples:", *(f"  nsa-console {example}".rstrip() for example in examples), ""]
+    called = program()
+    lines = ["examples:", *(f"  {called} {example}".rstrip() for example in examples), ""]
     lines += [more] if more else []
     lines += ["exit codes:", *(f"  {code:<3} {means}" for code, means in EXITS.items())]
     return "\n".join((*lines, *end))
@@ -111,7 +113,7 @@ def _epilog(examples: Sequence[str], more: str = "", end: Sequence[str] = ()) ->
 def build_parser() -> Parser:
     """Returns the parser of all commands."""
     parser = Parser(
-        prog="nsa-console",
+        prog=NAME,
         description="Launch, watch and diagnose NSA pre-training. Without a command: the screen.\n"
         "Write the options below before the command.",
         epilog=_epilog(

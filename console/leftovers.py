@@ -67,12 +67,12 @@ def _why_not(run: Path, token: str) -> str:
     if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != token:
         return f"its token is not that of {run / rundir.RUN}"
     if liveness.is_locked(run.parent):
-        return f"a supervisor has the lock of {run.parent}; stop the run with nsa-console stop"
+        return f"a supervisor has the lock of {run.parent}; stop it with {process.program()} stop"
     for named in (own, jsonl.mapping(plan, "supervisor")):
         if not named or named.get("host") != rundir.host_name():
             return f"the supervisor of {run} is not known on this host"
         if rundir.is_alive(named) or rundir.is_alive(jsonl.mapping(named, "child")):
-            return f"the supervisor of {run} is alive; stop the run with nsa-console stop"
+            return f"the supervisor of {run} is alive; stop it with {process.program()} stop"
     return ""
 
 

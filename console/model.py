@@ -214,7 +214,7 @@ class PhaseState:
     @property
     def numbered(self) -> str:
         """The number of the phase, counted from 1, and its name."""
-        return f"{self.index + 1} {self.name}"
+        return f"{self.index}-{self.name}"
 
 
 @dataclass(frozen=True, slots=True)

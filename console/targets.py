@@ -191,5 +191,6 @@ def _without_supervisor(name: str, folder: Path, box: Mailbox, owner: Supervisor
     if box == "run" and state.state in liveness.ENDED - UNSUPERVISED_STATES:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"
     why = f"the supervisor of {name} is not running" if owner.pid else f"{name} has no supervisor"
-    advice = f"; nsa-console adopt {shlex.quote(str(top))} starts a new supervisor" if top else ""
+    adopt = f"{process.program()} adopt {shlex.quote(str(top))} starts a new supervisor"
+    advice = f"; {adopt}" if top else ""
     return f"{why}; {NOT_SENT}{advice}"

@@ -88,7 +88,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         key = keys()[name]
         text = f"{key.help} ({name}, default {'empty' if key.default == '' else key.default})"
         optional: dict[str, Any] = {"nargs": "?", "const": ALONE[name]} if name in ALONE else {}
-        metavar = METAVARS.get(name) or ("N" if key.kind is int else "|".join(key.kind))
+        choices = "|".join(key.kind) if isinstance(key.kind, tuple) else "N"
+        metavar = METAVARS.get(name, choices)
         parser.add_argument(option, metavar=metavar, dest=name, help=text, **optional)
     ddp_help = "1: require torchrun, 0: require one process, -1: allow both (default)"
     parser.add_argument("--ddp", choices=("-1", "0", "1"), default="-1", help=ddp_help)

@@ -13,9 +13,10 @@ from typing import Any, NoReturn, TypeVar
 from console import actions, targets
 from console.action_table import ACTIONS
 from console.actions import LaunchOptions
-from console.commands.output import print_error, print_line, program, show
+from console.commands.output import print_error, print_line, show
 from console.commands.query import follow
 from console.sources import launches
+from console.sources.process import program
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, UsageError
@@ -39,7 +40,9 @@ def pairs(words: Sequence[str], option: str) -> dict[str, str]:
 def _chosen(options: argparse.Namespace) -> LaunchOptions:
     """Returns the options of a launch. Raises UsageError if they do not fit together."""
     if (options.plan is None) == (options.config is None):
-        raise UsageError("launch needs either PLAN or --config FILE; see nsa-console launch --help")
+        raise UsageError(
+            f"launch needs either PLAN or --config FILE; see {program()} launch --help"
+        )
     if options.trainer and options.config is None:
         raise UsageError("--trainer needs --config; the phases of a plan name their own trainer")
     return LaunchOptions(
@@ -132,7 +135,7 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     if event is None:
         host, _ = targets.host_and_stopped(path, ACTIONS[action])
         of = f" from the supervisor on {host}" if host else ""
-        then = stopped() or f"see nsa-console status {options.run}"
+        then = stopped() or f"see {program()} status {options.run}"
         raise ContractError(
             f"no answer to {action} {limit}{of}; the request remains and may still be executed; "
             f"{then}"

@@ -17,9 +17,10 @@ from typing import Any
 from console import actions, status_text
 from console.action_table import NEUTRAL
 from console.actions import LaunchOptions
-from console.commands.output import is_terminal, print_error, print_line, program, show
+from console.commands.output import is_terminal, print_error, print_line, show
 from console.plans import catalog
 from console.sources import launches, verdicts
+from console.sources.process import program
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract import jsonl, rundir
@@ -285,7 +286,7 @@ def _end(path: Path) -> None:
             actions.answer(path, actions.send(path, "stop", {}, f"{BY} {actions.who()}"), ANSWER_S)
     while path.is_dir() and not (status_text.is_over(source.poll()) and _is_left(path)):
         if time.monotonic() >= until:
-            command = f"nsa-console stop {shlex.quote(str(path))} --kill --yes"
+            command = f"{program()} stop {shlex.quote(str(path))} --kill --yes"
             print_error(f"the run of the drill has not ended within {ENDED_S:g} s; run {command}")
             return
         time.sleep(POLL_S)

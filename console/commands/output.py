@@ -9,11 +9,8 @@ import contextlib
 import errno
 import io
 import os
-import shlex
-import shutil
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from console.sources.sanitize import clean
@@ -22,7 +19,6 @@ from trainers.contract.errors import ContractError
 
 BAR_CELLS = 30
 MAX_SENTENCE_CHARS = 400
-NAME = "nsa-console"
 
 
 class OutputError(ContractError):
@@ -70,19 +66,6 @@ def print_line(text: str) -> None:
 def emit(record: Any) -> None:
     """Prints one JSON document on one line; non-finite numbers become text. Raises OutputError."""
     print_line(jsonl.encode(record).decode("ascii").rstrip())
-
-
-def program() -> str:
-    """Returns the command that starts this program: `python -m console`, its name or its path.
-
-    The path is returned if the shell would not find this program under its name.
-    """
-    called, found = Path(sys.argv[0]), shutil.which(NAME)
-    if called.name == "__main__.py":
-        return f"{shlex.quote(sys.executable)} -m console"
-    if called.name != NAME or (found and called.exists() and called.samefile(found)):
-        return NAME
-    return shlex.quote(str(called))
 
 
 def show(as_json: bool, record: Any, lines: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ files.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 import time
@@ -25,8 +26,9 @@ from console.commands.output import (
 )
 from console.commands.table import regex
 from console.model import LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState, State
-from console.plans.gate_check import poll_confirmed, so_far
+from console.plans.gate_check import poll_confirmed, so_far, unconfirmed
 from console.sources import launches, liveness
+from console.sources.process import program
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract import rundir
@@ -62,7 +64,7 @@ def runs(options: argparse.Namespace) -> int:
         step = "-" if state.step is None else f"{state.step:,}"
         again = f"attempt {state.attempt}; " if state.attempt > 1 else ""
         lines.append(f"{launch.id:<32} {phase:<14} {word:<12} step {step:<8} {again}{why}")
-    none = f"no launches under {options.root}; start one with nsa-console launch PLAN"
+    none = f"no launches under {options.root}; start one with {program()} launch PLAN"
     show(options.json, rows, lines or [none])
     return 0
 
@@ -81,7 +83,7 @@ def _resume(state: RunState) -> Iterator[str]:
     launch = state.launch
     if launch is None or state.state not in ENDED_EARLY or not (state.checkpoint and state.decided):
         return
-    yield f"  to resume, run: nsa-console resume {shlex.quote(launch.path)}"
+    yield f"  to resume, run: {program()} resume {shlex.quote(launch.path)}"
 
 
 def follow(
@@ -139,7 +141,13 @@ def _check_plan(options: argparse.Namespace) -> int:
     prepared = actions.prepare(chosen, print_error)
     lines = prepared.lines()[: len(prepared.checks) + len(prepared.training)]
     go = f"go if this machine had {prepared.assumed}" if prepared.assumed else "go"
-    show(options.json, prepared.as_dict(), [*lines, go if prepared.ok else "no go"])
+    end = f"{go if prepared.ok else 'no go'}: preflight of the plan {prepared.plan.name}"
+    with contextlib.suppress(NotFoundError, UsageError):
+        path = launches.find(options.run, options.root)
+        if launches.launch_id(path) == options.run:
+            command = f"{program()} check {shlex.quote(str(path))}"
+            end += f"; to check the launch of this name, run: {command}"
+    show(options.json, prepared.as_dict(), [*lines, end])
     return 0 if prepared.ok else 1
 
 
@@ -153,7 +161,7 @@ def _end_leftovers(confirmed: bool) -> None:
     if found and not confirmed:
         if not is_terminal():
             raise UsageError("--end-leftovers needs --yes without a terminal; nothing was ended")
-        print_error("y ends these processes; nsa-console adopt RUN continues their run instead")
+        print_error(f"y ends these processes; {program()} adopt RUN continues their run instead")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise UsageError("not confirmed; nothing was ended")
     for text in leftovers.end(found) if found else ["no process is a leftover of a launch"]:
@@ -166,13 +174,13 @@ def _check_run(options: argparse.Namespace) -> int:
     is_live = state.state in LIVE_STATES
     if is_live:
         state = replace(state, gates=so_far(run, state))
-    code = status_text.exit_code(state, run.is_launch) or int(is_live and bool(state.gates))
+    code = status_text.exit_code(state, run.is_launch) or int(is_live)
     end = status_text.no_go(state) or (
         _go(state, run.is_launch) if code == 0 else _no_go(state, run.is_launch)
     )
     if is_live and code <= 1 and state.state not in UNHEALTHY_STATES:
         end = _so_far(state)
-    gates, basis = status_text.as_json(state)["gates"], _basis(run, state, code, options.run)
+    gates, basis = status_text.as_json(state)["gates"], _basis(run, state, options.run)
     record = {"id": state.id, "state": state.state, "gates": gates, "basis": basis,
               "so_far": is_live, "exit_code": code}  # fmt: skip
     show(
@@ -186,28 +194,33 @@ def _check_run(options: argparse.Namespace) -> int:
 def _so_far(state: RunState) -> str:
     """Returns how many gates of a live run have passed, failed and are unknown so far."""
     if not state.gates:
-        return f"{state.id} is {state.state}; it has no gates"
+        return f"no go yet; {state.id} is {state.state}; it has no gates"
     counts = Counter(gate.result for gate in state.gates)
     words = [f"{counts[result]} {status_text.RESULT_WORDS[result]}" for result in reversed(RESULTS)]
     return f"no go yet; {state.id} is {state.state}; gates so far: {', '.join(words)}"
 
 
-def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
-    """Returns the records from which the gates were evaluated, or "" for a run without gates."""
+def _basis(run: RunSource, state: RunState, named: str) -> str:
+    """Returns the records from which the gates were evaluated, or "" for a run without gates.
+
+    For a run that ended early, the result also has the gates that the records do not confirm.
+    """
     if not state.gates:
         return ""
     is_live = state.state in LIVE_STATES
-    if code and not status_text.no_go(state) and not is_live:
+    if any(gate.blocks for gate in state.gates) and not is_live:
         return f"based only on {rundir.GATES}"
     has_snapshot, ts, count = run.counted
     records = f"the {status_text.counted(count, 'record')} that are read"
     if has_snapshot:
         of = f"{rundir.SNAPSHOT} of {status_text.age(liveness.age(ts))} ago"
-        full = f"nsa-console check {shlex.quote(named)} --full replays all records"
+        full = f"{program()} check {shlex.quote(named)} --full replays all records"
         records = f"{of} and {status_text.counted(count, 'record')} after it; {full}"
     elif run.has_all_records and not state.behind_bytes:
         records = f"all {status_text.counted(count, 'record')}"
-    return f"based on {'' if is_live else f'{rundir.GATES} and '}{records}"
+    doubts = "; ".join(unconfirmed(run, state)) if state.state in ENDED_EARLY else ""
+    of = "" if is_live else f"{rundir.GATES} and "
+    return f"based on {of}{records}{f'; not confirmed: {doubts}' if doubts else ''}"
 
 
 def _read_all(options: argparse.Namespace) -> RunSource:
@@ -348,13 +361,14 @@ def plans(options: argparse.Namespace) -> int:
 
     (found, wrong), lines = catalog.plans(), []
     for plan in found:
-        lines.append(f"{plan.name}: {plan.about}")
-        for phase in plan.phases:
-            gates = ", ".join(f"{name} {bound}" for name, bound in phase.gates.items())
-            lines.append(
-                f"  {phase.name:<12} {status_text.counted(phase.nproc, 'process')}; {phase.proves}"
-            )
-            lines.append(f"  {'':<12} gates: {gates or 'none'}")
+        runs = Counter(phase.sweep or phase.name for phase in plan.phases)
+        variants = Counter(sweep for sweep, _ in {(p.sweep, p.variant) for p in plan.phases})
+        phases = [
+            f"{name} × {count // variants[name]} rounds × {variants[name]} variants"
+            if name in variants else name
+            for name, count in runs.items()
+        ]  # fmt: skip
+        lines.append(f"{plan.name}: {plan.about} Phases: {', '.join(phases)}")
     show(options.json, [plan.as_dict() for plan in found], lines)
     for sentence in wrong:
         print_error(sentence)

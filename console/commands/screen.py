@@ -10,6 +10,7 @@ import gc
 
 from console.commands import output
 from console.sources import launches
+from console.sources.process import program
 from trainers.contract import environ
 from trainers.contract.errors import UsageError
 
@@ -22,7 +23,7 @@ def screen(options: argparse.Namespace) -> int:
     The garbage collector is off until the first picture, because startup creates little garbage.
     """
     if not output.is_terminal():
-        raise UsageError("the screen needs a terminal; use a subcommand (nsa-console --help)")
+        raise UsageError(f"the screen needs a terminal; use a subcommand ({program()} --help)")
     path = launches.find(options.run, options.root) if options.run else None
     from console.tui.terminal import detect
 
@@ -30,7 +31,7 @@ def screen(options: argparse.Namespace) -> int:
     if terminal.dumb:
         raise UsageError(
             "this terminal cannot show the screen (TERM is dumb or not set); "
-            "use `nsa-console watch RUN --plain`"
+            f"use `{program()} watch RUN --plain`"
         )
     gc.disable()
     from console.tui import styles
@@ -42,7 +43,7 @@ def screen(options: argparse.Namespace) -> int:
     app.feed.stop()
     for each in app.pending:
         if each.label != "check":
-            output.print_error(f"no answer yet to {each}; nsa-console status RUN shows the state")
+            output.print_error(f"no answer yet to {each}; {program()} status RUN shows the state")
     return FAILED if app.return_code else 0
 
 

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from console.plans import gpu_checks, launch_facts
+from console.plans import gpu_checks, launch_facts, sweep
 from console.plans.case import Case, Found
 from console.status_text import size
 from trainers import settings
@@ -34,6 +34,10 @@ def config(case: Case, index: int) -> Found:
     phase, resolved = case.plan.phases[index], case.settings[index]
     if not resolved:
         return "pass", "a foreign program, not checked"
+    steps, least = case.value(index, "train.steps"), sweep.LEAST_STEPS
+    if phase.sweep and steps < least:
+        text = f"train.steps is {steps}, and a run of a sweep needs at least {least} steps"
+        return "fail", f"{text} to be compared; correct train.steps"
     found = _figures(case, index)
     text = (
         f"{len(resolved)} settings are valid: {found.parameters:,} parameters, sequences of "

@@ -107,6 +107,15 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
         yield from _unconfirmed_gates(source, state, run_json, document)
 
 
+def unconfirmed(source: RunSource, state: RunState) -> Iterator[str]:
+    """Yields a text for each gate of an ended run that its records do not confirm."""
+    if (run := source.run_path) is not None:
+        run_json, document = (
+            rundir.read_json(run / n, below=run) or {} for n in (rundir.RUN, rundir.SUPERVISOR)
+        )
+        yield from _unconfirmed_gates(source, state, run_json, document)
+
+
 def _unconfirmed_gates(
     source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip

@@ -114,7 +114,7 @@ def _shell(case: Case) -> Found:
     if foreign:
         parts.append(
             f"not handed to the training: {clean(', '.join(foreign))}; a launch hands on only what "
-            "`nsa-console flags` lists"
+            f"`{process.program()} flags` lists"
         )
     return "unknown" if known or foreign else "pass", "; ".join(parts) or "the shell sets no flag"
 
@@ -196,7 +196,7 @@ class Row:
 
 PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
 DRIVER = "the NVIDIA driver"
-LIMIT_S: Mapping[str, float] = {DRIVER: gpu_survey.LIMIT_S + 2}
+LIMIT_S: Mapping[str, float] = {DRIVER: gpu_survey.LIMIT_S + 2, NETWORK: 8.0}
 """Time limit of all rows with this value of `needs`; `USUAL_S` is the limit of other rows."""
 USUAL_S, SAID_S = 20.0, 2.0
 """After `SAID_S`, the preflight reports what it is still waiting for."""

@@ -28,6 +28,8 @@ from trainers.contract.errors import NotFoundError, UsageError
 
 LAST_STEPS, WARM_UP_STEPS = 50, 5
 """Number of last steps in the mean that the runbooks use, and number of first steps ignored."""
+LEAST_STEPS = WARM_UP_STEPS + LAST_STEPS // 2
+"""Smallest number of steps of a run in a sweep."""
 FAST_QUANTILE = 0.1
 MAX_ROUNDS = int(LIMITS["rounds"][1])
 MOST_TOKENS = 1e12
@@ -284,8 +286,11 @@ def _measure(path: Path) -> Run | str:
     tokens = jsonl.number(facts, "tokens_per_step")
     if tokens is None or not 0 < tokens < MOST_TOKENS:
         return f"{rundir.ENV} has no valid tokens_per_step"
-    if len(steps_s) < LAST_STEPS // 2:
-        return f"it has {len(steps_s)} step times after the first {WARM_UP_STEPS} steps, too few"
+    if len(steps_s) < LEAST_STEPS - WARM_UP_STEPS:
+        return (
+            f"it has {len(steps_s)} step times after the first {WARM_UP_STEPS} steps, too few; a "
+            f"run of a sweep needs at least {LEAST_STEPS} steps"
+        )
     settings = jsonl.mapping(run, "settings")
     values = {key: jsonl.mapping(settings, key).get("value") for key in settings}
     library = {

@@ -103,7 +103,7 @@ def _contradiction(
     current = jsonl.integer(state, "phase")
     if current is not None and _last_index(existing) > current:
         return (
-            f"{rundir.PLAN_STATE} says that phase {current + 1} was started last, "
+            f"{rundir.PLAN_STATE} says that phase {current} was started last, "
             f"but {clean(existing[-1], 80)} exists"
         )
     return ""

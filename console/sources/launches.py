@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from console.sources.process import program
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError, UsageError, did_you_mean
@@ -174,7 +175,7 @@ def _matches(wanted: str, known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
 def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
     """Returns the newest launch. For an action, raises RefusedError if another may be newer."""
     if not known:
-        raise NotFoundError(f"no launch under {root}; start one with nsa-console launch")
+        raise NotFoundError(f"no launch under {root}; start one with {program()} launch PLAN")
     newest = known[0]
     claims = [(each, sign) for each in known[1:] if (sign := each.claim_against(newest))]
     if act and claims:

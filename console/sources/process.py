@@ -13,9 +13,12 @@ import os
 import pwd
 import re
 import select
+import shlex
+import shutil
 import signal
 import stat
 import struct
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -26,11 +29,24 @@ from console.sources import procfs
 from console.sources.procfs import Stat, children
 from trainers.contract import environ, jsonl, rundir
 
-GONE = "gone"
+GONE, NAME = "gone", "nsa-console"
 _TICKS_PER_S, _PAGE_MIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 _INFO_SIZE, _INFO_CODE, _INFO_EXIT = 64, 60, 1 << 3
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 """PIDFD_GET_INFO of linux/pidfd.h; since Linux 6.15 it returns a reaped process's wait status."""
+
+
+def program() -> str:
+    """Returns the command that starts this program: `python -m console`, its name or its path.
+
+    The path is returned if the shell would not find this program under its name.
+    """
+    called, found = Path(sys.argv[0]), shutil.which(NAME)
+    if called.parts[-2:] == ("console", "__main__.py"):
+        return f"{shlex.quote(sys.executable)} -m console"
+    if called.name != NAME or (found and called.exists() and called.samefile(found)):
+        return NAME
+    return shlex.quote(str(called))
 
 
 @dataclass(frozen=True, slots=True)

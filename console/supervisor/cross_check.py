@@ -145,11 +145,11 @@ def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
     for number, run in enumerate(runs):
         if number > index and (run / rundir.RUN).exists():
             raise RefusedError(
-                f"{rundir.PLAN_STATE} says that phase {index + 1} was started last, but {run.name} "
+                f"{rundir.PLAN_STATE} says that phase {index} was started last, but {run.name} "
                 "has started; correct the document"
             )
         if (number != index or waiting) and (living := liveness.living_in(run)):
-            expected = "no phase runs" if waiting else f"phase {index + 1} runs"
+            expected = "no phase runs" if waiting else f"phase {index} runs"
             raise RefusedError(
                 f"{rundir.PLAN_STATE} says that {expected}, but in {run.name} {living}; kill "
                 "them, or correct the document"

@@ -251,7 +251,7 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
     if former.get("boot_id") != rundir.boot_id() and not sure:
         raise RefusedError(
             f"{launch} was not supervised since this host booted, and its command may be started "
-            f"again: check it with nsa-console status {directory}, and add --yes to confirm"
+            f"again: check it with {process.program()} status {directory}, and add --yes to confirm"
         )
     return state
 
@@ -299,7 +299,7 @@ def _wait_until_ready(
         raise ContractError(
             f"the supervisor (pid {started.pid}) has not written {rundir.PLAN_STATE} within "
             f"{READY_S:g} s (a full disk?); it keeps trying and the ranks keep running: see "
-            "nsa-console status"
+            f"{process.program()} status {directory}"
         )
     started.terminate()
     try:

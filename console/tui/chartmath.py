@@ -34,17 +34,18 @@ def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
     """Returns two values: the start and the length of the displayed time.
 
     If `span_s` is 0, the length is the least of `SPANS_S` that shows all points so far, at most ten
-    minutes.
+    minutes. A chart with this length begins at the first point until it is full. A chart with a
+    length of the operator ends at most a quarter of its length after `now`.
     """
     elapsed = now - first
     auto = next((s for s in SPANS_S if elapsed <= s <= AUTO_MAX_S), AUTO_MAX_S)
-    return window_start(first, now, span_s or auto), span_s or auto
+    start = window_start(first, now, span_s or auto)
+    return (start, span_s) if span_s else (max(first, start), auto)
 
 
 def window_start(first: float, now: float, span: float) -> float:
-    """Returns the start of the window: `first`, plus as many quarters of `span` as show `now`."""
-    over = now - first - span
-    return first if over <= 0 else first + math.ceil(over / (span / 4)) * (span / 4)
+    """Returns the start of the window: `first`, moved by quarters of `span` to show `now`."""
+    return first + math.ceil((now - first - span) / (span / 4)) * (span / 4)
 
 
 def bins(points: Sequence[Point], start: float, span: float, count: int) -> tuple[Bin, ...]:

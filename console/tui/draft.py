@@ -13,7 +13,7 @@ from console.tui.confirmations import CannotAsk, Choice, Question
 
 
 def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
-    """Returns the value of each flag in the next phase, or {} after the last phase.
+    """Returns the planned value of each flag in the next phase, or {} after the last phase.
 
     The values come from the flags of the phase, or else from its settings. Raises ContractError.
     """
@@ -23,8 +23,7 @@ def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
     from console.supervisor import launch_spec
 
     given, index = launch_spec.load(Path(launch.path)), launch.rest[0].index
-    pending = {flag.name: launch_spec.FlagValue(flag.value, flag.by) for flag in launch.next_flags}
-    flags = given.flags(index, pending)
+    flags = given.flags(index, {})
     held = flag_settings(given.settings(index, flags))
     return {**held, **{name: flag.value for name, flag in flags.items()}}
 
@@ -46,6 +45,8 @@ class Draft:
         self.flags: dict[str, str] = {}
         self.between = "ask"
         self.prepared: Any = None
+        self._unchanged: Any = None
+        """The launch without flags of the operator, as soon as it was checked."""
         self.trouble = ""
         self.checked: Any = None
 
@@ -62,7 +63,7 @@ class Draft:
     def _select(self, plan_name: str) -> None:
         if plan_name != self.plan_name:
             self.plan_name, self.flags, self.trouble = plan_name, {}, ""
-            self.prepared = self.checked = None
+            self.prepared = self.checked = self._unchanged = None
 
     def options(self) -> Any:
         """Returns the options of the launch. The check on the screen does not measure."""
@@ -82,6 +83,8 @@ class Draft:
         """Stores the result of a check; after an error, the last readable plan remains."""
         self.checked, self.trouble = options, trouble
         self.prepared = prepared if prepared is not None else self.prepared
+        if prepared is not None and not options.flags:
+            self._unchanged = prepared
 
     @property
     def plan(self) -> Any:
@@ -92,14 +95,17 @@ class Draft:
         return self.prepared.checks if self.prepared is not None else ()
 
     def planned_flags(self) -> Mapping[str, str]:
-        """Returns each flag's value in the first phase, from plan flags or else from settings."""
-        if self.prepared is None:
+        """Returns each flag's planned value in the first phase, from the plan or from settings."""
+        known = self._unchanged or self.prepared
+        if known is None:
             return {}
         # imported after the first picture
         from console.sources.json_documents import flag_settings
 
-        plan, first = self.prepared.plan, self.prepared.phases[0]
-        return {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}
+        plan, first = known.plan, known.phases[0]
+        found = {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}
+        operators = self.flags if self._unchanged is None else {}
+        return {name: value for name, value in found.items() if name not in operators}
 
     def question(self, host: str) -> Question:
         """Returns the confirmation of the launch. Raises CannotAsk if no launch is possible now."""

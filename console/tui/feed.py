@@ -52,7 +52,7 @@ class ScreenData:
     log_begins: bool = False
     trouble: str = ""
     coming: Mapping[str, str] = field(default_factory=dict)
-    """The flags that the next phase would get; `coming_trouble` says why they are missing."""
+    """The planned flags of the next phase; `coming_trouble` says why they are missing."""
     coming_trouble: str = ""
 
 
@@ -217,7 +217,7 @@ class Feed:
     def _poll_coming(self, launch: LaunchState | None) -> tuple[Mapping[str, str], str]:
         if launch is None or not launch.under_way or not self.wants_coming:
             return {}, ""
-        mark = (launch.path, launch.phase, launch.next_flags)
+        mark = (launch.path, launch.phase)
         if self._coming[0] != mark:
             try:
                 self._coming = (mark, next_phase_values(launch), "")

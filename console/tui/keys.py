@@ -97,8 +97,9 @@ TABLE: tuple[Key, ...] = (
         views=("launch",)),
     Key("open", ("enter",), "Launch: set the flag. Stall: read the whole stack", "details", 2,
         views=("launch", "stall")),
-    Key("zoom", ("z",), "Zoom: the selected chart; phases, command, checks and gates in full",
-        "zoom", 3, views=("dashboard", "launch")),
+    Key("zoom", ("z",), "Zoom: the selected chart. In full: phases, command, checks, gates, flags "
+        "with their help (Launch); verdict and evidence (Stall)", "zoom", 3,
+        views=("dashboard", "launch", "stall")),
     Key("find", ("/",), "Find text", "find", 6, views=("logs",)),
     Key("find_next", ("n",), "Next line with the searched text", views=("logs",)),
     Key("find_previous", ("N",), "Previous line with the searched text", views=("logs",)),

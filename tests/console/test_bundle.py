@@ -16,6 +16,7 @@ from console import bundle
 from console.bundle import Redactor
 from tests.console.sources import directory
 from tests.console.test_cli import cli
+from trainers import schema
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, UsageError
 
@@ -38,6 +39,7 @@ PLAIN = (
     '{"tokens_total": 4096, "toks_per_s": 7.5, "flops_per_token": 1.5}', "PWD=/job",
     '"data.tokenizer": {"value": "byte"}',
     "all_reduce 54 ([450712] float32), in which rank 0 waits", "https://huggingface.co/datasets/x",
+    "tiktoken=0.12.0", '{"tokens_per_step": 4, "tokenizer": "x"}',
     "basic attention without tokens", 'File "/job/train.py", line 41 in tokenize',
 )  # fmt: skip
 
@@ -72,6 +74,13 @@ def test_a_name_is_secret_in_a_shell_where_it_is_secret_in_a_file(name):
     assert left == [not bundle.is_secret(name)] * 3
     assert bundle.is_secret(name) == (name not in ("PWD", "OLDPWD", "MONKEY", "KEYBOARD",
                                                    "LD_PRELOAD"))  # fmt: skip
+
+
+def test_the_name_of_no_setting_is_secret():
+    names = schema.keys()
+    for value in ("abc", {"value": "abc", "origin": "plan"}):
+        text = json.dumps(dict.fromkeys(names, value))
+        assert Redactor({}).redact(text.encode()) == (text.encode(), 0)
 
 
 def test_a_secret_of_this_shell_is_removed_in_its_escaped_forms_too():

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from console import status_text
-from console.commands import output
 from console.model import LaunchState, PhaseState
+from console.sources import process
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from tests.console.tui import recorded
@@ -81,11 +81,11 @@ def test_the_next_command_starts_the_program_that_was_called(tmp_path, monkeypat
     called.touch(0o755)
     monkeypatch.setattr(sys, "argv", [str(called)])
     monkeypatch.setenv("PATH", "/usr/bin")
-    assert output.program() == str(called)
+    assert process.program() == str(called)
     monkeypatch.setenv("PATH", str(called.parent))
-    assert output.program() == "nsa-console"
+    assert process.program() == "nsa-console"
     monkeypatch.setattr(sys, "argv", [str(ROOT / "console" / "__main__.py")])
-    assert output.program() == f"{sys.executable} -m console"
+    assert process.program() == f"{sys.executable} -m console"
 
 
 def test_a_flag_is_listed_with_its_default(root):

@@ -118,6 +118,9 @@ def test_a_broken_plan_hides_no_other(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = said(capsys, "plans")
     assert (code, "cpu_smoke: " in out) == (2, True)
+    (line,) = [line for line in out.splitlines() if line.startswith("ddp_validation: ")]
+    assert "bucket × 11 rounds × 3 variants, audit, " in line
+    assert len(out.splitlines()) < 10
     assert ("broken.yaml" in err, len(err.splitlines())) == (True, 1)
     code, out, _ = said(capsys, "plans", "--json")
     assert (code, "cpu_smoke" in [plan["name"] for plan in json.loads(out)]) == (2, True)
@@ -130,6 +133,22 @@ def test_a_plan_that_is_misspelt_is_no_run_to_check(tmp_path, capsys):
     assert (code, "did you mean 'cpu_smoke'" in err) == (2, True), err
     code, _, err = said(capsys, "--root", tmp_path, "check", "cpu_smoke-2026")
     assert (code, "matches 2 launches" in err) == (2, True), err
+
+
+def test_a_word_that_names_a_plan_and_a_launch_is_checked_as_a_plan(tmp_path, capsys):
+    path = directory.launch(tmp_path, "cpu_smoke").rename(tmp_path / "mine")
+    assert "launch of this name" not in said(capsys, "--root", tmp_path, "check", "cpu_smoke")[1]
+    directory.change(path / rundir.PLAN, launch="cpu_smoke")
+    code, out, _ = said(capsys, "--root", tmp_path, "check", "cpu_smoke")
+    end = "preflight of the plan cpu_smoke; to check the launch of this name, run: "
+    assert out.splitlines()[-1] == f"go: {end}nsa-console check {path}"
+    assert code == 0
+
+
+def test_a_live_run_without_gates_is_no_go_yet(launch, capsys):
+    directory.run(launch / "0-first", state="starting")
+    code, out, _ = said(capsys, "check", launch)
+    assert (code, out) == (1, "no go yet; toy/0-first is starting; it has no gates\n")
 
 
 def test_runs_of_a_folder_that_is_not_there_are_not_none(tmp_path, capsys):
@@ -163,7 +182,7 @@ def test_watching_returns_when_the_plan_waits_if_that_is_asked(launch, capsys):
     assert (code, "is waiting: proceed." in out) == (0, True)
 
 
-def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys):
+def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys, monkeypatch):
     launch = directory.launch(tmp_path / "artifacts", "cpu_smoke")
     why = "all 2 ranks halted at step 88"
     run = directory.run(launch / "0-first", state="halted", why=why)
@@ -171,7 +190,8 @@ def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys):
     assert "resume" not in said(capsys, "status", launch)[1]
     (run / rundir.CHECKPOINTS).mkdir()
     (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000088\n")
-    sentence = f"to resume, run: nsa-console resume {launch}\n"
+    monkeypatch.setattr("sys.argv", ["bin/nsa-console"])
+    sentence = f"to resume, run: bin/nsa-console resume {launch}\n"
     assert sentence in said(capsys, "status", launch)[1]
     directory.change(launch / rundir.PLAN_STATE, state="ended")
     assert sentence in said(capsys, "watch", launch, "--plain")[1]

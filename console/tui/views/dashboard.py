@@ -10,6 +10,7 @@ from typing import Any
 
 from textual.app import ComposeResult
 
+from console.model import RunState
 from console.tui import chartmath, charts
 from console.tui.background import run_in_background
 from console.tui.chartmath import Mode
@@ -84,7 +85,7 @@ class Dashboard(View):
     Dashboard { layout: vertical; }
     Dashboard #top { layout: horizontal; height: auto; }
     Dashboard #ranks { width: 1fr; height: 1fr; }
-    Dashboard #figures { margin-left: 2; height: 1fr; }
+    Dashboard #figures { margin-left: 2; width: 28; height: 1fr; }
     Dashboard #charts { layout: grid; height: 1fr; grid-gutter: 0 2; }
     Dashboard ChartPanel { width: 1fr; height: 1fr; }
     """
@@ -119,8 +120,7 @@ class Dashboard(View):
         if snapshot is None or state is None or not self.size.area:
             return
         self._charts = charts.of_run(state, snapshot.recorded, self.choice)
-        ranks = len(state.ranks) or len(state.gpus)
-        now = ZOOMED if self.zoomed else shape(*self.size, ranks, len(self._charts))
+        now = ZOOMED if self.zoomed else self._shape_for(state, len(self._charts))
         if now != self._shape:
             self._shape = now
             self._apply(now)
@@ -135,6 +135,9 @@ class Dashboard(View):
         if self.console.feed.wanted != wanted:
             self.console.feed.wanted = wanted
             self.call_after_refresh(self.console.feed.nudge)
+
+    def _shape_for(self, state: RunState, available: int) -> Shape:
+        return shape(*self.size, len(state.ranks) or len(state.gpus), available)
 
     def _apply(self, now: Shape) -> None:
         top, figures = self.query_one("#top"), self.query_one("#figures")
@@ -171,7 +174,7 @@ class Dashboard(View):
 
     def _change_span(self, by: int) -> None:
         spans = chartmath.SPANS_S
-        index = spans.index(self.span_s) if self.span_s else spans.index(chartmath.AUTO_MAX_S)
+        index = spans.index(self.span_s or self.panels[0].window[1])
         self.span_s = spans[min(len(spans) - 1, max(0, index + by))]
         self.draw_again()
 
@@ -209,5 +212,7 @@ class Dashboard(View):
         """Opens the list from which charts are chosen."""
         from console.tui.widgets.chooser import ChartList
 
+        state = self.snapshot.state if self.snapshot else None
+        fits = self._shape_for(state, len(charts.CATALOG)).charts if state else 0
         shown = self.choice or [chart.title for chart in self._charts]
-        self.console.open_overlay(ChartList(shown, self.save_choice))
+        self.console.open_overlay(ChartList(shown, fits, self.save_choice))

@@ -11,14 +11,13 @@ from console.tui.operator import Console
 from console.tui.rows import Row, flowed, rule, text_of, wrap
 from console.tui.views.view import View
 from console.tui.widgets import flags as flag_list
-from console.tui.widgets.lines import Box, Panel
+from console.tui.widgets.lines import WHOLE, Box, Panel
 from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows, planned_phases
 from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from trainers.contract import flags as registry
 
 FOREIGN = "foreign program: other NSA flags have no effect"
 WIDE = 110
-WHOLE = 200
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
 """Least number of rows of the list of flags, with its heading; least height of a view that shows
 facts about the training."""
@@ -118,7 +117,7 @@ class Launch(Scrolls, View):
         if live := live_launch(snapshot):
             state, launch = live
             ended = ", which ended" if launch.state == "waiting" else ""
-            title = f"command of phase {launch.phase + 1} {launch.current}{ended}"
+            title = f"command of phase {launch.phase}-{launch.current}{ended}"
             return title, shell_line(state.argv, state.environment)
         prepared = self.draft.prepared
         return "command of the first phase", prepared.shell(0) if prepared else ""
@@ -136,7 +135,8 @@ class Launch(Scrolls, View):
         state, rows = snapshot.state, []
         is_live = live_launch(snapshot) is not None
         if state is not None and (is_live or state.gates):
-            name = state.launch.current if state.launch else state.id
+            is_of_plan = state.launch and state.launch.plan == self.draft.plan_name
+            name = state.launch.current if state.launch and (is_live or is_of_plan) else state.id
             height //= 1 if is_live else 2
             rows = gate_rows(state.gates, state.bounds, width, height,
                              f"gates of {name}{'' if is_live else ', which ended'}")  # fmt: skip
@@ -226,10 +226,9 @@ class Launch(Scrolls, View):
             self.draft.between = "go" if self.draft.between == "ask" else "ask"
             self.fill()
             return
-        held = item.following if item.changed else None
-        decided, value = flag_list.next_value(item.flag, item.now, held)
+        decided, value = flag_list.next_value(item.flag, item.planned or "", item.held)
         if decided:
-            self._set(live_launch(self.snapshot), item.flag.name, value)
+            self._set(live_launch(self.snapshot), item.flag.name, value, item.planned)
         else:
             self.do_open()
 
@@ -239,10 +238,11 @@ class Launch(Scrolls, View):
         self.fill()
 
     def do_zoom(self) -> None:
-        """Opens an overlay with the rows of all panels, up to `WHOLE` rows of each."""
+        """Opens an overlay with the rows of all panels, up to `WHOLE` of each, and all flags."""
         snapshot, width = self.snapshot, self.size.width
         if snapshot is not None:
             rows = [row for p in self.query(Panel) for row in p.rows(snapshot, width, WHOLE)]
+            rows += [rule(self.picker.heading, width), *flag_list.whole_rows(self._items, width)]
             self.console.open_overlay(Reader("launch", rows))
 
     def do_open(self) -> None:
@@ -255,16 +255,23 @@ class Launch(Scrolls, View):
             return
         name, live = item.flag.name, live_launch(self.snapshot)
         hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.help}"
-        value = (item.following or "") if item.changed else ""
         self.console.open_overlay(
-            Editor(name, value, hint, lambda text: text.strip() and registry.parse(name, text),
-                   lambda text: self._set(live, name, text or None))
+            Editor(name, item.held or "", hint,
+                   lambda text: text.strip() and registry.parse(name, text),
+                   lambda text: self._set(live, name, text or None, item.planned))
         )  # fmt: skip
 
     def _set(
-        self, live: tuple[RunState, LaunchState] | None, name: str, value: str | None
+        self, live: tuple[RunState, LaunchState] | None, name: str, value: str | None,
+        planned: str | None,
     ) -> None:  # fmt: skip
-        """Sends a changed flag to the launch for which it was chosen, or else stores it."""
+        """Sends a changed flag to the launch for which it was chosen, or else stores it.
+
+        The planned value undoes the change, unless the value is also for later phases.
+        """
+        is_planned = value and registry.format_value(registry.parse(name, value)) == planned
+        if is_planned and (live is None or self._later == "next"):
+            value = None
         if live is not None:
             self.console.operator.set_flag(live[1], name, value, self._later)
             return

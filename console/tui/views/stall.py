@@ -7,32 +7,35 @@ from functools import partialmethod
 
 from textual.app import ComposeResult
 
-from console.model import Rank, RunState, Verdict
+from console.model import LIVE_STATES, Rank, RunState, Verdict
+from console.sources.process import program
 from console.sources.stacks import Stack
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, cut, labelled, rule, text_of, wrap
 from console.tui.views.view import View
-from console.tui.widgets.lines import Panel, of_run
+from console.tui.widgets.lines import WHOLE, Panel, of_run
 from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
-from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured
+from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured, wrong
 from console.tui.widgets.stacks import LEAST_WIDTH, grouped, stack_rows, top_frame, whole_rows
 
-VERDICT = "VERDICT  "
+VERDICT, VERDICT_HEIGHT = "VERDICT  ", 2
 STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
     letter: word for letter, word in PROCESS_WORDS.items() if word}}  # fmt: skip
 
 
-def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[Row]:
-    """Returns the verdict, or why there is none, in at most two lines."""
+def verdict_rows(state: RunState, width: int, height: int, now: float) -> list[Row]:
+    """Returns the verdict, or why there is none, in at most `height` lines."""
     verdict = state.verdict
     if verdict is not None:
         since = "no supervisor now" if state.state == "unsupervised" else "the run has ended"
         ago = f"  ({fmt.age(now - verdict.ts)} ago; {since})"
         style, over = ("crit", "") if state.state == "stalled" else ("dim", ago)
-        first, *rest = wrap(verdict.sentence + over, width - len(VERDICT), 2) or [fmt.DASH]
-        second = (rest[0], style) if rest else (_place(verdict), "dim")
-        return [((VERDICT, style), (first, style)), ((" " * len(VERDICT), ""), second)]
+        said = wrap(verdict.sentence + over, width - len(VERDICT), height) or [fmt.DASH]
+        rows = labelled((VERDICT, style), said, style)
+        if len(said) == 1:
+            rows += labelled((" " * len(VERDICT), ""), [_place(verdict)], "dim")
+        return rows
     calm = {
         "running": ("no stall detected", "ok"),
         "stalled": ("stalled; diagnosis in progress", "dim"),
@@ -40,9 +43,9 @@ def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[
     said, style = calm.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
     if state.state == "unsupervised":
         adopt = "R starts one, " if state.launch else ""
-        said = f"no supervisor: {adopt}nsa-console watchdog {state.id} checks the run now"
+        said = f"no supervisor: {adopt}{program()} watchdog {state.id} checks the run now"
         style = "warn"
-    return labelled((VERDICT, "title"), wrap(said, width - len(VERDICT), 2), style)
+    return labelled((VERDICT, "title"), wrap(said, width - len(VERDICT), height), style)
 
 
 def _place(verdict: Verdict) -> str:
@@ -96,7 +99,7 @@ def _rank_cells(rank: Rank, style: str) -> Cells:
     power = fmt.whole(gpu.power_w, "W") if gpu else ""
     if gpu is not None and gpu.state != "ok":
         use, power = gpu.state, "GPU"
-    process = rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
+    process = (rank.exit and wrong(rank)) or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
     return place_cells(rank, style, style) | {
         "rank": (str(rank.rank), style or "strong"), "process": (process, style),
         "use": (use, ""), "power": (power, ""),
@@ -116,17 +119,28 @@ CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervis
 
 
 def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list[Row]:
-    """Returns the next step, then at most two lines for each sign of the verdict."""
+    """Returns the next step, then at most two lines for each sign of the verdict.
+
+    The heading counts the signs that do not fit. With `WHOLE` as height, no sign is cut.
+    """
     verdict = state.verdict
-    sure = f"confidence: {verdict.sure}" if verdict else ""
-    rows = [rule("evidence", width, sure)]
     if verdict is None:
-        return [*rows, ((CALM.get(state.state, "none"), "dim"),)]
-    if verdict.action:
-        rows += labelled(("→ ", "info"), wrap(verdict.action, width - 3, 2), "strong")
+        return [rule("evidence", width), ((CALM.get(state.state, "none"), "dim"),)]
+    limit = 99 if height >= WHOLE else 2
+    rows = labelled(("→ ", "info"), wrap(verdict.action, width - 3, limit), "strong")
+    hidden = 0
     for mark, sign in sorted(verdict.signs(), key=lambda each: each[1].startswith("rank ")):
-        rows += labelled((f"{mark} ", "info"), wrap(sign, width - 3, 2))
-    return rows[:height]
+        lines = labelled((f"{mark} ", "info"), wrap(sign, width - 3, limit))
+        hidden += len(rows) + len(lines) > height - 1
+        rows += lines
+    more = f"+{hidden} more: z   " if hidden else ""
+    return [rule("evidence", width, f"{more}confidence: {verdict.sure}"), *rows[: height - 1]]
+
+
+def no_dump(state: RunState) -> str:
+    """Returns that there is no dump, with the key that makes one if a rank may be alive."""
+    can = "yet; D dumps the stacks of all ranks" if state.state in LIVE_STATES else "of this run"
+    return f"no dump {can}"
 
 
 class StacksPanel(Panel):
@@ -137,6 +151,8 @@ class StacksPanel(Panel):
         state = snapshot.state
         if state is None:
             return []
+        if not snapshot.stacks:
+            return [rule("stacks", width), ((no_dump(state), "dim"),)]
         odd = state.verdict.rank if state.verdict else None
         groups = grouped(snapshot.stacks, [rank.rank for rank in state.ranks], odd)
         last = len(groups) - max(1, width // LEAST_WIDTH)
@@ -145,10 +161,10 @@ class StacksPanel(Panel):
 
 
 class Stall(Scrolls, View):
-    DEFAULT_CSS = """
-    Stall { layout: vertical; }
-    Stall #verdict { height: 2; }
-    Stall StacksPanel { height: 1fr; }
+    DEFAULT_CSS = f"""
+    Stall {{ layout: vertical; }}
+    Stall #verdict {{ height: {VERDICT_HEIGHT}; }}
+    Stall StacksPanel {{ height: 1fr; }}
     """
 
     def compose(self) -> ComposeResult:
@@ -170,13 +186,18 @@ class Stall(Scrolls, View):
         self.picker.fill(rank_rows(state, snapshot.stacks, width - GUTTER, snapshot.now))
 
     def fit_panels(self) -> None:
-        state = self.snapshot.state if self.snapshot else None
-        height = self.size.height
-        if state is None or not height:
+        snapshot, (width, height) = self.snapshot, self.size
+        state = snapshot.state if snapshot else None
+        if snapshot is None or state is None or not height:
             return
-        evidence = len(state.verdict.evidence) + 1 if state.verdict else 2
-        self.picker.styles.height = min(len(state.ranks) + 1, max(3, height // 2 - 1))
-        self.query_one("#evidence").styles.height = min(evidence, max(3, height // 4))
+        ranks = min(len(state.ranks) + 1, max(3, height // 2 - 1))
+        free = height - VERDICT_HEIGHT - ranks
+        evidence = len(evidence_rows(state, width, WHOLE - 1, snapshot.now))
+        stacks = len(self.query_one(StacksPanel).rows(snapshot, width, WHOLE))
+        self.picker.styles.height = ranks
+        self.query_one("#evidence").styles.height = max(
+            1, min(evidence, max(free - stacks, (free + 1) // 2))
+        )
 
     def _shift(self, by: int) -> None:
         panel = self.query_one(StacksPanel)
@@ -185,18 +206,27 @@ class Stall(Scrolls, View):
 
     do_right, do_left = partialmethod(_shift, 1), partialmethod(_shift, -1)
 
+    def do_zoom(self) -> None:
+        """Opens an overlay with the whole verdict and all its evidence."""
+        snapshot, width = self.snapshot, self.size.width
+        if snapshot is not None:
+            panels = [self.query_one(name, Panel) for name in ("#verdict", "#evidence")]
+            rows = [row for panel in panels for row in panel.rows(snapshot, width, WHOLE)]
+            self.console.open_overlay(Reader("stall", rows))
+
     def do_open(self) -> None:
         """Opens the whole stack of the rank under the cursor."""
         app = self.console
         snapshot = self.snapshot
-        ranks = snapshot.state.ranks if snapshot and snapshot.state else ()
-        if snapshot is None or not ranks:
+        state = snapshot.state if snapshot else None
+        ranks = state.ranks if state else ()
+        if snapshot is None or state is None or not ranks:
             app.say("no rank has started yet: no stack to show", "error")
             return
         rank = ranks[min(self.picker.cursor, len(ranks) - 1)].rank
         stack = snapshot.stacks.get(rank)
         if stack is None:
-            app.say(f"no dump of rank {rank} yet; D dumps the stacks of all ranks", "error")
+            app.say(f"rank {rank}: {no_dump(state)}", "error")
             return
         rows = whole_rows(stack, self.size.width - 1)
         app.open_overlay(Reader(f"stack of rank {rank}", rows, f"{stack.path.rpartition('/')[2]}"))

@@ -65,8 +65,9 @@ def notices(
         blocked = fmt.age(state.directory_blocked_s)
         text = f"no write to the run directory has finished for {blocked}; training continues"
         found.append(Notice("crit", text))
-    found += [_of_alert(alert) for alert in state.alerts]
-    found += _of_state(state, any(alert.id.startswith(STALL) for alert in state.alerts))
+    alerts = [_of_alert(alert) for alert in state.alerts]
+    own = _of_state(state, any(alert.id.startswith(STALL) for alert in state.alerts))
+    found += own + alerts if state.state == "unsupervised" else alerts + own
     found += _of_launch(state, state.launch)
     found += _of_gates(state.gates)
     if state.skipped_records:
@@ -74,7 +75,7 @@ def notices(
     return sorted(found, key=lambda notice: LEVELS.index(notice.level))
 
 
-KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "next phase", "E": "flags", "D": "dump",
+KEY_WORDS = {"3": "diagnose", "4": "shows logs", "L": "next phase", "E": "flags", "D": "dump",
              "H": "halt", "K": "stop", "R": "new supervisor"}  # fmt: skip
 
 
@@ -93,10 +94,10 @@ def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
         return [] if is_stall_told else [Notice("crit", said, "3 diagnose")]
     if state.state == "unsupervised":
         why = state.why or "the supervisor is not running; ranks are alive"
-        return [Notice("warn", why, "R new supervisor")]
+        return [Notice("crit", why, "R new supervisor")]
     text = f"{state.state}: {state.why or 'no reason recorded'}"
     if state.state in BAD_STATES:
-        return [Notice("crit", text, "4 logs")]
+        return [Notice("crit", text, "4 shows logs")]
     if state.state == "restarting":
         return [Notice("warn", text, "H halt")]
     early = state.state == "completed" and (state.step or 0) < (state.steps_planned or 0)
@@ -117,13 +118,13 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
     missed, why = not_passed(state.gates), f"{launch.current} {state.state}"
     if state.state == "completed":
         why = missed or launch.why or why
-    hint = "2 gates" if missed else ""
+    hint = "2 shows gates" if missed else ""
     return [Notice("warn" if missed else "info", f"plan ended: {why}; not started: {rest}", hint)]
 
 
 def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
     if missed := not_passed(gates):
-        return [Notice("warn", missed, "2 gates")]
+        return [Notice("warn", missed, "2 shows gates")]
     overridden = sum(gate.result != "pass" for gate in gates)
     text = f"all gates of this phase passed ({len(gates)})"
     if overridden:

@@ -227,7 +227,7 @@ class ChartPanel(Panel):
         self.selected = self.zoomed = False
         self.at: float | None = None
         """The time of the crosshair."""
-        self._window: Window = (0.0, 1)
+        self.window: Window = (0.0, chartmath.AUTO_MAX_S)
         self._mark: object = None
         self._drawn: Sequence[Row] = ()
 
@@ -241,7 +241,7 @@ class ChartPanel(Panel):
         points = [held for name in chart.names if (held := series.get(name))]
         first = min((p[0][0] for p in points), default=snapshot.now)
         last = max((p[-1][0] for p in points), default=snapshot.now)
-        self._window = window = chartmath.window(first, last, self.span_s)
+        self.window = window = chartmath.window(first, last, self.span_s)
         ages = int(snapshot.now) if self.zoomed else 0
         marks = [(len(p), p[-1]) for p in points]
         mark = (chart, window, width, height, self.selected, self.zoomed, self.at, ages, marks)
@@ -260,7 +260,7 @@ class ChartPanel(Panel):
         charts = self.snapshot.charts if self.snapshot else {}
         held = [p for name in (self.chart.names if self.chart else ()) if (p := charts.get(name))]
         if held:
-            start, span = self._window
+            start, span = self.window
             oldest, newest = max(start, min(p[0][0] for p in held)), max(p[-1][0] for p in held)
             cell_s = span / max(1, self.size.width - LABEL - 1)
             at = newest if self.at is None else self.at + by * cell_s

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from console.status_text import gates_text
 from console.tui import format as fmt
 from console.tui.background import run_in_background
 from console.tui.charts import CATALOG
@@ -30,7 +31,7 @@ class Entry:
     path: Path | None = None
 
     def row(self) -> Row:
-        return columns([(self.kind, 9, "dim"), (self.name, 34, "strong"), (self.text, 60, "")])
+        return *columns([(self.kind, 9, "dim"), (self.name, 34, "strong")]), (f" {self.text}", "")
 
 
 def entries(root: Path) -> list[Entry]:
@@ -51,10 +52,14 @@ def _of_launch(path: Path, name: str) -> Entry:
     from console.sources import launch_documents
 
     held = rundir.read_json(path / rundir.PLAN_STATE) or {}
-    word = launch_documents.launch_state(path, name, {}, held).state
-    at = jsonl.number(held, "updated_ts")
-    age = f", {fmt.age(time.time() - at)} ago" if at and word == "ended" else ""
-    return Entry("launch", name, word + age, path)
+    launch = launch_documents.launch_state(path, name, {}, held)
+    if launch.state != "ended" or not launch.phases:
+        return Entry("launch", name, launch.state, path)
+    last, at = launch.phases[launch.phase], jsonl.number(held, "updated_ts")
+    word = last.state if last.result in ("", "pass") else gates_text(last) or last.state
+    place = f" in {last.numbered}" if launch.rest or word != "completed" else ""
+    age = f", {fmt.age(time.time() - at)} ago" if at else ""
+    return Entry("launch", name, f"{word}{place}{age}", path)
 
 
 class Chooser(Reader):
@@ -83,17 +88,23 @@ class Chooser(Reader):
 
 
 class ChartList(Reader):
-    """A list of charts; calls `then` with the chosen titles in order; () means the defaults."""
+    """A list of charts; calls `then` with the chosen titles in order; () means the defaults.
 
-    def __init__(self, shown: Sequence[str], then: Callable[[Sequence[str]], object]):
-        self._shown, self._then = list(shown), then
+    The Dashboard has room for the first `fits` charts of the choice.
+    """
+
+    def __init__(
+        self, shown: Sequence[str], fits: int, then: Callable[[Sequence[str]], object]
+    ):  # fmt: skip
+        self._shown, self._fits, self._then = list(shown), fits, then
         super().__init__("charts", self._rows(), CHARTS_HINT, cursor=True)
 
     def _rows(self) -> list[Row]:
-        places = {title: str(place) for place, title in enumerate(self._shown, 1)}
+        places = {title: place for place, title in enumerate(self._shown, 1)}
         return [
-            columns([(places.get(chart.title, "–"), -2, "strong"), (chart.title, 14, ""),
-                     (chart.unit_word, 12, "dim")])
+            columns([(str(places.get(chart.title, "–")), -2, "strong"), (chart.title, 14, ""),
+                     (chart.unit_word, 12, "dim"),
+                     ("no room" * (places.get(chart.title, 0) > self._fits), 7, "warn")])
             for chart in CATALOG
         ]  # fmt: skip
 

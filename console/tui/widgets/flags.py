@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from console.tui.rows import Row, columns
-from trainers.contract.flags import TABLE, Flag
+from console.tui.rows import Row, columns, labelled, wrap
+from trainers.contract.flags import TABLE, Flag, expected
 from trainers.contract.values import TRUE
 
 UNSET = "–"
@@ -22,9 +22,19 @@ class Item:
 
     flag: Flag | None
     now: str
-    following: str | None
-    """The value in the next phase, or None if there is no next phase or the value is unknown."""
-    changed: bool
+    planned: str | None
+    """The value in the next phase by its plan, or None if there is no next phase or no plan."""
+    held: str | None = None
+    """The value that the operator set for the next phase, or None."""
+
+    @property
+    def following(self) -> str | None:
+        """The value in the next phase, or None if there is no next phase or it is unknown."""
+        return self.planned if self.held is None else self.held
+
+    @property
+    def changed(self) -> bool:
+        return self.held not in (None, self.planned)
 
     @property
     def help(self) -> str:
@@ -40,17 +50,17 @@ def items(
 ) -> list[Item]:  # fmt: skip
     """Returns the flags of the registry, each with its present and its next value.
 
-    `coming` has the values of the next phase, or None if there is no next phase or the values are
+    `coming` has the planned values of the next phase, or None if there is no next phase or they are
     unknown; `changed` has the values that the operator set for that phase. `between` comes first,
     unless it is None. For a foreign program, our flags are left out unless they have a value.
     """
-    found = [] if between is None else [Item(None, between, between, False)]
+    found = [] if between is None else [Item(None, between, between)]
     for flag in TABLE:
         if foreign and flag.setting and flag.name not in {*now, *(coming or ()), *changed}:
             continue
         here = now.get(flag.name, "")
         planned = None if coming is None else coming.get(flag.name, "")
-        found.append(Item(flag, here, changed.get(flag.name, planned), flag.name in changed))
+        found.append(Item(flag, here, planned, changed.get(flag.name)))
     return found
 
 
@@ -67,7 +77,7 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
         if item.flag is None:
             words = "wait for L" if item.following == "ask" else "go if gates passed"
             name = ("between phases", NAME, "strong")
-            rows.append(columns([("", GROUP, ""), name, (words, 24, "")]))
+            rows.append(columns([("", GROUP, ""), name, (words, len(words), "")]))
             continue
         name = "" if item.flag.group == group else item.flag.group
         group = item.flag.group
@@ -86,18 +96,32 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
     return rows
 
 
-def next_value(flag: Flag, now: str, changed: str | None) -> tuple[bool, str | None]:
+def whole_rows(found: list[Item], width: int) -> list[Row]:
+    """Returns the flags with their whole values, what each flag accepts, and its whole help."""
+    rows: list[Row] = []
+    for item in found:
+        name = item.flag.name if item.flag else "between phases"
+        values = item.now or UNSET
+        if item.following is not None:
+            values += f" → {item.following or UNSET}{' *' * item.changed}"
+        accepts = f"{expected(item.flag)}.  " if item.flag else ""
+        rows.append(((f"{name} ", "strong"), (values, "warn" if item.changed else "")))
+        rows += labelled(("    ", ""), wrap(accepts + item.help, width - 5), "dim")
+    return rows
+
+
+def next_value(flag: Flag, planned: str, held: str | None) -> tuple[bool, str | None]:
     """Returns two values: whether the space key can change a flag, and the new value.
 
-    The value None undoes the change. A bool changes to its other value, then to its present value,
-    then to None. A choice goes through its choices, then to None. Any other value must be typed.
+    The key goes through all values but the planned one, then to None, which undoes the change. A
+    value of another kind than a bool or a choice must be typed.
     """
     if flag.kind is bool:
-        other = "0" if now.lower() in TRUE else "1"
-        cycle: list[str | None] = [None, other, "1" if other == "0" else "0"]
+        choices, planned = ("1", "0"), planned and str(int(planned.lower() in TRUE))
     elif isinstance(flag.kind, tuple):
-        cycle = [None, *flag.kind]
+        choices = flag.kind
     else:
         return False, None
-    index = cycle.index(changed) if changed in cycle else 0
+    cycle = [None, *(choice for choice in choices if choice != planned)]
+    index = cycle.index(held) if held in cycle else 0
     return True, cycle[(index + 1) % len(cycle)]

@@ -113,6 +113,8 @@ class Lines(Plain):
         return strip
 
 
+WHOLE = 200
+"""A height in rows for which panels shorten no text."""
 Draw = Callable[[ScreenData, int, int], Sequence[Row]]
 """Returns the rows for a snapshot, a width and a height."""
 

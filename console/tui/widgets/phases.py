@@ -13,6 +13,7 @@ from console.status_text import gate_value, gates_text
 from console.tui import format as fmt
 from console.tui.rows import Row, columns, fill, rule, width_of, wrap
 from console.tui.styles import STATE_STYLE
+from console.tui.widgets.lines import WHOLE
 
 STEPS = 12
 CHECKS = "preflight"
@@ -37,7 +38,8 @@ def phase_rows(
     the current phase, or the next phase if the current phase has completed.
     """
     words = {"ask": "L starts each next phase", "go": "starts the next phase if gates passed"}
-    sentences = [wrap(phase.proves, width - 4, 2) for phase in phases]
+    limit = 99 if height >= WHOLE else 2
+    sentences = [wrap(phase.proves, width - 4, limit) for phase in phases]
     finished = bool(phases) and phases[current].state == "completed"
     focus = min(current + finished, len(phases) - 1)
     if 1 + len(phases) + sum(map(len, sentences)) > height:
@@ -49,16 +51,22 @@ def phase_rows(
     shown = phases[start : start + room]
     part = f"{start + 1}–{start + len(shown)} of {len(phases)}  " * (len(shown) < len(phases))
     rows = [rule("phases", width, part + words.get(between, ""))]
-    for phase, lines in zip(shown, sentences[start:], strict=False):
+    passed = f"gates {sum(gate.result == 'pass' for gate in gates)}/{len(gates)}" if gates else ""
+    results = [(phase.index == current and passed) or gates_text(phase) for phase in phases]
+    longest = max(map(len, results), default=0)
+    name = min(max(len(phase.numbered) for phase in phases), width - 34 - longest) if phases else 0
+    for phase, lines, result in zip(shown, sentences[start:], results[start:], strict=False):
         is_current = phase.index == current
-        rows.append(_phase_row(phase, is_current, width, now, step if is_current else None, gates))
+        rows.append(_phase_row(
+            phase, is_current, width, now, step if is_current else None, result, max(12, name)
+        ))  # fmt: skip
         rows += [((f"    {line}", "dim"),) for line in lines]
     return rows[:height]
 
 
 def _phase_row(
     phase: PhaseState, is_current: bool, width: int, now: float, step: int | None,
-    gates: Sequence[Gate],
+    result: str, name: int,
 ) -> Row:  # fmt: skip
     done = step if step is not None else phase.steps
     if done is None and not phase.started_ts:
@@ -72,15 +80,12 @@ def _phase_row(
     ended = phase.ended_ts or (now if phase.state in LIVE_STATES else None)
     if phase.started_ts and ended:
         took = fmt.age(ended - phase.started_ts)
-    result, style = gates_text(phase), "crit" if phase.result == "fail" else ""
-    if is_current and gates:
-        passed = sum(gate.result == "pass" for gate in gates)
-        result = f"gates {passed}/{len(gates)}"
+    style = "crit" if phase.result == "fail" else ""
     mark, strong = ("▸", "strong") if is_current else (" ", "")
     row = columns([
-        (mark, 1, "now"), (phase.numbered, max(12, min(18, width - 47)), strong),
+        (mark, 1, "now"), (phase.numbered, name, strong),
         (phase.state, 11, STATE_STYLE.get(phase.state, "dim")),
-        (steps, -STEPS, ""), (took, -5, "dim"), (result, 13, style),
+        (steps, -STEPS, ""), (took, -5, "dim"), (result, len(result), style),
     ])  # fmt: skip
     fits = phase.why and width_of(row) + 2 + len(phase.why) <= width
     return (*row, (f"  {phase.why}", "dim")) if fits else row

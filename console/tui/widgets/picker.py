@@ -12,7 +12,7 @@ from typing import Any
 from textual import events
 from textual.app import ComposeResult
 
-from console.tui.rows import Row, fill, rule, safe, text_of
+from console.tui.rows import Row, clip, fill, rule, safe, text_of
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.overlay import Overlay
 
@@ -64,7 +64,7 @@ class Picker(Lines, can_focus=True):
     def prepare(self, width: int, height: int) -> None:
         """Draws before the first layout, so that the first picture is complete."""
         self.styles.height = height
-        self.shown = tuple(map(safe, self.drawn(width, height)))
+        self.shown = tuple(clip(safe(row), width) for row in self.drawn(width, height))
 
     def drawn(self, width: int, height: int) -> list[Row]:
         """Returns the rows to draw for a size."""

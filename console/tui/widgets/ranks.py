@@ -53,8 +53,8 @@ def _worst_first(state: RunState, ranks: Sequence[Rank], room: int) -> Sequence[
     def badness(rank: Rank) -> tuple[Any, ...]:
         behind = newest - rank.pulse.step if rank.pulse else newest + 1
         lost = rank.gpu is not None and rank.gpu.state != "ok"
-        wrong = rank.exit or PROCESS_WORDS.get(rank.state)
-        return rank.rank != blamed, not lost, not wrong, -behind, -(rank.age_s or 0.0), rank.rank
+        fine = not lost, not wrong(rank)
+        return rank.rank != blamed, *fine, -behind, -(rank.age_s or 0.0), rank.rank
 
     return sorted(ranks, key=badness)[: max(0, room - 1)]
 
@@ -86,14 +86,13 @@ def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[C
     stale = rank.age_s is not None and rank.age_s > RED_S
     base = "" if is_live and not stale else "dim"
     blamed = state.verdict is not None and state.verdict.rank == rank.rank
-    wrong = rank.exit or PROCESS_WORDS.get(rank.state, "")
     (name, digits), *rest = layout
     bar = dict(layout)[BAR]
     cells: Cells = {
         name: (str(rank.rank), "crit" if blamed else "strong"),
         "age": (fmt.age(rank.age_s), "stale" if stale else "dim"),
         "pid": (str(rank.pid or ""), "dim"),
-    } | place_cells(rank, base, "crit" if wrong or blamed else base, wrong)
+    } | place_cells(rank, base, "crit" if wrong(rank) or blamed else base, wrong(rank))
     if not has_gpus:
         memory = fmt.gib if wide else fmt.short_gib
         cells |= {
@@ -157,10 +156,25 @@ def unmeasured(rank: Rank, state: RunState) -> Rank:
     return replace(rank, age_s=None, cpu_pct=None, rss_mib=None, pulse=pulse, gpu=gpu)
 
 
-def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
+def wrong(rank: Rank) -> str:
+    """Returns how a rank ended, short enough for a column: `exit 1`, `SIGKILL`, `exit ?`.
+
+    For a rank that has not ended, returns what is unusual about its process, or "".
+    """
+    end = rank.exit.partition(",")[0].removesuffix(")")
+    for words, short in (
+        ("exited (code ", "exit "),
+        ("killed (", ""),
+        (" code not available", " ?"),
+    ):
+        end = end.replace(words, short)
+    return end or PROCESS_WORDS.get(rank.state, "")
+
+
+def place_cells(rank: Rank, base: str, style: str, end: str = "") -> Cells:
     """Returns three cells of a rank: its step, its phase or error, and the time in this phase."""
     pulse = rank.pulse
     step = fmt.whole(pulse.step) if pulse else fmt.DASH
-    phase = wrong.removeprefix("killed by ") or (pulse.phase if pulse else fmt.DASH)
+    phase = end or (pulse.phase if pulse else fmt.DASH)
     since = fmt.age(pulse.since_s) if pulse else fmt.DASH
     return {"step": (step, base), "phase": (phase, style), "for": (since, style)}

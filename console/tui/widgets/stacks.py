@@ -55,9 +55,7 @@ def stack_rows(
     group of the blamed rank `odd` is marked. If no rank is blamed, each group that is smaller than
     the largest is marked, or every group if each has only one rank.
     """
-    newest = max((stack.ts for _, stack in groups if stack), default=None)
-    if newest is None:
-        return [rule("stacks", width), (("no dump yet; D dumps the stacks of all ranks", "dim"),)]
+    newest = max(stack.ts for _, stack in groups if stack)
     sizes = [len(ranks) for ranks, stack in groups if stack and stack.ts == newest]
     most = max(sizes)
     shown = groups[first : first + max(1, width // LEAST_WIDTH)]

@@ -56,6 +56,24 @@ def test_a_disk_that_cannot_hold_the_checkpoints_of_the_plan_is_refused(tmp_path
     assert (result, text.endswith("1.0 GiB are needed")) == ("pass", True)
 
 
+def test_the_guide_has_the_time_limits():
+    driver, network = (preflight.LIMIT_S[x] for x in (preflight.DRIVER, preflight.NETWORK))
+    limits = f"longer than {preflight.USUAL_S:g} s (`gpus`, `driver` and `gpu memory` {driver:g} s"
+    assert f"{limits}, `data` {network:g} s)" in (ROOT / "docs" / "guide.md").read_text()
+    rows = [row.name for row in preflight.TABLE if row.needs in preflight.LIMIT_S]
+    assert rows == ["gpus", "driver", "gpu memory", "data"]
+
+
+def test_a_sweep_whose_runs_are_too_short_to_be_compared_is_refused(tmp_path):
+    sweep = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NSA_LR": 0.5}}}}
+    for steps, wanted in (("29", "fail"), ("30", "pass")):
+        result, text = row("config one b", tmp_path, {"train.steps": steps}, phase=sweep)
+        assert result == wanted, text
+        assert ("train.steps is 29, and a run of a sweep needs at least 30" in text) == (
+            wanted == "fail"
+        )
+
+
 @pytest.mark.parametrize("pattern", ["/absolute/*.md", "**x"])
 def test_a_check_that_cannot_be_made_fails_by_name(tmp_path, pattern):
     sets = {"data.source": "text", "data.path": str(tmp_path), "data.pattern": pattern}

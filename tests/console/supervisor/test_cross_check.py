@@ -207,7 +207,7 @@ def test_a_copy_in_plan_state_must_not_differ(launch):
 def test_a_phase_that_has_begun_is_not_begun_again(launch):
     (launch / "1-two").mkdir()
     rundir.write_json(launch / "1-two" / rundir.RUN, {"v": 1})
-    with pytest.raises(RefusedError, match="phase 1 was started last, but 1-two has started"):
+    with pytest.raises(RefusedError, match="phase 0 was started last, but 1-two has started"):
         read_launch(launch)
 
 

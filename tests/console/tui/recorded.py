@@ -122,7 +122,10 @@ def waiting() -> RunState:
 
 
 def crashed() -> RunState:
-    ranks = (rank(0, False, exit="killed by SIGSEGV", state="gone"), rank(1, False, exit="exit 1"))
+    ranks = (
+        rank(0, False, exit="killed (SIGSEGV)", state="gone"),
+        rank(1, False, exit="exited (code 1), because of another rank"),
+    )
     return running(state="crashed", why="rank 0 was killed by SIGSEGV", ranks=ranks,
                    data_age_s=None, launch=launch("ended"))  # fmt: skip
 

@@ -211,7 +211,7 @@ def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
         await see(pilot, "launched cpu_smoke in")
         options = asked.launched[0]
         assert (options.plan, options.between) == ("cpu_smoke", "go")
-        assert options.flags == {"NSA_OPT_FUSED": "1"}
+        assert options.flags == {"NSA_OPT_FUSED": "0"}
         await until(pilot, lambda: app.view_name == "dashboard")
 
     drive(app, body)
@@ -323,6 +323,8 @@ def test_space_goes_through_the_values_and_back():
     assert next_value(fused, "", "1") == (True, "0")
     assert next_value(fused, "", "0") == (True, None)
     assert next_value(fused, "1", None) == (True, "0")
+    assert next_value(fused, "1", "0") == (True, None), "the planned value is no change"
     compress = FLAGS["NSA_DDP_COMPRESS"]
     assert next_value(compress, "", "none") == (True, "fp16")
+    assert next_value(compress, "fp16", "none")[1] not in ("none", "fp16")
     assert next_value(FLAGS["NSA_LR"], "", None) == (False, None)

@@ -83,10 +83,10 @@ def test_the_highest_value_is_on_the_top_line_and_the_lowest_at_the_bottom():
 def test_a_new_sample_changes_only_columns_at_the_right_edge():
     points = [(float(s), 50.0 + s % 5) for s in range(400)]
     chart = Chart("tok/s", ("x",), "", from_zero=True)
-    before = chart_rows(chart, {"x": tuple(points)}, chartmath.window(0.0, 399.0, 600), 60, 8,
+    before = chart_rows(chart, {"x": tuple(points)}, chartmath.window(0.0, 399.0), 60, 8,
                         "braille")  # fmt: skip
     points += [(float(s), 52.0) for s in range(400, 410)]
-    after = chart_rows(chart, {"x": tuple(points)}, chartmath.window(0.0, 409.0, 600), 60, 8,
+    after = chart_rows(chart, {"x": tuple(points)}, chartmath.window(0.0, 409.0), 60, 8,
                        "braille")  # fmt: skip
     for old, new in zip(before[1:], after[1:], strict=True):
         pairs = zip(text_of(old), text_of(new), strict=False)

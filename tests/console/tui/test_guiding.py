@@ -166,7 +166,7 @@ def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
     app = app_on(state)
 
     async def body(pilot):
-        assert lines(app)[1].endswith("2 gates  a 1 of 2")
+        assert lines(app)[1].endswith("2 shows gates  a 1 of 2")
         await pilot.press("2")
         await until(pilot, lambda: "preflight" in picture(app))
         await see(pilot, "✓ python", "gates of plumbing, which ended", "bytes_right: 0.41")

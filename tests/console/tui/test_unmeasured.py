@@ -103,11 +103,11 @@ def test_a_phase_that_ended_unseen_has_neither_steps_nor_a_duration():
     shown = []
     for later in (0.0, 500.0):
         rows = phase_rows((held[0], lost, held[2]), 1, "ask", 100, 20, NOW + later)
-        shown.append(next(text for text in texts(rows) if "2 plumbing" in text))
+        shown.append(next(text for text in texts(rows) if "1-plumbing" in text))
     assert shown[0] == shown[1]
     assert "–/100" in shown[0]
     rows = texts(phase_rows(held, 1, "ask", 100, 20, NOW))
-    assert "0/100" in next(text for text in rows if "3 recall" in text)
+    assert "0/100" in next(text for text in rows if "2-recall" in text)
 
 
 @pytest.mark.parametrize("width", [28, 40])

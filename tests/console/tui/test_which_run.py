@@ -51,6 +51,24 @@ def test_a_plan_that_is_chosen_again_during_its_check_is_not_checked_yet(tmp_pat
         draft.question("gpu01")
 
 
+def test_a_flag_that_has_its_planned_value_again_is_not_changed(tmp_path):
+    app = app_on(root=tmp_path)
+
+    async def body(pilot):
+        await pilot.press("2")
+        await until(pilot, lambda: app.draft.is_checked)
+        names = [item.flag.name if item.flag else "" for item in app.view._items]
+        app.view.picker.move(names.index("NSA_LR") - app.view.picker.cursor)
+        for typed, held in (("0.5", {"NSA_LR": "0.5"}), ("2.5e-3", {})):
+            await pilot.press("enter")
+            await see(pilot, "enter saves")
+            await pilot.press(*["backspace"] * 10, *typed, "enter")
+            await until(pilot, lambda held=held: app.draft.flags == held and app.draft.is_checked)
+            assert ("0.5*" in picture(app).replace(" ", "")) == bool(held), picture(app)
+
+    drive(app, body)
+
+
 def test_a_typed_flag_reaches_the_launch_for_which_its_field_was_opened():
     asked = Asked()
     app = app_on(recorded.waiting(), actions=asked)

@@ -1,0 +1,199 @@
+"""What a small screen cuts is shortened or counted, and a key shows it in full."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+
+import pytest
+
+from console.model import PhaseState
+from console.tui import chartmath
+from console.tui.feed import ScreenData
+from console.tui.rows import text_of
+from console.tui.views.stall import rank_rows as stall_rows
+from console.tui.widgets.alertline import notices
+from console.tui.widgets.chooser import ChartList, entries
+from console.tui.widgets.keylist import Commands
+from console.tui.widgets.phases import phase_rows
+from console.tui.widgets.ranks import rank_rows
+from tests.console.sources import directory
+from tests.console.tui import recorded
+from tests.console.tui.recorded import (
+    NOW,
+    app_on,
+    charted,
+    drive,
+    lines,
+    picture,
+    see,
+    settled,
+    until,
+)
+from trainers.contract.flags import FLAGS
+
+LONG = " ".join(["a sign with very many words,"] * 9)
+SIGNS = tuple(f"sign {number} of the stall" for number in range(5))
+
+
+def with_signs(state=None):
+    state = state or recorded.stalled()
+    verdict = dataclasses.replace(state.verdict, evidence=(*SIGNS, f"{LONG} end of it"),
+                                  action="look at rank 3")  # fmt: skip
+    return dataclasses.replace(state, verdict=verdict)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_evidence_that_does_not_fit_is_counted_and_z_shows_all_of_it(size):
+    app = app_on(with_signs())
+
+    async def body(pilot):
+        await pilot.press("3")
+        await until(pilot, lambda: "evidence" in picture(app))
+        shown = await settled(pilot)
+        seen = sum(sign in shown for sign in SIGNS)
+        more = re.search(r"\+(\d) more: z", shown)
+        assert seen == 5 if size[1] == 40 else more and seen + int(more[1]) == 6, shown
+        assert "a sign with very many" in shown or size[1] == 24
+        assert not more or size[1] == 24
+        await pilot.press("z")
+        await see(pilot, *SIGNS, "end of it", "esc closes")
+
+    drive(app, body, size)
+
+
+def test_the_end_of_a_rank_fits_its_column():
+    state = recorded.crashed()
+    ranks = (*state.ranks, recorded.rank(2, False, exit="exit code not available, unreaped"))
+    state = dataclasses.replace(state, ranks=ranks)
+    for rows in (rank_rows(state, 50, 9)[1:], stall_rows(state, {}, 78, NOW)):
+        for row, word in zip(rows, ("SIGSEGV", "exit 1", r"exit \?"), strict=True):
+            assert re.search(f" {word} ", text_of(row)), text_of(row)
+
+
+def test_a_dead_supervisor_is_the_first_alert_of_a_stall():
+    alerts = recorded.stalled().alerts
+    state = dataclasses.replace(recorded.unsupervised(), alerts=alerts)
+    first, second = notices(ScreenData(0.0, NOW, state))[:2]
+    assert (first.hint, second.alert) == ("R new supervisor", "stall-3")
+
+
+def test_z_on_launch_shows_the_help_of_every_flag():
+    app = app_on(recorded.waiting())
+
+    async def body(pilot):
+        await pilot.press("2")
+        await until(pilot, lambda: "command of phase 1-plumbing" in picture(app))
+        await pilot.press("z", "G")
+        name, flag = list(FLAGS.items())[-1]
+        await see(pilot, name, flag.help.split()[-1], "esc closes")
+
+    drive(app, body)
+
+
+def test_the_span_keys_go_on_from_the_span_that_is_shown():
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        assert re.search("utilisation CPU % 2m", await charted(pilot))
+        await pilot.press("]")
+        await see(pilot, "utilisation CPU % 5m")
+        await pilot.press("[", "[")
+        await see(pilot, "utilisation CPU % 1m")
+
+    drive(app, body)
+
+
+def test_a_span_that_the_operator_chose_ends_soon_after_now():
+    start, span = chartmath.window(NOW - 60, NOW, 1800)
+    assert (span, start <= NOW - 60, NOW <= start + span <= NOW + span / 4) == (1800, True, True)
+    assert chartmath.window(NOW - 20, NOW) == (NOW - 20, 60)
+
+
+def test_the_list_of_charts_marks_those_that_have_no_room():
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await charted(pilot)
+        await pilot.press("c")
+        await until(pilot, lambda: isinstance(app.overlay, ChartList))
+        await until(pilot, lambda: "space shows or hides" in picture(app))
+        marked = [re.search(r"(\d) +.*no room", line) for line in lines(app)]
+        assert [found[1] for found in marked if found] == ["5", "6"], picture(app)
+
+    drive(app, body)
+
+
+def test_a_run_that_ended_offers_no_dump():
+    app = app_on(recorded.crashed())
+
+    async def body(pilot):
+        await pilot.press("3")
+        await see(pilot, "no dump of this run")
+        assert "D dumps" not in picture(app)
+
+    drive(app, body)
+
+
+def test_a_long_name_of_a_phase_is_not_cut_where_there_is_room():
+    phases = [PhaseState(i, "gc-6-plateau", "", "later", "", "", None, 100, None, None, "")
+              for i in range(13)]  # fmt: skip
+    assert "12-gc-6-plateau later" in text_of(phase_rows(phases, 0, "ask", 59, 30, NOW)[-1])
+
+
+@pytest.mark.parametrize(
+    ("state", "result", "says"),
+    [("failed", "unknown", "gates|failed in 1-two"), ("completed", "fail", "gates fail.* in 1-two"),
+     ("completed", "pass", "completed, ")],
+)  # fmt: skip
+def test_the_list_of_launches_says_how_each_one_ended(tmp_path, state, result, says):
+    path = directory.launch(tmp_path)
+    phases = [{"name": name, "dir": f"{index}-{name}", "state": state, "result": result}
+              for index, name in enumerate(("one", "two"))]  # fmt: skip
+    directory.document(path / "plan_state.json", {
+        "v": 1, "state": "ended", "phase": 1, "phases": phases, "updated_ts": time.time() - 180,
+    })  # fmt: skip
+    assert re.match(rf"{says}.*3m ago$", entries(tmp_path)[0].text), entries(tmp_path)[0].text
+
+
+def test_gates_of_an_earlier_run_name_that_run_once_another_plan_is_chosen(tmp_path):
+    state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
+    app = app_on(state, root=tmp_path)
+
+    async def body(pilot):
+        await pilot.press("2")
+        await see(pilot, "gates of plumbing, which ended")
+        app.draft.choose("cpu_validation")
+        await see(pilot, f"gates of {state.id}, which ended")
+
+    drive(app, body)
+
+
+def test_the_first_picture_of_the_ranks_is_whole():
+    app = app_on(recorded.running(8, True))
+    drawn = []
+
+    shows = app.dashboard.take
+
+    def take(snapshot):
+        shows(snapshot)
+        drawn.append([text_of(row) for row in app.query_one("#ranks").shown])
+
+    app.dashboard.take = take
+    drive(app, lambda pilot: settled(pilot))
+    assert all(rows[0].startswith("GPU") for rows in drawn), drawn
+
+
+def test_the_first_picture_of_the_palette_marks_what_it_cuts():
+    app = app_on(recorded.running())
+    first = []
+
+    async def body(pilot):
+        commands = Commands("dashboard")
+        list(commands.compose())
+        first.extend(map(text_of, commands.list.shown))
+
+    drive(app, body)
+    assert max(map(len, first)) == 80
+    assert any(row.endswith("…") for row in first)
