@@ -84,7 +84,7 @@ def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
 def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Returns a model's statistics: the means over its layers.
 
-    Of the entropy, it also returns the minimum and the value of each layer.
+    For the entropy, the result also has the minimum and the value of each layer.
     """
     together = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     entropy = together.pop("gate_entropy")

@@ -39,7 +39,7 @@ Record = Mapping[str, Any]
 
 @dataclass
 class Assembly:
-    """What was read of one run; `run_state` assembles the `RunState` from it."""
+    """The documents and records of one run; `run_state` assembles a `RunState` from them."""
 
     run: Path
     is_away: bool

@@ -37,7 +37,7 @@ class Cursor:
     def fits(self, path: Path) -> bool:
         """Returns whether a file has the first line that it had, and still contains the place.
 
-        Of a compressed part, only the first line is compared. The start of a file always fits.
+        Only the first line of a compressed part is compared. The start of a file always fits.
         """
         if not self.place.at:
             return True

@@ -92,7 +92,7 @@ class Summary:
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None
-        """What `gate_files.read` returned, or None before it was called."""
+        """The result of `gate_files.read`, or None before the call."""
         self.is_live = False
         """True if the newest attempt still writes records, so its next records are not missing."""
         self.loaded: dict[int, int] = {}

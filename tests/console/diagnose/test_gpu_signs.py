@@ -8,12 +8,17 @@ import pytest
 
 from console.diagnose.evidence import Evidence
 from console.diagnose.gpu_signs import own_gpus
+from console.diagnose.verdict import diagnose
 from console.model import Gpu
 from console.sources.descriptors import BlockedOn
+from console.sources.stacks import Frame
 from tests.console.diagnose.test_causes import (
     IDLE,
+    NOW,
     OWN,
     PEERS,
+    TORCH,
+    WATCH,
     explained,
     flight,
     rank,
@@ -160,3 +165,11 @@ def test_python_code_is_no_wait_for_a_gpu_whose_file_is_only_open(waits, cause):
     """A program on the CPU that counts the GPUs opens their files: measured on an H100."""
     found = replace(runs(waits), gpus={0: (), 1: ()})
     assert explained(found, rank(0), rank(1)).cause == cause
+
+
+def test_the_next_step_of_ranks_that_all_wait_for_their_gpus_names_a_process():
+    frame = Frame(f"{TORCH}/cuda/__init__.py", 900, "synchronize")
+    found = Evidence({}, {}, {n: stack(n, frame, OWN) for n in (0, 1)})
+    verdict = diagnose([rank(n, "forward") for n in (0, 1)], WATCH, NOW, found)
+    assert (verdict.cause, verdict.rank) == ("device", None), verdict
+    assert "py-spy dump --native --pid 1000" in verdict.action, verdict.action

@@ -1,0 +1,43 @@
+"""Ranks that stall before their first step: which has not joined, and which only wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from console.diagnose.evidence import Evidence
+from console.diagnose.verdict import diagnose
+from console.sources.descriptors import BlockedOn
+from console.sources.flight import Collective, FlightRecord
+from console.sources.stacks import Frame
+from tests.console.diagnose.test_causes import IDLE, NOW, OWN, PEERS, TORCH, WATCH, rank, stack
+
+
+def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
+    """For example where one of them expects more ranks than there are."""
+    joins = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2169, "_new_process_group_helper")
+    found = Evidence(
+        dict.fromkeys((0, 1), IDLE), {n: replace(IDLE, mono=2.0) for n in (0, 1)},
+        {n: stack(n, joins, OWN) for n in (0, 1)},
+    )  # fmt: skip
+    ranks = [rank(n, "boot", 0) for n in (0, 1)]
+    verdict = diagnose(ranks, replace(WATCH, startup_s=5.0), NOW, found)
+    assert (verdict.cause, verdict.rank, verdict.sure) == ("startup", None, "medium")
+    assert "each waits for its peers to join" in verdict.sentence
+
+
+def test_of_several_ranks_that_have_not_joined_none_is_blamed_for_certain():
+    """For example where rank 3 expects five ranks: ranks 1 and 2 wait for it, rank 0 is through."""
+    joins = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2169, "_new_process_group_helper")
+    late = replace(IDLE, main=BlockedOn("futex", "a lock, an event or a future (futex)"))
+    processes = {0: IDLE, **dict.fromkeys((1, 2, 3), late)}
+    group = "gloo 0 default_pg"
+    first = Collective(group, 1, "all_gather", "[1] int64", False)
+    found = Evidence(
+        processes, {n: replace(p, mono=2.0) for n, p in processes.items()},
+        {0: stack(0, *PEERS), **{n: stack(n, joins, OWN) for n in (1, 2, 3)}},
+        {0: FlightRecord(0, NOW, "x", {group: 1}, (first,)),
+         **{n: FlightRecord(n, NOW, "x", {}, ()) for n in (1, 2, 3)}},
+    )  # fmt: skip
+    ranks = [rank(n, "boot", 0) for n in range(4)]
+    verdict = diagnose(ranks, replace(WATCH, startup_s=5.0), NOW, found)
+    assert (verdict.cause, verdict.rank, verdict.sure) == ("startup", 1, "medium"), verdict
