@@ -148,7 +148,7 @@ class Tree:
                  }  # fmt: skip
         for rank, entry in known.items():
             # A rank that overwrote its token may have children that have the token and the RANK.
-            if entry.get("pid") not in with_token and (handle := named(entry, rank)):
+            if jsonl.integer(entry, "pid") not in with_token and (handle := named(entry, rank)):
                 self._adopt_named(rank, entry, handle)
         ended = {str(rank) for rank, entry in known.items() if entry.get("exit") is not None}
         self._adopt_found([*with_token], ended)

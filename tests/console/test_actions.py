@@ -159,7 +159,7 @@ def test_a_directory_of_another_launch_or_plan_is_refused(tmp_path, content, loc
 
 def test_a_file_as_a_launch_directory_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(RefusedError, match="cannot create"):
+    with pytest.raises(RefusedError, match="is not a directory"):
         actions.launch(options(tmp_path, run_dir=tmp_path / "file"), "tester")
 
 

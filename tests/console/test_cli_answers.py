@@ -158,8 +158,8 @@ def test_runs_of_a_folder_that_is_not_there_are_not_none(tmp_path, capsys):
 
 def test_text_counts_phases_as_the_screen_does(launch, capsys):
     directory.run(launch / "0-first")
-    assert "> 1 first " in said(capsys, "status", launch)[1]
-    assert " 1 first " in said(capsys, "--root", launch.parents[1], "runs")[1]
+    assert "> 0-first " in said(capsys, "status", launch)[1]
+    assert " 0-first " in said(capsys, "--root", launch.parents[1], "runs")[1]
 
 
 @pytest.mark.parametrize(

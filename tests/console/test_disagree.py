@@ -93,7 +93,7 @@ def test_a_plan_is_no_go_where_its_documents_name_other_phases(launch, capsys, h
         assert (code, wanted in out) == (1, True), out
         assert "\ngo\n" not in out
     shown = said(capsys, "status", launch)[1]
-    assert f"  > 2 second       completed  gates {'unknown' if result == 'pass' else 'failed'}" in (
+    assert f"  > 1-second       completed  gates {'unknown' if result == 'pass' else 'failed'}" in (
         shown
     )
 
@@ -127,8 +127,8 @@ def test_the_row_of_an_unconfirmed_phase_shows_unknown_gates(passed, capsys):
     directory.change(passed / "0-first" / rundir.SUPERVISOR, state="running")
     _, out = said(capsys, "status", passed)
     assert "no go: first: its state is running in supervisor.json" in out
-    assert "1 first        completed  gates unknown" in out
-    assert "2 second       completed  gates passed" in out
+    assert "0-first        completed  gates unknown" in out
+    assert "1-second       completed  gates passed" in out
 
 
 # --- processes that live ------------------------------------------------------------------------

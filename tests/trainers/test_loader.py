@@ -226,8 +226,8 @@ def test_skipped_data_is_that_of_the_named_steps_after_another_batch_and_a_secon
 NO, ONE, OTHER = None, b"one", b"another"
 RANKS = {
     "alike": ((ONE, ONE, ONE), ("", "", "")),
-    "only rank 0 tries": ((NO, NO, ONE), ("there is no", "rank 0 cannot", "rank 0 cannot")),
-    "rank 2 has none": ((ONE, ONE, NO), ("rank 2 cannot", "rank 2 cannot", "there is no")),
+    "only rank 0 tries": ((NO, NO, ONE), ("no file with", "rank 0 cannot", "rank 0 cannot")),
+    "rank 2 has none": ((ONE, ONE, NO), ("rank 2 cannot", "rank 2 cannot", "no file with")),
     "rank 1 has others": ((ONE, OTHER, ONE), ("rank 1 finds other files",) * 3),
     "a bug on rank 1": ((ONE, b"bug", ONE), ("rank 1 cannot", "integer division", "rank 1 cannot")),
 }

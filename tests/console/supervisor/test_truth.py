@@ -72,7 +72,7 @@ def test_a_signal_to_torchrun_stops_a_program_that_knows_nothing_of_us(begin, tm
     log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
     started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
     os.kill(started.state()["torchrun"]["pid"], signal.SIGTERM)
-    assert started.wait_end()["why"] == "one: stopped: stopped by SIGTERM to torchrun"
+    assert started.wait_end()["why"] == "one: stopped by SIGTERM to torchrun"
 
 
 @pytest.fixture
