@@ -198,6 +198,14 @@ def test_a_plan_for_gpus_trains_on_cuda_and_is_refused_where_torch_has_none(tmp_
         actions.begin(prepared, "tester")
 
 
+@pytest.mark.skipif(gpu_checks.torch_cuda() is not None, reason="torch has CUDA")
+def test_a_phase_on_cuda_is_refused_where_torch_has_none_in_a_plan_without_gpus(tmp_path):
+    written_plan = written(tmp_path, name="mine", phases=[{"name": "one"}])
+    options = LaunchOptions(plan=written_plan, root=tmp_path, sets={"train.device": "cuda"})
+    device = next(each for each in actions.prepare(options).checks if each.name == "device")
+    assert (device.result, "the phase 'one' trains on cuda" in device.text) == ("fail", True)
+
+
 def test_assumed_gpus_are_checked_for_and_never_launched(tmp_path):
     path = written(tmp_path, **GPU_PLAN)
     prepared = actions.prepare(LaunchOptions(plan=path, root=tmp_path, assume_gpus="2xA100"))
