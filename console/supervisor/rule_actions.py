@@ -72,7 +72,7 @@ class Policy:
         self._directory.write_request(run.path, rundir.HALT, by, report)
 
     def halt_launch(self, run: Run | None) -> None:
-        """Halts the run, or ends a plan without one, for a `.HALT` in the launch directory."""
+        """Obeys a `.HALT` in the launch directory: halts `run`, or ends the plan if it is None."""
         if time.monotonic() < self._halt_at:
             return
         self._halt_at, by = math.inf, f"{rundir.HALT} in the launch directory"
