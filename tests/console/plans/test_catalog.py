@@ -150,14 +150,17 @@ SHELL_CASES = [
      "hands on only what `nsa-console flags` lists"),
     ({"CUDA_HOME": "/x", "NCCL_VERSION": "2.29", "CUDA_VISIBLE_DEVICES": "0"}, "pass",
      "handed to the training: CUDA_VISIBLE_DEVICES"),
+    ({"CONFIG": "configs/tiny_cpu.yaml"}, "unknown", "not handed to the training: CONFIG; a launch "
+     "hands on only what `nsa-console flags` lists"),
 ]  # fmt: skip
 
 
 @pytest.fixture
 def bare(monkeypatch):
     """A shell without variables that set a flag or a library."""
-    for name in [n for n in os.environ if n in FLAGS or n.startswith(preflight.LIBRARIES)]:
-        monkeypatch.delenv(name)
+    flagged = (n for n in os.environ if n in FLAGS or n.startswith(preflight.LIBRARIES))
+    for name in ["CONFIG", *flagged]:
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
