@@ -103,13 +103,14 @@ class Where:
 def where(stack: Stack) -> Where:
     """Returns the class of a stack.
 
-    Without frames it is "none". If the dump has only one thread, it is "native".
+    Without frames it is "none". If the dump of the rank has only one thread, it is "native".
     """
     frames = _deciding(stack)
     own = _own(frames)
     if not frames:
         return Where("none", None, None, "has no stack")
-    if len(stack.threads) == 1:  # other dumps have the contract's threads too
+    if len(stack.threads) == 1 and not stack.by_py_spy:
+        # Other dumps have the contract's threads too.
         place = (own or frames[0]).short
         return Where("native", frames[0], own, f"runs native code that holds the GIL, in {place}")
     if (found := _wait(frames)) is not None:

@@ -26,7 +26,9 @@ MAIN = "main"
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (?P<name>.+?)(?: \(most recent call first\))?:?\s*$")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")
-_NAME = re.compile(r"stackdump_rank(?P<rank>[0-9]{1,9})_(?P<ms>[0-9]{1,16})\.txt")
+BY_PY_SPY = "_pyspy.txt"
+"""The end of the name of a dump that py-spy made."""
+_NAME = re.compile(r"stackdump_rank(?P<rank>[0-9]{1,9})_(?P<ms>[0-9]{1,16})(?:_pyspy)?\.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,10 @@ class Stack:
     ts: float
     path: str
     threads: tuple[Thread, ...]
+
+    @property
+    def by_py_spy(self) -> bool:
+        return self.path.endswith(BY_PY_SPY)
 
 
 def parse(text: str) -> tuple[Thread, ...]:

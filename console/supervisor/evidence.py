@@ -14,9 +14,10 @@ from console.diagnose.evidence import Evidence
 from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.suspect import LASTING_STATES
 from console.model import Gpu
-from console.sources import flight, kernel_evidence, stacks
+from console.sources import flight, kernel_evidence, py_spy, stacks
 from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.nvml import opened_by, visible_devices
+from console.sources.stacks import BY_PY_SPY, Stack
 
 APART_S = 2.0
 """Time between the two samples of each process."""
@@ -25,6 +26,8 @@ DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 6.0
 If the run directory does not answer for `UNREAD_AFTER_S`, the evidence has what was read so far.
 """
 READ_EVERY_S = 0.5
+PY_SPY_S = 2.0
+"""Longest time in which py-spy reads the stacks of the ranks that wrote no dump."""
 CLOCKS_APART_S = 0.1
 """A file with a time more than this in the future was written before the clock was set back."""
 AGAIN_S = 10.0
@@ -59,9 +62,13 @@ class Collector:
     def __init__(
         self, run: Path, gpus: Callable[[], Sequence[Gpu]], check: Callable[[], object],
         dumps_since_ts: float | None = None,
+        save: Callable[[Path, str], object] = lambda path, text: None,
     ):  # fmt: skip
-        """Uses dumps from `dumps_since_ts` on; with None, dumps since the collection began."""
-        self._run, self._gpus, self._check = run, gpus, check
+        """Uses dumps from `dumps_since_ts` on; with None, dumps since the collection began.
+
+        `save` writes a dump that py-spy made; the thread calls it.
+        """
+        self._run, self._gpus, self._check, self._save = run, gpus, check, save
         self._dumps_since_ts = dumps_since_ts
         self._places: Places | None = None
         self._began_at = -AGAIN_S
@@ -139,6 +146,28 @@ class Collector:
                 found.append(replace(found[-1], stacks=dumps, flights=records))
                 is_last = is_last or len(dumps) == len(numbers) == len(records)
             time.sleep(0 if is_last else READ_EVERY_S)
+        dumps = self._read_with_py_spy(ranks, found[-1])
+        found.append(replace(found[-1], stacks={**found[-1].stacks, **dumps}))
+
+    def _read_with_py_spy(
+        self, ranks: Sequence[RankEvidence], found: Evidence
+    ) -> dict[int, Stack]:  # fmt: skip
+        """Returns the stacks that py-spy reads from the ranks without a dump.
+
+        The rules expect no stack of a rank that cannot run. A common time makes the stacks one dump.
+        """
+        until, dumps = time.monotonic() + PY_SPY_S, dict[int, Stack]()
+        ts = max((each.ts for each in found.stacks.values()), default=time.time())
+        for each in ranks:
+            process = found.after.get(each.rank)
+            can_run = process is not None and process.state in "RS" and not process.frozen
+            if each.rank in found.stacks or not can_run:
+                continue
+            if text := py_spy.dump(each.pid, each.start_ticks, until - time.monotonic()):
+                path = self._run / f"stackdump_rank{each.rank}_{round(ts * 1000)}{BY_PY_SPY}"
+                self._save(path, text)
+                dumps[each.rank] = Stack(each.rank, ts, str(path), stacks.parse(text))
+        return dumps
 
     def _complete(self, found: Evidence) -> None:
         numbers, gaps = [each.rank for each in self._ranks], list(found.gaps)

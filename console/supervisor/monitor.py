@@ -77,6 +77,9 @@ class Monitor:
         self._evidence = Collector(
             context.path, lambda: context.services.nvml.rows(),
             lambda: context.services.directory.check_run(context.path),
+            save=lambda path, text: context.services.directory.reported_job(
+                lambda: rundir.write_atomic(path, text), lambda why: None, path
+            ),
         )  # fmt: skip
 
     def on_stall(self) -> tuple[str, str]:

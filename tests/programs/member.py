@@ -1,8 +1,8 @@
 """A contract process without torch; its ranks step together through a shared file.
 
 `member.py STEPS [MODE]`: `raise` makes rank 1 raise at step 5, `hang` makes it sleep at step 30,
-`deaf` makes all ranks ignore TERM, `leave` makes rank 1 exit with code 7 at step 5. With
-`until FILE` they go on after STEPS until the file exists.
+`mute` also makes it ignore SIGUSR1 then, `deaf` makes all ranks ignore TERM, `leave` makes rank 1
+exit with code 7 at step 5. With `until FILE` they go on after STEPS until the file exists.
 """
 
 import itertools
@@ -36,7 +36,9 @@ for step in itertools.count(1):
         raise ValueError("the batch of step 5 is broken")
     if mode == "leave" and run.rank == 1 and step == 5:
         os._exit(7)
-    if mode == "hang" and run.rank == 1 and step == 30:
+    if mode in ("hang", "mute") and run.rank == 1 and step == 30:
+        if mode == "mute":
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         time.sleep(3600)
     time.sleep(0.02)
     run.pulse.set(step, "backward")
