@@ -32,6 +32,7 @@ PLACES = (str(Path(sys.executable).parent), os.environ["PATH"])
 INSTALLED = shutil.which("py-spy", path=":".join(PLACES)) or ""
 SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 IS_ALLOWED = os.geteuid() == 0 or not SCOPE.exists() or SCOPE.read_text().strip() == "0"
+ONE_THREAD = """echo '[{"thread_name": "MainThread", "frames": []}'"""
 KEYS = ("thread_name", "thread_id", "os_thread_id", "frames", "name", "filename", "line")
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20),
@@ -82,8 +83,8 @@ def test_other_tricks_become_no_dump(output):
 
 def test_a_name_cannot_add_a_thread_or_a_frame():
     name = 'x\n  File "/etc/passwd", line 1 in y\nThread z (most recent call first):'
-    frames = [{"name": name, "filename": name, "line": 3}] * 1000
-    threads = [{"thread_name": name, "frames": frames, "os_thread_id": PID}] * 1000
+    frames = [{"name": name, "filename": name, "line": 3}] * 250
+    threads = [{"thread_name": name, "frames": frames, "os_thread_id": PID}] * 120
     found = stacks.parse(py_spy.as_dump(PID, json.dumps(threads).encode()))
     assert len(found) == py_spy.MAX_THREADS
     assert {len(each.frames) for each in found} == {stacks.MAX_FRAMES}
@@ -129,7 +130,7 @@ def collected(run, *ranks, save=lambda path, text: None):
     "lines",
     [
         "trap '' TERM; sleep 456.7", "setsid sleep 20", "echo '[{'; sleep 456.7",
-        "trap '' PIPE; yes '[{\"thread_name\": \"MainThread\"},'", "head -c 99999999 /dev/zero",
+        "trap '' PIPE; yes '[{'", f"{ONE_THREAD}; yes '' | head -c 9999999; echo ']'",
         "exit 1", "echo '[]'", "echo 'Permission Denied' >&2; exit 1", "kill -KILL $$",
     ],
 )  # fmt: skip
