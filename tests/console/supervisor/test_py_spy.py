@@ -167,6 +167,7 @@ def test_only_a_rank_that_can_run_and_is_the_same_process_is_read(tmp_path, fake
     finally:
         stopped.kill()
         stopped.wait()
+    assert py_spy.dump(rank.pid, reused.start_ticks, 2.0) == ""
     assert len(calls.read_text().splitlines()) == 1
     assert (set(found.stacks), found.places[0].own.place) == ({0}, "train.py:8")
     assert found.stacks[0].path.endswith("_pyspy.txt")
