@@ -72,7 +72,7 @@ TABLE: tuple[Row, ...] = (
     _row("", r"events\.jsonl|snapshot\.json|\.HALT.*|\.anomaly_type"),
     _row("verdicts", r"\d+\.json", limit_bytes=1 << 16, most=256),
     _row("requests", r".*\.json", limit_bytes=1 << 14),
-    _row("", r"stackdump_rank\d+(_\d+(_pyspy)?)?\.txt|oom_rank\d+\.txt", most=2048, all_bytes=8 << 20),
+    _row("", r"stackdump_rank\d+(_\w+)?\.txt|oom_rank\d+\.txt", most=2048, all_bytes=8 << 20),
     _row("", r"flight_rank\d+_\d+\.json", limit_bytes=4 << 20, all_bytes=12 << 20),
     _row("", r"heartbeat_rank\d+\.jsonl", most=2048, all_bytes=8 << 20),
     _row("", r"samples_.*\.jsonl", most=16),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from console.sources.stacks import Frame, Stack, Thread
+from console.sources.stacks import BY_PY_SPY, Frame, Stack, Thread
 
 Kind = Literal[
     "peers", "queue", "lock", "thread", "process", "socket", "pipe", "file", "loader", "store",
@@ -109,7 +109,7 @@ def where(stack: Stack) -> Where:
     own = _own(frames)
     if not frames:
         return Where("none", None, None, "has no stack")
-    if len(stack.threads) == 1 and not stack.by_py_spy:
+    if len(stack.threads) == 1 and not stack.path.endswith(BY_PY_SPY):
         # Other dumps have the contract's threads too.
         place = (own or frames[0]).short
         return Where("native", frames[0], own, f"runs native code that holds the GIL, in {place}")

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping
-from typing import Any
 
 from console.sources.sanitize import clean
 from console.sources.stacks import MAX_FRAMES
 from trainers.contract import environ, jsonl, rundir
-from trainers.contract.jsonl import entries
 
-LEAST_S, SPARE_S = 0.05, 0.5
-MAX_BYTES, MAX_THREADS = 4 << 20, 100
-COMMAND = '"$0" dump --nonblocking --json --pid "$1" | head -c "$2"'
+MAX_THREADS, LEAST_S = 100, 0.05
+COMMAND = '"$0" dump --nonblocking --json --pid "$1" | head -c 4194304'
 
 
 def dump(pid: int, start_ticks: int | None, limit_s: float) -> str:
@@ -30,41 +26,30 @@ def dump(pid: int, start_ticks: int | None, limit_s: float) -> str:
     is_known = start_ticks is not None and rundir.start_ticks(pid) == start_ticks
     if not (program and is_known) or limit_s < LEAST_S:
         return ""
+    words = ["timeout", "--signal=KILL", f"{limit_s:.2f}", "sh", "-c", COMMAND, program, str(pid)]
     try:
         done = subprocess.run(
-            ["timeout", "--signal=KILL", f"{limit_s:.2f}", "sh", "-c", COMMAND, program,
-             f"{pid}", f"{MAX_BYTES}"],
-            env={"PATH": environ.get("PATH")}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, start_new_session=True, timeout=limit_s + SPARE_S,
-            check=False,
+            words, env={"PATH": environ.get("PATH")}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, check=False,
         )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return ""
-    return as_dump(pid, done.stdout) if rundir.start_ticks(pid) == start_ticks else ""
+    return as_dump(done.stdout) if rundir.start_ticks(pid) == start_ticks else ""
 
 
-def as_dump(pid: int, output: bytes) -> str:
+def as_dump(output: bytes) -> str:
     """Returns the JSON output of py-spy in the form of a dump, or "" without a main thread."""
-
-    def is_other(thread: Mapping[str, Any]) -> bool:
-        name = jsonl.text(thread, "thread_name")
-        return jsonl.integer(thread, "os_thread_id") != pid and name != "MainThread"
-
-    record = jsonl.decode(b'{"threads":%b}' % output) or {}
-    main, *others = [*sorted(entries(record, "threads"), key=is_other)[:MAX_THREADS], {}]
-    if is_other(main):
+    threads = jsonl.entries(jsonl.decode(b'{"threads":%b}' % output) or {}, "threads")
+    names = [jsonl.text(each, "thread_name") for each in threads]
+    if "MainThread" not in names:
         return ""
-    lines = [f"=== pid {pid}, read by py-spy", "Stack (most recent call first):", *_frames(main)]
-    for each in others[:-1]:
-        name = clean(jsonl.text(each, "thread_name"), 100)
-        name = name or f"{jsonl.integer(each, 'thread_id') or 0:#x}"
-        lines += [f"Thread {name} (most recent call first):", *_frames(each)]
+    threads.insert(0, threads.pop(names.index("MainThread")))
+    lines = list[str]()
+    for each in threads[:MAX_THREADS]:
+        name = clean(jsonl.text(each, "thread_name"), 100) or "0x"
+        lines.append(f"{f'Thread {name}' if lines else 'Stack'} (most recent call first):")
+        for frame in jsonl.entries(each, "frames")[:MAX_FRAMES]:
+            file, function = (clean(jsonl.text(frame, key), 400) for key in ("filename", "name"))
+            line = jsonl.integer(frame, "line") or 0
+            lines.append(f'  File "{file}", line {line} in {function}')
     return "\n".join([*lines, ""])
-
-
-def _frames(thread: Mapping[str, Any]) -> list[str]:
-    found = list[str]()
-    for each in entries(thread, "frames")[:MAX_FRAMES]:
-        file, function = (clean(jsonl.text(each, key), 400) for key in ("filename", "name"))
-        found.append(f'  File "{file}", line {jsonl.integer(each, "line") or 0} in {function}')
-    return found

@@ -71,10 +71,6 @@ class Stack:
     path: str
     threads: tuple[Thread, ...]
 
-    @property
-    def by_py_spy(self) -> bool:
-        return self.path.endswith(BY_PY_SPY)
-
 
 def parse(text: str) -> tuple[Thread, ...]:
     """Returns the threads of the last dump in a text."""

@@ -146,28 +146,22 @@ class Collector:
                 found.append(replace(found[-1], stacks=dumps, flights=records))
                 is_last = is_last or len(dumps) == len(numbers) == len(records)
             time.sleep(0 if is_last else READ_EVERY_S)
-        dumps = self._read_with_py_spy(ranks, found[-1])
-        found.append(replace(found[-1], stacks={**found[-1].stacks, **dumps}))
+        found.append(self._with_py_spy(ranks, found[-1]))
 
-    def _read_with_py_spy(
-        self, ranks: Sequence[RankEvidence], found: Evidence
-    ) -> dict[int, Stack]:  # fmt: skip
-        """Returns the stacks that py-spy reads from the ranks without a dump.
+    def _with_py_spy(self, ranks: Sequence[RankEvidence], found: Evidence) -> Evidence:
+        """Returns the evidence with the stacks that py-spy reads from the ranks without a dump.
 
-        The rules expect no stack of a rank that cannot run. A common time makes the stacks one dump.
+        The rules expect no stack of a rank that cannot run. All stacks get the time of the dump.
         """
-        until, dumps = time.monotonic() + PY_SPY_S, dict[int, Stack]()
-        ts = max((each.ts for each in found.stacks.values()), default=time.time())
-        for each in ranks:
-            process = found.after.get(each.rank)
-            can_run = process is not None and process.state in "RS" and not process.frozen
-            if each.rank in found.stacks or not can_run:
-                continue
-            if text := py_spy.dump(each.pid, each.start_ticks, until - time.monotonic()):
-                path = self._run / f"stackdump_rank{each.rank}_{round(ts * 1000)}{BY_PY_SPY}"
+        until, dumps = time.monotonic() + PY_SPY_S, dict(found.stacks)
+        ts = max((each.ts for each in dumps.values()), default=time.time())
+        can_run = {n for n, each in found.after.items() if each.state in "RS" and not each.frozen}
+        for rank in (each for each in ranks if each.rank in can_run - dumps.keys()):
+            if text := py_spy.dump(rank.pid, rank.start_ticks, until - time.monotonic()):
+                path = self._run / f"stackdump_rank{rank.rank}_{round(ts * 1000)}{BY_PY_SPY}"
                 self._save(path, text)
-                dumps[each.rank] = Stack(each.rank, ts, str(path), stacks.parse(text))
-        return dumps
+                dumps[rank.rank] = Stack(rank.rank, ts, str(path), stacks.parse(text))
+        return replace(found, stacks=dumps)
 
     def _complete(self, found: Evidence) -> None:
         numbers, gaps = [each.rank for each in self._ranks], list(found.gaps)
