@@ -135,7 +135,7 @@ def _deciding(stack: Stack) -> Sequence[Frame]:
 
 
 def _wait(frames: Sequence[Frame]) -> tuple[Frame, Wait] | None:
-    """Returns two values, the frame that decided and the wait that the program called, or None."""
+    """Returns two values, the frame that decides and its wait; None if no frame shows a wait."""
     found = None
     for at, frame in enumerate(frames):
         wait = _wait_of(frame)

@@ -33,7 +33,7 @@ COLLECT_S = 60.0
 """Once this time has passed since the end of an attempt, no further part of its records is read."""
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
-"""Records confirm the pulses only if they were read within this time."""
+"""Records confirm the pulses for this time after the records were last read."""
 
 
 class Attempt:
@@ -168,7 +168,7 @@ class Attempt:
         if self.stage != "prepare":  # the attempt was abandoned while the job waited
             os.close(log_fd)
             return
-        self._alerts.clear(UNPREPARED, "the run directory can be read again")
+        self._alerts.clear(UNPREPARED, "the run directory is prepared")
         try:
             self._spawn(log_fd)
         except (OSError, ValueError) as error:
@@ -179,7 +179,7 @@ class Attempt:
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
         """Retries a restart after an error that may be temporary; otherwise ends the attempt.
 
-        Nothing is retried after the request of an action that ends the attempt.
+        If an action that ends the attempt was requested, nothing is retried.
         """
         is_temporary = isinstance(error, OSError) or (
             self._is_ours and isinstance(error, RefusedError)
@@ -265,7 +265,7 @@ class Attempt:
             ending = f"{known.requested}, requested by {known.by}"
         elif not ending and self.tree.agent_over and not self.tree.alive():
             ending = "torchrun and all ranks have ended"
-        # The usual duration of a step is not known before the records of an adopted run are read.
+        # A continued run knows the usual duration of a step only after its records were read.
         seen = self._sampler.evidence if self._caught_up and not ending else ()
         looked = self._observers.run(
             "watch rules", lambda: self.monitor.poll(

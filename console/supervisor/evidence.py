@@ -1,4 +1,4 @@
-"""Collects the evidence about a stall: stacks and flight records once, processes repeatedly."""
+"""Collects the evidence about a stall: stacks, flight records and samples of the processes."""
 
 from __future__ import annotations
 

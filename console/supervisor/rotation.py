@@ -98,8 +98,8 @@ class Rotation:
     def _copy_and_truncate(self, at: int, name: str, fd: int, start: int) -> None:
         """Moves the content of an open log to `.1`.
 
-        The copy gets its name before the log is truncated; bytes written during the first copy are
-        then added.
+        First the copy gets its name. Then the bytes are added that were written during the first
+        copy. At last the log is truncated.
         """
         temporary = f".{name}.copy"
         with contextlib.suppress(FileNotFoundError):

@@ -82,7 +82,7 @@ class Disk:
     def poll(self) -> dict[str, float]:
         """Returns `free_gib`, `total_gib` and, if there is a checkpoint, `checkpoint_gib`.
 
-        Raises OSError, also if the directory exists but cannot be read.
+        Raises OSError, also if the directory exists but cannot be entered.
         """
         space = os.statvfs(f"{self._run}/.")
         gib = space.f_frsize / (1 << 30)

@@ -139,9 +139,9 @@ def test_a_failed_check_refuses_with_its_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("content", "lock", "says"),
     [
-        ('{"launch": "tested-1"}', True, "holds the launch tested-1, which has ended"),
-        ('{"launch": "tested-1"}', False, "which has ended"),
-        ('{"mine": 1}', True, "which has ended"),
+        ('{"launch": "tested-1"}', True, "holds the launch tested-1; pass another"),
+        ('{"launch": "tested-1"}', False, "holds the launch"),
+        ('{"mine": 1}', True, "holds the launch"),
     ],
 )
 def test_a_directory_of_another_launch_or_plan_is_refused(tmp_path, content, lock, says):
