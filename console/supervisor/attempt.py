@@ -55,7 +55,7 @@ class Attempt:
         self._alerts = context.observers.alerts
         self.stage: Stage = "prepare"
         self.known = Facts(world=self._world)
-        """The facts that are stored; `facts` adds those that it reads from other objects."""
+        """The facts that are stored here; `facts` adds facts from other objects."""
         self._reducer, self._heads = context.reducer, partial(context.reducer.heads, number)
         if former is None:
             self._reducer.mark_old()
@@ -77,14 +77,14 @@ class Attempt:
         self._again_at = math.inf
         """The time at which failed work in the run directory is tried again (monotonic s)."""
         self._is_ours = False
-        """True if the directory is known to be this run's. A RefusedError may then be temporary."""
+        """True if the directory belongs to this run. A RefusedError may then be temporary."""
         if former is None or link.has_no_processes(self.path, context.home, number):
             self._begin_preparing()
         else:
             self._adopt(former)
 
     def _adopt(self, former: FormerRun) -> None:
-        """Finds the processes that are alive; passes them to the owner if it lacks them."""
+        """Finds the processes that are alive; passes them to the owner, if the owner lacks them."""
         context, link = self._context, self._context.services.link
         self.tree.adopt(former.state, self.path, self._number)
         if not link.owns(context.home, self._number):
@@ -237,7 +237,7 @@ class Attempt:
             self._alerts.raise_(AGENT_LOST, text, "crit")
 
     def _watch_ranks(self) -> None:
-        """Schedules KILL for the other ranks, one grace time after a rank is seen to have failed.
+        """After a rank has failed, schedules KILL for the other ranks: one grace time from now.
 
         torchrun also ends the other ranks. But it may wait 30 s before it sends KILL, and it sends
         nothing if it is stopped or has exited.

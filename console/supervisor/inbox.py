@@ -147,7 +147,7 @@ class Inbox:
     ):  # fmt: skip
         self._directory, self._attempt_in = directory, attempt_in
         self._seen: dict[str, tuple[Path | None, bool]] = {}
-        """By id: the file of a request (None if removed), and whether the request was answered."""
+        """By id: a request's file (None if removed) or mailbox, and whether it was answered."""
         self.since_ns = since_ns
 
     def restore(self, answered: Mapping[str, Path]) -> None:

@@ -45,7 +45,7 @@ class Worker:
     observed: bool = False
     """True if the kernel reported the exit, False if it comes from a log or a document."""
     confirmed: bool = False
-    """True if an exit that the kernel did not report to this process needs no other source."""
+    """True if an exit from a log or a document needs no other source."""
     killed_after_failure: bool = False
     """True if a supervisor killed the rank after a failure, or recorded its end as secondary."""
     unreaped: bool = False

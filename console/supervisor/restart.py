@@ -133,7 +133,7 @@ def is_permanent(facts: Facts) -> bool:
 
     After such an error, not even a first restart follows. Therefore the kernel must have reported
     the exit, and the rank must have written an error record. After an error that only a log shows,
-    one restart follows.
+    one restart may follow.
     """
     end = facts.culprit() if signature(facts) else None
     if end is None or end.signal or not end.error:

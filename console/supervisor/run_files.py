@@ -100,13 +100,13 @@ class Disk:
 
 
 class NewestRow:
-    """The last complete row of training.csv, a second source for the figures of rank 0."""
+    """The last row of training.csv, a second source for the figures of rank 0."""
 
     def __init__(self, run: Path):
         self._run, self._path = run, run / rundir.TRAINING_CSV
 
     def poll(self) -> Progress | None:
-        """Returns the row, or None if there is no complete row."""
+        """Returns the row, or None if the last line is not a complete row."""
         first = jsonl.read_bytes(self._path, ROW_BYTES, 0, self._run).partition(b"\n")[0]
         *_, last = b"", *jsonl.read_bytes(self._path, ROW_BYTES, below=self._run).splitlines(True)
         names = first.decode("ascii", "replace").strip().split(",")
