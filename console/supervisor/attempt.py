@@ -228,8 +228,8 @@ class Attempt:
     def _watch_stuck(self) -> None:
         stuck = self.tree.stuck()
         if stuck:
-            text = f"KILL has not ended pid {', '.join(stuck)}, which waits for a disk or a driver"
-            self._alerts.raise_(STUCK, text, "crit")
+            why = "a process in state D waits for a disk or a driver"
+            self._alerts.raise_(STUCK, f"KILL has not ended pid {', '.join(stuck)}; {why}", "crit")
 
     def _watch_torchrun(self) -> None:
         text = self._ends.without_torchrun()

@@ -31,7 +31,7 @@ FILES_NAME = "files"
 """The name of the observer that reads the files of a run."""
 UNREADABLE = "the request is not a JSON object of at most 64 KiB, or cannot be read; send it again"
 OLDER = "the request is older than this supervisor; send it again"
-EXECUTED = "a request with this id was executed already"
+EXECUTED = "a request with this id was answered already"
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 

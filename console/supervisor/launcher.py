@@ -293,7 +293,7 @@ def _wait_until_ready(
         if started.poll() == RefusedError.exit_code:
             raise RefusedError(_last_line(directory))
         if started.poll() is not None:
-            raise ContractError(f"the supervisor ended at once: {_last_line(directory)}")
+            raise ContractError(f"the supervisor did not start: {_last_line(directory)}")
         time.sleep(POLL_S)
     if ranks_live:
         raise ContractError(

@@ -171,7 +171,7 @@ def test_a_supervisor_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("console.supervisor.launch_spec.PROJECT", hiding)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ContractError, match=r"the supervisor ended at once: .*No module named"):
+    with pytest.raises(ContractError, match=r"the supervisor did not start: .*No module named"):
         actions.launch(options(tmp_path), "tester")
     assert listing(tmp_path / "artifacts") == ["tested"]
 
