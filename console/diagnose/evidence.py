@@ -238,7 +238,7 @@ def _of_flights(stall: Stall) -> Sign:
 
 
 def _of_stacks(stall: Stall) -> Sign:
-    """Names the first group below that is not empty, unless it has all of several ranks.
+    """Names the ranks of the first group below that is not empty, as far as `_odd` allows.
 
     The groups are: ranks whose native code holds the GIL; ranks that do not wait for peers, for a
     GPU or to join; ranks that may wait for a GPU that is not known to run a kernel; if every rank

@@ -90,11 +90,12 @@ def gate_collapsed(progress: Progress) -> bool | None:
 
 @dataclass(slots=True)
 class Counter:
-    """A counter of one GPU: its increase since the start or a reset; `at` is its last rise."""
+    """A counter of one GPU, and its increase in this attempt or since a reset."""
 
     last: int
     increase: int = 0
     at: float = -math.inf
+    """Time of the last increase."""
 
     def update(self, value: int, mono: float) -> None:
         """Adds a value; a value below the last one, as after a reset, sets the increase to 0."""

@@ -307,7 +307,7 @@ class Poller:
     def _has_changed(self) -> bool:
         """Returns whether the stamps of the watched files differ from those of the last call.
 
-        If a file was changed, replaced, created or removed, its stamp is another one.
+        If a file was changed, replaced, created or removed, its stamp has changed.
         """
         stamps: list[object] = [rundir.stamp(path) for path in self._watched]
         if stamps == self._stamps:

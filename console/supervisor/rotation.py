@@ -98,8 +98,8 @@ class Rotation:
     def _copy_and_truncate(self, at: int, name: str, fd: int, start: int) -> None:
         """Moves the content of an open log to `.1`.
 
-        First the copy gets its name. Then the bytes are added that were written during the first
-        copy. At last the log is truncated.
+        The log is copied, and the copy gets its name. Bytes written during the copying are added.
+        Then the log is truncated.
         """
         temporary = f".{name}.copy"
         with contextlib.suppress(FileNotFoundError):
