@@ -65,7 +65,7 @@ def is_running(rows: Sequence[Gpu]) -> bool:
 def words(rows: Sequence[Gpu]) -> str:
     """Returns a text such as "GPU 0 at 100 %, 120 of 700 W".
 
-    If a figure is missing, the text has the reason, if it is known.
+    For a missing figure, the text has the reason (`Gpu.why`), if any.
     """
     return ", ".join(_words(gpu) for gpu in rows[:8])
 

@@ -26,7 +26,7 @@ from trainers.contract.errors import RefusedError
 
 Stage = Literal["prepare", "run", "collect", "over"]
 ENDED_FROM_HERE = ENDINGS[1:]
-"""The actions in which the supervisor itself ends the ranks."""
+"""The actions by which the supervisor itself ends the ranks."""
 AGENT_LOST, UNPREPARED, STUCK = "torchrun-gone", "restart-waits", "not-ended"
 PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 COLLECT_S = 60.0

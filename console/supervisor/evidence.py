@@ -79,7 +79,7 @@ class Collector:
         """
 
     def clear(self) -> None:
-        """Drops the evidence; the caller does this when the ranks make progress again."""
+        """Drops the evidence, because there is no stall or no new sample."""
         self._places, self.complete = None, None
         self.wants_dump = frozenset()
 

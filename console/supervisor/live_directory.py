@@ -106,7 +106,7 @@ class Live:
         return fd is not None and pulse.is_blank(fd)
 
     def is_removed(self) -> bool:
-        """Returns whether the directory was removed or replaced while it is in use."""
+        """Returns whether the directory in use was removed or replaced."""
         return self._home is not None and not self._home.is_there()
 
     def watch(self, alerts: Alerts) -> None:

@@ -152,7 +152,7 @@ class Files:
     def poll(self, heartbeats: bool) -> Poll:
         """Returns new records and the present documents; only `.HALT` if `heartbeats` is False.
 
-        Records are read last, so that no record is lost after an OSError. Raises OSError.
+        Records are read last: if another read fails, no record is lost. Raises OSError.
         """
         news = Poll(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
