@@ -63,10 +63,7 @@ def is_running(rows: Sequence[Gpu]) -> bool:
 
 
 def words(rows: Sequence[Gpu]) -> str:
-    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W".
-
-    For a missing figure, the text has the reason (`Gpu.why`), if any.
-    """
+    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W", followed by `Gpu.why` if it is set."""
     return ", ".join(_words(gpu) for gpu in rows[:8])
 
 
