@@ -47,8 +47,8 @@ class WatchRule:
 class Watch:
     """Stall limits and other time limits of the supervisor, in seconds.
 
-    If `eval_s` or `save_s` is None, `startup_s` applies. An action stronger than a dump needs a
-    stall of `stall_act_s`; its default is longer than the default time limit of a collective.
+    If `eval_s` or `save_s` is None, `startup_s` applies. On a stall, an action stronger than a dump
+    waits for `stall_act_s`, whose default is longer than the default limit of a collective.
     """
 
     stall_floor_s: float = 60.0
@@ -93,7 +93,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class Expects:
-    """Facts that must follow from the settings of a phase; a fact that is None is not checked."""
+    """Facts that a plan expects of a phase; a fact that is None is not checked."""
 
     parameters: int | None = None
     seq_len: int | None = None
@@ -105,7 +105,7 @@ class Expects:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The optional part of the preflight; `measure` runs it before each launch of the plan."""
+    """The optional part of the preflight, which runs before each launch if `measure` is True."""
 
     measure: bool = False
 
@@ -193,7 +193,7 @@ def highest_p(variants: int) -> float:
 
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
-"""Keys that a plan may set for all phases. A phase overrides a key, or entries of `MERGED_KEYS`."""
+"""Keys that a plan may set for all phases. A phase overrides keys, but merges `MERGED_KEYS`."""
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 
 
@@ -211,7 +211,7 @@ def load(path: Path) -> Plan:
 
 
 def _files(path: Path, name: str) -> Iterator[Path]:
-    """Yields the paths at which the plan that `path` extends may be."""
+    """Yields the paths where the plan `name`, which the plan at `path` extends, may be."""
     if NAME.fullmatch(name):
         yield from (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
 

@@ -66,7 +66,7 @@ class RankEnd:
 
     @property
     def secondary(self) -> bool:
-        """True if another rank probably caused the end: by a termination, or as a lost peer."""
+        """True if another rank probably caused the end: this rank was terminated or lost a peer."""
         return self.killed_after_failure or self.signal == "SIGTERM" or self.lost_peer
 
     @property
@@ -83,12 +83,12 @@ class RankEnd:
 
     @property
     def place(self) -> str:
-        """The place of the error in the code, or "" if the log has another error."""
+        """The place of the error in the code, or "" if the log has no place of this error."""
         same = self.error[:100] in self.log or (bool(self.log) and self.log[:100] in self.error)
         return self.raised_at if same else ""
 
     def sentence(self) -> str:
-        """Returns a sentence on how the rank ended; the sentence does not mention other ranks."""
+        """Returns a sentence on how the rank ended."""
         who, at = f"rank {self.rank}", self.at
         if self.signal in NATIVE:
             inside = f", in {self.crashed_in}" if self.crashed_in else ""

@@ -26,9 +26,9 @@ def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
     """Returns three values: a plan, the origins of its flags, and the origins of its settings.
 
     The plan has the phases of an ended launch from the first that did not pass, the options of the
-    launch, and the flags that an operator set. The first phase resumes from its newest checkpoint,
-    if it has one and its trainer is one of this project. Raises RefusedError if the launch has not
-    ended, for example because processes are alive, or if no phase is left.
+    launch, and the flags that an operator set. If the first of these phases has a checkpoint and a
+    trainer of this project, it resumes from the newest checkpoint. Raises RefusedError if the
+    launch has not ended, for example because processes are alive, or if no phase is left.
     """
     top = launches.launch_of(path)
     if top is None:

@@ -38,7 +38,7 @@ class ReaderView:
     newest_record: str = ""
     """A sentence on the age of the newest record, or "" if there is no record."""
     records_elsewhere: bool = False
-    """True if the run is on another host and its newest record is recent."""
+    """True if the run may be on another host and its newest record is recent."""
     behind: bool = False
     """True while records are still being read."""
     trouble: str = ""

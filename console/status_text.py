@@ -54,7 +54,7 @@ def counted(count: int, thing: str) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Returns a number as text, or "-".
+    """Returns a number as text, or "-" for None.
 
     Long and whole numbers are shown without decimals and with a separator for thousands, other
     numbers with `digits` significant digits.
@@ -121,7 +121,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns two values, a word and a sentence: on an ended launch, or else on its run."""
+    """Returns a word and a sentence: on the launch if it has ended, or else on the run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):
@@ -139,7 +139,7 @@ def outcome(state: RunState) -> tuple[str, str]:
 
 
 def with_word(word: str, why: str) -> str:
-    """Returns a sentence after the word of a state, or alone if the sentence has this word."""
+    """Returns "WORD: SENTENCE", or only the sentence if it contains the word."""
     return ": ".join(filter(None, (word * (word not in why), why)))
 
 
@@ -255,7 +255,7 @@ def gate_line(gate: Gate) -> str:
 
 
 def gates_text(phase: PhaseState) -> str:
-    """Returns the result of a completed phase's gates, or "" if there is no result yet."""
+    """Returns the result of the gates, or "" if the phase is not completed or has no result."""
     if phase.state != "completed" or not phase.result:
         return ""
     if phase.result == "pass" and not phase.has_gates:
@@ -284,8 +284,8 @@ class Changes:
     def sentences(self, state: RunState, now: float) -> Iterator[str]:
         """Yields sentences on the changes since the last call.
 
-        While the run is running, also yields its figures at most every `FIGURES_EVERY_S`, if its
-        step has changed.
+        In the state running, also yields the progress and figures of a run whose step has changed,
+        at most once every `FIGURES_EVERY_S`.
         """
         for key, value, sentence in _values(state):
             if self._last.get(key) != value:
@@ -346,7 +346,7 @@ def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def is_over(state: RunState) -> bool:
-    """Returns whether a run has ended and its launch does not continue.
+    """Returns whether neither a run nor its launch continues.
 
     A launch in the state `unknown` is ignored.
     """

@@ -54,7 +54,7 @@ def poll_wait(pid: int) -> BlockedOn:
     """Returns the process's only unfinished connection, or else its only socket, or else `NOTHING`.
 
     The kernel does not show which descriptors a poll has. A connected socket is therefore named
-    only if no descriptor above stderr is a pipe, and if there are at most `MAX_DESCRIPTORS`.
+    only if at most `MAX_DESCRIPTORS` descriptors above stderr are open, and none of them is a pipe.
     """
     fds = [fd for fd in numbers_in(f"/proc/{pid}/fd") if fd > 2]
     return _only(pid, len(fds), {link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]})

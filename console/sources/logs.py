@@ -41,7 +41,7 @@ class Log:
     def poll(self, over: bool = False) -> list[bytes]:
         """Returns new complete lines; with `over` also an incomplete last line.
 
-        One call reads at most `BACKLOG_BYTES`. The first line of all may be cut, and a line that
+        One call reads at most `BACKLOG_BYTES`. The first returned line may be cut, and a line that
         is longer than `MAX_LINE_BYTES` may be returned in parts.
         """
         try:
@@ -85,8 +85,8 @@ class LogSource:
     def poll(self, over: bool = False) -> list[LogLine]:
         """Returns the new lines of all logs without blank lines; `over` as in `Log.poll`.
 
-        The lines of each source follow those of another. If the last poll is not recent, a last
-        line of `ALL_SOURCES` says that their order between sources is not known.
+        The lines are grouped by source. If the previous poll is not recent, and several sources
+        have lines, a last line of `ALL_SOURCES` says that the order between sources is not known.
         """
         self._discover()
         fresh = []
@@ -125,9 +125,9 @@ class LogSource:
 
 
 def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine | None:
-    """Returns an event as a line, or None if it is not valid.
+    """Returns an event as a line, or None if it is not valid or repeats the last sentence.
 
-    A verdict, its alert and the state are events of the same sentence, which only the first shows.
+    A verdict, its alert and the new state are three events with one sentence.
     """
     text = jsonl.text(record, "text")
     ts = jsonl.number(record, "ts")

@@ -53,7 +53,7 @@ class RunSource:
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of the run that was read last, or an empty one before the first poll."""
+        """The reducer of the run that was read last, or an empty reducer if no run was read."""
         return self._records.reducer if self._records is not None else Reducer(Series())
 
     @property
@@ -68,7 +68,7 @@ class RunSource:
 
     @property
     def has_all_records(self) -> bool:
-        """True if no heartbeat record is left out: each is read now or later, or in a snapshot."""
+        """True if no heartbeat record is left out: each is or will be read, or is in a snapshot."""
         return self._records is None or self._records.files.has_all_records
 
     @property

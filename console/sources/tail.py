@@ -1,4 +1,4 @@
-"""Follows growing files of JSON lines, and reads complete compressed ones.
+"""Follows growing files of JSON lines, and reads complete compressed files.
 
 A `Tail` buffers the unfinished last line, skips and counts lines that it cannot parse, detects
 truncation and replacement, and reads a limited number of bytes at a time.
@@ -51,9 +51,9 @@ class Tail:
     `accept` returns the record of a decoded object, or None if the line is to be skipped.
     `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
-    `begin_at`, or, if that is 0, at most `recent_bytes` before the end, or at the start without
-    `recent_bytes`. Long holes are skipped. If the file is replaced, the new file is read as if
-    `begin_at` were 0, unless `stays` is set.
+    `begin_at`. If `begin_at` is 0, reading starts at most `recent_bytes` before the end, or, if
+    `recent_bytes` is None, at the start. Long holes are skipped. If the file is replaced, the new
+    file is read as if `begin_at` were 0, unless `stays` is set.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def _documents(
 ) -> Iterator[tuple[dict[str, Any] | None, int]]:
     """Yields the newest `limit` verdicts of a run, each with its size in bytes, the newest first.
 
-    Verdicts newer than `until_ts` are left out. An invalid document is None.
+    Verdicts newer than `until_ts` are left out. An invalid verdict is yielded as None.
     """
     folder = jsonl.open_inside(run / rundir.VERDICTS, run)
     if folder is None:
