@@ -65,8 +65,8 @@ class Restart:
     """The policy for restarts of a run from its newest verified checkpoint, or else from step 1.
 
     `stall` includes `crash`. At most `attempts` restarts follow each other without a new
-    checkpoint. The wait before the first restart is `backoff_s`; it doubles before each further
-    restart without a new checkpoint, up to `LONGEST_BACKOFF_S`.
+    checkpoint. The wait before a restart is `backoff_s`. The second attempt in a row without a new
+    checkpoint, and each further such attempt, doubles the wait, up to `LONGEST_BACKOFF_S`.
     """
 
     when: RestartWhen = "never"
@@ -79,7 +79,7 @@ PLACEHOLDER = "{checkpoint}"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """The checks of each new checkpoint: a load in another process (`load`), then a back-up.
+    """The checks of new checkpoints: a load in another process (`load`), then a back-up.
 
     `backup` is a program with its arguments; it runs after a checkpoint was loaded. The path of the
     checkpoint replaces `PLACEHOLDER`, or is the last argument.

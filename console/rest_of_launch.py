@@ -61,9 +61,9 @@ def _with_operator_flags(
 ) -> tuple[list[Phase], dict[str, str]]:
     """Returns two values: phases with the operator's flags, and the origins of these flags.
 
-    The phases are those from `index` on. run.json has the operator's flags of a phase that began;
-    plan_state.json has those of later phases. A flag is used only if the answer to its request
-    confirms the flag.
+    The first of the phases is the phase `index`. run.json has the operator's flags of a phase that
+    began; plan_state.json has the flags of later phases. A flag is used only if the answer to its
+    request confirms the flag.
     """
     run, phases = top / f"{index}-{planned.phases[index].name}", list(planned.phases[index:])
     has_begun, evidence = (run / rundir.RUN).exists(), cross_check.Evidence(top, [run])

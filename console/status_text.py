@@ -79,8 +79,8 @@ def size(size_bytes: int) -> str:
 def exit_code(state: RunState, whole: bool = False) -> int:
     """Returns the documented exit code for the state of a run.
 
-    With `whole` the code is that of the launch, if the launch has ended. A run that lost a rank is
-    treated as crashed, even while its other ranks are being ended.
+    With `whole`, if `is_over`, the code is that of the launch. A run that lost a rank is treated as
+    crashed, even while its other ranks are being ended.
     """
     if whole and state.launch and is_over(state):
         return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))
@@ -101,7 +101,7 @@ def no_go(state: RunState) -> str:
 
 
 def launch_exit_code(launch: LaunchState) -> int:
-    """Returns the exit code of a launch that has ended: that of the first phase that did not pass.
+    """Returns the exit code of a launch that is over: the code of the first phase not passed.
 
     If the plan ended before its last phase, the code means that the launch was halted or lost its
     supervisor. The code is 1 if the documents of the launch have no phases or contradict each
@@ -121,7 +121,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns a word and a sentence: on the launch if it has ended, or else on the run."""
+    """Returns a word and a sentence: on a launch that ended without success, or on the run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):

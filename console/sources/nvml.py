@@ -97,7 +97,7 @@ class XidLog:
     """The Xids of all GPUs by index; `found` is replaced at each change, never edited.
 
     Each GPU has an event set of its own, so that a lost GPU does not end the events of the others.
-    An event contains the handle of its GPU, which may differ from the GPU of the set.
+    An event in the set of one GPU may be of another GPU; the handle in the event names this GPU.
     """
 
     def __init__(self, nvml: Any):

@@ -58,7 +58,7 @@ class Progress:
     host: str = ""
     step_s: float | None = None
     dead: tuple[str, ...] = ()
-    """The parameters of an earlier `dead_parameters` record."""
+    """The parameters in the newest `dead_parameters` record before this record."""
 
     if not TYPE_CHECKING:
 

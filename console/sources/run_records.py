@@ -37,7 +37,7 @@ Records = Mapping[int, Mapping[str, Any]]
 
 
 class RunRecords:
-    """Follows heartbeats, samples and events of one run; `reads` selects which records."""
+    """Follows heartbeats, samples and events of one run; `reads` selects the records."""
 
     def __init__(self, run: Path, reads: Reads = "all"):
         self.run, self.reducer = run, Reducer(Series(), timed=reads == "end")

@@ -88,7 +88,7 @@ class Summary:
         self.stalls_seen = stalls or 0
         """Number of counted stalls, even if the count of an earlier supervisor is lost."""
         self.stalled_ts = 0.0
-        """`Events.stalled_ts` when this supervisor began; a former one counted that stall."""
+        """`Events.stalled_ts` when this supervisor began; a former supervisor counted the stall."""
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None

@@ -77,7 +77,7 @@ class Tail:
         self.size_bytes = 0
         self.offset = 0
         self.taken_bytes = 0
-        """Number of bytes that were read; those of a compressed file count after unpacking."""
+        """Number of bytes that were read; for a compressed file, the unpacked bytes."""
         self._accept = accept
         self._identity: tuple[int, int] | None = None
         self._carry = b""
