@@ -284,8 +284,8 @@ def _run_record(spec: LaunchSpec, index: int, directory: Path) -> Mapping[str, A
 def adopt(path: Path, sure: bool = False) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns a sentence.
 
-    Raises RefusedError, for example if the launch has ended or if its supervisor is alive. After a
-    reboot of the host, `sure` must be true.
+    Raises RefusedError, for example if the launch and its processes have ended, or if its
+    supervisor is alive. After a reboot of the host, `sure` must be true.
     """
     top = launches.launch_of(path)
     if top is None:

@@ -113,7 +113,7 @@ class OomCounts:
 
 @dataclass(frozen=True, slots=True)
 class OomEvidence:
-    """The numbers of out-of-memory kills before and after a run."""
+    """The numbers of out-of-memory kills before and after an attempt."""
 
     before: OomCounts
     after: OomCounts

@@ -33,7 +33,7 @@ class RankEnd:
     step: int
     error: str = ""
     log: str = ""
-    """The last exception in the log of the rank, or "" if there is none."""
+    """The exception that probably ended the rank, from its log or torchrun's log, or ""."""
     killed_after_failure: bool = False
     """True if the supervisor killed the rank after another rank had failed."""
     raised_at: str = ""
@@ -44,7 +44,7 @@ class RankEnd:
     """The kind and the reason of the last record of the rank."""
     ts: float | None = None
     observed: bool = True
-    """True if the kernel reported the exit code or signal, False if only a record or log has it."""
+    """False if the supervisor did not get the exit code or signal from the kernel."""
     doubt: str = ""
     """Why exit code 0 in the exit record is not accepted, or "" if there is no doubt."""
     phase: str = ""
@@ -57,7 +57,7 @@ class RankEnd:
 
     @property
     def error_words(self) -> str:
-        """The error in the rank's record, or else the last exception in its log."""
+        """The error in the rank's record, or else the exception in `log`."""
         return self.error or self.log
 
     @property

@@ -69,7 +69,7 @@ class Facts:
     """Ranks in the order of their ends."""
     halt_steps: Mapping[int, int] = field(default_factory=dict)
     reason: str = ""
-    """The reason in the exit records of the ranks."""
+    """The reason in the halt or exit records of the ranks."""
     has_exit_records: bool = True
     """True if no exit record was lost: each was read, or the program writes no exit records."""
     torchrun_signal: str = ""
