@@ -48,7 +48,7 @@ class Watch:
     """Stall limits and other time limits of the supervisor, in seconds.
 
     If `eval_s` or `save_s` is None, `startup_s` applies. On a stall, an action stronger than a dump
-    waits for `stall_act_s`, whose default is longer than the default limit of a collective.
+    waits at least `stall_act_s`; the default is longer than the default limit of a collective.
     """
 
     stall_floor_s: float = 60.0
@@ -200,7 +200,7 @@ PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 def load(path: Path) -> Plan:
     """Returns the plan in a YAML file; a plan without a name has the name of the file.
 
-    A plan that extends another is merged into it: phases of the same name are merged, new phases
+    A plan is merged into the plan that it extends: phases of the same name are merged, new phases
     follow, and a null removes an entry. Raises UsageError with file, key and correction.
     """
     document: dict[str, Any] = {}

@@ -284,8 +284,8 @@ class Changes:
     def sentences(self, state: RunState, now: float) -> Iterator[str]:
         """Yields sentences on the changes since the last call.
 
-        In the state running, also yields the progress and figures of a run whose step has changed,
-        at most once every `FIGURES_EVERY_S`.
+        While the state is `running`, also yields the progress and the figures of a changed step, at
+        most once every `FIGURES_EVERY_S`.
         """
         for key, value, sentence in _values(state):
             if self._last.get(key) != value:

@@ -133,8 +133,8 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
     """Returns a socket as the object that a system call waits for.
 
-    The text contains the address of a TCP peer (with `accepts`, of the socket itself), or the path
-    of a local socket, if the kernel's tables have it.
+    If the kernel's tables have the socket, the text contains the path of a local socket or the
+    address of a TCP peer. With `accepts`, it contains the address of the socket itself.
     """
     here, peer, state = tcp_entry(socket_tables(pid), inode)
     if not state:

@@ -148,8 +148,8 @@ class Pace:
     def _add_step(self, step: int, first_step: int, mono: float, written: float) -> None:
         """Adds a new step.
 
-        The duration is taken from the times of reading, or from the times in the records while
-        older records are still being read.
+        The duration comes from the times of reading. While older records are still being read, it
+        comes from the times in the records.
         """
         live = self._new_step_at > -math.inf
         took_s = _span(mono - self._new_step_at if live else written - self._new_step_ts)
