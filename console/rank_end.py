@@ -71,7 +71,7 @@ class RankEnd:
 
     @property
     def lost_peer(self) -> bool:
-        """True if a collective failed or another rank was lost. NCCL may then raise SIGABRT."""
+        """True if a collective failed or a peer was lost, with no signal or NCCL's SIGABRT."""
         found = self.code == COLLECTIVE or error_patterns.lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 

@@ -103,9 +103,9 @@ def no_go(state: RunState) -> str:
 def launch_exit_code(launch: LaunchState) -> int:
     """Returns the exit code of a launch that is over: the code of the first phase not passed.
 
-    If the plan ended before its last phase, the code means that the launch was halted or lost its
-    supervisor. The code is 1 if the documents of the launch have no phases or contradict each
-    other.
+    If there is no such phase, the code is 1 if the documents of the launch have no phases or
+    contradict each other. Otherwise, if a phase has not completed, the code means that the launch
+    was halted or lost its supervisor.
     """
     for phase in launch.phases:
         code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
@@ -121,7 +121,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns a word and a sentence: on a launch that ended without success, or on the run."""
+    """Returns a word and a sentence: on a launch that ended without success, or else on its run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):

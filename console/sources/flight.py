@@ -279,7 +279,7 @@ def _unusual(
     odd = {side: ranks for side, ranks in callers.items() if side not in usual}
     if len(past) < MIN_PAST or len(odd) == len(callers):
         return [], False
-    if not odd:  # every call is usual, but some calls are far rarer
+    if not odd:  # every call is usual, but some calls may be far rarer
         if 2 * max(map(len, callers.values())) > sum(map(len, callers.values())):
             return [], False  # the minority is to blame
         most = max(usual[side] for side in callers)

@@ -19,7 +19,7 @@ from trainers.contract import jsonl, rundir
 BACKLOG_BYTES = 256 << 10
 MAX_LINE_BYTES = 64 << 10
 ORDERED_S = 5.0
-"""Longest time between two polls after which the order between sources is still shown as known."""
+"""If more time passes between two polls, the order between sources is shown as not known."""
 SAME_S = 1.0
 """Longest time between events that are about the same change."""
 _RANK_LOG = re.compile(r"rank(\d+)\.log")

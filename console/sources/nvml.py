@@ -97,7 +97,7 @@ class XidLog:
     """The Xids of all GPUs by index; `found` is replaced at each change, never edited.
 
     Each GPU has an event set of its own, so that a lost GPU does not end the events of the others.
-    An event in the set of one GPU may be of another GPU; the handle in the event names this GPU.
+    The event set of one GPU may have events of another GPU; the handle of an event names its GPU.
     """
 
     def __init__(self, nvml: Any):

@@ -49,7 +49,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LastPulse:
-    """The last pulse of a rank in one attempt, read after its process ended, or zeros."""
+    """The last pulse of a rank in one attempt, read after the rank ended, or zeros for no pulse."""
 
     attempt: int
     rank: int

@@ -141,7 +141,7 @@ class RecordFile:
 
     @property
     def left_out_bytes(self) -> int:
-        """The number of bytes before the place where reading started, or 0 if that was a cursor."""
+        """The number of bytes before the start of reading, or 0 if reading started at a cursor."""
         return self._left_out_bytes + self.tail.left_out_bytes
 
     @property

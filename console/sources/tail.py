@@ -69,7 +69,7 @@ class Tail:
         self.line_at = self._begin_at = begin_at
         """`line_at` is the offset of the next line; earlier lines were returned or skipped."""
         self.left_out_bytes = 0
-        """Bytes before the place where reading started, or 0 if that was `begin_at`."""
+        """Bytes before the place where reading started, or 0 if reading started at `begin_at`."""
         self._recent_bytes = recent_bytes
         self.skipped = 0
         self.unread = False
