@@ -35,7 +35,7 @@ def read(path: Path) -> list[Step]:
 
 
 def from_records(records: Iterable[Mapping[str, Any]]) -> list[Step]:
-    """Returns the steps of progress records; each lists the steps since the previous one."""
+    """Returns the steps of progress records. A record lists the steps since the previous record."""
     found: list[Step] = []
     for record in records:
         if record["msg"] != "progress":
@@ -70,7 +70,7 @@ def total_s(steps: Sequence[Step]) -> float:
 
 
 def firsts(steps: Iterable[Step]) -> dict[int, Step]:
-    """Returns the first step of each attempt; a later attempt resumed at the step before it."""
+    """Returns the first step of each attempt. A later attempt resumed after the step before it."""
     found: dict[int, Step] = {}
     for step in steps:
         found.setdefault(step.attempt, step)
