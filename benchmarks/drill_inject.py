@@ -132,7 +132,7 @@ def _freeze(started: Started, rank: int, folder: Path, _stack: ExitStack) -> Non
 
 
 def _kill(started: Started, rank: int, _folder: Path, _stack: ExitStack) -> None:
-    """Stops torchrun, and then kills a rank, which therefore nobody reaps."""
+    """Stops torchrun, and then kills a rank, so that nobody reaps the rank."""
     os.kill(started.state()["torchrun"]["pid"], signal.SIGSTOP)
     os.kill(started.pids()[rank], signal.SIGKILL)
 

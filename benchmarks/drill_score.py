@@ -132,7 +132,7 @@ def by_author(results: Sequence[Result]) -> str:
 
 
 def confidence(results: Sequence[Result]) -> str:
-    """Returns the table of all verdicts, of the sure ones, of the wrong sure ones, and of times.
+    """Returns a table: verdicts, those of high confidence, the wrong ones among those, times.
 
     A verdict is wrong if its rank, its phase or its cause is wrong.
     """

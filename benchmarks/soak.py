@@ -340,7 +340,7 @@ def main() -> int:
     notes = (
         f"Seed {options.seed}, {options.minutes:g} minutes, {count} faults. The "
         "effective time is the sum of the surviving steps; each counts once, for at most four "
-        "medians. The ratio divides it by the time from the first to the last step. If a rank "
+        "medians. The ratio is this sum ÷ the time from the first to the last step. If a rank "
         "is stopped for good, the stall rule restarts the run after three stall limits of "
         f"{PLAN['watch']['stall_floor_s']} s."
     )  # fmt: skip

@@ -70,7 +70,7 @@ def total_s(steps: Sequence[Step]) -> float:
 
 
 def firsts(steps: Iterable[Step]) -> dict[int, Step]:
-    """Returns the first step of each attempt. A later attempt resumed after the step before it."""
+    """Returns each attempt's first step; a later attempt resumed from the step before that step."""
     found: dict[int, Step] = {}
     for step in steps:
         found.setdefault(step.attempt, step)

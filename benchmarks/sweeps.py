@@ -116,7 +116,7 @@ def loaded() -> Iterator[None]:
 def main() -> None:
     """Runs the benchmark and publishes its table."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.sweeps", description=__doc__)
-    options.add_argument("--sweeps", type=int, default=1000, help="for each row and column")
+    options.add_argument("--sweeps", type=int, default=1000, help="number per row and column")
     options.add_argument("--rounds", type=int, nargs="*", default=[9, 12, 14])
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:

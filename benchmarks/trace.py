@@ -3,7 +3,7 @@
     python -m benchmarks.trace DIR [--ranks 8] [--no-gpus] [--seconds 60] [--backlog 600]
 
 Every second, the utilisation, power and temperature of each GPU change at random as on a machine.
-Each rank writes a progress record at the same time, and rank 0 a log line every ten seconds. The
+Each rank also writes a progress record every second, and rank 0 a log line every ten seconds. The
 seed is fixed, so all traces have the same random numbers.
 """
 
@@ -29,7 +29,7 @@ GATES = {"loss_finite": True}
 
 
 class Trace:
-    """Writes a launch whose second phase began at `began_ts`; `tick` writes records of a second."""
+    """Writes a launch with a second phase from `began_ts` on; `tick` adds the records of a second."""
 
     def __init__(
         self, launch: Path, ranks: int = 8, gpus: bool = True, began_ts: float | None = None,
