@@ -137,7 +137,7 @@ def moves(chaos: Chaos) -> bool:
 
 
 def saves(chaos: Chaos) -> bool:
-    """Returns whether `moves` holds, and a checkpoint exists more than `EVERY` steps after `met`."""
+    """Returns whether `moves` holds, and a step above `met` + `EVERY` was saved."""
     return moves(chaos) and chaos.saved > chaos.met + EVERY
 
 

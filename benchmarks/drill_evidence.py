@@ -46,10 +46,7 @@ def collected(path: Path) -> Inputs | None:
 
 
 def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
-    """Returns the ranks, or () after the end of the run.
-
-    A rank without a phase counts as unchanged since the start of the run.
-    """
+    """Returns the ranks, () after the end. Without a phase, a rank is unchanged since the start."""
     state, run, now = reader._poll()
     if run is None or now is None or reader._source.over:
         return ()

@@ -129,8 +129,7 @@ class Drill:
     def _verdict(self, struck: float, limit_s: float) -> Said | None:
         """Returns the newest verdict when it has stopped changing, or when the run has ended.
 
-        Without a verdict, returns the verdict of `diagnose`, or else the reason for the end of the
-        run, or else None.
+        Without a verdict, returns that of `diagnose`, or else the reason for the end, or None.
         """
         run, said, seen_at = self._started.run(), None, time.monotonic()
         until = time.monotonic() + limit_s

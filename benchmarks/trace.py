@@ -29,7 +29,7 @@ GATES = {"loss_finite": True}
 
 
 class Trace:
-    """Writes a launch with a second phase from `began_ts` on; `tick` adds the records of a second."""
+    """Writes a launch with a second phase from `began_ts` on; `tick` adds a second of records."""
 
     def __init__(
         self, launch: Path, ranks: int = 8, gpus: bool = True, began_ts: float | None = None,
