@@ -63,8 +63,8 @@ TABLE: tuple[Decision, ...] = (
     Decision("end-leftovers", "act", "end a leftover on an operator's request",
              ("The process has the command line of a trainer, no ancestor of the "
               "process is a supervisor, and no supervisor has adopted its run.",
-              "The token in the environment of the process is also in run.json, and only this user "
-              "can write to the directories of the run and of the launch.",
+              "The token in the environment of the process is also in run.json. The directories of "
+              "the run and of the launch belong to this user, and not all users can write to them.",
               "supervisor.json and plan_state.json name a supervisor of this host that is dead, "
               "and the lock is free."),
              "The process gets no signal. A line of the output names the process and the missing "
