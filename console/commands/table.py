@@ -20,10 +20,10 @@ LONGEST_S = 86_400.0
 LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
 HALTS = (
     "With --halt, a rule with * halts the run if its condition has lasted three times\n"
-    "the listed time and a second source confirms the condition. So does a rule that\n"
-    "the plan lets halt, restart, stop or kill the run. A stall must have\n"
-    "lasted at least three stall limits and at least watch.stall_act_s of the plan\n"
-    "(default: 1800 s).\n"
+    "the listed time and a second source confirms the condition. The same applies to\n"
+    "a rule to which the plan gives the action halt, stop or restart. A stall must\n"
+    "have lasted at least three stall limits and at least watch.stall_act_s of the\n"
+    "plan (default: 1800 s).\n"
 )
 
 # --- types of options --------------------------------------------------------------------------
@@ -175,9 +175,10 @@ QUERIES: tuple[Command, ...] = (
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),
-       "The verdict comes from the supervisor if it has detected a stall. Otherwise the\n"
-       "command collects the evidence itself, in about 4 s. + marks evidence for the\n"
-       "verdict, - evidence for another rank, ? evidence that is not available.\n"
+       "If the supervisor has detected a stall, its verdict is printed. If ranks make no\n"
+       "progress and there is no such verdict, the command collects the evidence itself,\n"
+       "in about 4 s. + marks evidence for the verdict, - evidence for another rank,\n"
+       "? evidence that is not available.\n"
        "Exit code 0: no stall; 1: stalled, or unknown. For a run that has ended, the\n"
        "exit code is that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
@@ -196,7 +197,7 @@ QUERIES: tuple[Command, ...] = (
     ), (
         _run(),
         option("--halt", action="store_true",
-               help="halt the run for a rule with *, see below: write .HALT and .anomaly_type"),
+               help="let rules halt the run (see below): write .HALT and .anomaly_type"),
         INTERVAL,
     ), _rules, "watchdog.watchdog"),
     Command("check", "Print go or no go for a plan, or for the records of a run.",

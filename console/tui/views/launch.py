@@ -265,7 +265,7 @@ class Launch(Scrolls, View):
         self, live: tuple[RunState, LaunchState] | None, name: str, value: str | None,
         planned: str | None,
     ) -> None:  # fmt: skip
-        """Sends a changed flag to the launch for which it was chosen, or else stores it.
+        """Sends a changed flag to the launch for which it was chosen, or stores it in the draft.
 
         The planned value undoes the change, unless the value is also for later phases.
         """

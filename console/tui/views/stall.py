@@ -138,14 +138,14 @@ def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list
 
 
 def no_dump(state: RunState) -> str:
-    """Returns that there is no dump, with the key that makes one if a rank may be alive."""
+    """Returns that there is no dump, and the key that dumps the stacks of live ranks."""
     can = "yet; D dumps the stacks of all ranks" if state.state in LIVE_STATES else "of this run"
     return f"no dump {can}"
 
 
 class StacksPanel(Panel):
     first = 0
-    """The leftmost group of ranks."""
+    """The index of the leftmost displayed group of ranks."""
 
     def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         state = snapshot.state
