@@ -140,7 +140,7 @@ def drill(options: argparse.Namespace) -> int:
 
 
 def _interrupt(*_: object) -> None:
-    """Ends the drill; later signals are ignored, because the drill then ends its run."""
+    """Ends the drill. Later signals are ignored, so that the drill can end its run."""
     _on_signals(_ignore)
     raise KeyboardInterrupt
 

@@ -293,7 +293,7 @@ DRILL = Command(
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
                help="with --plain: longest wait for the verdict, and the same time again for "
-               "your reaction, in seconds (default: %(default)g)"),
+               "your reaction, in seconds (default: %(default)g; 400 s more for leak)"),
     ), "React on the screen, or from another shell with stop RUN (RUN is the printed\n"
        "path) or kill -CONT PID. Then leave the screen with q; the drill stops the run\n"
        "and prints the score. Exit code 0: verdict and reaction were correct; 1: at\n"
@@ -303,9 +303,9 @@ DRILL = Command(
 RESUME = Command(
     "resume", "Launch the rest of an ended launch, with its options.",
     ("resume latest", "resume latest --dry-run"), (_run("LAUNCH"), WAIT, DRY_RUN),
-    "The new launch has the phases that did not pass. The first phase begins at its\n"
-    "newest verified checkpoint, if it has one and its trainer is one of this\n"
-    "project. The flags that an operator set for these phases apply.\n",
+    "The new launch begins with the first phase that did not pass, at the newest\n"
+    "verified checkpoint of this phase, if it has one and its trainer is one of this\n"
+    "project. The flags that an operator set for the phases apply.\n",
     "control.resume",
 )  # fmt: skip
 ADOPT = Command(
@@ -335,7 +335,7 @@ def _lower(sentence: str) -> str:
 
 
 def _verbs() -> Iterator[Command]:
-    """Yields one command per verb in the table of actions; options select its other actions."""
+    """Yields one command per verb in the table of actions; options select the verb's actions."""
     verbs: dict[str, list[Action]] = {}
     for action in action_table.TABLE:
         if action.verb:

@@ -49,7 +49,7 @@ class Shape:
 
 
 SETTINGS_S = 0.5
-"""Time after the Dashboard is mounted at which the settings file is read."""
+"""Time from the mount of the Dashboard until the settings file is read."""
 ZOOMED = Shape(0, 0, 1, 1, 0)
 
 

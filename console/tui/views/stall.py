@@ -42,7 +42,7 @@ def verdict_rows(state: RunState, width: int, height: int, now: float) -> list[R
     }
     said, style = calm.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
     if state.state == "unsupervised":
-        adopt = "R starts one, " if state.launch else ""
+        adopt = "R starts one; " if state.launch else ""
         said = f"no supervisor: {adopt}{program()} watchdog {state.id} checks the run now"
         style = "warn"
     return labelled((VERDICT, "title"), wrap(said, width - len(VERDICT), height), style)
