@@ -28,7 +28,8 @@ def verdict_rows(state: RunState, width: int, height: int, now: float) -> list[R
     """Returns the verdict, or why there is none, in at most `height` lines."""
     verdict = state.verdict
     if verdict is not None:
-        since = "no supervisor now" if state.state == "unsupervised" else "the run has ended"
+        words = {"unsupervised": "no supervisor now"}.get(state.state, f"the run is {state.state}")
+        since = words if state.state in LIVE_STATES else "the run has ended"
         ago = f"  ({fmt.age(now - verdict.ts)} ago; {since})"
         style, over = ("crit", "") if state.state == "stalled" else ("dim", ago)
         said = wrap(verdict.sentence + over, width - len(VERDICT), height) or [fmt.DASH]
