@@ -99,7 +99,7 @@ def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
     if state.state == "lost":
         return "dim", "end time unknown"
     if state.data_age_s is None or state.state not in LIVE_STATES:
-        if state.since_ts and state.state not in ("queued", "preflight", "starting"):
+        if state.since_ts and state.state not in LIVE_STATES:
             return "dim", f"ended {fmt.age(now - state.since_ts)} ago"
         return "dim", "no data yet"
     age = state.data_age_s + late_s
