@@ -60,7 +60,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def resume(options: argparse.Namespace) -> int:
-    """Launches an ended launch again from its first phase that did not pass, with its options."""
+    """Launches the rest of an ended launch: its phases from the first that did not pass."""
     path = launches.find(options.run, options.root, act=True)
     return _begin(LaunchOptions(resume=path, root=options.root), options)
 

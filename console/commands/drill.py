@@ -187,7 +187,7 @@ def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
 
 
 def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Polls until the score is complete, the run ends or time is up; prints changes, if wanted."""
+    """Prints changes (not with --json) until the score is complete, the run ends or time is up."""
     source, changes = RunSource(path), status_text.Changes()
     until, reached = time.monotonic() + STARTUP_S, 0
     while True:

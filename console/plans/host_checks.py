@@ -112,7 +112,7 @@ def ports(_case: Case) -> Found:
 
 
 def leftovers(case: Case) -> Found:
-    """Lists trainers without a supervisor; a plan with GPUs fails if they have a GPU open.
+    """Lists trainers without a supervisor. A plan with GPUs fails if such a trainer has a GPU open.
 
     A trainer without a GPU is at most a warning: it shares only cores and memory with the launch.
     """
