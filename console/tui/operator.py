@@ -87,7 +87,7 @@ class Operator:
         make: Callable[[RunState | None], Question],
         then: Callable[[Choice], object] | None = None,
     ) -> None:
-        """Opens the question of `make` for the displayed run, or shows why `make` raised CannotAsk."""
+        """Opens the question of `make` for the displayed run, or the text of its CannotAsk."""
         from console.tui.widgets.confirm import Confirm
 
         try:
