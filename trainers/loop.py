@@ -263,8 +263,7 @@ def save_final(t: Training) -> None:
     """
     step = t.report.steps_done
     t.phases.enter(step, "save")
-    t.saver.wait()
-    report_save(t, step, *t.saver.collect())
+    report_save(t, step, *t.saver.collect(wait_s=None))
     if t.settings.checkpoint.at_end:
         saved = t.saver.save(position(t))
         report_save(t, step, saved)

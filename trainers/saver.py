@@ -87,23 +87,20 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """True until `wait`, `collect` or `finish` has received the result of a background save."""
+        """True until `collect` or `finish` has returned the result of a background save."""
         return self._pending is not None
 
-    def collect(self) -> list[Path | CheckpointError]:
-        """Returns the results of finished background saves; each result is returned once."""
-        if self._pending is not None and self._pending[0].done():
-            self.wait()
+    def collect(self, wait_s: float | None = 0) -> list[Path | CheckpointError]:
+        """Returns the results of finished background saves; each result is returned once.
+
+        Waits up to `wait_s` for a save that runs; if `wait_s` is None, waits until it ends.
+        """
+        if self._pending is not None and futures.wait((self._pending[0],), wait_s).done:
+            (written, target), self._pending = self._pending, None
+            error = written.exception()
+            self._ended.append(target if error is None else _failed(target, reason_of(error)))
         ended, self._ended = self._ended, []
         return ended
-
-    def wait(self) -> None:
-        """Waits for a background save; `collect` returns its result."""
-        if self._pending is None:
-            return
-        (written, target), self._pending = self._pending, None
-        error = written.exception()
-        self._ended.append(target if error is None else _failed(target, reason_of(error)))
 
     def finish(self) -> list[Path | CheckpointError]:
         """Waits for the background save of a training that failed; raises nothing.
@@ -111,15 +108,15 @@ class Saver:
         Returns the same as `collect`. The next save of the run removes the files of a save that was
         not finished within `FINISH_S`.
         """
-        if self._pending is not None and not futures.wait((self._pending[0],), FINISH_S).done:
-            (_, target), self._pending = self._pending, None
+        ended = self.collect(FINISH_S)
+        if self._pending is not None:
             late = f"it was not finished within {FINISH_S:g} s after the training failed"
-            self._ended.append(_failed(target, late))
-        return self.collect()
+            ended.append(_failed(self._pending[1], late))
+        return ended
 
     def _begin(self, position: Manifest) -> tuple[Path, State]:
         """Removes the files of a killed save. Returns two values: the target, and the state."""
-        self.wait()
+        self._ended = self.collect(wait_s=None)
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)
 
