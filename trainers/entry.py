@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -108,19 +109,14 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
 
     Returns the exit code.
     """
-    sentence = str(error)
-    directory = Path(variables.get(environ.RUN_DIR, ""))
-    if environ.RUN_DIR in variables and directory.is_dir():
-        try:
-            member = Member(directory, variables)
-        except OSError as unwritable:
-            sentence = f"{sentence} (and the run directory cannot be written: {unwritable})"
-        else:
-            _print_error(entry, sentence)
-            write_metrics(member, steps_done=0, reason=sentence, exit_code=failures.CONFIG)
-            return _fail(member, failures.CONFIG, sentence, type(error).__name__)
+    code, sentence = failures.CONFIG, str(error)
+    if directory := variables.get(environ.RUN_DIR):
+        with contextlib.suppress(OSError):
+            member = Member(Path(directory), variables)
+            write_metrics(member, steps_done=0, reason=sentence, exit_code=code)
+            _fail(member, code, sentence, type(error).__name__)
     _print_error(entry, sentence)
-    return failures.CONFIG
+    return code
 
 
 def _train(resolved: Resolved, member: Member, entry: str) -> int:
