@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -147,7 +148,7 @@ def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
     """
     # Ranks see a file at different steps, so only rank 0 requests a checkpoint or profile.
     requests = frozenset() if t.parallel.rank else t.member.new_requests()
-    t.reduction.start(step, figures, t.member.halt_reason, requests)
+    t.reduction.start(step, figures, requests | {t.member.halt_reason})
     rows = t.reduction.finish(include_newest=t.report.due(step))
     count_skipped(t, rows)
     for row in rows:
@@ -165,7 +166,8 @@ def log(
     t: Training, step: int, rows: list[Row], rate: float, norm: Tensor, stats: dict[str, Tensor]
 ) -> float | None:
     """Writes a progress record; returns the share of right bytes since the last record (recall)."""
-    extra = inventory.memory(t.parallel.device) | {name: numbers(x) for name, x in stats.items()}
+    extra: dict[str, Any] = dict(inventory.memory(t.parallel.device))
+    extra |= {name: x.double().round(decimals=6).tolist() for name, x in stats.items()}
     if fallbacks := t.plain.fallbacks():
         extra["fb_total"] = fallbacks.total()
     return t.report.progress(
@@ -213,11 +215,6 @@ def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tens
     return (each * counts).sum(), counts.sum(dtype=torch.float64), right
 
 
-def numbers(values: Tensor) -> float | list[float]:
-    """Returns a statistic as numbers with six decimals."""
-    return values.double().round(decimals=6).tolist()
-
-
 def halt_reason(t: Training, rows: list[Row], right: float | None) -> str:
     """Returns the reason to halt after this step, or "" if there is none; equal on all ranks."""
     reasons = [row.halt_reason for row in rows if row.halt_reason]
@@ -229,7 +226,7 @@ def halt_reason(t: Training, rows: list[Row], right: float | None) -> str:
 
 def run_requests(t: Training, step: int, rows: list[Row]) -> None:
     """Evaluates, profiles and saves if this is due or requested; all ranks do the same."""
-    requests = frozenset().union(*(row.requests for row in rows))
+    requests = frozenset().union(*(row.asked for row in rows))
     if PROFILE_NOW in requests:
         t.profiler.request(step)
     if t.held_out and step % t.settings.eval.every == 0:
