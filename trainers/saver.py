@@ -20,17 +20,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from trainers import manifest
-from trainers.checkpoint import (
-    ALONE,
-    RANDOM,
-    Parts,
-    Result,
-    State,
-    on_all_ranks,
-    random_state,
-    reason_of,
-)
+from trainers import checkpoint, manifest
+from trainers.checkpoint import RANDOM, Parts, Result, State, on_all_ranks, reason_of
 from trainers.contract import rundir
 from trainers.failures import CheckpointError
 from trainers.manifest import Manifest
@@ -52,7 +43,7 @@ class Saver:
         ours: Callable[[], bool] = lambda: True,
     ):  # fmt: skip
         self._run, self._parts, self._settings, self._ours = run, parts, settings, ours
-        warnings.filterwarnings("ignore", ALONE, UserWarning)
+        warnings.filterwarnings("ignore", checkpoint.ALONE, UserWarning)
         device = parts.parallel.device.type
         choice = settings.background
         self.in_background = choice == "on" or (choice == "auto" and device == "cuda")
@@ -127,7 +118,7 @@ class Saver:
                 manifest.clear_leftovers(self._run)
 
         self._alike(target, clear)
-        random = torch.stack(parallel.gather(random_state(parallel.device)))
+        random = torch.stack(parallel.gather(checkpoint.random_state(parallel.device)))
         return target, self._parts.state() | {RANDOM: random}
 
     def _alike(self, target: Path, work: Callable[[], Result]) -> Result:
