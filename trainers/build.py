@@ -167,7 +167,7 @@ def resume(
 def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointError]] | None:
     """Returns the checkpoint to resume from, or None to start at step 1; only rank 0 calls this.
 
-    Raises CheckpointError, or OSError if the checkpoints of this run cannot be listed.
+    Raises CheckpointError.
     """
     named, step = settings.checkpoint.resume, settings.checkpoint.from_step
     if member.supervised and member.attempt > 1 and manifest.newest_first(member.run):

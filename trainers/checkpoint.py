@@ -122,8 +122,8 @@ def choose_on_all_ranks(
 def load(path: Path, parts: Parts) -> None:
     """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
 
-    The window of `Spikes` stays empty if the checkpoint is of an earlier version without a window.
-    Raises CheckpointError; if the model differs, the message names the parameter.
+    The window of `Spikes` stays empty if the checkpoint is of an earlier version without a window,
+    and the loss scale stays 1 without fp16. Raises CheckpointError; if the model differs, the message names the parameter.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
@@ -131,12 +131,13 @@ def load(path: Path, parts: Parts) -> None:
         _compare(path, state, index)
         if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
             del state[SPIKES]
+        if not parts.loss_scale.active:
+            del state["loss_scale"]
         state[RANDOM] = _empty(index, RANDOM)
         # Each rank reads without a group, because a group could hang if one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     for joined, whole in wholes:
         set_whole(joined, whole)
-    parts.loss_scale.restored()
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
 
 

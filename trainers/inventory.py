@@ -157,18 +157,13 @@ def collect(
         "device_count": torch.cuda.device_count() if on_cuda else 0,
         "threads_per_rank": torch.get_num_threads(),
         "strategy": parallel.name,
-        "backend": attention(parallel.device, settings),
+        "backend": in_words(planned_routes(parallel.device, settings)),
         "comm_backend": parallel.backend,
         "comm_hook": parallel.comm_hook,
         "data": {"about": source.about, "fingerprint": source.fingerprint},
         "parameters_counted": sum(p.numel() for p in model.parameters()),
         "mfu_formula": MFU_FORMULA,
     }
-
-
-def attention(device: torch.device, settings: Settings) -> dict[str, str]:
-    """Returns the route of each attention branch in words."""
-    return in_words(planned_routes(device, settings))
 
 
 def planned_routes(device: torch.device, settings: Settings) -> dict[str, Route]:
