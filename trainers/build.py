@@ -121,11 +121,10 @@ def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch
         return []
     source = open_on_all_ranks(settings, run, parallel, held_out=True)
     count, device = settings.train.batch_size * parallel.world, parallel.device
-    batches = [
-        read_batch(source, count, parallel.rank, parallel.world, device)
+    return [
+        read_batch(source, count, parallel.rank, parallel.world, device).to(device)
         for _ in range(settings.eval.batches)
     ]
-    return [batch if device.type == "cpu" else batch.to(device) for batch in batches]
 
 
 def resume(

@@ -96,13 +96,14 @@ def run_steps(t: Training) -> str:
 def fetch(t: Training, step: int) -> list[Batch]:
     """Returns the micro-batches of a step."""
     t.phases.enter(step, "fetch")
-    began, epoch = time.perf_counter(), t.loader.epoch
+    began, epoch = time.perf_counter(), t.loader.state.get("epoch")
     batches = t.loader.fetch(t.settings.train.accumulate)
     t.report.fetched(time.perf_counter() - began)
     if t.report.due(step):
         t.report.batch_crc32 = batches[0].crc32()
-    if t.loader.epoch != epoch:
-        t.member.log(f"data: end of {t.loader.source.about}; epoch {t.loader.epoch} begins")
+    now = t.loader.state.get("epoch")
+    if now != epoch:
+        t.member.log(f"data: end of {t.loader.source.about}; epoch {now} begins")
     return batches
 
 
