@@ -58,6 +58,8 @@ class Training:
         self.guard = Guard(train.max_nonfinite_steps, chance_nats)
         parts = Parts(parallel, self.plain, self.optimizer, self.loss_scale, self.spikes)
         resumed = resume(settings, member, report, parts, source.fingerprint)
+        if resumed is not None:
+            self.guard.skipped = jsonl.integer(resumed.report, "skipped_steps") or 0
         self.first_step = report.steps_done + 1
         faults.arm(settings, member, report, self.plain, source)
         report.write_environment(
@@ -155,7 +157,7 @@ def resume(
         report.record_event(
             "checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error)
         )
-    report.resume(found.step, found.tokens_total, found.report)
+    report.resume(found.step, found.tokens_total, jsonl.number(found.report, "first_loss"))
     text = f"resumed from {path}"
     if unknown:
         text += f"; not compared, because only one side has it: {', '.join(unknown)}"

@@ -21,7 +21,7 @@ from trainers.command_line import Arguments, parse
 from trainers.contract import dumps, environ, jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 from trainers.contract.member import Member, open_run
-from trainers.run_records import Report, write_metrics
+from trainers.run_records import Report, write_document
 from trainers.settings import AUTO, Resolved
 
 
@@ -113,7 +113,9 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
     if directory := variables.get(environ.RUN_DIR):
         with contextlib.suppress(OSError):
             member = Member(Path(directory), variables)
-            write_metrics(member, steps_done=0, reason=sentence, exit_code=code)
+            write_document(
+                member, rundir.METRICS, steps_done=0, reason=sentence, exit_code=code
+            )
             _fail(member, code, sentence, type(error).__name__)
     _print_error(entry, sentence)
     return code

@@ -278,9 +278,10 @@ def finish_save(t: Training) -> None:
 
 def position(t: Training) -> Manifest:
     """Returns the position of the training, for a checkpoint."""
+    figures = {"first_loss": t.report.first_loss, "skipped_steps": t.guard.skipped}
     return Manifest(
         t.report.steps_done, t.report.tokens_total, t.loader.state,
-        report=t.report.state(t.guard.skipped), settings=t.report.values(),
+        report=figures, settings=t.report.values(),
     )  # fmt: skip
 
 
