@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainers import changes
 from trainers.contract.errors import UsageError
-
-if TYPE_CHECKING:
-    from trainers.schema import Settings
+from trainers.schema import Settings
 
 VOCABULARIES = {
     "byte": {256},

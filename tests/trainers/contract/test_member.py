@@ -354,7 +354,7 @@ for step in (1, 2, 3):
         [sys.executable, "-c", program], env=environment(tmp_path), timeout=150, check=True
     )
     first = next(record for record in beats(tmp_path) if record["msg"] == "progress")
-    assert (first["step"], first["mine"], first["nonfinite_loss_steps"]) == (1, 7, 1)
+    assert (first["step"], first["mine"], first["nonfinite_loss_steps"]) == (1, 7, 0)
     assert isinstance(first["steps_dt_s"][0], float)
     assert "mine" not in first.values()
 
