@@ -123,7 +123,8 @@ def load(path: Path, parts: Parts) -> None:
     """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
 
     The window of `Spikes` stays empty if the checkpoint is of an earlier version without a window,
-    and the loss scale stays 1 without fp16. Raises CheckpointError; if the model differs, the message names the parameter.
+    and the loss scale stays 1 without fp16. Raises CheckpointError; if the model differs, the
+    message names the parameter.
     """
     state = parts.state()
     with _readable(path) as (reader, index):

@@ -113,9 +113,7 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
     if directory := variables.get(environ.RUN_DIR):
         with contextlib.suppress(OSError):
             member = Member(Path(directory), variables)
-            write_document(
-                member, rundir.METRICS, steps_done=0, reason=sentence, exit_code=code
-            )
+            write_document(member, rundir.METRICS, steps_done=0, reason=sentence, exit_code=code)
             _fail(member, code, sentence, type(error).__name__)
     _print_error(entry, sentence)
     return code

@@ -212,8 +212,5 @@ def _fingerprint(path: Path) -> tuple[int, str]:
 
 
 def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with contextlib.closing(rundir.OpenDirectory(directory)) as folder:
+        os.fsync(folder.fd)

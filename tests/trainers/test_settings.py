@@ -57,7 +57,9 @@ def test_options_are_settings_with_their_own_origin_and_set_overrides_them():
 def test_a_flag_takes_type_limits_and_help_from_its_key_and_sets_it(flag):
     """One row in `flags.OWN` is all that a flag needs, from the form to the settings."""
     examples = {bool: "1", int: "2", float: flag.default, str: "0:1"}
-    text = "raise@2" if flag.name == "NSA_DRILL" else examples.get(flag.key.kind) or flag.key.kind[1]
+    text = (
+        "raise@2" if flag.name == "NSA_DRILL" else examples.get(flag.key.kind) or flag.key.kind[1]
+    )
     value = flags.parse(flag.name, text)
     assert flags.parse(flag.name, flags.format_value(value)) == value
     assert flag.key.help.endswith(".")

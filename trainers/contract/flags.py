@@ -123,9 +123,8 @@ def expected(flag: Flag) -> str:
     """Returns a text with the values that a flag accepts."""
     if flag.setting == DRILL:
         return drill_kinds.GRAMMAR
-    return (
-        "0 or 1" if flag.key.kind is bool else accepted_values(flag.key.kind, flag.key.low, flag.key.high)
-    )
+    key = flag.key
+    return "0 or 1" if key.kind is bool else accepted_values(key.kind, key.low, key.high)
 
 
 def format_value(value: Value) -> str:

@@ -179,13 +179,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(temporary, flags, 0o600)
     try:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
             os.fsync(fd)
-        finally:
-            os.close(fd)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -271,12 +268,9 @@ def check_owner(path: Path) -> os.stat_result:
 def _close_to_others(path: Path) -> None:
     """Removes the permissions of group and others from a directory. Raises RefusedError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if os.fstat(fd).st_mode & 0o077:
-                os.fchmod(fd, 0o700)
-        finally:
-            os.close(fd)
+        with contextlib.closing(OpenDirectory(path)) as folder:
+            if os.fstat(folder.fd).st_mode & 0o077:
+                os.fchmod(folder.fd, 0o700)
     except OSError as error:
         raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
 
@@ -289,13 +283,10 @@ def write_request(run: Path, name: str, by: str) -> None:
     path = run / name
     before = stamp(path)
     try:
-        fd = open_append(path)
-        try:
+        with os.fdopen(open_append(path), "ab", buffering=0) as file:
             with contextlib.suppress(OSError):
-                os.write(fd, f"requested by {by}\n".encode("utf-8", "replace"))
-            os.utime(fd)
-        finally:
-            os.close(fd)
+                file.write(f"requested by {by}\n".encode("utf-8", "replace"))
+            os.utime(file.fileno())
     except OSError:
         if stamp(path) in (before, None):
             raise
