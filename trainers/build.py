@@ -109,12 +109,9 @@ def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Mo
         for block in plain.blocks:
             block.compile(fullgraph=True)
     torch.manual_seed(train.seed)
-    if parallel.sharded:
-        model = parallel.wrap(plain)
-        initial_weights.fill(plain, train.seed, parallel.device)
-        return plain, model
+    model = parallel.wrap(plain) if parallel.sharded else None
     initial_weights.fill(plain, train.seed, parallel.device)
-    return plain, parallel.wrap(plain)
+    return plain, model or parallel.wrap(plain)
 
 
 def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch]:
@@ -153,7 +150,7 @@ def resume(
     now = changes.compared(report.values(), parallel.world, stream)
     unknown, changed = changes.refuse(path, before, now, settings.checkpoint.allow_change)
     checkpoint.on_all_ranks(parallel, lambda: checkpoint.load(path, parts))
-    for error in skipped:
+    for error in () if parallel.rank else skipped:
         report.record_event(
             "checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error)
         )

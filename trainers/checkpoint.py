@@ -101,9 +101,9 @@ def choose_on_all_ranks(
     on all ranks if a rank finds no checkpoint, or another one, at this path.
     """
 
-    def decide() -> tuple[str, list[CheckpointError]]:
+    def decide() -> tuple[Path, list[CheckpointError], str] | None:
         chosen = choose() if parallel.rank == 0 else None
-        return (f"{manifest.digest(chosen[0])} {chosen[0]}", chosen[1]) if chosen else ("", [])
+        return chosen and (*chosen, manifest.digest(chosen[0]))
 
     def read() -> Manifest:
         found = manifest.read(path)
@@ -111,11 +111,10 @@ def choose_on_all_ranks(
             raise CheckpointError(f"{path} is another checkpoint than on rank 0")
         return found
 
-    decision, skipped = on_all_ranks(parallel, decide)
-    digest, _, name = parallel.gather(decision)[0].partition(" ")
-    if not name:
+    decided = parallel.gather(on_all_ranks(parallel, decide))[0]
+    if decided is None:
         return None
-    path = Path(name)
+    path, skipped, digest = decided
     return path, on_all_ranks(parallel, read), skipped
 
 

@@ -28,6 +28,7 @@ from nsa.config import ModelConfig
 from nsa.model import Block
 from trainers import failures, fwe_smoke, inventory, settings
 from trainers.entry import exit_now
+from trainers.parallel import device_of
 from trainers.precision import allow_tf32, autocast, compute_dtype, weights_dtype
 from trainers.schema import Settings
 
@@ -82,8 +83,6 @@ def mean_s(work: Callable[[], object]) -> float:
 def matmul(phase: Phase, world: int, store: Path, rank: int) -> Found:
     """Starts the process group of several ranks; times a matrix product on all ranks at once."""
     device, precision = phase.device, phase.settings.train.precision
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
@@ -277,9 +276,7 @@ def main(path: Path) -> None:
             for name, values in request["phases"].items()}  # fmt: skip
     # A process that has used CUDA or torch's threads cannot be forked.
     rank = next((number for number in range(1, world) if os.fork() == 0), 0)
-    wanted = next(iter(read.values())).train.device
-    on_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    device = device_of(next(iter(read.values())), rank)
     phases = [Phase(name, each, device) for name, each in read.items()]
     store = path.with_name("store")
     checks: dict[str, Callable[[], Found]] = {

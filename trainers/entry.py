@@ -66,19 +66,15 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
     run, variables = open_run(arguments.run_dir or _default_run(arguments, variables, resolved))
     mine = rundir.heartbeat(run, int(variables.get("RANK", "0")))
     if resumes:
-        variables = dict(variables) | {environ.ATTEMPT: str(_attempts(run) + 1)}
+        # Each rank reads the number of earlier attempts before any rank writes.
+        earlier = jsonl.integer(rundir.read_json(run / rundir.ENV) or {}, "attempt") or 0
+        variables = variables | {environ.ATTEMPT: str(earlier + 1)}
     elif not supervised and mine.exists():
         raise RefusedError(
             f"{run} already contains a run ({mine.name}); pass another with --run-dir, or resume "
             "it with --set checkpoint.resume=auto"
         )
     return Member(run, variables)
-
-
-def _attempts(run: Path) -> int:
-    """Returns the number of earlier attempts; each rank reads it before any rank writes."""
-    record = rundir.read_json(run / rundir.ENV) or {}
-    return jsonl.integer(record, "attempt") or 0
 
 
 def _default_run(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Path:

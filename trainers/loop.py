@@ -39,10 +39,9 @@ def train(settings: Settings, member: Member, report: Report) -> str:
     try:
         began = time.perf_counter()
         training.loader.wait_for_first()
-        about = training.loader.source.about
         report.record_event(
-            "loader_ready", 0, f"data: {about}", dt=time.perf_counter() - began,
-            comm_hook=training.parallel.comm_hook,
+            "loader_ready", 0, f"data: {training.loader.source.about}",
+            dt=time.perf_counter() - began, comm_hook=training.parallel.comm_hook,
         )  # fmt: skip
         reason = run_steps(training)
         count_skipped(training, training.reduction.finish(include_newest=True))
@@ -196,11 +195,10 @@ def evaluate(t: Training, step: int) -> None:
         figures += torch.stack([part.double() for part in score(logits, batch, recall)])
     t.parallel.reduce(figures)()
     loss_sum, tokens, right = figures.tolist()
-    took = time.perf_counter() - began
-    t.report.paused(took)
     t.report.evaluated(
-        step, loss_sum / max(tokens, 1), int(tokens), right if recall else None, took
-    )
+        step, loss_sum / max(tokens, 1), int(tokens), right if recall else None,
+        time.perf_counter() - began,
+    )  # fmt: skip
 
 
 def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tensor, Tensor]:

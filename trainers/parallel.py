@@ -184,25 +184,25 @@ class Fsdp(Group):
         yield
 
 
-def device_of(settings: Settings, member: Member) -> torch.device:
+def device_of(settings: Settings, local_rank: int) -> torch.device:
     """Returns this rank's device. Raises UsageError if the chosen device is not available."""
     choice = settings.train.device
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if member.local_rank >= count:
+    if local_rank >= count:
         raise UsageError(
-            f"local rank {member.local_rank} has no GPU, {count} are visible; start fewer ranks or "
-            "set train.device=cpu"
+            f"local rank {local_rank} has no GPU, {count} are visible; start fewer ranks or set "
+            "train.device=cpu"
         )
-    device = torch.device("cuda", member.local_rank)
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
 def make_strategy(settings: Settings, member: Member) -> Single:
     """Returns the strategy of this run: `Single` for one rank, or that of `train.strategy`."""
-    device = device_of(settings, member)
+    device = device_of(settings, member.local_rank)
     if member.world == 1:
         return Single(device)
     if settings.train.strategy == "fsdp":

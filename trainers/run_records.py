@@ -185,6 +185,7 @@ class Report:
         self, step: int, loss: float, tokens: int, right: float | None, took_s: float
     ) -> None:
         """Records the loss on held-out data; with recall, also the fraction of right bytes."""
+        self.paused(took_s)
         fields: dict[str, Any] = {
             "loss": loss, "bits_per_byte": self._bits_per_byte(loss), "tokens": tokens,
             "dt_s": took_s,

@@ -136,17 +136,15 @@ def unpack(data: bytes) -> Pulse | None:
     """Returns the pulse in 256 bytes, or None if the bytes are torn or invalid."""
     if len(data) != SIZE_BYTES:
         return None
-    (magic, rank, pid, step, code, since, beat, count, device_step, device_code, records,
-     nonfinite) = _BODY.unpack(data[8:_END])  # fmt: skip
+    magic, rank, pid, step, code, since, beat, count, at, at_code, *counts = _BODY.unpack(
+        data[8:_END]
+    )
     known = range(len(PHASES))
-    if data[:8] != data[_END:] or magic != MAGIC or code not in known or device_code not in known:
+    if data[:8] != data[_END:] or magic != MAGIC or code not in known or at_code not in known:
         return None
     if step < 0 or count < 0 or not (0 <= since < LATEST_S and 0 <= beat < LATEST_S):
         return None
-    return Pulse(
-        rank, pid, step, PHASES[code], since, beat, count, device_step, PHASES[device_code],
-        records, nonfinite,
-    )  # fmt: skip
+    return Pulse(rank, pid, step, PHASES[code], since, beat, count, at, PHASES[at_code], *counts)
 
 
 def is_blank(fd: int) -> bool:
