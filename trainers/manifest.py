@@ -86,12 +86,7 @@ def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
     if target.exists():
         # The checkpoint of an earlier attempt is removed only after this one is complete.
         target.rename(replaced)
-    try:
-        temporary.rename(target)
-    except OSError:
-        with contextlib.suppress(OSError):  # `newest_first` also finds `replaced`
-            replaced.rename(target)
-        raise
+    temporary.rename(target)  # if this fails, `newest_first` finds `replaced`
     try:
         _sync(target.parent)
         rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
