@@ -119,7 +119,7 @@ class Report:
         self.peak_flops = peak_flops
         if self._member.rank:
             return
-        missing = ""
+        missing, config = "", self._resolved.config
         if peak_flops is None:
             device, precision = facts["device"]["name"], self.settings.train.precision
             missing = f"not available: the peak FLOP/s of {device} with {precision} is not known"
@@ -129,21 +129,16 @@ class Report:
             flops_per_token=self._flops_per_token["mfu"],
             flops_per_token_exact=self._flops_per_token["mfu_exact"],
             peak_flops=peak_flops, mfu_missing=missing, tokens_per_step=self._tokens_per_step,
-            config=self._resolved.config, **facts, settings=self._resolved.as_dict(),
+            config=config, **facts, settings=self._resolved.as_dict(),
         )  # fmt: skip
-        self._member.log(self._summary(facts["parameters_counted"]))
+        toy = "no config named (--config or $CONFIG): training the built-in toy model"
+        self._member.log(
+            f"{f'config {config}' if config else toy}; {facts['parameters_counted']:,} parameters, "
+            f"S {self.settings.data.seq_len:,}, {self._tokens_per_step:,} tokens per step"
+        )
         if missing:
             self._member.log(f"MFU is {missing}")
         self._sinks = self._open_sinks(facts["strategy"] == "fsdp")
-
-    def _summary(self, parameters: int) -> str:
-        """Returns the line that names configuration, size and tokens per step."""
-        toy = "no config named (--config or $CONFIG): training the built-in toy model"
-        config = self._resolved.config
-        return (
-            f"{f'config {config}' if config else toy}; {parameters:,} parameters, "
-            f"S {self.settings.data.seq_len:,}, {self._tokens_per_step:,} tokens per step"
-        )
 
     def _open_sinks(self, is_fsdp: bool) -> list[Csv | TensorBoard]:
         """Opens CSV and TensorBoard (rank 0); writes a log line if TensorBoard is not installed."""
@@ -228,13 +223,14 @@ class Report:
     def _fields(self, loss: float, phases_s: Mapping[str, float]) -> dict[str, Any]:
         world, steps = self._member.world, len(self._durations)
         rate = self._tokens_per_step * steps / max(sum(self._durations), 1e-9)
+        resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         fields: dict[str, Any] = {
             "loss": loss, "bits_per_byte": self._bits_per_byte(loss),
             "toks_per_s": round(rate, 2), "toks_per_s_rank": round(rate / world, 2),
             "tokens_total": self.tokens_total, **self._mfu(rate),
             "steps_dt_s": [round(duration, 6) for duration in self._durations],
-            "rss_mib": _rss_mib(), "dropped_records": self._member.recorder.dropped,
-            "batch_crc32": self.batch_crc32,
+            "rss_mib": round(resident_pages * PAGE_MIB, 1), "batch_crc32": self.batch_crc32,
+            "dropped_records": self._member.recorder.dropped,
         }  # fmt: skip
         for name in PHASE_FIELDS:
             fields[f"dt_{name}_s"] = round(phases_s.get(name, 0.0) / steps, 6)
@@ -297,8 +293,3 @@ def percentile_ms(seconds: Iterable[float], percent: int) -> float:
     """Returns a percentile of `seconds` in milliseconds, or 0 if there are none."""
     values = sorted(seconds)
     return round(values[round((len(values) - 1) * percent / 100)] * 1e3, 3) if values else 0.0
-
-
-def _rss_mib() -> float:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return round(int(pages) * PAGE_MIB, 1)
