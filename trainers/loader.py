@@ -61,7 +61,7 @@ class Batch:
 
     def crc32(self) -> str:
         """Returns a checksum of this rank's tokens in hexadecimal digits, or "" without tokens."""
-        return f"{zlib.crc32(self.tokens.numpy()):08x}" if self.tokens.numel() else ""
+        return f"{zlib.crc32(self.tokens.numpy().data):08x}" if self.tokens.numel() else ""
 
     def to(self, device: torch.device) -> Batch:
         """Returns the batch on `device`; a copy from pinned memory overlaps the previous step."""

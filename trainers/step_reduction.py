@@ -120,4 +120,5 @@ def _row(step: int, values: list[float]) -> Row:
     loss_sum, tokens, right, *signs = values[: len(FIGURES)]
     counts = zip(ASKED, values[len(FIGURES) :], strict=True)
     asked = frozenset(name for name, count in counts if count)
-    return Row(step, loss_sum, int(tokens), int(right), *(sign > 0 for sign in signs), asked)
+    nonfinite, spike, lowered = (sign > 0 for sign in signs)
+    return Row(step, loss_sum, int(tokens), int(right), nonfinite, spike, lowered, asked)

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from trainers.contract import VERSION, dumps, environ, rundir
 from trainers.contract.errors import UsageError, did_you_mean
@@ -283,7 +283,7 @@ class Joined(Member):
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1
         elif self.pulse.nonfinite_steps >= 0:
-            self.pulse.nonfinite_steps += not -math.inf < loss < math.inf
+            self.pulse.nonfinite_steps += not -math.inf < cast("float", loss) < math.inf
 
     def _exit(self) -> None:
         """Writes the last step, unless an exception ended the program, and then the exit record."""
