@@ -109,8 +109,6 @@ class Loader:
     def close(self) -> None:
         """Stops the thread; a thread that hangs in a read continues."""
         self._stop.set()
-        while not self._ready.empty():
-            self._ready.get_nowait()
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _wait(self) -> tuple[Batch, State]:
