@@ -41,7 +41,7 @@ _GPU_MEMORY = re.compile(
 _HOST_MEMORY = re.compile(
     r"\bMemoryError\b|DefaultCPUAllocator: can't allocate memory|out of host memory"
 )
-GPU_ADVICE = "lower train.batch_size or set train.recompute to all"
+GPU_ADVICE = "lower train.batch_size or data.seq_len, or set train.recompute to all"
 HOST_ADVICE = "lower train.batch_size or data.seq_len"
 
 OUT_OF_MEMORY = 11

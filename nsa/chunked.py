@@ -6,8 +6,8 @@ has rows (queries times heads of a group) of one block, so it is one product of 
 near keys and each tile give one part of a query's output. The parts are combined by their
 log-sum-exps. The backward computes the parts again from the saved indices.
 
-A tile may have more slots than queries. The spare slots contain the spare row: the last row of all
-rows of a chunk, which has no query.
+A tile may have more slots than queries. A chunk has one more row than queries; the spare slots
+contain this spare row.
 
 Tokens t < n · l' select every block that has begun, so they use plain causal attention.
 

@@ -44,7 +44,8 @@ class CheckpointError(TrainingError):
 
 BY_NAME: dict[str, tuple[int, str]] = {
     "OutOfMemoryError": (
-        OUT_OF_MEMORY, "out of GPU memory; lower train.batch_size or data.seq_len",
+        OUT_OF_MEMORY,
+        "out of GPU memory; lower train.batch_size or data.seq_len, or set train.recompute to all",
     ),
     "MemoryError": (OUT_OF_MEMORY, "out of host memory; lower train.batch_size or data.seq_len"),
     "DistBackendError": (COLLECTIVE, "a collective failed"),

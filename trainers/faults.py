@@ -76,7 +76,7 @@ def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> s
     if drill.step > steps:
         return f"the run ends with step {steps}"
     if drill.step <= steps_done and not KINDS[drill.kind].lasts:
-        return f"the run continues after step {steps_done}"
+        return f"the training resumed after step {steps_done}"
     return ""
 
 

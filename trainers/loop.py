@@ -157,7 +157,10 @@ def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
 
 
 def count_skipped(t: Training, rows: list[Row]) -> None:
-    """Counts skipped steps, also in the pulse, which remains after a rank is killed."""
+    """Counts skipped steps; the pulse gets the number of steps with a non-finite loss.
+
+    The pulse remains after a rank is killed.
+    """
     t.guard.count(rows)
     t.member.pulse.nonfinite_steps = t.guard.nonfinite_loss
 

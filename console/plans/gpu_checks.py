@@ -62,11 +62,19 @@ def torch(case: Case) -> Found:
 def device(case: Case) -> Found:
     """Checks that each phase of a plan for GPUs trains on GPUs, with at most one rank per GPU.
 
-    A phase of a foreign program is not checked.
+    In a plan without GPUs, no phase may need a GPU that torch cannot use. A phase of a foreign
+    program is not checked.
     """
     plan = case.plan
-    for index, phase in enumerate(plan.phases if plan.gpus else ()):
+    for index, phase in enumerate(plan.phases):
         setting = case.settings[index].get("train.device")
+        if plan.gpus == 0:
+            if setting and setting["value"] == "cuda" and torch_cuda() is None:
+                return "fail", (
+                    f"the phase {phase.name!r} trains on cuda (train.device, {setting['origin']}), "
+                    "and torch is built without CUDA; remove that setting"
+                )
+            continue
         if setting and setting["value"] != "cuda":
             return "fail", (
                 f"the plan {plan.name} needs GPUs, and the phase {phase.name!r} trains on "

@@ -96,7 +96,7 @@ def _directory(case: Case) -> Found:
 
 
 def _shell(case: Case) -> Found:
-    """Lists the flags and library variables of the shell that a launch passes on, or drops.
+    """Lists the variables of the shell that configure a training: those passed on, and dropped.
 
     A dropped flag that the plan or an option sets for every phase is not listed.
     """
@@ -120,12 +120,12 @@ def _shell(case: Case) -> Found:
 
 
 def _is_foreign(name: str) -> bool:
-    """Returns whether a variable configures a library and is neither a flag nor inherited.
+    """Returns whether a variable configures a library or a trainer, and a launch does not use it.
 
     The result is False for variables such as NAME_VERSION.
     """
-    known = name in flags.FLAGS or name in environ.INHERITED
-    return name.startswith(LIBRARIES) and not known and not name.endswith("_VERSION")
+    known = name in flags.FLAGS or name in environ.INHERITED or name.endswith("_VERSION")
+    return name == environ.CONFIG or (name.startswith(LIBRARIES) and not known)
 
 
 def _logout(case: Case) -> Found:

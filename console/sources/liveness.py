@@ -134,8 +134,9 @@ def facts(
 ) -> Facts:  # fmt: skip
     """Returns the facts that a reader can observe about a run.
 
-    `supervisor` is supervisor.json with its newest state, or {} if there is no such document
-    (`trouble` may say why). `run` is run.json. `behind` says that some records have not been read.
+    `supervisor` is supervisor.json with its newest state. If there is no such document (`trouble`
+    may say why), it is the entry of the run in plan_state.json, or {}. `run` is run.json. `behind`
+    says that some records have not been read.
     """
     records = [head.last.record for head in heads.values()]
     has_exited = all(record.get("msg") == "exit" for record in records)

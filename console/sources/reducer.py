@@ -161,7 +161,8 @@ class Events:
     def stalled_ts(self) -> float:
         """The time of the open alert on a stall, or 0 if none is open.
 
-        A stall that began earlier is the stall of this alert, which a next supervisor raises again.
+        A next supervisor raises the alert again. If that alert's `since_ts` is not after this time,
+        both alerts are one stall.
         """
         line = self.alerts.get(STALL)
         return min(time.time(), jsonl.number(line.record, "ts") or 0.0) if line else 0.0

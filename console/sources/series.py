@@ -77,6 +77,13 @@ class Thinner:
                 low, high = span.bands.get(name, (value, value))
                 span.bands[name] = min(low, value), max(high, value)
 
+    @property
+    def is_valid(self) -> bool:
+        """True if each level has an open span that is valid, or none."""
+        return len(self.now) == len(SPANS_S) and all(
+            span is None or span.is_valid for span in self.now
+        )
+
     def has_ended(self, span: Span) -> bool:
         """Returns whether a span is older than the open span of its level."""
         now = self.now[span.level]

@@ -120,8 +120,8 @@ def _fill(run: Path, saved: Mapping[str, Any], reducer: Reducer, most_bytes: int
     samples = {name: _read(Line, ref, run / name) for name, ref in saved["samples"].items()}
     events = _read(Events, saved["events"], run / rundir.EVENTS)
     thinners = _read(dict[str, Thinner], saved["spans"])
-    for span in (each for thinner in thinners.values() for each in thinner.now):
-        if span is not None and not span.is_valid:
+    for thinner in thinners.values():
+        if not thinner.is_valid:
             raise ValueError("a span is not valid")
     durations_s = _read(list[float], saved["durations_s"])[-STEP_WINDOW:]
     ends = _read(list[tuple[float, int]], saved["ends"])[-PACE_WINDOW:]

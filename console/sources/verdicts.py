@@ -79,12 +79,12 @@ def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
     """Returns a verdict of another run in `root` with the same cause and line of code, or None.
 
     The search begins with the newest launch. It covers the newest `MAX_LAUNCHES` launches, the
-    first `MAX_RUNS` runs of each, and about `MAX_SEARCH_BYTES`. A verdict without a line of code
+    last `MAX_RUNS` runs of each, and about `MAX_SEARCH_BYTES`. A verdict without a line of code
     has no match.
     """
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():
-        for other in reversed(launches.run_directories(launch)[:MAX_RUNS]):
+        for other in reversed(launches.run_directories(launch)[-MAX_RUNS:]):
             with suppress(OSError):  # one of the directories no longer exists
                 if other.is_symlink() or other.samefile(run):
                     continue

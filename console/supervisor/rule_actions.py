@@ -72,7 +72,7 @@ class Policy:
         self._directory.write_request(run.path, rundir.HALT, by, report)
 
     def halt_launch(self, run: Run | None) -> None:
-        """Halts the run, or ends a plan without one, for a `.HALT` in the launch directory."""
+        """Obeys a `.HALT` in the launch directory: halts `run`, or ends the plan if it is None."""
         if time.monotonic() < self._halt_at:
             return
         self._halt_at, by = math.inf, f"{rundir.HALT} in the launch directory"
@@ -82,7 +82,7 @@ class Policy:
             self.halt(run, by, partial(self._report_failure, run))
 
     def _report_failure(self, run: Run, outcome: Outcome) -> None:
-        """Writes an event if a halt without a request failed; for a `.HALT`, it is tried again."""
+        """Writes an event if the halt by a rule or `.HALT` failed; only `.HALT` is tried again."""
         done, text, _ = outcome
         if not done:
             self._halt_at = time.monotonic() + HALT_AGAIN_S

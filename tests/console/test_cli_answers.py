@@ -206,6 +206,11 @@ def test_logs_of_the_supervisor_are_asked_for_as_the_screen_names_them(launch, c
     assert (code, "the disk was full" in out, "words of a rank" in out) == (0, True, False)
 
 
+def test_a_run_that_was_started_by_hand_has_no_logs(tmp_path, capsys):
+    code, _, err = said(capsys, "logs", directory.run(tmp_path / "mine"))
+    assert (code, "mine has no logs; it was started by hand" in err) == (3, True)
+
+
 def test_an_answer_of_another_form_is_no_success_and_no_traceback(launch, capsys, monkeypatch):
     def send(*_):
         directory.event(launch, "answer", request="7-x", ok="no", text=5, detail=7)

@@ -14,6 +14,7 @@ from console.error_patterns import OomCounts, OomEvidence
 from console.rank_end import RankEnd
 from console.run_state import Facts, decide
 from console.supervisor.restart import is_permanent, signature
+from trainers import failures
 
 OOM_2 = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total "
@@ -94,11 +95,12 @@ def test_out_of_memory_has_sizes_and_advice(text, words):
 
 
 def test_out_of_gpu_memory_of_our_trainer_and_of_a_foreign_program():
-    named = "out of GPU memory; lower train.batch_size or data.seq_len: " + OOM_2.partition(": ")[2]
+    named = f"{failures.BY_NAME['OutOfMemoryError'][1]}: " + OOM_2.partition(": ")[2]
+    assert error_patterns.GPU_ADVICE in named
     state, sentence = decide(ended(RankEnd(1, 11, None, 3, named)))
     assert state == "failed"
     assert sentence.startswith("rank 1: out of GPU memory: asked for 22.00 MiB, 11.06 MiB of")
-    assert sentence.endswith("set train.recompute to all at step 3 (code 11)")
+    assert sentence.endswith(f"; {error_patterns.GPU_ADVICE} at step 3 (code 11)")
     foreign = why(RankEnd(1, 1, None, 3, log=OOM_2, raised_at="train.py:41"))
     assert "out of GPU memory: asked for 22.00 MiB" in foreign
     assert "(train.py:41)" in foreign

@@ -37,8 +37,9 @@ from trainers.contract import jsonl, rundir
 LIVE = f"{rundir.LIVE_PREFIX}{os.geteuid()}-"
 STEPS, LONG = 40, 100_000
 LIMIT_S, PATIENT_S, STOP_AFTER_S, END_S, POLL_S = 150.0, 9.0, 0.6, 100.0, 0.02
-COMES_S = 10.0
-"""The ranks go on after this time whether the next supervisor has come or not."""
+COMES_S = 6.0
+"""The ranks go on after this time whether the next supervisor has come or not, which is before they
+are stalled (10 s)."""
 GATES = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
 WORKERS, TRIES = 4, 3
 FALSE_WORDS = re.compile(
@@ -47,7 +48,7 @@ FALSE_WORDS = re.compile(
 )
 """No alert may say this of a run to which it did not happen."""
 
-FALSE_ANSWER = re.compile(r"is older than|was executed already")
+FALSE_ANSWER = re.compile(r"is older than|was answered already")
 AFTER_STEP = re.compile(r"after step (\d+)")
 DUMPED = re.compile(r"dumped: (\S+)")
 LOST_RANK = "alert: rank 1 failed"

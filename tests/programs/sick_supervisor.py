@@ -12,6 +12,6 @@ from console.supervisor.__main__ import main
 
 rundir_io.RETRY_S = 1.0
 if series.SPANS_S[0] > 1:
-    series.SPANS_S = (10**9,)
+    series.SPANS_S = (10**9,) * len(series.SPANS_S)
 
 sys.exit(main())

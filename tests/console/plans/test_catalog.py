@@ -150,14 +150,17 @@ SHELL_CASES = [
      "hands on only what `nsa-console flags` lists"),
     ({"CUDA_HOME": "/x", "NCCL_VERSION": "2.29", "CUDA_VISIBLE_DEVICES": "0"}, "pass",
      "handed to the training: CUDA_VISIBLE_DEVICES"),
+    ({"CONFIG": "configs/tiny_cpu.yaml"}, "unknown", "not handed to the training: CONFIG; a launch "
+     "hands on only what `nsa-console flags` lists"),
 ]  # fmt: skip
 
 
 @pytest.fixture
 def bare(monkeypatch):
     """A shell without variables that set a flag or a library."""
-    for name in [n for n in os.environ if n in FLAGS or n.startswith(preflight.LIBRARIES)]:
-        monkeypatch.delenv(name)
+    flagged = (n for n in os.environ if n in FLAGS or n.startswith(preflight.LIBRARIES))
+    for name in ["CONFIG", *flagged]:
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
@@ -196,6 +199,14 @@ def test_a_plan_for_gpus_trains_on_cuda_and_is_refused_where_torch_has_none(tmp_
     assert (device.result, "trains on cpu (train.device, --set)" in device.text) == ("fail", True)
     with pytest.raises(RefusedError, match="built without CUDA"):
         actions.begin(prepared, "tester")
+
+
+@pytest.mark.skipif(gpu_checks.torch_cuda() is not None, reason="torch has CUDA")
+def test_a_phase_on_cuda_is_refused_where_torch_has_none_in_a_plan_without_gpus(tmp_path):
+    written_plan = written(tmp_path, name="mine", phases=[{"name": "one"}])
+    options = LaunchOptions(plan=written_plan, root=tmp_path, sets={"train.device": "cuda"})
+    device = next(each for each in actions.prepare(options).checks if each.name == "device")
+    assert (device.result, "the phase 'one' trains on cuda" in device.text) == ("fail", True)
 
 
 def test_assumed_gpus_are_checked_for_and_never_launched(tmp_path):

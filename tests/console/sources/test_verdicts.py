@@ -59,3 +59,13 @@ def test_every_read_counts_in_the_search_and_a_run_that_is_gone_ends_nothing(tmp
     assert seen.run.endswith("030000/0-first")
     monkeypatch.setattr(verdicts, "MAX_SEARCH_BYTES", 2 * verdicts.MAX_VERDICT_BYTES)
     assert verdicts.seen_before(tmp_path, tmp_path / "gone", SAME) is None
+
+
+def test_the_search_covers_the_last_runs_of_a_launch(tmp_path, monkeypatch):
+    monkeypatch.setattr(verdicts, "MAX_RUNS", 1)
+    launch = directory.launch(tmp_path)
+    say(directory.run(launch / "0-first"), 5.0, "sleep")
+    say(directory.run(launch / "1-second"), 5.0, "lock")
+    seen = verdicts.seen_before(tmp_path, tmp_path / "gone", SAME)
+    assert seen is not None
+    assert seen.run.endswith("/1-second")
