@@ -111,7 +111,7 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
             member = Member(Path(directory), variables)
             write_document(member, rundir.METRICS, steps_done=0, reason=sentence, exit_code=code)
             _fail(member, code, sentence, type(error).__name__)
-    _print_error(entry, sentence)
+    sys.stderr.write(f"{entry}: {sentence}\n")
     return code
 
 
@@ -129,7 +129,7 @@ def _train(resolved: Resolved, member: Member, entry: str) -> int:
         if code == failures.BUG:
             traceback.print_exc()
         else:
-            _print_error(entry, sentence)
+            sys.stderr.write(f"{entry}: {sentence}\n")
         report.metrics(sentence, code)
         return _fail(member, code, sentence, type(error).__name__)
     report.metrics(reason, failures.DONE)
@@ -143,8 +143,3 @@ def _fail(member: Member, code: int, sentence: str, kind: str) -> int:
     member.record("error", step, error=sentence, error_class=kind, exit_code=code)
     member.close(step, reason=sentence, exit_code=code)
     return code
-
-
-def _print_error(entry: str, sentence: str) -> None:
-    sys.stderr.write(f"{entry}: {sentence}\n")
-    sys.stderr.flush()

@@ -34,22 +34,18 @@ class DataSettings:
     """The source of tokens: one global stream of sequences, which all ranks divide."""
 
     source: Literal["synthetic", "recall", "text", "jsonl", "parquet", "fineweb_edu"] = key(
-        "synthetic",
-        "Source of tokens: random bytes, repeated spans, files of a folder, or FineWeb-Edu.",
+        "synthetic", "Tokens: random bytes, repeated spans, files of a folder, or FineWeb-Edu."
     )
     seq_len: int = key(128, "S: predicted tokens per sequence.", 2, 1 << 20)
     path: str = key("", "Folder of files; empty: the Python sources (text), the hub (fineweb_edu).")
     pattern: str = key("**/*", "Glob pattern of files below `path`; hidden files are skipped.")
     text_key: str = key("text", "Key or column of the text in jsonl and parquet rows.")
     subset: str = key("sample-10BT", "Configuration of FineWeb-Edu.")
-    tokenizer: Literal["byte", "gpt2"] = key(
-        "byte", "Tokenizer: bytes (256 tokens), or gpt2 (50,257) from tiktoken's cached files."
-    )
+    tokenizer: Literal["byte", "gpt2"] = key("byte", "Bytes, or gpt2 from tiktoken's cached files.")
     held_out: float = key(0.01, "Fraction of files or documents held out for evaluation.", 0, 0.5)
     lanes: int = key(16, "Streams of files that a batch mixes; 1: one file at a time.", 1, 4096)
     documents: Literal["joined", "separate"] = key(
-        "joined",
-        "joined: attention crosses the ends of documents; separate: each sees only itself.",
+        "joined", "joined: attention crosses ends of documents; separate: each sees only itself."
     )
     recall_span: int = key(48, "Bytes in the span; all but the first are scored.", 2, 1 << 20)
     recall_distance: int = key(64, "Bytes to the repetition; must exceed the window.", 1, 1 << 20)
@@ -170,9 +166,7 @@ class CheckpointSettings:
     at_end: bool = key(True, "Save when the run ends or is halted.")
     keep_last: int = key(3, "Number of newest checkpoints to keep.", 1, 1 << 20)
     keep_every: int = key(0, "Also keep the checkpoint of every N-th step forever; 0: none.")
-    background: Literal["auto", "on", "off"] = key(
-        "auto", "Write checkpoints while training continues; auto: on GPUs."
-    )
+    background: Literal["auto", "on", "off"] = key("auto", "Save while training; auto: on GPUs.")
     resume: str = key("", "Run or checkpoint directory to resume; auto: this run directory.")
     from_step: int = key(0, "Resume from the checkpoint of this step; 0: the newest.")
     allow_change: str = key("", "Allowed changes: all, or some of precision,batch,schedule,data.")
