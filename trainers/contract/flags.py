@@ -148,12 +148,8 @@ def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
     Empty variables are left out. Other flags of libraries are not copied, because the shell may
     set them for other reasons. Raises UsageError.
     """
-    check_names(environment)
-    return {
-        name: format_value(parse(name, environment[name]))
-        for name in FLAGS
-        if environment.get(name) and (name.startswith(OWN_PREFIX) or name == DEVICES)
-    }
+    ours = {n: x for n, x in environment.items() if n.startswith(OWN_PREFIX) or n == DEVICES}
+    return {name: format_value(value) for name, value in from_environment(ours).items()}
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Value]:

@@ -174,11 +174,8 @@ class Member:
         """Copies a private pulse into the run directory if there is no shared memory."""
         path = rundir.pulse(self.run, self.rank)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(path, flags, 0o600)
-        try:
-            os.pwrite(fd, self.pulse.memory[:], 0)
-        finally:
-            os.close(fd)
+        with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+            file.write(self.pulse.memory[:])
 
 
 class HaltBoard:

@@ -63,11 +63,9 @@ def mapped(path: Path, size: int) -> mmap.mmap:
     The bytes are allocated, because a store into a hole raises SIGBUS if the memory is full.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    with os.fdopen(fd, "r+b", buffering=0):
         os.posix_fallocate(fd, 0, size)
         return mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
 
 
 class PulseWriter:
@@ -167,7 +165,7 @@ def read_open(fd: int) -> Pulse | None:
 
     The file is read with `pread`, because a mapping raises SIGBUS if the file shrinks.
     """
-    try:
+    with contextlib.suppress(OSError):
         for _ in range(TRIES):
             last = os.pread(fd, 8, _END)
             body = os.pread(fd, _BODY.size, 8)
@@ -175,6 +173,4 @@ def read_open(fd: int) -> Pulse | None:
             pulse = unpack(first + body + last)
             if pulse is not None:
                 return pulse
-    except OSError:
-        return None
     return None

@@ -37,7 +37,7 @@ REQUEST_FILES = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
 TORCHRUN_LOG, TRAINING_CSV = "torchrun.log", "training.csv"
 LIVE_STATUS = "supervisor_status.json"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
-MAX_DOCUMENT_BYTES = 4 << 20
+MAX_DOCUMENT_BYTES, PROC_BYTES = 4 << 20, 4096
 RUN_NAME = re.compile(r"[0-9]{1,4}-[a-z0-9][a-z0-9_.-]{0,47}")
 """Pattern of the name of a run directory; documents that name another directory are ignored."""
 
@@ -82,18 +82,13 @@ def host_name() -> str:
 @functools.cache
 def boot_id() -> str:
     """Returns the kernel's boot id, or "" if not available; a pid is valid within one boot only."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    data = jsonl.read_bytes(Path("/proc/sys/kernel/random/boot_id"), PROC_BYTES, 0)
+    return data.decode("ascii").strip()
 
 
 def start_ticks(pid: int) -> int | None:
     """Returns the start of a process in clock ticks since boot; None if it ended or is hidden."""
-    try:
-        data = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
+    data = jsonl.read_bytes(Path(f"/proc/{pid}/stat"), PROC_BYTES, 0)
     fields = data.rpartition(b")")[2].split()
     return int(fields[19]) if len(fields) > 19 and fields[0] not in (b"Z", b"X") else None
 
