@@ -144,9 +144,7 @@ def resume(
             )
         return None
     path, found, skipped = restored
-    before = changes.compared(
-        found.settings, found.world, jsonl.text(found.data, "fingerprint")
-    )  # fmt: skip
+    before = changes.compared(found.settings, found.world, jsonl.text(found.data, "fingerprint"))
     now = changes.compared(report.values(), parallel.world, stream)
     unknown, changed = changes.refuse(path, before, now, settings.checkpoint.allow_change)
     checkpoint.on_all_ranks(parallel, lambda: checkpoint.load(path, parts))

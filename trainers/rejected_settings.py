@@ -41,11 +41,6 @@ def _recall_does_not_fit(settings: Settings) -> bool:
     return data.source == "recall" and not fits
 
 
-def _missing_folder(settings: Settings) -> bool:
-    data = settings.data
-    return data.source not in DRAWN and data.path != "" and not Path(data.path).is_dir()
-
-
 def recomputed(blocks: str, n_layers: int) -> range | None:
     """Returns the blocks that `train.recompute` selects, or None if the value is invalid."""
     if blocks in ("none", "all"):
@@ -143,7 +138,7 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         ("data.path",),
-        _missing_folder,
+        lambda s: s.data.source not in DRAWN and not Path(s.data.path).is_dir(),
         "there is no such folder; name a folder of files, or leave data.path empty (text: the "
         "sources of the Python standard library; fineweb_edu: the hub)",
     ),
