@@ -134,15 +134,17 @@ def unpack(data: bytes) -> Pulse | None:
     """Returns the pulse in 256 bytes, or None if the bytes are torn or invalid."""
     if len(data) != SIZE_BYTES:
         return None
-    magic, rank, pid, step, code, since, beat, count, at, at_code, *counts = _BODY.unpack(
-        data[8:_END]
-    )
+    (magic, rank, pid, step, code, since, beat, collectives, device_step, device_code, records,
+     nonfinite) = _BODY.unpack(data[8:_END])  # fmt: skip
     known = range(len(PHASES))
-    if data[:8] != data[_END:] or magic != MAGIC or code not in known or at_code not in known:
+    if data[:8] != data[_END:] or magic != MAGIC or code not in known or device_code not in known:
         return None
-    if step < 0 or count < 0 or not (0 <= since < LATEST_S and 0 <= beat < LATEST_S):
+    if step < 0 or collectives < 0 or not (0 <= since < LATEST_S and 0 <= beat < LATEST_S):
         return None
-    return Pulse(rank, pid, step, PHASES[code], since, beat, count, at, PHASES[at_code], *counts)
+    return Pulse(
+        rank, pid, step, PHASES[code], since, beat, collectives, device_step, PHASES[device_code],
+        records, nonfinite,
+    )  # fmt: skip
 
 
 def is_blank(fd: int) -> bool:
