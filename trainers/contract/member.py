@@ -105,6 +105,7 @@ class Member:
 
         A dropped record also uses up its number, so the gap is visible.
         """
+        figures.pop("nonfinite_loss_steps", None)  # the count of a program is no proof
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
         with self._numbering:
