@@ -1,7 +1,9 @@
 """NSA against dense attention on the CPU: whole training steps, one long layer, peak memory.
 
 The contenders take turns within one process, so that other load on the machine affects all of
-them alike; ratios are of medians. CPU seconds are the steadier figure on a shared machine.
+them alike; ratios are of medians. CPU seconds are the steadier figure on a shared machine, but with
+several threads they include the time in which a thread spins until the others finish, once in each
+parallel region. NSA has more such regions than dense attention, so a busy machine shows it slower.
 
     python -m benchmarks.nsa_cpu            # all but --decode, ten minutes on two idle cores
     python -m benchmarks.nsa_cpu --quick    # two layers instead of twelve, two rounds

@@ -1,4 +1,7 @@
-"""Softmax attention of grouped heads through torch's SDPA (eq. 1, 2): H query heads, G key heads.
+"""Softmax attention of grouped heads through torch's SDPA (eq. 1, 2).
+
+Shapes, here and in the other modules: B sequences; H query heads; G key heads, one for each group
+of R = H/G query heads; S queries, which are the last of T tokens; Dk and Dv, the widths of a head.
 
 The attention is computed in the dtype of its inputs. Autocast is suspended, because autocast would
 round wider inputs.
@@ -76,9 +79,9 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
 class _Folded(torch.autograd.Function):
     """Computes `attend_folded` and its log-sum-exp, with a backward for all folds together.
 
-    Autograd would allocate a gradient of the size of all tokens for each fold, and sum these. With
-    R heads in a group, `rows` and the parts of the output are `[B, G, S · R, D]`, and the
-    log-sum-exp is `[B, G, S · R, 1]`; a fold is a slice of these rows.
+    Autograd would allocate a gradient of the size of all tokens for each fold, and sum these. The
+    rows are `[B, G, S · R, D]`, and the log-sum-exp is `[B, G, S · R, 1]`; a fold is a slice of
+    the rows.
     """
 
     @staticmethod

@@ -11,8 +11,8 @@ contain this spare row.
 
 Tokens t < n · l' select every block that has begun, so they use plain causal attention.
 
-Shapes: S queries, which are the last of T tokens; C queries in a chunk; R heads in each of G
-groups. A row belongs to one sequence, group and token, and has R heads.
+Shapes are as in `nsa.attend`, with C queries in a chunk. A row belongs to one sequence, group and
+token, and has R heads.
 """
 
 from dataclasses import dataclass
@@ -265,13 +265,13 @@ class _Chunk:
         block, order = (owner * n_blocks + self.blocks).flatten().sort(stable=True)
         all_blocks, mean = batch * groups * n_blocks, tokens * picks // n_blocks
         slots = max(8, min(TILE_ROWS * self.size // len(self.bias), mean))
-        # Per block: its first pair, its number of tiles, and its first tile.
+        # For each block of all sequences and groups: first pair, number of tiles, first tile.
         begin = torch.searchsorted(block, torch.arange(all_blocks + 1, device=device))
         n_tiles = (begin.diff() + slots - 1) // slots
         most = (len(order) + all_blocks * (slots - 1)) // slots
         tile_block = _block_of(n_tiles, most)
         first_tile = n_tiles.cumsum(0) - n_tiles
-        # Per pair, in the order of the blocks: its slot among the slots of all tiles.
+        # For each pair, in the order of the blocks: its slot among the slots of all tiles.
         slot = (first_tile * slots - begin[:-1])[block] + torch.arange(len(block), device=device)
         row = order.new_full((len(tile_block) * slots,), batch * groups * tokens)  # the spare row
         row.scatter_(0, slot, order // picks)
@@ -373,7 +373,7 @@ class _Blocks:
 
 
 def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
-    """Returns the chunks of the queries `[B, H, S, D]`; the first query begins a block."""
+    """Returns the chunks of the queries `[B, H, S, Dk]`; the first query begins a block."""
     seq_len, heads = q.shape[2], q.shape[1] // k.shape[1]
     first = (k.shape[2] - seq_len) // size
     # The queries are in the third of three blocks, so they see all keys of the first two.

@@ -122,7 +122,7 @@ def test_a_prefill_holds_little_more_than_its_rows():
 def test_a_cache_of_another_configuration_is_refused():
     layer, cache = routed(model_config(), "masked"), Cache(model_config(window=5).nsa)
     for other in (cache, Cache(None)):
-        with torch.no_grad(), pytest.raises(ValueError, match="the cache is for .*, not for"):
+        with torch.no_grad(), pytest.raises(ValueError, match=r"the cache is for .*, not for"):
             layer(torch.randn(1, 4, 16), other)
         assert other.length == 0
 
