@@ -115,8 +115,8 @@ class _Folded(torch.autograd.Function):
 def _cut(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yields three values for each fold: its rows, its keys, and the mask.
 
-    The keys are those that a row of the fold sees. With a window, the mask hides the first of them
-    from all rows; with w = 512, their number is then a multiple of 64.
+    The keys are those that a row of the fold sees. Beyond the first w tokens, they begin with one
+    key more, which the window hides from all rows; with w = 512, their number is a multiple of 64.
     """
     heads = q.shape[1] // k.shape[1]
     for begin in range(0, q.shape[2], FOLDED_TOKENS):

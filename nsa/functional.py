@@ -34,8 +34,9 @@ class Execution:
     """The way to compute `nsa_attention`; all ways give the same result except for rounding.
 
     Only `force_branch` and `uniform_gate` of the switches change it: they replace the gates.
-    `observe` is called with the rotated queries and compressed keys, if `first` is 0. `nvtx` marks
-    the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
+    `observe` is called with the rotated queries and compressed keys, if there are queries and
+    `first` is 0. `nvtx` marks the branches as ranges for Nsight Systems. `routes` replaces the
+    table of `nsa.backends`.
     """
 
     switches: Switches = field(default_factory=Switches)
@@ -96,7 +97,7 @@ def nsa_attention(
         blocks = summaries(k[0], v[0], phi, config, rope_base)
     else:
         kv, blocks = _extended(cache, [k[0], v[0], *kv], config, phi, rope_base)
-    if how.observe is not None and first == 0:
+    if how.observe is not None and q.shape[2] > first == 0:
         how.observe(q, blocks[0])
     return gated_sum(gates, *_branches(q, blocks, kv, config, first, how))
 
