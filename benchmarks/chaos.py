@@ -1,4 +1,4 @@
-"""Injects random faults into a launch, and detects when the launch has recovered from each."""
+"""Injects random faults into a launch, and detects when the launch has recovered from a fault."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trainers import manifest
 from trainers.contract import rundir
 
 EVERY = 80
-"""Steps between checkpoints: about five seconds."""
+"""Number of steps from one checkpoint to the next; they take about five seconds."""
 DISK_MIB = 2048
 LOOK_S, GUARD_S = 0.05, 180.0
 FIRST, LAST = 0.02, 0.92
-"""Faults are injected between these shares of the time; the rest is for the last recovery."""
+"""Faults are injected between these shares of the time; the time after `LAST` is for recovery."""
 UNDONE = ("fetch", "forward", "backward", "optimizer")
 """A rank whose pulse shows one of these phases has not finished the step of the pulse."""
 
@@ -46,7 +46,7 @@ class Chaos:
     met: int = 0
     """The last finished step when the fault was injected."""
     furthest: int = 0
-    """The last finished step of the attempt in which the fault was injected."""
+    """The last finished step at the fault or its `undo`; with `ends`, the last of the attempt."""
     most_mib: float = 0.0
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Chaos:
 
     @property
     def step(self) -> int:
-        """The last step that a rank has finished, according to its pulse."""
+        """The highest step that a rank has finished, according to the pulses."""
         pulses = [rank.pulse for rank in self.now.ranks if rank.pulse is not None]
         return max((p.step - (p.phase in UNDONE) for p in pulses), default=0)
 
@@ -121,7 +121,7 @@ class Chaos:
                     step //= 2
 
     def spray(self) -> None:
-        """Sends SIGUSR1 for a second to torchrun, its group and every rank."""
+        """Sends SIGUSR1 for a second to all processes of the run, and to their process groups."""
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
             for pid in process.with_token(self.started.token()):
@@ -132,17 +132,17 @@ class Chaos:
 
 
 def moves(chaos: Chaos) -> bool:
-    """Returns whether the attempt in which the fault was injected continues."""
+    """Returns whether the run is running, and has finished more than 5 steps after `furthest`."""
     return chaos.now.state == "running" and chaos.step > chaos.furthest + 5
 
 
 def saves(chaos: Chaos) -> bool:
-    """Returns whether the training continues, and has saved a checkpoint since the fault."""
+    """Returns whether `moves` holds, and a step above `met` + `EVERY` was saved."""
     return moves(chaos) and chaos.saved > chaos.met + EVERY
 
 
 def restarted(chaos: Chaos) -> bool:
-    """Returns whether the next attempt has finished and saved new steps."""
+    """Returns whether a later attempt has saved a new checkpoint and finished a new step."""
     again = chaos.now.attempt > chaos.before.attempt and chaos.now.state == "running"
     return again and chaos.saved > saved_before(chaos) and chaos.step > chaos.furthest
 
@@ -159,7 +159,7 @@ def second(chaos: Chaos) -> bool:
 class Fault:
     """One kind of fault. When `holds` returns true, `undo` is called; then `recovered` is polled.
 
-    A fault with `ends` ends the attempt; a `harmless` fault must change nothing.
+    A fault with `ends` ends the attempt. A `harmless` fault is not counted as disruptive.
     """
 
     name: str
@@ -203,7 +203,7 @@ HARMLESS = (
 
 @dataclass
 class Injected:
-    """The result of one fault; all seconds are counted from the injection."""
+    """The result of one fault. The seconds begin at the injection; those of `lost_s` end there."""
 
     fault: Fault
     ts: float

@@ -1,4 +1,4 @@
-"""The faults of `make drills` with their true cause, and the cases: fault, world, rank, phases."""
+"""The cases of `make drills` (fault, world, rank, phases), with the right answers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from benchmarks.drill_faults import FAULTS, Fault
 
 FAULT_STEP = 6
-"""The step of the fault. It is not the first step, so that all phases occur in it."""
+"""The step of the fault. All phases occur in this step, also `save`."""
 BOOT = ("early", "late")
-"""Places before the first step: first of all, and between init and join (in either order)."""
+"""Places before the first step: at the start, and between the calls of init and join."""
 BOOT_PHASES = frozenset(("", "boot", "load"))
 OTHER_PHASES = {
     "skip-log": frozenset(("log",)),
@@ -25,7 +25,7 @@ OTHER_PHASES = {
 EITHER = frozenset((
     "collect", "average", "check", "lengths", "turns", "small", "worn", "nearby", "share",
 ))  # fmt: skip
-"""Mechanisms that affect both of two ranks alike, so a verdict may name either rank."""
+"""Mechanisms that affect both of two ranks alike, so a verdict may name either rank or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ CASES = tuple(case for fault in FAULTS for case in _cases(fault))
 
 
 def truth(case: Case) -> Truth:
-    """Returns the right rank, phase and cause of a case."""
+    """Returns the right ranks, phases and cause of a case."""
     fault = BY_NAME[case.fault]
     ranks = {case.rank}
     if fault.cause == "transport":  # a connection has two ends
@@ -97,8 +97,8 @@ def truth(case: Case) -> Truth:
 def chosen(only: str, sample: int, seed: int, author: int | None = None) -> list[Case]:
     """Returns `sample` of the cases whose name matches the pattern `only`, drawn by `seed`.
 
-    If `sample` is 0, returns all of them. `author` selects the cases of one author. The sample has
-    as many different causes as possible.
+    If `sample` is 0 or too large, returns all these cases. `author` selects the cases of one
+    author. The sample has as many different causes as possible.
     """
     found = [case for case in CASES if re.search(only, case.name) and author in (None, case.author)]
     if not 0 < sample < len(found):

@@ -35,7 +35,7 @@ class Inputs:
 
 
 def collected(path: Path) -> Inputs | None:
-    """Returns the inputs from a stalled launch, or None if it has ended or no rank runs."""
+    """Returns the inputs from a stalled launch, or None if no rank can stall now."""
     reader = Diagnoser(path)
     ranks = _ranks(reader)
     if not ranks or reader._source.of is None:
@@ -46,7 +46,7 @@ def collected(path: Path) -> Inputs | None:
 
 
 def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
-    """Returns the ranks. A rank without a pulse has made no progress since the run began."""
+    """Returns the ranks, () after the end. Without a phase, a rank is unchanged since the start."""
     state, run, now = reader._poll()
     if run is None or now is None or reader._source.over:
         return ()
@@ -58,7 +58,7 @@ def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
 
 
 def explained(inputs: Inputs) -> Verdict | None:
-    """Returns the verdict that a supervisor gives on these inputs."""
+    """Returns the verdict that a supervisor gives on these inputs, or None without a stall."""
     return diagnose(inputs.ranks, inputs.watch, inputs.ts, inputs.evidence)
 
 
@@ -74,7 +74,7 @@ def read(path: Path) -> tuple[dict[str, Any], Inputs]:
 
 
 def decoded(kind: Any, value: Any) -> Any:
-    """Returns an object of a type from the JSON of its fields."""
+    """Returns an object of the type `kind` from the JSON of its fields."""
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         types_ = get_type_hints(kind)

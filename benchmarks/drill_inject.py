@@ -103,7 +103,7 @@ PREPARE: dict[str, Callable[[Path, ExitStack], None]] = {
     "fuse": mount_silent,
     "freeze": _make_cgroup,
 }
-"""Preparations that a mechanism needs before the launch."""
+"""The preparation before the launch, by mechanism."""
 
 
 # --- when the rank has reached the place of its fault --------------------------------------------
@@ -132,7 +132,7 @@ def _freeze(started: Started, rank: int, folder: Path, _stack: ExitStack) -> Non
 
 
 def _kill(started: Started, rank: int, _folder: Path, _stack: ExitStack) -> None:
-    """Kills a rank that is not reaped, because torchrun is stopped."""
+    """Stops torchrun, and then kills a rank, so that nobody reaps the rank."""
     os.kill(started.state()["torchrun"]["pid"], signal.SIGSTOP)
     os.kill(started.pids()[rank], signal.SIGKILL)
 

@@ -89,7 +89,7 @@ def _listen_full(folder: Path, stack: ExitStack) -> None:
 
 
 def _serve_slowly(folder: Path, stack: ExitStack) -> None:
-    """Answers one request with single bytes at long intervals."""
+    """Answers one request with a single byte every `TRICKLE_S`."""
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     server.settimeout(TRICKLE_S)
     (folder / "peer").write_text(f"127.0.0.1:{server.getsockname()[1]}")

@@ -13,14 +13,14 @@ from benchmarks.drill_cases import Case, Truth, truth
 from benchmarks.drill_faults import AUTHORS, CAUSES
 
 SAME_CAUSE = {"exited-early": "exited"}
-"""The cause of the fault by its name in the console, where the two names differ."""
+"""Causes of faults by the cause in a verdict, where the two names differ."""
 NO_VERDICT = "none"
 Z_95 = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A verdict, with the seconds from the fault to the first and to this verdict."""
+    """A verdict, with the seconds from the fault to the first verdict and to this verdict."""
 
     cause: str
     rank: int | None
@@ -35,7 +35,7 @@ class Said:
 class Result:
     """The outcome of one case. `said` is None if there was no verdict.
 
-    `not_run` says why the fault was not injected; no total includes such a case.
+    `not_run` says why the case does not count, for example because the fault was not injected.
     """
 
     case: Case
@@ -53,7 +53,7 @@ class Score:
 
     @property
     def wrong_high(self) -> bool:
-        """Returns whether a verdict of high confidence with these marks would be wrong."""
+        """Returns whether a verdict of high confidence with this score is wrong."""
         return not (self.rank and self.cause and self.phase is not False)
 
 
@@ -132,7 +132,7 @@ def by_author(results: Sequence[Result]) -> str:
 
 
 def confidence(results: Sequence[Result]) -> str:
-    """Returns the numbers of verdicts of high confidence and of wrong ones, and the times.
+    """Returns a table: verdicts, those of high confidence, the wrong ones among those, times.
 
     A verdict is wrong if its rank, its phase or its cause is wrong.
     """
@@ -190,7 +190,7 @@ def listing(results: Sequence[Result]) -> str:
 
 
 def report(results: Sequence[Result]) -> str:
-    """Returns all tables; cases without an injection are listed with the reason."""
+    """Returns all tables; cases that do not count are listed with the reason."""
     ran = [result for result in results if not result.not_run]
     skipped = [f"- {each.case.name}: {each.not_run}" for each in results if each.not_run]
     parts = [by_author(ran), totals(ran), confidence(ran), confusion(ran), listing(ran)]

@@ -1,4 +1,4 @@
-"""Explains recorded drills again, each time without one kind of evidence.
+"""Explains recorded drills again, each time without one or two kinds of evidence.
 
 `python -m benchmarks.drill_without DIR [--publish]`: DIR has the files of `benchmarks.drills
 --record DIR`. The exit code is 1 if a verdict of high confidence is wrong.
@@ -95,7 +95,7 @@ def _without_tables(process: ProcessEvidence) -> ProcessEvidence:
 
 
 def _without_names(of: Inputs) -> Inputs:
-    """Gives each thread the name of the first thread; in stacks, all but the main get numbers."""
+    """Removes the names of threads and children; in stacks, the main thread keeps its name."""
     process = _process(lambda p: replace(
         p, threads=tuple(replace(each, name=p.threads[0].name) for each in p.threads),
         children=tuple(replace(each, name="") for each in p.children),
@@ -153,7 +153,7 @@ KINDS: Mapping[str, Callable[[Inputs], Inputs]] = {
     "pulse phases": _ranks(_without_phase),
     "times of the records": _ranks(lambda r: replace(r, records_s=None, p99_s=None)),
 }  # fmt: skip
-"""The functions that remove a kind of evidence of all ranks, by its name."""
+"""The functions that remove a kind of evidence of all ranks, by the name of the kind."""
 OF_ONE: Mapping[str, Change] = {
     f"the {name} of {who}": _of_one(field, of_culprit)
     for field, name in (("stacks", "stack"), ("flights", "flight record"),
@@ -165,7 +165,7 @@ WITHOUT_PHASES = "pulse phases"
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks of one case; `cause` is the cause in the verdict."""
+    """The score of the verdict on one case, and the confidence and cause in the verdict."""
 
     case: Case
     score: Score
@@ -174,7 +174,7 @@ class Marks:
 
 
 def marks(case: Case, kinds: Sequence[str], inputs: Inputs) -> Marks:
-    """Returns the marks of the verdict without some kinds of evidence."""
+    """Returns the marks of the verdict that follows without some kinds of evidence."""
     for kind in kinds:
         inputs = OF_ONE[kind](inputs, case.rank or 0) if kind in OF_ONE else KINDS[kind](inputs)
     right, found = truth(case), explained(inputs)
@@ -239,13 +239,13 @@ def main() -> int:
 NOTES = (
     "Each case was recorded once, with all evidence, and then explained again without a kind of "
     "evidence. The table counts correct ranks, phases and causes. A verdict of high confidence is "
-    "wrong if one of these is wrong. The first line is for all evidence, which the functions of "
-    "`nsa-console diagnose` collected when the supervisor's verdict had not changed for 6 s. "
+    "wrong if its rank, phase or cause is wrong. The first line is for all evidence. The functions "
+    "of `nsa-console diagnose` collected it when the supervisor's verdict was final. "
     "Without descriptors, a wait shows only its system call and its wchan. Cases whose run had "
     "ended are left out, because the reason of an end needs no such evidence. These runs had no "
     "GPU figures (no GPU) and no counts of collectives in pulses (the program counts none), so "
-    "these are not removed. The end of a log is no input of a verdict. Without any pulse, no "
-    "stall is detected, and an alert says so."
+    "these two kinds are not removed. The end of a log is no input of a verdict. Without any "
+    "pulse, no stall is detected, and an alert says so."
 )
 
 

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
 [--json FILE] [--record DIR] [--publish] [--list]`. Without a selection, or with `--publish`, it
-writes `benchmarks/results/diagnosis.md`. `--record` keeps the inputs of each explanation for
+writes `benchmarks/results/diagnosis.md`. `--record` writes the inputs of each verdict for
 `benchmarks.drill_without`. Every run has a separate directory, and all processes of the runs
 are ended, also if this program is interrupted.
 """
@@ -47,7 +47,7 @@ VERDICT_S, STABLE_S = 25.0, 6.0
 REACH_S, LOOK_EVERY_S, CLEAN_S = 180.0, 0.1, 15.0
 ENDED_BY = re.compile(r"\brank (\d+)(?:: |\b.*?\b(?:killed|exited|crashed|SIG[A-Z]+)\b)")
 ENDED_IN = re.compile(r" at step \d+ in (\w+)")
-"""A reason for the end of a run that names a rank that exited or failed, and its phase."""
+"""Patterns in the reason for the end of a run: the rank that exited or failed, and its phase."""
 
 FAILED = (
     OSError, AssertionError, LookupError, ValueError, RuntimeError, ContractError,
@@ -110,7 +110,7 @@ class Drill:
         return value
 
     def _inject(self) -> float:
-        """Waits for the fault; returns the unix time at which it began."""
+        """Waits for the fault, and injects it if the program cannot; returns the fault's time."""
         mark = self._folder / "reached"
         self._until(lambda: mark.exists() or self._ended(), REACH_S)
         if not mark.exists():
@@ -127,10 +127,9 @@ class Drill:
         return self._started.state().get("state") in ENDED
 
     def _verdict(self, struck: float, limit_s: float) -> Said | None:
-        """Returns the newest verdict after it has stopped changing.
+        """Returns the newest verdict when it has stopped changing, or when the run has ended.
 
-        Without a verdict, returns that of `diagnose`, or the reason for the end of the run, or
-        None.
+        Without a verdict, returns that of `diagnose`, or else the reason for the end, or None.
         """
         run, said, seen_at = self._started.run(), None, time.monotonic()
         until = time.monotonic() + limit_s
@@ -163,14 +162,14 @@ class Drill:
         return not self._ended() and time.time() - max(written, default=0.0) < FLOOR_S / 2
 
     def _end_reason(self) -> dict[str, Any] | None:
-        """Returns the rank that the console names as the reason for the end, or None before it."""
+        """Returns the rank that the reason for the end names, or None if the run has not ended."""
         if not self._ended():
             return None
         return ended_by(RunSource(self._started.path).poll().why)
 
 
 def ended_by(why: str) -> dict[str, Any]:
-    """Returns the rank, and its phase, that the reason for the end of a run names."""
+    """Returns a verdict with the rank and phase that the reason for the end of a run names."""
     named, phase = ENDED_BY.search(why), ENDED_IN.search(why)
     cause, rank = ("exited", int(named[1])) if named else ("unknown", None)
     return {"cause": cause, "rank": rank, "phase": phase[1] if phase else "", "sentence": why}
@@ -181,14 +180,14 @@ def same(said: Said) -> tuple[object, ...]:
 
 
 def newest(run: Path, since: float) -> dict[str, Any] | None:
-    """Returns the newest document in `verdicts/` that is not older than the fault."""
+    """Returns the newest document in `verdicts/`, or None if it is older than the fault."""
     names = sorted((run / rundir.VERDICTS).glob("*.json"), key=lambda path: int(path.stem))
     found = rundir.read_json(names[-1]) if names else None
     return found if found and found.get("ts", 0.0) >= since else None
 
 
 def asked(path: Path) -> dict[str, Any] | None:
-    """Returns the verdict that `nsa-console diagnose --json` prints, or None without a cause."""
+    """Returns the verdict that `nsa-console diagnose --json` prints, or None if it has no cause."""
     words = [sys.executable, "-m", "console", "diagnose", str(path), "--json"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     try:
@@ -229,7 +228,7 @@ def drill(case: Case, stop: threading.Event, record: Path | None = None) -> Resu
 def drill_all(
     cases: list[Case], jobs: int, heard: Callable[[Result], None], record: Path | None = None
 ) -> list[Result]:  # fmt: skip
-    """Runs cases side by side and returns the results in their order."""
+    """Runs cases at the same time; returns the results in the order of the cases."""
     stop, found = threading.Event(), dict[Case, Result]()
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(drill, case, stop, record) for case in cases]
@@ -246,7 +245,7 @@ def drill_all(
 
 
 def document(result: Result) -> dict[str, Any]:
-    """Returns a result as JSON with its truth and marks."""
+    """Returns a result as JSON data, with the truth and the score."""
     right = truth(result.case)
     return {
         "case": {**asdict(result.case), "author": result.case.author}, "not_run": result.not_run,
@@ -285,11 +284,11 @@ def main() -> int:
     parser.add_argument("--author", type=int, choices=AUTHORS, help="cases of one author")
     parser.add_argument("--sample", type=int, default=0, help="number of cases, drawn by the seed")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at the same time")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument(
         "--add", type=Path, action="append", default=[], metavar="FILE",
-        help="results of an earlier run, from --json, to report with these",
+        help="file of --json from an earlier run; its results are reported too",
     )  # fmt: skip
     parser.add_argument("--record", type=Path, help="directory for the evidence of each case")
     parser.add_argument("--publish", action="store_true", help="write the result of a selection")
@@ -323,10 +322,12 @@ def main() -> int:
         "diagnosis", "Verdicts on injected faults (CPU, gloo)", report(results),
         f"{len(results)} runs of a foreign DDP program with gloo on CPU, one fault each, "
         f"`stall_floor_s` {FLOOR_S}. A verdict is final when it has not changed for "
-        f"{STABLE_S:g} s. No verdict within {VERDICT_S:g} s, and the cause `unknown`, count as "
-        "wrong. Programs with three lines report no phases; their phase is not scored. A high "
-        "verdict is wrong when its rank, phase or cause is. Author 2 wrote mechanisms for the same "
-        "classes of causes without knowledge of the rules.", "drills",
+        f"{STABLE_S:g} s. Without a verdict in time, the verdict of `nsa-console diagnose` or the "
+        "reason for the end of the run is scored; a missing verdict, and the cause `unknown`, "
+        "count as wrong. Programs with three lines report no phases; their phase is not scored. "
+        "A verdict of high confidence is wrong when its rank, phase or cause is wrong. Author 2 "
+        "wrote mechanisms for the same classes of causes without knowledge of the rules.",
+        "drills",
     )  # fmt: skip
     return 0
 

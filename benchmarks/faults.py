@@ -129,7 +129,7 @@ def report(cases: list[Case]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("-k", dest="only", default="", help="as pytest's; writes no result")
+    parser.add_argument("-k", dest="only", default="", help="as in pytest; writes no result")
     options = parser.parse_args()
     recorder = Recorder(options.repeats)
     elsewhere = [node for row in ROWS for node in row.elsewhere]
@@ -149,8 +149,8 @@ def main() -> int:
             f"{seen} injections and proofs, {len(failed)} cases failed or were too late. Timed "
             f"faults are injected {options.repeats} times; the time runs from the injection to the "
             "time when an open console, which polls every 20 ms, shows the fault. The screen polls "
-            "once a second, and within 0.25 s after a file of the run has changed. After each "
-            "injection, a check finds that no rank was killed that should have continued.",
+            "once a second, and within 0.25 s after a file of the run has changed. An injection "
+            "fails if a rank was killed that should have continued.",
         )  # fmt: skip
     return 1 if failed or code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED) else 0
 

@@ -38,7 +38,7 @@ DAY_S = 86_400
 
 
 def write(folder: Path, span_s: int) -> Path:
-    """Writes the launch of a running run that began `span_s` ago; returns its directory."""
+    """Writes a launch whose run began `span_s` ago and still runs; returns the run directory."""
     began, steps = time.time() - span_s, int(span_s / STEP_S)
     trace = Trace(
         folder / "long" / "20261101-000000", RANKS, began_ts=began, first_step=0, steps=2 * steps,
@@ -89,7 +89,7 @@ def observe(run: Path) -> None:
 
 
 def in_child(work: Callable[..., Any], *given: Any) -> Any:
-    """Returns the result of `work` in a separate process, which inherits no memory."""
+    """Returns the result of `work` in a separate process, so that this process does not grow."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(work, *given).result()
 
@@ -110,7 +110,7 @@ def multiply(run: Path, count: int) -> None:
 
 
 def charted(run: Path) -> float:
-    """Returns the seconds in which the source of a new screen reads the whole history."""
+    """Returns the seconds in which a new screen reads the whole history after its first poll."""
     code = (
         "import sys, time; from pathlib import Path; from console.tui.feed import open_source; "
         "source = open_source(Path(sys.argv[1])); state = source.poll()\n"
@@ -126,7 +126,7 @@ def charted(run: Path) -> float:
     )
     took_s, whole_s = map(float, done.stdout.split())
     if whole_s < 0.98 * (time.time() - rundir.read_json(run / rundir.RUN)["created_ts"]):
-        raise SystemExit(f"the charts begin {whole_s:.0f} s before their end")
+        raise SystemExit(f"the charts show only the last {whole_s:.0f} s of the run")
     return took_s
 
 

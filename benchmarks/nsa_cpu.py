@@ -1,9 +1,9 @@
 """NSA against dense attention on the CPU: whole training steps, one long layer, peak memory.
 
-The contenders take turns within one process, so that other load on the machine affects all of
-them alike; ratios are of medians. CPU seconds are the steadier figure on a shared machine, but with
-several threads they include the time in which a thread spins until the others finish, once in each
-parallel region. NSA has more such regions than dense attention, so a busy machine shows it slower.
+The contenders of a timing take turns, so that other load on the machine affects all of them alike.
+Ratios are ratios of medians. On a shared machine, CPU seconds vary less than wall seconds. With
+several threads, CPU seconds include the time in which threads spin at the end of a parallel region;
+NSA has more of these regions than dense attention.
 
     python -m benchmarks.nsa_cpu            # all but --decode, ten minutes on two idle cores
     python -m benchmarks.nsa_cpu --quick    # two layers instead of twelve, two rounds
@@ -70,7 +70,7 @@ Times = list[tuple[float, float]]
 
 
 def models() -> dict[str, ModelConfig]:
-    """Returns the M7C model, a dense control of nearly its size, and one of the same shape."""
+    """Returns the M7C model, a dense model of nearly its size, and one of its shape."""
     sparse, matched = (
         resolve(ROOT / "configs" / f"{name}.yaml", {}).settings.model
         for name in ("m7c_125m", "dense_125m")
@@ -80,7 +80,7 @@ def models() -> dict[str, ModelConfig]:
 
 
 def train_step(config: ModelConfig, seq_len: int) -> Callable[[], None]:
-    """Returns one step of a new model on one sequence of random bytes."""
+    """Returns a function that trains a new model for one step, on one sequence of random bytes."""
     torch.manual_seed(0)
     model = Transformer(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -96,7 +96,7 @@ def train_step(config: ModelConfig, seq_len: int) -> Callable[[], None]:
 
 
 def layer_step(layer: nn.Module, seq_len: int, dim: int) -> Callable[[], None]:
-    """Returns forward and backward of one attention layer with its projections."""
+    """Returns a function: forward and backward of an attention layer with its projections."""
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     x, weight = torch.randn(2, 1, seq_len, dim)
@@ -111,7 +111,7 @@ def layer_step(layer: nn.Module, seq_len: int, dim: int) -> Callable[[], None]:
 
 
 def in_turn(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, Times]:
-    """Returns wall and CPU seconds of each step; a first round is not counted."""
+    """Returns wall and CPU seconds of each step; the first of the rounds is not counted."""
     times: dict[str, Times] = {name: [] for name in steps}
     for count in range(rounds + 1):
         for name, step in steps.items():
@@ -130,7 +130,7 @@ def medians(times: Times) -> tuple[float, float]:
 def rows_of(
     times: dict[str, Times], what: str, seq_len: int, targets: dict[str, str]
 ) -> list[tuple[object, ...]]:
-    """Returns a row for each contender: its speeds, and those of the first one relative to it."""
+    """Returns a row per contender: its speeds, and the speeds of the first ÷ those of the row."""
     found = []
     first = medians(next(iter(times.values())))
     for name, each in times.items():
@@ -185,8 +185,8 @@ def decoding(layers: int, rounds: int) -> str:
             f"{cpu / ours[1]:.1f}", target, f"{peak:.0f}", f"{error:.0e}",
         ))  # fmt: skip
     header = (
-        "prefill", "tokens", "wall s", "CPU s", "it ÷ blocks, wall", "it ÷ blocks, CPU", "target",
-        "peak RSS MiB", "largest error of a logit",
+        "prefill", "tokens", "wall s", "CPU s", "time ÷ blocks, wall", "time ÷ blocks, CPU",
+        "target", "peak RSS MiB", "largest error of a logit",
     )  # fmt: skip
     return table(header, rows)
 
@@ -198,7 +198,7 @@ def measure(layers: int, rounds: int) -> str:
         "nsa": layer_step(NSAttention(sparse), LAYER_TOKENS, sparse.dim),
         "dense": layer_step(DenseAttention(dense), LAYER_TOKENS, dense.dim),
     }
-    # This runs first, because no other model has used the heap yet.
+    # This runs first, before another model uses the heap.
     layer = rows_of(
         in_turn(steps, 2 * rounds + 1), "attention layer", LAYER_TOKENS, {"dense": LAYER_TARGET}
     )
@@ -209,13 +209,13 @@ def measure(layers: int, rounds: int) -> str:
         rows += rows_of(in_turn(steps, rounds), "training step", seq_len, targets)
     rows += layer
     header = (
-        "what", "S", "contender", "tok/s", "tok per CPU s", "nsa ÷ it, wall", "nsa ÷ it, CPU",
+        "what", "S", "contender", "tok/s", "tok per CPU s", "nsa ÷ row, wall", "nsa ÷ row, CPU",
         "target",
     )  # fmt: skip
     peaks = {name: peak_mib(name, layers) for name in ("nsa", "dense, matched")}
     ratio = peaks["nsa"] / peaks["dense, matched"]
     memory = table(
-        ("peak RSS of a training step", "MiB", "nsa ÷ it", "target"),
+        ("peak RSS of a training step", "MiB", "nsa ÷ row", "target"),
         [
             ("nsa", f"{peaks['nsa']:.0f}", "", ""),
             ("dense, matched", f"{peaks['dense, matched']:.0f}", f"{ratio:.2f}", MEMORY_TARGET),
@@ -225,7 +225,7 @@ def measure(layers: int, rounds: int) -> str:
 
 
 def about(configs: dict[str, ModelConfig]) -> str:
-    """Returns the sizes and routes of the contenders."""
+    """Returns the sizes of the contenders, and the routes of NSA."""
     lines = [
         f"`{name}`: {parameter_count(config):,} parameters, "
         f"{flops_per_token(config, 2048, causal=True) / 1e6:.0f} MFLOP per token at S=2048, causal."
@@ -265,9 +265,9 @@ def main() -> None:
             "nsa_decode",
             f"Prefill of {PROMPT} tokens and decoding of {DECODED}, on the CPU",
             decoding(2, 1),
-            "M7C with two layers, fp32, B=1, one thread, one run of each in turn. The error is the "
-            "largest difference of a logit from one forward over all tokens. Under load, only the "
-            "CPU seconds compare.",
+            "M7C with two layers, fp32, B=1, one thread, one run per row. The error is the largest "
+            "difference of a logit from that of one forward over all tokens. Under load, only the "
+            "CPU seconds can be compared.",
             "nsa_cpu",
         )
         return
@@ -279,8 +279,8 @@ def main() -> None:
         "NSA against dense attention on the CPU",
         measure(layers, rounds),
         f"fp32, B=1, {THREADS} threads, {layers} layers, medians of {rounds} rounds in turn "
-        f"({2 * rounds + 1} of the layer), freed memory kept as by the trainers. A "
-        f"ratio above 1 means that NSA is faster.\n\n{about(models())}",
+        f"({2 * rounds + 1} of the layer), freed memory kept as by the trainers. A ratio of speeds "
+        f"above 1 means that NSA is faster.\n\n{about(models())}",
     )
     keep_other_machines(path, before)
 

@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 
 def layer_step(layer: nn.Module, seq_len: int, dim: int) -> Callable[[], None]:
-    """Returns forward and backward of one attention layer with its projections."""
+    """Returns a function: forward and backward of an attention layer with its projections."""
     torch.manual_seed(0)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
@@ -50,7 +50,7 @@ def layer_step(layer: nn.Module, seq_len: int, dim: int) -> Callable[[], None]:
 
 
 def train_step(config: ModelConfig, batch: int, compiled: bool) -> Callable[[], None]:
-    """Returns one step of a new model on random bytes."""
+    """Returns a function that trains a new model for one step on random bytes."""
     torch.manual_seed(0)
     model = Transformer(config).cuda()
     if compiled:
@@ -98,7 +98,7 @@ def layers(rounds: int) -> str:
         contenders: dict[str, nn.Module] = {"dense": DenseAttention(configs["dense, same shape"])}
         for route in ROUTES:
             if route == "masked" and seq_len > LAYER_TOKENS[1]:
-                continue  # a mask of all tokens by all tokens and heads
+                continue  # its mask has an entry for each head and each pair of tokens
             contenders[f"nsa, sel {route}"] = layer = NSAttention(configs["nsa"])
             usual = layer.routes
             layer.routes = lambda x, first=0, usual=usual, route=route: {
@@ -141,7 +141,7 @@ def steps(rounds: int) -> str:
 
 
 def kernels(seq_len: int = STEP_TOKENS) -> str:
-    """Returns the table of the operators of an NSA layer that use most time on the device."""
+    """Returns the table of the kernels of an NSA layer that use most time on the device."""
     config = models()["nsa"]
     step = layer_step(NSAttention(config).cuda(), seq_len, config.dim)
     step()
@@ -176,7 +176,7 @@ def main() -> int:
         print(parts[-1], flush=True)
     publish(
         "nsa_gpu", "NSA against dense attention on a GPU", "\n\n".join(parts),
-        f"{torch.cuda.get_device_name()}, driver's CUDA {torch.version.cuda}, bf16 autocast over "
+        f"{torch.cuda.get_device_name()}, torch's CUDA {torch.version.cuda}, bf16 autocast over "
         f"fp32 weights, batch 1 for layers, medians of {arguments.rounds} between CUDA events. "
         f"A ratio above 1 means that NSA is faster. {sizes}.",
     )  # fmt: skip

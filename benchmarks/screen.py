@@ -221,7 +221,7 @@ def measure(size: tuple[int, int], runs: int, idle_s: float, launch: Path) -> li
 
 
 def rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
-    """Returns a row per figure: its name, then ours, bare and the ratio per size, the budget."""
+    """Returns a row per figure: name; ours, bare and ratio for each size; budget."""
     found = []
     for name in next(iter(results.values()))[0]:
         cells = [cell for pair in results.values() for cell in _cells(name, *pair)]
@@ -262,12 +262,12 @@ def main() -> None:
             ("what", *(f"{size} {each}" for size in results for each in COLUMNS), "budget"),
             rows(results),
         ),
-        f"Medians of {options.runs} cold starts; idle over {options.idle:g} s; {6 * PRESSES} key "
+        f"Medians of {options.runs} starts; idle over {options.idle:g} s; {6 * PRESSES} key "
         f"presses each. Load before: {load:.1f}. `bare` is benchmarks/bare.py, a Textual program "
         "with header, text and footer that reads nothing, measured by turns with the console; four "
-        "of its six keys change the text, two the screen. Budgets with `×` are ratios to it, the "
-        "others are absolute. `frame` is the first picture, `data` the first figures of the run in "
-        "it. Bytes and memory hold on a busy machine too, times only on a quiet one.",
+        "of its six keys change the text, two the screen. Budgets with `×` are ratios to `bare`. "
+        "`frame` is the first picture, `data` the first picture with figures of the run. Bytes and "
+        "memory are valid on a busy machine too, times only on a quiet machine.",
     )
 
 

@@ -116,7 +116,7 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def soak(chaos: Chaos, due: list[tuple[float, Fault]], span_s: float) -> list[Injected]:
-    """Injects the due faults one after the other, up to the first without a recovery.
+    """Injects the due faults one after the other, until a fault has no recovery.
 
     Returns their results.
     """
@@ -141,7 +141,7 @@ def soak(chaos: Chaos, due: list[tuple[float, Fault]], span_s: float) -> list[In
 
 
 def end(chaos: Chaos) -> str:
-    """Ends the run as an operator or a scheduler does; returns its final state."""
+    """Ends the run by a halt, or by SIGTERM to a rank; returns its final state and reason."""
     if chaos.rng.random() < 0.5:
         actions.send(chaos.started.path, "halt", {}, "soak")
     else:
@@ -207,7 +207,7 @@ def sizes(started: Started) -> str:
 
 
 def false_alarms(run: Path, found: list[Injected]) -> list[Line]:
-    """Returns the lines about verdicts and actions of the supervisor without a fault."""
+    """Returns the lines about verdicts and watch rules at times without a fault."""
     spans = [(each.ts, each.ts + each.over_s + CALM_S[0]) for each in found]
 
     def is_healthy(ts: float) -> bool:
@@ -226,7 +226,7 @@ def false_alarms(run: Path, found: list[Injected]) -> list[Line]:
     return [
         ("verdicts of high confidence without a fault", "; ".join(high[:3]) or "0", "0", not high),
         ("other verdicts without a fault", f"{len(said) - len(high)}", "", True),
-        ("acts of watch rules without a fault", f"{len(acts)}", "0", not acts),
+        ("actions of watch rules without a fault", f"{len(acts)}", "0", not acts),
     ]  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def judge(
         ("most lost work", f"{most} steps, {most_s:.1f} s",
          f"≤ {EVERY} steps, a checkpoint interval", most <= EVERY),
         ("checkpoints that verify at the end", text, "all", good),
-        ("restarts that no fault asked for", f"{extra}", "0", extra == 0),
+        ("restarts that no fault caused", f"{extra}", "0", extra == 0),
         ("disruptive faults that a console did not show", ", ".join(unseen) or "0", "0",
          not unseen),
         ("from a fault to the next attempt's first step, median and most",
@@ -266,7 +266,7 @@ def judge_surroundings(
     return [
         ("how it ended", word, "halted", word.startswith("halted: ")),
         ("left behind: processes, shared memory, files", ", ".join(left) or "0", "0", not left),
-        ("answers of `status --json` meanwhile, longest",
+        ("answers of `status --json`: number, longest",
          f"{len(readers.took_s)}, {max(took):.1f} s"
          + "".join(f"; {reason}" for reason in readers.failed[:3]), "all", not readers.failed),
         ("memory of the supervisor: first, last, most",
@@ -338,9 +338,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         text, lines, count = run(options, Path(folder))
     notes = (
-        f"Seed {options.seed}, {options.minutes:g} minutes, {count} faults. Effective is the time "
-        "of the surviving steps; each counts once, for at most four medians. The whole time is the "
-        "time from the first to the last step, with saves, restarts and repeated steps. If a rank "
+        f"Seed {options.seed}, {options.minutes:g} minutes, {count} faults. The "
+        "effective time is the sum of the surviving steps; each counts once, for at most four "
+        "medians. The ratio is this sum ÷ the time from the first to the last step. If a rank "
         "is stopped for good, the stall rule restarts the run after three stall limits of "
         f"{PLAN['watch']['stall_floor_s']} s."
     )  # fmt: skip

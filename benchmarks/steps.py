@@ -35,7 +35,7 @@ def read(path: Path) -> list[Step]:
 
 
 def from_records(records: Iterable[Mapping[str, Any]]) -> list[Step]:
-    """Returns the steps of progress records; each lists the steps since the previous one."""
+    """Returns the steps of progress records. A record lists the steps since the previous record."""
     found: list[Step] = []
     for record in records:
         if record["msg"] != "progress":
@@ -70,7 +70,7 @@ def total_s(steps: Sequence[Step]) -> float:
 
 
 def firsts(steps: Iterable[Step]) -> dict[int, Step]:
-    """Returns the first step of each attempt; a later attempt resumed at the step before it."""
+    """Returns each attempt's first step; a later attempt resumed from the step before that step."""
     found: dict[int, Step] = {}
     for step in steps:
         found.setdefault(step.attempt, step)

@@ -142,12 +142,12 @@ def main() -> None:
     seen = flood(options.records)
     rows = [
         ("CPU at 8 ranks, one step a second", f"{cpu_pct:.2f} % of a core", f"≤ {BUDGET_PCT} %"),
-        ("memory (PSS) then", f"{memory_mib:.1f} MiB", f"≤ {BUDGET_MIB:g} MiB"),
+        ("memory (PSS) at the same load", f"{memory_mib:.1f} MiB", f"≤ {BUDGET_MIB:g} MiB"),
         *((f"memory {when}", f"{mib:.1f} MiB", "flat") for when, mib in seen),
     ]
     note = f"CPU over {options.seconds:g} s. A record has the figures of a trainer of 12 layers."
     publish(
-        "supervisor", "Cost of the supervisor, owner and child together", table(
+        "supervisor", "Cost of the supervisor: owner and working process together", table(
             ("what", "measured", "budget"), rows),
         note,
     )  # fmt: skip

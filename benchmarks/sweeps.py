@@ -1,8 +1,8 @@
 """How often a sweep finds a difference, false or true: `python -m benchmarks.sweeps`.
 
 Records the step times of a real run, then replays sweeps from them: each run draws its steps from
-the record, while random periods of other load make the steps in them longer. In one half of the
-sweeps, both variants do the same work. In the other half, one variant is slower by a given share.
+the record, while random periods of other load make the steps in them longer. In a third of
+the sweeps, both variants do the same work. In the others, one variant is 15 % or 30 % slower.
 At the end, two variants with the same work run live beside processes that load all cores.
 """
 
@@ -52,7 +52,7 @@ RECORD: dict[str, Any] = {
 
 
 def launched(root: Path, phase: dict[str, Any]) -> Path:
-    """Runs a plan of one entry to its end; returns the directory of the launch."""
+    """Runs a plan of one phase or sweep to its end; returns the launch directory."""
     path = root / "sweeps.yaml"
     path.write_text(yaml.safe_dump(PLAN | {"phases": [phase]}))
     command = [sys.executable, "-m", "console", "--root", str(root), "launch", str(path), "--wait"]
@@ -116,7 +116,7 @@ def loaded() -> Iterator[None]:
 def main() -> None:
     """Runs the benchmark and publishes its table."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.sweeps", description=__doc__)
-    options.add_argument("--sweeps", type=int, default=1000, help="of each kind and length")
+    options.add_argument("--sweeps", type=int, default=1000, help="number per row and column")
     options.add_argument("--rounds", type=int, nargs="*", default=[9, 12, 14])
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:

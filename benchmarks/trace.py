@@ -3,8 +3,8 @@
     python -m benchmarks.trace DIR [--ranks 8] [--no-gpus] [--seconds 60] [--backlog 600]
 
 Every second, the utilisation, power and temperature of each GPU change at random as on a machine.
-Each rank writes a progress record every few steps, in a live launch each second. Every ten seconds,
-a log line is written. The same seed gives the same numbers.
+Each rank also writes a progress record every second, and rank 0 a log line every ten seconds. The
+seed is fixed, so all traces have the same random numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GATES = {"loss_finite": True}
 
 
 class Trace:
-    """Writes one launch whose second phase began `began_ts`; `tick` writes one second of it."""
+    """Writes a launch with a second phase from `began_ts` on; `tick` adds a second of records."""
 
     def __init__(
         self, launch: Path, ranks: int = 8, gpus: bool = True, began_ts: float | None = None,

@@ -144,7 +144,7 @@ def main() -> None:
         "trainer",
         "Cost of the loop compared with a bare PyTorch loop",
         table(
-            ("ranks", "speed of ours / bare, CPU s", "interval", "wall", "CPU ms a step", "budget"),
+            ("ranks", "speed of ours / bare, CPU s", "range", "wall", "CPU ms a step", "budget"),
             rows,
         ),
         f"Medians of {options.pairs} interleaved pairs of {options.steps} steps each; the dense "

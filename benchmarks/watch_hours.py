@@ -74,7 +74,7 @@ CASES = (*(
 class Counts:
     """The counts of one replay. `lasted_s` are the durations of stalls beyond three limits.
 
-    `said` counts the stalls with a verdict by its highest confidence.
+    `said` counts the stalls with a verdict, by the highest confidence of the verdict.
     """
 
     hours: float = 0.0
@@ -277,7 +277,7 @@ def replay(case: Case, hours: float, seed: int, every_s: int = 1) -> Counts:
     """Returns the alerts and actions for healthy runs of one kind, one update every `every_s`."""
     counts, rng = Counts(), random.Random(f"{case.name} {seed}")
     while counts.hours < hours:
-        # An attempt may end early; the next one resumes, or starts at step 1.
+        # An attempt may end early; the next attempt resumes, or starts at step 1.
         length = min(RUN_HOURS * rng.choice((0.1, 1)), hours - counts.hours)
         run, lasted, surest = Run(case, rng), 0.0, ""
         dog = halting(run, every_s)
@@ -408,7 +408,7 @@ SICK: dict[str, Spoil] = {
 def seen_after_s(
     name: str, sick_at_s: float = SICK_AT_S, seed: int = 1
 ) -> tuple[float | None, float | None]:
-    """Returns the seconds from the fault to the alert of a rule, and to the halt that is due."""
+    """Returns the seconds from the fault to the alert of a rule and to its halt; None if never."""
     run = Run(CALM, random.Random(seed))
     run.random_bytes, run.settings["data.source"] = True, "synthetic"
     run.learns_at, run.slow_until, run.sick_at = 0, math.inf, sick_at_s
@@ -443,7 +443,7 @@ def main() -> None:
               "stalls with an unsure verdict", "of high confidence", "stopped")  # fmt: skip
     body = table(header, rows)
     floors = [(f"{act_s}", sum(lasted >= act_s for lasted in total.lasted_s)) for act_s in ACT_S]
-    body += "\n\n" + table(("stall_act_s", "runs that a stall would have stopped"), floors)
+    body += "\n\n" + table(("stall_act_s", "stalls that would have stopped their run"), floors)
     sick = []
     for name in SICK:
         raised, acted = seen_after_s(name)
@@ -460,10 +460,10 @@ def main() -> None:
         f"limits, with --halt. The only bound of a step is {COLLECTIVE_TIMEOUT_S:g} s, below a "
         "collective timeout of 30 minutes; the excess of a long step lies in one phase of one "
         "rank. Runs last up to 10 hours. Alerts of slow loaders, long saves, and of gates that "
-        "have not learned yet are true; a step far longer than all earlier ones is a stall while "
-        "it lasts. The verdicts are those of pulses and records; the replay has no processes, "
-        "stacks or flight records. The second table counts the runs that an earlier action on a "
-        "stall would have stopped (`stall_act_s` of the plan, never below three limits).",
+        "have not learned yet are true. A step far longer than all earlier steps is a "
+        "stall while it lasts. The verdicts use only pulses and records; the replay has no "
+        "processes, stacks or flight records. The second table counts the stalls that would have "
+        "stopped their run with this `stall_act_s` in the plan (never below three limits).",
     )
 
 

@@ -42,13 +42,13 @@ class Action:
     name: str
     help: str
     mailboxes: tuple[Mailbox, ...] = ()
-    """The mailboxes that accept this action. The error for a wrong mailbox shows the first one."""
+    """The mailboxes that accept this action. An error for a wrong mailbox shows the first."""
     args: tuple[Argument, ...] = ()
     cost: tuple[str, str] = ("keeps", "all work")
     """A line of the confirmation: the word "keeps" or "loses", and a text that says what is kept or
     lost. To confirm an action that loses work, the operator types the name of the run."""
     key: str = ""
-    """The key on the screen; actions with the same key are choices of one confirmation."""
+    """The key on the screen; several actions may have the same key."""
     weight: int = 0
     """The footer shows keys with a weight above 0; a narrow footer keeps the highest weights."""
     button: bool = False
@@ -57,7 +57,7 @@ class Action:
     title: str = ""
     """The title of the confirmation that is made from this row, or "" if none is made from it."""
     verb: str = ""
-    """The command for this action, with an option if needed ("stop --kill"); "" means `do`."""
+    """The command made from this row, perhaps with an option ("stop --kill"); "" for no command."""
     examples: tuple[str, ...] = ()
 
 

@@ -112,11 +112,11 @@ class Prepared:
 
 
 def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -> Prepared:
-    """Returns a launch with all its checks; writes nothing.
+    """Returns a launch with all its checks; writes nothing into the directory of the launch.
 
-    If a check hangs, `said` is called with a sentence about it. Raises UsageError for an unknown
-    plan, phase, flag, setting or gate, and for a wrong value. Raises RefusedError if the working
-    directory no longer exists, or if the launch to resume is rejected.
+    If a check hangs, `said` is called with a sentence on this check. Raises UsageError for an
+    unknown plan, phase, flag, setting or gate, and for a wrong value. Raises RefusedError if the
+    working directory no longer exists, or if the launch to resume is rejected.
     """
     try:
         Path.cwd()
@@ -284,8 +284,8 @@ def _run_record(spec: LaunchSpec, index: int, directory: Path) -> Mapping[str, A
 def adopt(path: Path, sure: bool = False) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns a sentence.
 
-    Raises RefusedError, for example if the launch has ended or if its supervisor is alive. After a
-    reboot of the host, `sure` must be true.
+    Raises RefusedError, for example if the launch and its processes have ended, or if its
+    supervisor is alive. After a reboot of the host, `sure` must be true.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -301,9 +301,9 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     """Writes a request into the mailbox of a launch or run; returns the id of the request.
 
     Raises UsageError for an unknown action or argument, and RefusedError, for example if no
-    supervisor would answer. A halt writes `.HALT` directly and returns "" if the run has no
-    supervisor, or if the supervisor is on this host and the request cannot be written. In a launch
-    that has ended, this process executes and answers an override.
+    supervisor would answer. If a run has no supervisor, a halt writes `.HALT` directly and returns
+    "". It does the same if the supervisor is on this host and the request cannot be written. In a
+    launch that has ended, this process executes and answers an override.
     """
     converted = check(action, args)
     folder, box = targets.mailbox(path, ACTIONS[action])

@@ -33,7 +33,7 @@ MANIFEST = "MANIFEST.json"
 MAX_TOTAL_BYTES = 64 << 20
 TAIL_BYTES = 1 << 20
 MAX_NAMES = 20_000
-"""Largest number of names that are read from one directory."""
+"""Largest number of names that are used from one directory."""
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 LEAST_TAIL_BYTES, MAX_LEFT_OUT = 4 << 10, 1000
 REMOVED = "[removed]"
@@ -128,8 +128,8 @@ _HINT = re.compile(
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
     rb"hooks\.slack\.com/|/api/webhooks/|" + _FORM.lower().encode()
 )
-"""Each line that `_SECRETS` matches contains one of these words, in lower or upper case. The search
-for these words is faster than the search for the forms."""
+"""Each line that `_SECRETS` matches contains one of these words, in lower or upper case. A search
+for these words is faster than a search for `_SECRETS`."""
 _KEY = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)|"
     rb"\A[\w+/=\\\s-]*-----END [A-Z ]*PRIVATE KEY-----",
@@ -137,8 +137,8 @@ _KEY = re.compile(
 )
 """A private key, or the end of a private key whose beginning was cut off."""
 _SECRET_NAME = re.compile(_WORD + r"|key|auth|pass", re.I)
-"""Names whose value is a secret: those of `_WORD`, and words that occur too often in files, so that
-files are searched only for `_WORD`."""
+"""Names whose value is a secret: those of `_WORD`, and key, auth and pass. Files are not searched
+for the last three, because these words occur there too often."""
 LEAST_SECRET_CHARS = 6
 
 
@@ -159,7 +159,7 @@ class Redactor:
         self._home = re.compile(re.escape(home) + rb"(?![\w.-])") if len(home) > 1 else None
 
     def redact(self, data: bytes) -> tuple[bytes, int]:
-        """Returns two values: the bytes without the secrets that it finds, and their number.
+        """Returns two values: the bytes without the secrets found, and the number of these secrets.
 
         `~` replaces the home directory.
         """

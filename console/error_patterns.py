@@ -100,7 +100,7 @@ def without_numbers(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OomCounts:
-    """Numbers of out-of-memory kills since boot: in a cgroup with its children, and on the host.
+    """Numbers of out-of-memory kills so far: in a cgroup with its children, and on the host.
 
     A number that is not available is None.
     """
@@ -113,7 +113,7 @@ class OomCounts:
 
 @dataclass(frozen=True, slots=True)
 class OomEvidence:
-    """The numbers of out-of-memory kills before and after a run."""
+    """The numbers of out-of-memory kills before and after an attempt."""
 
     before: OomCounts
     after: OomCounts

@@ -78,7 +78,7 @@ def _why_not(run: Path, token: str) -> str:
 
 
 def end(found: Sequence[Leftover]) -> Iterator[str]:
-    """Sends TERM, and KILL after the grace time; yields how each process ended.
+    """Sends TERM, and KILL after the grace time; yields a sentence on each process.
 
     A process whose run was adopted after `found` was collected gets no signal. While this function
     runs, none of the launches can be adopted.

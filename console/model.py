@@ -1,7 +1,7 @@
 """Defines the data that the console shows, as frozen dataclasses. Every poll creates new objects.
 
 This module uses no Textual, files or processes. A time is in unix seconds unless its name says
-otherwise. `None` means that there is no value, never zero.
+otherwise. `None` means that there is no value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIVE_STATES: frozenset[State] = frozenset(
     ("queued", "preflight", "starting", "running", "stalled", "halting", "stopping", "restarting",
      "unsupervised")
 )  # fmt: skip
-"""States in which processes of the run may be alive."""
+"""States of a run that has not ended."""
 BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
 RANK_GONE = "rank-gone"
 """The alert of a run that cannot continue, because a rank ended before the others."""
@@ -158,7 +158,7 @@ class Verdict:
     sure: Sure
     evidence: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
-    """Signs of another rank."""
+    """Signs that name another rank."""
     missing: tuple[str, ...] = ()
     """Evidence that is not available."""
     action: str = ""
@@ -213,7 +213,7 @@ class PhaseState:
 
     @property
     def numbered(self) -> str:
-        """The number of the phase, counted from 1, and its name."""
+        """The number of the phase, counted from 0, and its name."""
         return f"{self.index}-{self.name}"
 
 

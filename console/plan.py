@@ -47,8 +47,8 @@ class WatchRule:
 class Watch:
     """Stall limits and other time limits of the supervisor, in seconds.
 
-    If `eval_s` or `save_s` is None, `startup_s` applies. An action stronger than a dump needs a
-    stall of `stall_act_s`; its default is longer than the default time limit of a collective.
+    If `eval_s` or `save_s` is None, `startup_s` applies. On a stall, an action stronger than a dump
+    waits at least `stall_act_s`; the default is longer than the default limit of a collective.
     """
 
     stall_floor_s: float = 60.0
@@ -65,8 +65,8 @@ class Restart:
     """The policy for restarts of a run from its newest verified checkpoint, or else from step 1.
 
     `stall` includes `crash`. At most `attempts` restarts follow each other without a new
-    checkpoint. The wait before the first restart is `backoff_s`; it doubles before each further
-    restart without a new checkpoint, up to `LONGEST_BACKOFF_S`.
+    checkpoint. The wait before a restart is `backoff_s`. The second attempt in a row without a new
+    checkpoint, and each further such attempt, doubles the wait, up to `LONGEST_BACKOFF_S`.
     """
 
     when: RestartWhen = "never"
@@ -79,7 +79,7 @@ PLACEHOLDER = "{checkpoint}"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """The checks of each new checkpoint: a load in another process (`load`), then a back-up.
+    """The checks of new checkpoints: a load in another process (`load`), then a back-up.
 
     `backup` is a program with its arguments; it runs after a checkpoint was loaded. The path of the
     checkpoint replaces `PLACEHOLDER`, or is the last argument.
@@ -93,7 +93,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class Expects:
-    """Facts that must follow from the settings of a phase; a fact that is None is not checked."""
+    """Facts that a plan expects of a phase; a fact that is None is not checked."""
 
     parameters: int | None = None
     seq_len: int | None = None
@@ -105,7 +105,7 @@ class Expects:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The optional part of the preflight; `measure` runs it before each launch of the plan."""
+    """The optional part of the preflight, which runs before each launch if `measure` is True."""
 
     measure: bool = False
 
@@ -193,14 +193,14 @@ def highest_p(variants: int) -> float:
 
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
-"""Keys that a plan may set for all phases. A phase overrides a key, or entries of `MERGED_KEYS`."""
+"""Keys that a plan may set for all phases. A phase overrides keys, but merges `MERGED_KEYS`."""
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 
 
 def load(path: Path) -> Plan:
     """Returns the plan in a YAML file; a plan without a name has the name of the file.
 
-    A plan that extends another is merged into it: phases of the same name are merged, new phases
+    A plan is merged into the plan that it extends: phases of the same name are merged, new phases
     follow, and a null removes an entry. Raises UsageError with file, key and correction.
     """
     document: dict[str, Any] = {}
@@ -211,7 +211,7 @@ def load(path: Path) -> Plan:
 
 
 def _files(path: Path, name: str) -> Iterator[Path]:
-    """Yields the paths at which the plan that `path` extends may be."""
+    """Yields the paths where the plan `name`, which the plan at `path` extends, may be."""
     if NAME.fullmatch(name):
         yield from (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
 

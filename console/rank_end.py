@@ -33,7 +33,7 @@ class RankEnd:
     step: int
     error: str = ""
     log: str = ""
-    """The last exception in the log of the rank, or "" if there is none."""
+    """The exception that probably ended the rank, from its log or torchrun's log, or ""."""
     killed_after_failure: bool = False
     """True if the supervisor killed the rank after another rank had failed."""
     raised_at: str = ""
@@ -44,7 +44,7 @@ class RankEnd:
     """The kind and the reason of the last record of the rank."""
     ts: float | None = None
     observed: bool = True
-    """True if the kernel reported the exit code or signal, False if only a record or log has it."""
+    """False if the supervisor did not get the exit code or signal from the kernel."""
     doubt: str = ""
     """Why exit code 0 in the exit record is not accepted, or "" if there is no doubt."""
     phase: str = ""
@@ -57,7 +57,7 @@ class RankEnd:
 
     @property
     def error_words(self) -> str:
-        """The error in the rank's record, or else the last exception in its log."""
+        """The error in the rank's record, or else the exception in `log`."""
         return self.error or self.log
 
     @property
@@ -66,12 +66,12 @@ class RankEnd:
 
     @property
     def secondary(self) -> bool:
-        """True if another rank probably caused the end: by a termination, or as a lost peer."""
+        """True if another rank probably caused the end: this rank was terminated or lost a peer."""
         return self.killed_after_failure or self.signal == "SIGTERM" or self.lost_peer
 
     @property
     def lost_peer(self) -> bool:
-        """True if a collective failed or another rank was lost. NCCL may then raise SIGABRT."""
+        """True if a collective failed or a peer was lost, with no signal or NCCL's SIGABRT."""
         found = self.code == COLLECTIVE or error_patterns.lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 
@@ -83,12 +83,12 @@ class RankEnd:
 
     @property
     def place(self) -> str:
-        """The place of the error in the code, or "" if the log has another error."""
+        """The place of the error in the code, or "" if the log has no place of this error."""
         same = self.error[:100] in self.log or (bool(self.log) and self.log[:100] in self.error)
         return self.raised_at if same else ""
 
     def sentence(self) -> str:
-        """Returns a sentence on how the rank ended; the sentence does not mention other ranks."""
+        """Returns a sentence on how the rank ended."""
         who, at = f"rank {self.rank}", self.at
         if self.signal in NATIVE:
             inside = f", in {self.crashed_in}" if self.crashed_in else ""

@@ -26,9 +26,9 @@ def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
     """Returns three values: a plan, the origins of its flags, and the origins of its settings.
 
     The plan has the phases of an ended launch from the first that did not pass, the options of the
-    launch, and the flags that an operator set. The first phase resumes from its newest checkpoint,
-    if it has one and its trainer is one of this project. Raises RefusedError if the launch has not
-    ended, for example because processes are alive, or if no phase is left.
+    launch, and the flags that an operator set. If the first of these phases has a checkpoint and a
+    trainer of this project, it resumes from the newest checkpoint. Raises RefusedError if the
+    launch has not ended, for example because processes are alive, or if no phase is left.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -61,9 +61,9 @@ def _with_operator_flags(
 ) -> tuple[list[Phase], dict[str, str]]:
     """Returns two values: phases with the operator's flags, and the origins of these flags.
 
-    The phases are those from `index` on. run.json has the operator's flags of a phase that began;
-    plan_state.json has those of later phases. A flag is used only if the answer to its request
-    confirms the flag.
+    The first of the phases is the phase `index`. run.json has the operator's flags of a phase that
+    began; plan_state.json has the flags of later phases. A flag is used only if the answer to its
+    request confirms the flag.
     """
     run, phases = top / f"{index}-{planned.phases[index].name}", list(planned.phases[index:])
     has_begun, evidence = (run / rundir.RUN).exists(), cross_check.Evidence(top, [run])

@@ -38,7 +38,7 @@ class ReaderView:
     newest_record: str = ""
     """A sentence on the age of the newest record, or "" if there is no record."""
     records_elsewhere: bool = False
-    """True if the run is on another host and its newest record is recent."""
+    """True if the run may be on another host and its newest record is recent."""
     behind: bool = False
     """True while records are still being read."""
     trouble: str = ""
@@ -69,7 +69,7 @@ class Facts:
     """Ranks in the order of their ends."""
     halt_steps: Mapping[int, int] = field(default_factory=dict)
     reason: str = ""
-    """The reason in the exit records of the ranks."""
+    """The reason in the halt or exit records of the ranks."""
     has_exit_records: bool = True
     """True if no exit record was lost: each was read, or the program writes no exit records."""
     torchrun_signal: str = ""

@@ -54,7 +54,7 @@ def counted(count: int, thing: str) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Returns a number as text, or "-".
+    """Returns a number as text, or "-" for None.
 
     Long and whole numbers are shown without decimals and with a separator for thousands, other
     numbers with `digits` significant digits.
@@ -79,8 +79,8 @@ def size(size_bytes: int) -> str:
 def exit_code(state: RunState, whole: bool = False) -> int:
     """Returns the documented exit code for the state of a run.
 
-    With `whole` the code is that of the launch, if the launch has ended. A run that lost a rank is
-    treated as crashed, even while its other ranks are being ended.
+    With `whole`, if `is_over`, the code is that of the launch. A run that lost a rank is treated as
+    crashed, even while its other ranks are being ended.
     """
     if whole and state.launch and is_over(state):
         return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))
@@ -101,11 +101,11 @@ def no_go(state: RunState) -> str:
 
 
 def launch_exit_code(launch: LaunchState) -> int:
-    """Returns the exit code of a launch that has ended: that of the first phase that did not pass.
+    """Returns the exit code of a launch that is over: the code of the first phase not passed.
 
-    If the plan ended before its last phase, the code means that the launch was halted or lost its
-    supervisor. The code is 1 if the documents of the launch have no phases or contradict each
-    other.
+    If there is no such phase, the code is 1 if the documents of the launch have no phases or
+    contradict each other. Otherwise, if a phase has not completed, the code means that the launch
+    was halted or lost its supervisor.
     """
     for phase in launch.phases:
         code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
@@ -121,7 +121,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns two values, a word and a sentence: on an ended launch, or else on its run."""
+    """Returns a word and a sentence: on a launch that ended without success, or else on its run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):
@@ -139,7 +139,7 @@ def outcome(state: RunState) -> tuple[str, str]:
 
 
 def with_word(word: str, why: str) -> str:
-    """Returns a sentence after the word of a state, or alone if the sentence has this word."""
+    """Returns "WORD: SENTENCE", or only the sentence if it contains the word."""
     return ": ".join(filter(None, (word * (word not in why), why)))
 
 
@@ -255,7 +255,7 @@ def gate_line(gate: Gate) -> str:
 
 
 def gates_text(phase: PhaseState) -> str:
-    """Returns the result of a completed phase's gates, or "" if there is no result yet."""
+    """Returns the result of the gates, or "" if the phase is not completed or has no result."""
     if phase.state != "completed" or not phase.result:
         return ""
     if phase.result == "pass" and not phase.has_gates:
@@ -284,8 +284,8 @@ class Changes:
     def sentences(self, state: RunState, now: float) -> Iterator[str]:
         """Yields sentences on the changes since the last call.
 
-        While the run is running, also yields its figures at most every `FIGURES_EVERY_S`, if its
-        step has changed.
+        While the state is `running`, also yields the progress and the figures of a changed step, at
+        most once every `FIGURES_EVERY_S`.
         """
         for key, value, sentence in _values(state):
             if self._last.get(key) != value:
@@ -346,7 +346,7 @@ def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def is_over(state: RunState) -> bool:
-    """Returns whether a run has ended and its launch does not continue.
+    """Returns whether neither a run nor its launch continues.
 
     A launch in the state `unknown` is ignored.
     """

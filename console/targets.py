@@ -67,7 +67,7 @@ def current_run(launch: Path) -> Path:
 def run_to_halt(path: Path) -> Path | None:
     """Returns the run that a halt would stop, or None if a launch has no run yet.
 
-    In a launch, this is the newest run with ranks but no supervisor, or else the current run.
+    For a launch, returns the newest run with ranks but no supervisor, or else the current run.
     """
     if not launches.is_launch(path):
         return path

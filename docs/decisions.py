@@ -61,10 +61,10 @@ TABLE: tuple[Decision, ...] = (
              "continue a stop that only a document of the dead supervisor contains.",
              "A process with another start time or token gets no signal."),
     Decision("end-leftovers", "act", "end a leftover on an operator's request",
-             ("The process has the command line of a trainer, none of its ancestors is a "
-              "supervisor, and none has adopted it.",
-              "The token in the environment of the process is also in run.json, and only this user "
-              "can write to the directories of the run and of the launch.",
+             ("The process has the command line of a trainer, no ancestor of the "
+              "process is a supervisor, and no supervisor has adopted its run.",
+              "The token in the environment of the process is also in run.json. The directories of "
+              "the run and of the launch belong to this user, and not all users can write to them.",
               "supervisor.json and plan_state.json name a supervisor of this host that is dead, "
               "and the lock is free."),
              "The process gets no signal. A line of the output names the process and the missing "
@@ -75,8 +75,8 @@ TABLE: tuple[Decision, ...] = (
              ("The file at the path of the lock has the device and inode of the open lock.",
               "That file contains the token of the supervisor."),
              "The supervisor ignores requests and `.HALT` in the directory, and writes nothing to "
-             "it. An alert is raised. The ranks obey `.HALT` while their run directory is at its "
-             "path.",
+             "it. An alert is raised. The ranks still read `.HALT` while their run directory is at "
+             "its path.",
              "The same happens as for a missing source, because the directory was moved, replaced "
              "or copied."),
     Decision("restart", "act", "start the next attempt",
@@ -100,7 +100,7 @@ TABLE: tuple[Decision, ...] = (
     Decision("act-on-figure", "act", "halt, stop or restart a run by a watch rule on its figures",
              ("The figure reaches the threshold of the rule. For loss, gradient norm, attention "
               "gate and throughput, this is the figure in the records of rank 0.",
-              ("A second source shows the same:",
+              ("A second source shows the same condition:",
                "for loss, gradient norm and attention gate: the record of another rank;",
                "for these figures, if no other rank records them: training.csv;",
                "for the loss of a run with one rank, if training.csv has no loss: the pulse;",
@@ -187,7 +187,7 @@ TABLE: tuple[Decision, ...] = (
     Decision("target-process", "target", "find the process that gets a signal",
              ("A pidfd of the process is opened first.",
               "The start time of the process and the token of the run are read afterwards, and "
-              "they are the recorded ones."),
+              "they equal the recorded values."),
              "The process gets no signal.", "The process gets no signal."),
 )  # fmt: skip
 

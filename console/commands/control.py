@@ -22,7 +22,7 @@ from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, UsageError
 
 SPARE_S, SOON_S = 1.0, 2.0
-"""A supervisor that is stopped is named if it has not answered within `SOON_S`."""
+"""If no answer has come within `SOON_S`, a message names the supervisor's stopped processes."""
 T = TypeVar("T")
 
 
@@ -60,7 +60,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def resume(options: argparse.Namespace) -> int:
-    """Launches the phases that did not pass in an ended launch, with the options of that launch."""
+    """Launches the rest of an ended launch: its phases from the first that did not pass."""
     path = launches.find(options.run, options.root, act=True)
     return _begin(LaunchOptions(resume=path, root=options.root), options)
 

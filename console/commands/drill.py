@@ -107,7 +107,7 @@ class Score:
 
 
 def drill(options: argparse.Namespace) -> int:
-    """Lists the faults; or launches a run with one, follows and stops the run, prints the score."""
+    """Lists the faults; or launches a run with one fault, stops the run and prints the score."""
     if options.list or options.fault is None:
         rows = [{"name": name, "about": kind.about, "truth": asdict(kind.truth)}
                 for name, kind in KINDS.items()]  # fmt: skip
@@ -140,7 +140,7 @@ def drill(options: argparse.Namespace) -> int:
 
 
 def _interrupt(*_: object) -> None:
-    """Ends the drill; later signals are ignored, because the drill then ends its run."""
+    """Ends the drill. Later signals are ignored, so that the drill can end its run."""
     _on_signals(_ignore)
     raise KeyboardInterrupt
 
@@ -187,7 +187,7 @@ def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
 
 
 def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Prints each change until the score is complete, the run ends, or a time limit passes."""
+    """Prints changes (not with --json) until the score is complete, the run ends or time is up."""
     source, changes = RunSource(path), status_text.Changes()
     until, reached = time.monotonic() + STARTUP_S, 0
     while True:
@@ -279,7 +279,7 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
 
 
 def _end(path: Path) -> None:
-    """Stops the run of a drill; waits for the end of the run and its supervisor, or `ENDED_S`."""
+    """Stops the run of a drill; waits at most `ENDED_S` for the end of run and supervisor."""
     source, until = RunSource(path), time.monotonic() + ENDED_S
     if path.is_dir() and not status_text.is_over(source.poll()):
         with contextlib.suppress(ContractError, OSError):

@@ -112,7 +112,7 @@ def follow(
 
 
 def check(options: argparse.Namespace) -> int:
-    """Prints go or no go: for a plan from its preflight, for a run from its gates so far."""
+    """Prints go or no go: for a plan from its preflight, for a run from its gates."""
     from console.plans import catalog
 
     if catalog.is_plan(options.run):
@@ -201,7 +201,7 @@ def _so_far(state: RunState) -> str:
 
 
 def _basis(run: RunSource, state: RunState, named: str) -> str:
-    """Returns the records from which the gates were evaluated, or "" for a run without gates.
+    """Returns the files and records that the gates are based on, or "" for a run without gates.
 
     For a run that ended early, the result also has the gates that the records do not confirm.
     """
@@ -211,7 +211,7 @@ def _basis(run: RunSource, state: RunState, named: str) -> str:
     if any(gate.blocks for gate in state.gates) and not is_live:
         return f"based only on {rundir.GATES}"
     has_snapshot, ts, count = run.counted
-    records = f"the {status_text.counted(count, 'record')} that are read"
+    records = f"the {status_text.counted(count, 'record')} that were read"
     if has_snapshot:
         of = f"{rundir.SNAPSHOT} of {status_text.age(liveness.age(ts))} ago"
         full = f"{program()} check {shlex.quote(named)} --full replays all records"
@@ -239,7 +239,7 @@ def _read_all(options: argparse.Namespace) -> RunSource:
 
 
 def _no_go(state: RunState, whole: bool) -> str:
-    """Returns "no go" with the state of the run or launch, failed gates, and contradictions."""
+    """Returns "no go" with the state, the gates that did not pass, and a contradiction."""
     word, why = status_text.outcome(state) if whole else (state.state, state.why)
     name = state.launch.id if whole and state.launch and word != state.state else state.id
     missed = status_text.not_passed(state.gates) if word == state.state == "completed" else ""
@@ -250,7 +250,7 @@ def _no_go(state: RunState, whole: bool) -> str:
 
 
 def _go(state: RunState, whole: bool) -> str:
-    """Returns "go", with the phases that have not started or the note "no gates" if these apply."""
+    """Returns "go", "go so far" with the phases that have not started, or "go; no gates"."""
     launch = state.launch if whole else None
     if rest := [phase.name for phase in launch.rest] if launch else []:
         return f"go so far; not started: {', '.join(rest)}"

@@ -20,10 +20,10 @@ LONGEST_S = 86_400.0
 LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
 HALTS = (
     "With --halt, a rule with * halts the run if its condition has lasted three times\n"
-    "the listed time and a second source confirms the condition. So does a rule that\n"
-    "the plan lets halt, restart, stop or kill the run. A stall must have\n"
-    "lasted at least three stall limits and at least watch.stall_act_s of the plan\n"
-    "(default: 1800 s).\n"
+    "the listed time and a second source confirms the condition. The same applies to\n"
+    "a rule to which the plan gives the action halt, stop or restart. A stall must\n"
+    "have lasted at least three stall limits and at least watch.stall_act_s of the\n"
+    "plan (default: 1800 s).\n"
 )
 
 # --- types of options --------------------------------------------------------------------------
@@ -175,9 +175,10 @@ QUERIES: tuple[Command, ...] = (
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),
-       "The verdict comes from the supervisor if it has detected a stall. Otherwise the\n"
-       "command collects the evidence itself, in about 4 s. + marks evidence for the\n"
-       "verdict, - evidence for another rank, ? evidence that is not available.\n"
+       "If the supervisor has detected a stall, its verdict is printed. If ranks make no\n"
+       "progress and there is no such verdict, the command collects the evidence itself,\n"
+       "in about 4 s. + marks evidence for the verdict, - evidence for another rank,\n"
+       "? evidence that is not available.\n"
        "Exit code 0: no stall; 1: stalled, or unknown. For a run that has ended, the\n"
        "exit code is that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
@@ -196,7 +197,7 @@ QUERIES: tuple[Command, ...] = (
     ), (
         _run(),
         option("--halt", action="store_true",
-               help="halt the run for a rule with *, see below: write .HALT and .anomaly_type"),
+               help="let rules halt the run (see below): write .HALT and .anomaly_type"),
         INTERVAL,
     ), _rules, "watchdog.watchdog"),
     Command("check", "Print go or no go for a plan, or for the records of a run.",
@@ -292,7 +293,7 @@ DRILL = Command(
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
                help="with --plain: longest wait for the verdict, and the same time again for "
-               "your reaction, in seconds (default: %(default)g)"),
+               "your reaction, in seconds (default: %(default)g; 400 s more for leak)"),
     ), "React on the screen, or from another shell with stop RUN (RUN is the printed\n"
        "path) or kill -CONT PID. Then leave the screen with q; the drill stops the run\n"
        "and prints the score. Exit code 0: verdict and reaction were correct; 1: at\n"
@@ -302,9 +303,9 @@ DRILL = Command(
 RESUME = Command(
     "resume", "Launch the rest of an ended launch, with its options.",
     ("resume latest", "resume latest --dry-run"), (_run("LAUNCH"), WAIT, DRY_RUN),
-    "The new launch has the phases that did not pass. The first phase begins at its\n"
-    "newest verified checkpoint, if it has one and its trainer is one of this\n"
-    "project. The flags that an operator set for these phases apply.\n",
+    "The new launch begins with the first phase that did not pass, at the newest\n"
+    "verified checkpoint of this phase, if it has one and its trainer is one of this\n"
+    "project. The flags that an operator set for the phases apply.\n",
     "control.resume",
 )  # fmt: skip
 ADOPT = Command(
@@ -334,7 +335,7 @@ def _lower(sentence: str) -> str:
 
 
 def _verbs() -> Iterator[Command]:
-    """Yields one command per verb in the table of actions; options select its other actions."""
+    """Yields one command per verb in the table of actions; options select the verb's actions."""
     verbs: dict[str, list[Action]] = {}
     for action in action_table.TABLE:
         if action.verb:

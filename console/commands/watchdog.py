@@ -1,4 +1,4 @@
-"""`nsa-console watchdog`: evaluates the watch rules from a run's files; --halt halts the run.
+"""`nsa-console watchdog`: evaluates the watch rules from a run's files; --halt may halt it.
 
 The command needs no supervisor.
 """
@@ -65,7 +65,7 @@ def make_watchdog(
 
 
 def _report(change: Change, run: Path, halted: set[Path], options: argparse.Namespace) -> None:
-    """Prints a change, and halts the run once if the change says that an action is due."""
+    """Prints a change. The first action that is due halts the run; later actions are ignored."""
     rule = change.rule
     record = {
         "kind": change.kind, "rule": rule.name, "level": change.level, "action": change.action,

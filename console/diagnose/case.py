@@ -53,7 +53,7 @@ class Case:
                    and each.unchanged_s > NAMED_AFTER_S for each in self.running)  # fmt: skip
 
     def since(self, rank: RankEvidence) -> str:
-        """Returns the time since which a rank is unchanged. In an alert, an age would get wrong."""
+        """Returns the time of a rank's last change. An age would soon be wrong in an alert."""
         return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
 
     def verdict(

@@ -32,7 +32,7 @@ def _traced(of: Suspect) -> str:
 
 def _exited(of: Suspect) -> str:
     if of.state == "Z":
-        return "has exited but its parent has not reaped it (the parent is not running)"
+        return "has exited but its parent has not reaped it (the parent may be stopped)"
     return "has exited" if of.state in ("X", "gone") else ""
 
 

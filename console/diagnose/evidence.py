@@ -21,7 +21,7 @@ from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import Stack
 
 HELD = ("disk", "lock", "pipe", "child")
-"""If no rank computes at the start, the other ranks wait for a rank with such a wait."""
+"""Kinds of waits. If no rank computes during start-up, the ranks with such a wait are named."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
 """Matches functions whose calls the flight records do not show."""
@@ -104,8 +104,8 @@ class Stall:
     def is_together(self) -> bool:
         """True if all ranks wait for each other, and none is behind.
 
-        Every rank has a flight record, every stack waits for peers, and the flight records name a
-        collective in which ranks wait, and no difference.
+        This is the case if every rank has a flight record, every stack waits for peers, and the
+        flight records show no difference, but a collective in which ranks wait.
         """
         found = self.difference
         return found.kind == "same" and found.number is not None and all(
@@ -128,7 +128,7 @@ class Stall:
     def silent(self, known: Mapping[int, object]) -> tuple[int, ...]:
         """Returns the ranks without a key in `known`, if none of them could write its evidence.
 
-        Returns () if one could. Such ranks are the cause if all other ranks only wait.
+        Otherwise returns (). The returned ranks are the cause if all other ranks only wait.
         """
         found = [each for each in self.suspects if each.number not in known]
         for each in found:
@@ -238,7 +238,7 @@ def _of_flights(stall: Stall) -> Sign:
 
 
 def _of_stacks(stall: Stall) -> Sign:
-    """Names the ranks of the first group that is not empty, unless they are all of several ranks.
+    """Names the ranks of the first group below that is not empty, as far as `_odd` allows.
 
     The groups are: ranks whose native code holds the GIL; ranks that do not wait for peers, for a
     GPU or to join; ranks that may wait for a GPU that is not known to run a kernel; if every rank
@@ -265,10 +265,10 @@ def _of_stacks(stall: Stall) -> Sign:
 
 
 def _of_processes(stall: Stall) -> Sign:
-    """Names the ranks that cannot run, or else the ranks for which the others wait at the start.
+    """Names the ranks that cannot run, or else the ranks that delay the start-up of the others.
 
     If there are no such ranks, names the ranks that compute or whose wait is their own. Names no
-    rank if the found ranks are all of several ranks.
+    rank if there are several ranks and all of them were found.
     """
     odd = [each for each in stall.suspects if each.cannot_run]
     odd = odd or _starting(stall) or [each for each in stall.suspects if each.waits or each.runs]
@@ -283,9 +283,9 @@ def _of_processes(stall: Stall) -> Sign:
 
 
 def _starting(stall: Stall) -> list[Suspect]:
-    """Returns the ranks that compute at the start, or else those whose wait is one of `HELD`.
+    """Returns the ranks that compute during start-up, or else the ranks with a wait in `HELD`.
 
-    Returns [] if a rank has left the start.
+    Returns [] if a rank has finished its start-up.
     """
     if any(each.phase and each.phase not in STARTING_PHASES for each in stall.ranks):
         return []

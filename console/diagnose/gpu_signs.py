@@ -14,8 +14,8 @@ from console.model import Gpu
 from console.sources.ranks import gpu_index
 
 IDLE_PCT, RUNNING_PCT = 5.0, 90.0
-"""Utilisation up to which a GPU is idle, and from which it runs a kernel. NVML's utilisation is the
-share of time in which any kernel ran, even if it computed little."""
+"""A GPU with at most the first utilisation is idle. A GPU with at least the second runs a kernel.
+NVML's utilisation is the share of time in which any kernel ran, even if it computed little."""
 SPINS_SHARE = 0.3
 """A kernel computes little if its GPU draws less than this share of the power limit."""
 
@@ -63,10 +63,7 @@ def is_running(rows: Sequence[Gpu]) -> bool:
 
 
 def words(rows: Sequence[Gpu]) -> str:
-    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W".
-
-    If a figure is missing, the text has the reason, if it is known.
-    """
+    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W", followed by `Gpu.why` if it is set."""
     return ", ".join(_words(gpu) for gpu in rows[:8])
 
 

@@ -36,7 +36,7 @@ JUMP_KEPT_S = 60.0
 class Readings:
     """The data of one poll of one attempt.
 
-    `fresh` has the progress records since the last poll, in order; `progress` has the newest
+    `fresh` has the progress records since the last poll, rank by rank; `progress` has the newest
     progress record of each rank. `records_only` says that `ranks` were derived from the ages of
     records, not from pulses. `newest_ts` is the time in the newest record (unix s).
     """
@@ -90,11 +90,12 @@ def gate_collapsed(progress: Progress) -> bool | None:
 
 @dataclass(slots=True)
 class Counter:
-    """A counter of one GPU: its increase in this attempt or since a reset, and its last rise."""
+    """A counter of one GPU, and its increase in this attempt or since a reset."""
 
     last: int
     increase: int = 0
     at: float = -math.inf
+    """Time of the last increase."""
 
     def update(self, value: int, mono: float) -> None:
         """Adds a value; a value below the last one, as after a reset, sets the increase to 0."""

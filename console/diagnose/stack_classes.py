@@ -135,7 +135,7 @@ def _deciding(stack: Stack) -> Sequence[Frame]:
 
 
 def _wait(frames: Sequence[Frame]) -> tuple[Frame, Wait] | None:
-    """Returns two values, the frame that decided and the wait that the program called, or None."""
+    """Returns two values, the frame that decides and its wait; None if no frame shows a wait."""
     found = None
     for at, frame in enumerate(frames):
         wait = _wait_of(frame)
@@ -154,7 +154,7 @@ def _is_of_backward(frame: Frame) -> bool:
 
 def _wait_of(frame: Frame) -> Wait | None:
     for file, functions, wait in _WAITS:
-        # A name without a folder is a file of the standard library; a program may have one too.
+        # A name without a folder is of the standard library, but a program may have such a file.
         is_file = frame.file == file or frame.file.endswith((f"/{file}", f" {file}"))
         if is_file and ("/" in file or frame.is_of_library) and functions.fullmatch(frame.function):
             return wait

@@ -152,7 +152,7 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
 
 
 def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Compares the parameters with the size in the config's name; returns larger ÷ smaller."""
+    """Returns the larger ÷ the smaller of two sizes: the model's, and that in the config's name."""
     count = jsonl.number(now.env, "parameters") or 0.0
     counted = jsonl.number(now.env, "parameters_counted") or count
     name = jsonl.text(now.env, "config").rpartition("/")[2]

@@ -64,7 +64,7 @@ class _State:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt. `actions` has a least action for some rules (option --halt).
+    """Watches one attempt. `actions` has a least action for some rules (for example from --halt).
 
     `interval_s` is the intended time between two updates. `settings` has the values of the run's
     settings by name, for the rules that depend on them.

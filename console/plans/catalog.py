@@ -32,7 +32,7 @@ def files() -> dict[str, Path]:
 
 
 def is_file(path: Path) -> bool:
-    """Returns whether a file exists; False for a name that no file system accepts."""
+    """Returns whether a file exists; False after an error, for example if the name is too long."""
     try:
         return path.is_file()
     except OSError:

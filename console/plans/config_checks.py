@@ -27,9 +27,9 @@ NEARLY_FULL = 0.9
 
 
 def config(case: Case, index: int) -> Found:
-    """Checks the settings of a phase against the facts that the plan expects.
+    """Checks the facts that the plan expects of a phase, and the number of steps in a sweep.
 
-    If settings of `--set` may explain each difference, the result is only a warning.
+    If settings of `--set` may explain each wrong fact, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
     if not resolved:
@@ -57,7 +57,7 @@ def config(case: Case, index: int) -> Found:
     if all(chosen.values()):
         keys = sorted({key for keys in chosen.values() for key in keys})
         return "unknown", f"{said}; changed by --set {', '.join(keys)}"
-    used = phase.config or "no config, which trains the built-in toy"
+    used = phase.config or "no config, so it trains the built-in toy"
     return "fail", (
         f"{said}; the phase uses {used}; correct config, set or nproc of the phase, or its expects"
     )
@@ -90,7 +90,7 @@ def disk(case: Case) -> Found:
 
 
 def _kept_bytes(case: Case, index: int) -> int:
-    """Returns the size of all checkpoints that a phase keeps, and of the one being written."""
+    """Returns the size of all checkpoints that a phase keeps, plus that of the one in progress."""
     every, last, forever, at_end = (
         case.value(index, f"checkpoint.{key}")
         for key in ("every", "keep_last", "keep_every", "at_end")
@@ -113,7 +113,7 @@ def gpu_memory(case: Case) -> Found:
     """Compares the memory of the GPUs that the ranks see with the least that a rank needs."""
     cards = () if isinstance(case.survey, str) else case.survey.cards
     if case.plan.gpus == 0 or not any(case.settings):
-        return "pass", "no GPU is needed"
+        return "pass", "a foreign program, not checked" if case.plan.gpus else "no GPU is needed"
     seen = {
         index for i in range(len(case.plan.phases))
         for index in gpu_checks.seen_by(case, i, [card.gpu.uuid for card in cards])

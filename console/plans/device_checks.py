@@ -69,7 +69,7 @@ def _run(case: Case, folder: Path) -> str:
     variables = {**environ.inherited(), "PYTHONPATH": path, **case.plan.env, **phase.flags}
     with (folder / "answers").open("wb") as answers, (folder / "log").open("wb") as log:
         child = subprocess.Popen(
-            # `timeout` ends the processes also if the console is killed.
+            # `timeout` ends the processes even if the console is killed.
             ["timeout", "--kill-after=2", f"{LIMIT_S + SPARE_S:g}", sys.executable, "-P", "-m",
              MODULE, str(folder / "request.json")], env=variables,
             stdin=subprocess.DEVNULL, stdout=answers, stderr=log, start_new_session=True,

@@ -1,8 +1,8 @@
 """Compares the gates in gates.json with the gates evaluated from the records of the run.
 
-A gate counts as passed only if both report it as passed, because `gates.json` alone is a single
-source. The bounds must equal those of plan.json, and plan_state.json must not contradict the
-result.
+A gate counts as passed only if gates.json and the records both show that it passed, because one
+source is not enough. The bounds in run.json must equal those in plan.json, and plan_state.json must
+not contradict the result.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
 
 
 def unconfirmed(source: RunSource, state: RunState) -> Iterator[str]:
-    """Yields a text for each gate of an ended run that its records do not confirm."""
+    """Yields why gates.json and the records do not both confirm the gates of an ended run."""
     if (run := source.run_path) is not None:
         run_json, document = (
             rundir.read_json(run / n, below=run) or {} for n in (rundir.RUN, rundir.SUPERVISOR)
@@ -167,11 +167,11 @@ def _complete(
 
 
 def continued(run: Path, step: int) -> Summary | None:
-    """Returns the totals of the run that `run` continues, or None if there is none that fits.
+    """Returns the totals of the run that `run` continues, or None if no earlier run fits.
 
-    `step` is `Summary.resumed_at_end` of `run`. The records of the earlier run must show that its
-    ranks reached that step. Their last pulses suffice too, because the loaded checkpoint confirms
-    them. Both runs must have the same phase, ranks, gates and settings, except `RESUME`.
+    `step` is `Summary.resumed_at_end` of `run`. The records or the last pulses of the earlier run
+    must show that its ranks reached `step`. The pulses suffice, because the loaded checkpoint
+    confirms them. Both runs must have the same phase, ranks, gates and settings, except `RESUME`.
     """
     own = (rundir.read_json(run / rundir.RUN, below=run) or {}) if step else {}
     path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))
@@ -223,7 +223,7 @@ def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
 def _contradictions(
     path: Path, launch: LaunchState, run: str, bounds: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields how plan.json or plan_state.json contradicts the gates of a completed run."""
+    """Yields how plan.json and plan_state.json contradict each other or a run's gates."""
     if launch.doubt:
         yield launch.doubt
         return
@@ -255,7 +255,8 @@ def _disagreement(written: Gate | None, own: Gate | None) -> str:
     if written is None or own is None:
         return f"is not in {rundir.GATES if written is None else rundir.RUN}"
     if own.override:
-        return "" if written.override == own.override else f"has no override in {rundir.GATES}"
+        has = f"has {'another' if written.override else 'no'} override in {rundir.GATES}"
+        return "" if written.override == own.override else has
     if written.result != "pass":
         return f"is {WORDS[written.result]} in {rundir.GATES}"
     if own.result != "pass":

@@ -2,7 +2,7 @@
 
 Each gate has a span: all attempts, or the surviving steps (steps that no later attempt repeated).
 A gate passes only if the numbered records of its ranks cover that span without a gap. For a gate
-with `tails`, the last pulse of a killed rank can close the gap at its end.
+with `tails`, the last pulse of a killed rank can close the gap at the end of the span.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The bound of a gate in a plan, the steps at which it is also evaluated, and the override."""
+    """The bound and override of a gate, and the steps at which it is evaluated before the end."""
 
     bound: Any
     at: tuple[int, ...] = ()
@@ -147,7 +147,7 @@ def demand(value: Any) -> Demand:
 
 
 def check(bounds: Mapping[str, Any], where: str) -> None:
-    """Raises UsageError for an unknown gate, or for a bound that the gate does not accept."""
+    """Raises UsageError for an unknown gate, and for a bound, key or value that is not valid."""
     for name, value in bounds.items():
         rule = RULES.get(name)
         if rule is None:
@@ -218,7 +218,7 @@ def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 def so_far(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     """Returns the gates of a run that has not ended, over the records so far.
 
-    A gate that is not met yet is unknown; it is failed only if no later record can change that.
+    A gate that is not met yet is unknown. It is failed only if no later record can make it pass.
     """
     found = evaluate(summary, bounds, is_live=True)
     return tuple(

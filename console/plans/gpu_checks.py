@@ -1,4 +1,7 @@
-"""The checks of GPUs, driver and torch. No launch uses a GPU known to be faulty or busy."""
+"""The checks of GPUs, driver and torch.
+
+A plan that needs GPUs is rejected if a GPU of its ranks is known to be faulty or busy.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,7 @@ def _chosen(plan: Plan, index: int) -> str:
 
 
 def seen_by(case: Case, index: int, uuids: Sequence[str]) -> list[int | None]:
-    """Returns the indices of the GPUs that the ranks of a phase use, as `visible` does."""
+    """Returns the first indices of `visible` for a phase, at most one per GPU of the plan."""
     return visible(case.devices or _chosen(case.plan, index), uuids)[: case.plan.gpus]
 
 
@@ -214,12 +217,13 @@ def driver(case: Case) -> Found:
 
 
 def nccl(case: Case) -> Found:
-    """Reports NCCL flags of a plan with GPUs that make it slow, and files that configure NCCL."""
+    """Reports the flags that make NCCL slow, and files that configure it, for a plan with GPUs."""
     parts = (case.plan.env, *(phase.flags for phase in case.plan.phases))
     given = {item for each in parts for item in each.items()}
     found = [f"{name}={value} {effect}" for name, value, effect in SLOW if (name, value) in given]
     files = [case.root / "etc/nccl.conf", Path(environ.get("HOME") or "/") / ".nccl.conf"]
     found += [f"{each} configures NCCL too" for each in files if each.is_file()]
-    if not found or not case.plan.gpus:
-        return "pass", "NCCL chooses by the topology, except for the flags of the plan"
-    return "unknown", "; ".join(found)
+    if not case.plan.gpus:
+        return "pass", "no GPU is needed"
+    chosen = "NCCL chooses by the topology, except for the flags of the plan"
+    return ("unknown", "; ".join(found)) if found else ("pass", chosen)

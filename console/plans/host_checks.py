@@ -21,7 +21,7 @@ JUMP_S, LATEST_S = 60.0, 1 << 36
 ENOUGH_FILES = 1024
 SHM_PER_RANK = 1 << 20
 NCCL_SHM_PER_RANK = 64 << 20
-"""Approximate size of NCCL's buffers in /dev/shm; Docker's default is 64 MiB for all ranks."""
+"""Approximate size of NCCL's buffers in /dev/shm, whose default size in Docker is 64 MiB."""
 TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
 SUPERVISOR = "console.supervisor"
 END = "check PLAN --end-leftovers"
@@ -31,7 +31,8 @@ MAX_SHOWN, MAX_COMMAND = 8, 4096
 def clock(case: Case) -> Found:
     """Compares the clock with the creation time and the uptime that the newest launch recorded.
 
-    The check fails only if the modification time of that launch's plan.json is in the future too.
+    The check fails only if the creation time and the modification time of that launch's plan.json
+    are both in the future.
     """
     newest = next(iter(launches.launches(case.artifacts)), None)
     record = (rundir.read_json(newest / rundir.PLAN) if newest else None) or {}
@@ -52,7 +53,7 @@ def clock(case: Case) -> Found:
         if abs(jumped_s) > JUMP_S:
             way = "forward" if jumped_s > 0 else "back"
             return "unknown", f"the clock jumped {way} by {age(abs(jumped_s))} since {name}"
-    return "pass", "no jump since the newest launch"
+    return "pass", "no jump found since the newest launch"
 
 
 def limits(case: Case) -> Found:
@@ -111,9 +112,9 @@ def ports(_case: Case) -> Found:
 
 
 def leftovers(case: Case) -> Found:
-    """Lists trainers without a supervisor; fails for a plan with GPUs if such a trainer has a GPU.
+    """Lists trainers without a supervisor. A plan with GPUs fails if such a trainer has a GPU open.
 
-    Other trainers are at most a warning, because they share only cores and memory with the launch.
+    A trainer without a GPU is at most a warning: it shares only cores and memory with the launch.
     """
     proc = case.root / "proc"
     found = unsupervised(proc)
@@ -133,7 +134,7 @@ def leftovers(case: Case) -> Found:
 
 
 def unsupervised(proc: Path) -> list[int]:
-    """Returns the pids of the trainers that no supervisor started or adopted."""
+    """Returns the pids of the trainers without a supervisor that is alive."""
     commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
     trainers = sorted(pid for pid, command in commands.items() if TRAINER.search(command))
     return [pid for pid in trainers if not _is_supervised(pid, str(proc), commands)]
@@ -146,7 +147,7 @@ def _command(folder: Path) -> str:
 
 
 def _is_supervised(pid: int, proc: str, commands: dict[int, str]) -> bool:
-    """Returns whether a process descends from a supervisor, or its run has one that adopted it."""
+    """Returns whether a process descends from a supervisor, or a supervisor adopted its run."""
     if any(SUPERVISOR in commands.get(each, "") for each in procfs.lineage(pid, proc)):
         return True
     variables = process.environment(pid, proc)

@@ -17,9 +17,9 @@ UNCOUNTED = "non-finite steps are not counted, and some steps have no record wit
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The value of a gate, or None; `window` names the records that it covers, `why` explains it.
+    """The value of a gate, or None. A gate with a `doubt` cannot pass.
 
-    A gate with a `doubt` cannot pass.
+    `window` names the records of the value, and `why` explains the value or its absence.
     """
 
     value: float | None
@@ -29,9 +29,10 @@ class Measured:
 
 
 def steps_reached(s: Summary) -> Measured:
-    """Returns the lowest last step of the ranks with a step, if the sources of each rank agree.
+    """Returns the lowest last step of the ranks, if the sources of each rank agree.
 
-    A checkpoint that all ranks have loaded can raise the value to its step.
+    Ranks without a step are left out, except rank 0. A checkpoint that all ranks have loaded can
+    raise the value to its step.
     """
     done: list[int] = []
     newest = [totals.attempts.get(totals.newest) for totals in s.ranks.values()]
@@ -47,10 +48,10 @@ def steps_reached(s: Summary) -> Measured:
 
 
 def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
-    """Returns two values: the last step of a rank, and how its records and its pulse differ.
+    """Returns two values: the last step of a rank, and how its sources differ, or "".
 
-    The second value is "" if they agree. Progress records are not written at every step, so the
-    exit record may have a later step. The rank's pulse, or another rank, must then confirm it.
+    Progress records are not written at every step, so the exit record may have a later step. This
+    step counts only after exit code 0, and if the rank's pulse or another exit record confirms it.
     """
     part, end = totals.attempts.get(totals.newest), s.ends.get((totals.newest, totals.rank))
     if part is None or part.exit is None:
@@ -128,7 +129,7 @@ def _lacking(totals: RankTotals, found: int, name: str) -> str:
 
 
 def stalls(s: Summary) -> Measured:
-    lost = "" if s.stalls is not None else "the count of earlier stalls is not available"
+    lost = "" if s.stalls is not None else "some stalls may not have been counted"
     return Measured(float(s.stalls_seen), doubt=lost)
 
 
@@ -169,21 +170,20 @@ def _few(steps: float | None) -> str:
 
 
 def heartbeats(s: Summary) -> Measured:
-    """Counts the missing records of all attempts."""
+    """Counts the record numbers that are missing between records, over all ranks and attempts."""
     missing = sum(gap.last - gap.first + 1 for *_, part, _ in s.all_parts() for gap in part.holes)
     return Measured(float(missing) if s.of_rank(0).progress else None)
 
 
 def checkpoints(s: Summary) -> Measured:
     """Counts the checkpoints that rank 0 recorded in the surviving steps."""
-    return Measured(
-        s.of_rank(0).saved_count,
-        why="the number is lost if a resume repeats all stored checkpoints",
-    )
+    count = s.of_rank(0).saved_count
+    lost = "a resume repeated all stored checkpoints, so their number is lost"
+    return Measured(count, why=lost if count is None else "")
 
 
 def loads(s: Summary) -> Measured:
-    """Counts the loads of checkpoints by new processes: at each resume, and after each save.
+    """Counts the loads of checkpoints: when a later attempt resumes, and after each save.
 
     A load after a save counts if rank 0 recorded the checkpoint, and if an event of the supervisor
     shows the load in the attempt that saved the checkpoint, or in a later attempt.
@@ -229,7 +229,7 @@ def log_errors(s: Summary) -> Measured:
 
 
 def without_hook(s: Summary) -> Measured:
-    """Counts the starts of ranks, over all attempts, that trained without a communication hook."""
+    """Counts, over all attempts, how often a rank trained without a communication hook."""
     parts = [part for *_, part, end in s.all_parts() if part.has_stepped(end)]
     unknown = sum(part.hook is None for part in parts)
     doubt = f"{counted(unknown, 'start')} of ranks did not record a hook" if unknown else ""

@@ -122,7 +122,7 @@ def _shell(case: Case) -> Found:
 def _is_foreign(name: str) -> bool:
     """Returns whether a variable configures a library or a trainer, and a launch does not use it.
 
-    The result is False for variables such as NAME_VERSION.
+    A variable whose name ends with `_VERSION` configures nothing, so the result is False.
     """
     known = name in flags.FLAGS or name in environ.INHERITED or name.endswith("_VERSION")
     return name == environ.CONFIG or (name.startswith(LIBRARIES) and not known)
@@ -166,7 +166,7 @@ def at_logout(root: Path, uid: int, user: str) -> Found:
 
 
 def _environment(_case: Case) -> Found:
-    """Lists the variables that a training inherits; the dry run shows the whole environment."""
+    """Lists the variables that a training inherits; `--dry-run` shows the whole environment."""
     names = ", ".join(environ.inherited()) or "nothing"
     return "pass", f"a training inherits {names}, and no other variable except its flags"
 
@@ -197,7 +197,7 @@ class Row:
 PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
 DRIVER = "the NVIDIA driver"
 LIMIT_S: Mapping[str, float] = {DRIVER: gpu_survey.LIMIT_S + 2, NETWORK: 8.0}
-"""Time limit of all rows with this value of `needs`; `USUAL_S` is the limit of other rows."""
+"""Time limit of the rows, by their `needs`; `USUAL_S` is the limit of all other rows."""
 USUAL_S, SAID_S = 20.0, 2.0
 """After `SAID_S`, the preflight reports what it is still waiting for."""
 TABLE: tuple[Row, ...] = (
@@ -216,7 +216,7 @@ ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
 
 
 def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
-    """Returns all checks. A row fails without an answer in its time limit (but see `_in_time`).
+    """Returns all checks. A row that exceeds its time limit fails (but see `_in_time`).
 
     `said` gets a text when rows are late, and before the measurements.
     """
@@ -249,7 +249,7 @@ def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Fou
     for check, answer in work:
         try:
             answer.set_result(check(case))
-        except BaseException as error:  # `_in_time` raises it
+        except BaseException as error:  # `_in_time` handles it
             answer.set_exception(error)
 
 

@@ -109,7 +109,7 @@ class Comparison:
         return f"no difference between {' and '.join(best)}; {best[0]} is {than}"
 
     def lines(self) -> Iterator[str]:
-        """Yields the table of the variants and the answer."""
+        """Yields the answer, then a line for each variant if the variants were compared."""
         yield f"{self.sweep}: {self.answer}"
         for variant in () if self.refusal else self.variants:
             mean, deviation = variant.spread
@@ -143,7 +143,7 @@ def fast_s(steps_s: Sequence[float]) -> float:
 
 
 def p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the probability of a difference at least this large, if the variants do not differ.
+    """Returns the probability of at least the observed difference, if the variants do not differ.
 
     `first` and `second` have the figures of two variants, one for each of at most `MAX_ROUNDS`
     rounds. The test is exact, because it compares the difference of the faster halves with the

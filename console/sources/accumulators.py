@@ -38,7 +38,7 @@ class Peak:
             self.found = [(first[0], second[1]) for first, second in pairs] + odd
 
     def cut(self, step: int) -> None:
-        """Drops the maxima whose stored step is `step` or a later one."""
+        """Drops the maxima whose stored step is `step` or a later step."""
         self.found = [each for each in self.found if each[0] < step]
 
     def growth(self, half: int) -> float | None:

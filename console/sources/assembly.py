@@ -57,7 +57,7 @@ class Assembly:
     behind_bytes: int
     """Bytes of records that are left to read, including the records for the charts."""
     trouble: str
-    """Why the content of supervisor.json that was read last cannot be shown, or ""."""
+    """Why the newest content of supervisor.json cannot be shown, or ""."""
     troubles: Sequence[Alert]
     """An alert for each document that cannot be shown."""
 
@@ -160,7 +160,7 @@ class Assembly:
     # --- alerts --------------------------------------------------------------------------------
 
     def _alerts(self) -> tuple[Alert, ...]:
-        """Returns the open alerts of the run and those of this reader, as `RunRecords.alerts` does.
+        """Returns the open alerts of the run and of this reader, ordered by `RunRecords.alerts`.
 
         The alert `RANK_GONE` is left out if no rank is known to have ended.
         """
@@ -192,7 +192,7 @@ class Assembly:
         return found
 
     def _unreadable(self) -> str:
-        """Returns that the run directory or supervisor.json cannot be read, or "".
+        """Returns a text if the run directory or supervisor.json cannot be read, or else "".
 
         The text is "" if the launch does not list the run, and while the run starts.
         """

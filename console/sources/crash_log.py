@@ -1,6 +1,6 @@
 """Finds the cause of a crash in a log: an exception, and the place in faulthandler's dump.
 
-Also reads torchrun's summary of the ranks that failed.
+The module also reads torchrun's summary of the ranks that failed.
 
 All functions are pure. The log may contain anything; each text of a `Crash` is one clean line.
 """
@@ -62,7 +62,7 @@ class _Raised(NamedTuple):
 
 
 class FailedRank(NamedTuple):
-    """A rank in torchrun's summary; `is_root` is True for the rank that it calls the root cause."""
+    """A rank in torchrun's summary; `is_root` is True if the summary calls it the root cause."""
 
     rank: int
     code: int
@@ -98,7 +98,7 @@ def _without_prefix(line: str, rank: int | None) -> str | None:
 
 
 def _last_exception(lines: list[str]) -> _Raised:
-    """Returns an uncaught C++ exception, or else the last fatal one, or else the last exception."""
+    """Returns a C++ exception, or else the last fatal exception, or else the last exception."""
     if thrown := _cxx_exception(lines):
         return thrown
     found = list(_exceptions(lines))
@@ -149,7 +149,7 @@ def _place(frames: list[Frame]) -> str:
 
 
 def _native_crash(lines: list[str]) -> str:
-    """Returns the value of `Crash.crashed_in`, or "" if the log has no stack of that thread."""
+    """Returns the value of `Crash.crashed_in`, or "" without a stack of the crashed thread."""
     at = max((i for i, line in enumerate(lines) if line.startswith(_FATAL)), default=len(lines))
     threads = stacks.parse("\n".join(lines[at:]))
     top = stacks.innermost_own(threads[0].frames) if threads and threads[0].name == MAIN else None

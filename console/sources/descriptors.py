@@ -54,7 +54,7 @@ def poll_wait(pid: int) -> BlockedOn:
     """Returns the process's only unfinished connection, or else its only socket, or else `NOTHING`.
 
     The kernel does not show which descriptors a poll has. A connected socket is therefore named
-    only if no descriptor above stderr is a pipe, and if there are at most `MAX_DESCRIPTORS`.
+    only if at most `MAX_DESCRIPTORS` descriptors above stderr are open, and none of them is a pipe.
     """
     fds = [fd for fd in numbers_in(f"/proc/{pid}/fd") if fd > 2]
     return _only(pid, len(fds), {link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]})
@@ -133,8 +133,8 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
     """Returns a socket as the object that a system call waits for.
 
-    The text contains the address of a TCP peer (with `accepts`, of the socket itself), or the path
-    of a local socket, if the kernel's tables have it.
+    If the kernel's tables have the socket, the text contains the path of a local socket or the
+    address of a TCP peer. With `accepts`, it contains the address of the socket itself.
     """
     here, peer, state = tcp_entry(socket_tables(pid), inode)
     if not state:

@@ -264,11 +264,11 @@ def _unusual(
 ) -> tuple[list[int], bool]:
     """Returns two values: ranks with an unusual call `number`, and whether they skipped a call.
 
-    A call is usual if it also came earlier after the same preceding call. Ranks have skipped a call
-    if, earlier, their call came a few calls later. If every rank makes a usual call, and no call
-    has a majority, the ranks with a much rarer call are returned. No rank is returned if every
-    rank makes a usual call and one call has a majority, if no rank makes a usual call, or if too
-    few calls are known.
+    A call is usual if, in the past, it followed a call equal to the call before `number`. The ranks
+    skipped a call if, in the past, their calls came up to `MAX_SKIPPED` calls after the usual call.
+    If every rank makes a usual call, and no call has a majority, the ranks with a much rarer call
+    are returned. No rank is returned if every rank makes a usual call and one call has a majority,
+    if no rank makes a usual call, or if too few calls are known.
     """
     earlier: dict[int, str] = {}
     for member in members.values():
@@ -279,7 +279,7 @@ def _unusual(
     odd = {side: ranks for side, ranks in callers.items() if side not in usual}
     if len(past) < MIN_PAST or len(odd) == len(callers):
         return [], False
-    if not odd:  # every call is usual, but some calls are far rarer
+    if not odd:  # every call is usual, but some calls may be far rarer
         if 2 * max(map(len, callers.values())) > sum(map(len, callers.values())):
             return [], False  # the minority is to blame
         most = max(usual[side] for side in callers)
@@ -314,7 +314,7 @@ def _difference(group: str, members: _Members) -> Difference:
         text = f"all ranks have completed collective {lowest:,}{_of_group(group)}"
     else:
         ends = ", ".join(f"rank {rank} {m.last:,}" for rank, m in sorted(members.items())[:8])
-        text = f"no rank waits in a collective; the last one{_of_group(group)}: {ends}"
+        text = f"no rank waits in a collective; last collective{_of_group(group)}: {ends}"
     return Difference("same", (), None, text)
 
 
@@ -350,8 +350,8 @@ def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
     """Returns the difference that explains the differences in the other groups.
 
     It is a mismatch, or the difference of ranks that are behind in one group and wait in no other
-    group. If all ranks that are behind wait in other groups, it is usually a mismatch, whose
-    `ranks` are those that wait alone in their group, if they are few. If there is no such
+    group. If all ranks that are behind wait in other groups, it is usually a mismatch. Its `ranks`
+    are the ranks that wait alone in a group, or () if these are many. If there is no such
     difference, returns the difference of a group in which ranks wait, or else of any group.
     """
     circular: list[str] = []

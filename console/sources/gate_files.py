@@ -32,7 +32,7 @@ ERROR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class GateFiles:
-    """Errors in the logs, newest checkpoint, earlier phase; `*_doubt` says why one is unknown."""
+    """The facts that gates need from files; `*_doubt` says why a fact is unknown, or is ""."""
 
     errors: int = 0
     """Number of lines with an error."""
@@ -42,7 +42,7 @@ class GateFiles:
     checkpoint_mib: float | None = None
     checkpoint_doubt: str = ""
     single: str = ""
-    """The run of the newest earlier phase in plan.json that has one rank, or "" if none has."""
+    """The run of the newest earlier phase that has one rank, or "" without such a phase."""
     single_toks_per_s: float | None = None
 
 
@@ -59,7 +59,7 @@ def read(run: Path, attempts: int, world: int) -> GateFiles:
 def _single(run: Path) -> tuple[str, float | None]:
     """Returns two values: the newest earlier run that has one rank, or "", and its last speed.
 
-    The speed is None unless the gate on the speed passed with the same value.
+    The speed is None unless the gate on the speed passed with this value.
     """
     launch = run.parent
     plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {}
@@ -83,7 +83,7 @@ def _is_same(written: float | None, own: float | None) -> bool:
 
 
 def _last_speed(run: Path) -> float | None:
-    """Returns the tokens per second of the last `LAST_STEPS` steps, or None if fewer are known."""
+    """Returns the speed (tok/s) of the last `LAST_STEPS` steps, or None if fewer are known."""
     totals = RankTotals(0)
     tail = Tail(rundir.heartbeat(run, 0), heartbeat.accept, SPEED_BYTES)
     for record in tail.poll(SPEED_BYTES):
@@ -131,7 +131,7 @@ def _size_of(log: Path) -> int:
 
 
 def _size(folder: Path, run: Path) -> tuple[int, str]:
-    """Returns the size of a checkpoint, and why its manifest does not confirm it, or ""."""
+    """Returns the size of a checkpoint, and why its manifest does not confirm the size, or ""."""
     record: dict[str, Any] = rundir.read_json(folder / "manifest.json", below=run) or {}
     files = list(jsonl.mapping(record, "files").items())[:MAX_FILES]
     total = 0

@@ -40,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All GPUs of a host. `cuda` is the newest version that the driver supports, or (0, 0)."""
+    """All GPUs of a host. `cuda` is the newest CUDA that the driver supports, or (0, 0)."""
 
     cards: tuple[Card, ...] = ()
     driver: str = ""

@@ -23,7 +23,7 @@ CLOCK_S = 2.0
 class Document:
     """One JSON file, which is read again when it has changed.
 
-    `trouble` says why the content that was read last cannot be shown, or is "".
+    `trouble` says why the newest content cannot be shown, or is "".
     """
 
     def __init__(self, path: Path):
@@ -91,7 +91,7 @@ READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
 
 @cache
 def _readers(kind: Any) -> dict[str, Any]:
-    """Returns the function in `READERS` for each field of a dataclass, or None if there is none."""
+    """Returns for each field of a dataclass the function in `READERS`, or None if there is none."""
     types = get_type_hints(kind)
     return {each.name: READERS.get(types[each.name]) for each in fields(kind)}
 
@@ -170,7 +170,7 @@ def backend(env: Mapping[str, Any]) -> str:
 
 
 def latest_checkpoint(run: Path) -> str:
-    """Returns the name in the file `latest`, that of the newest complete checkpoint, or ""."""
+    """Returns the name of the newest complete checkpoint, from the file `latest`, or ""."""
     data = jsonl.read_bytes(run / rundir.CHECKPOINTS / rundir.LATEST, 200, below=run)
     name = data.decode("ascii", "replace").strip()
     return name if name.startswith("step_") and name.replace("_", "").isalnum() else ""

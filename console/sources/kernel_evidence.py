@@ -210,7 +210,7 @@ def _blocked_on(
 ) -> BlockedOn:  # fmt: skip
     """Returns the object that the main thread waits on, or `NOTHING` if it cannot be named.
 
-    The main sources are its system call and its wchan.
+    The main sources are the system call and the wchan of this thread.
     """
     call, arguments = _parse_syscall(read_text(f"/proc/{pid}/syscall")) or (-1, (0,) * 6)
     name = _CALLS.get(call, "")
@@ -283,7 +283,7 @@ def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
 
 
 def _locks_of_others(pid: int) -> dict[int, int]:
-    """Returns a process other than `pid` that holds a POSIX lock, for each locked inode."""
+    """Returns for each inode with a POSIX lock a holder of the lock other than `pid`."""
     lines = map(_LOCK.match, read_text("/proc/locks", TABLE_BYTES).splitlines())
     return {
         int(found[5]): int(found[4]) for found in lines

@@ -30,8 +30,8 @@ def launch_state(
 ) -> LaunchState:  # fmt: skip
     """Returns the launch: its phases from plan.json, their progress from plan_state.json.
 
-    `troubles` has two texts: why plan.json, and why plan_state.json, cannot be read, or "" for
-    each. `existing` has the names of the existing run directories, in the order of their phases.
+    `troubles` says why plan.json and why plan_state.json cannot be read; each of the two texts may
+    be "". `existing` has the names of the existing run directories, in the order of their phases.
     """
     phases, wrong_directory = _phases(plan, state)
     doubt = wrong_directory or troubles[0] or _contradiction(plan, state, phases, existing)

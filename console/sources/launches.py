@@ -138,8 +138,8 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
 
     `name` is a directory, an id (`<launch>` or `<launch>/<n>-<phase>`), a unique prefix of an id,
     or `latest`. Raises NotFoundError if nothing matches, and UsageError if several launches match.
-    For an action (`act`), raises RefusedError if `check_in_place` does, or if another launch may
-    be the latest, unless `name` is the directory.
+    For an action (`act`), an id and `latest` are checked: raises RefusedError if `check_in_place`
+    does, or if another launch may be the latest.
     """
     path = Path(name)
     there = path.is_dir()
@@ -190,10 +190,10 @@ def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:
-    """Raises RefusedError if a directory was copied or moved: a run was started in another one.
+    """Raises RefusedError if the directory of a launch or run was copied or moved.
 
-    A run records its directory. With `by_name`, RefusedError is also raised if there are runs but
-    none has this record, or if a run has recorded another launch id.
+    A run records the directory in which it started. With `by_name`, RefusedError is also raised if
+    there are runs but none recorded its directory, or if a run has recorded another launch id.
     """
     launch = launch_of(path)
     runs = run_directories(launch) if launch else [path]
@@ -223,7 +223,7 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
 
 
 def _is_home(home: Path, run: Path, host: str) -> bool:
-    """Returns whether a run was started in this directory, or seems to be of another host."""
+    """Returns whether a run was started in this directory, or seems to belong to another host."""
     try:
         return home.samefile(run)
     except OSError:

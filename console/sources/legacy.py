@@ -1,7 +1,7 @@
 """Converts heartbeats and the end of a legacy run to records of the run contract.
 
-A legacy run is one of the system that this console replaces. Values that the legacy system measured
-wrongly are left out.
+A legacy run is a run of the system that this console replaces. Values that the legacy system
+measured wrongly are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Heartbeats:
         self._rank, self._attempt, self._pid = rank, 0, -1
 
     def record(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns a record of the run contract, or None for any other record or `OWN_DUMP`."""
+        """Returns a record of the run contract, or None for `OWN_DUMP` or an invalid record."""
         step, pid = jsonl.integer(record, "step"), jsonl.integer(record, "pid")
         msg, ts = jsonl.text(record, "msg"), jsonl.number(record, "ts")
         if step is None or step < 0 or pid is None or ts is None or msg in ("", OWN_DUMP):
@@ -69,7 +69,7 @@ class _Heartbeats:
 def end(run: Path, records: Collection[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the end of a run as a `state` event, or {} if there is none.
 
-    `records` are the newest records of the ranks; a metrics.json that is older is ignored. This
+    `records` are the newest records of the ranks; an older metrics.json is ignored. This
     file is written when a run completes, halts or meets a non-finite loss, but it does not say
     which of these happened. The run therefore gets the state "completed" only if a record shows all
     planned steps.

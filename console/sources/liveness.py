@@ -39,7 +39,7 @@ ROLES: Mapping[str, tuple[str, str]] = {
     "working process": ("child", "no samples are taken and no request is answered"),
     "torchrun": ("torchrun", "a rank that fails does not end the others"),
 }
-"""Processes that are not ranks, each with its key in supervisor.json and the effect of a stop."""
+"""Processes that are not ranks: key in supervisor.json, and effect of a stopped process."""
 Record = Mapping[str, Any]
 
 
@@ -252,7 +252,7 @@ def is_locked(launch: Path) -> bool:
 
 
 def is_adopted(run: Path, token: str) -> bool:
-    """Returns whether a supervisor has the launch of a run of this user that has this token."""
+    """Returns whether a run is of this user and has this token, and its launch is locked."""
     try:
         for folder in (run, run.parent):
             access.check_ours(folder)
@@ -307,7 +307,7 @@ def _stopped_processes(supervisor: Record) -> dict[str, str]:
 
 
 def exit_words(worker: Record, record: Record) -> str:
-    """Returns how a rank ended: as observed, or else as in its exit record; "" if it has no end."""
+    """Returns how a rank ended, from the observed exit or else from the exit record, or ""."""
     observed = worker.get("exit")
     if not isinstance(observed, dict):
         code = jsonl.integer(record, "exit_code") or 0

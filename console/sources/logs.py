@@ -19,7 +19,7 @@ from trainers.contract import jsonl, rundir
 BACKLOG_BYTES = 256 << 10
 MAX_LINE_BYTES = 64 << 10
 ORDERED_S = 5.0
-"""Longest time between two polls after which the order between sources is still shown as known."""
+"""If more time passes between two polls, the order between sources is shown as not known."""
 SAME_S = 1.0
 """Longest time between events that are about the same change."""
 _RANK_LOG = re.compile(r"rank(\d+)\.log")
@@ -41,7 +41,7 @@ class Log:
     def poll(self, over: bool = False) -> list[bytes]:
         """Returns new complete lines; with `over` also an incomplete last line.
 
-        One call reads at most `BACKLOG_BYTES`. The first line of all may be cut, and a line that
+        One call reads at most `BACKLOG_BYTES`. The first returned line may be cut, and a line that
         is longer than `MAX_LINE_BYTES` may be returned in parts.
         """
         try:
@@ -85,8 +85,8 @@ class LogSource:
     def poll(self, over: bool = False) -> list[LogLine]:
         """Returns the new lines of all logs without blank lines; `over` as in `Log.poll`.
 
-        The lines of each source follow those of another. If the last poll is not recent, a last
-        line of `ALL_SOURCES` says that their order between sources is not known.
+        The lines are grouped by source. If the previous poll is not recent, and several sources
+        have lines, a last line of `ALL_SOURCES` says that the order between sources is not known.
         """
         self._discover()
         fresh = []
@@ -125,9 +125,9 @@ class LogSource:
 
 
 def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine | None:
-    """Returns an event as a line, or None if it is not valid.
+    """Returns an event as a line, or None if it is not valid or repeats the last sentence.
 
-    A verdict, its alert and the state are events of the same sentence, which only the first shows.
+    A verdict, its alert and the new state are three events with one sentence.
     """
     text = jsonl.text(record, "text")
     ts = jsonl.number(record, "ts")

@@ -1,8 +1,8 @@
 """Samples the values and the Xids of each GPU through pynvml, in one thread per GPU.
 
 A GPU that hangs does not delay the others. Until NVML finds a GPU, one thread retries, at first
-after 5 s, later once a minute. A read of a GPU that ends returns a row (a `Gpu`), even after an
-error. An Xid is an error of one GPU that the NVIDIA driver reports.
+after 5 s, later once a minute. Every read that ends returns a row (a `Gpu`), even after an error.
+An Xid is an error of one GPU that the NVIDIA driver reports.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class XidLog:
     """The Xids of all GPUs by index; `found` is replaced at each change, never edited.
 
     Each GPU has an event set of its own, so that a lost GPU does not end the events of the others.
-    An event contains the handle of its GPU, which may differ from the GPU of the set.
+    The event set of one GPU may have events of another GPU; the handle of an event names its GPU.
     """
 
     def __init__(self, nvml: Any):
@@ -372,8 +372,8 @@ class Nvml:
     def _fail(self, error: Exception, listed: int) -> None:
         """Sets an error row for each expected GPU.
 
-        The number is that of the kernel driver's list. If this list is empty or missing, no GPU is
-        expected without a driver, and one GPU after any other failure.
+        The GPUs in the kernel driver's list are expected. If this list is empty or missing, no GPU
+        is expected without a driver, and one GPU after any other failure.
         """
         least = 0 if code_of(error) in NO_DRIVER_CODES else 1
         why = f"NVML cannot be initialised ({words_of(error)}); retrying"

@@ -18,11 +18,11 @@ from console.sources.rank_totals import OF_EARLIER_STEPS
 from trainers.contract import jsonl
 
 SAFETY = 5.0
-"""A step that takes this many times as long as usual is a stall."""
+"""After the first step, a stall limit is at least this many times the usual duration."""
 RECORDS_LATE_S = 5.0
 """A record may be read up to this time after the pulse has shown the same progress."""
 LONGEST_STEP_S = 1e6
-"""A step time is valid if it is shorter."""
+"""A step time is valid if it is shorter than this time."""
 UNIFORM_NATS = math.log(3)
 """Entropy of an attention gate with equal weights for the three branches."""
 WARM_UP_STEPS = 2
@@ -30,7 +30,7 @@ KEPT_STEPS, KEPT_FRESH, KEPT_GAPS, LAST_GAPS = 256, 512, 256, 8
 KEPT_DEAD = 64
 TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
 RHYTHM_OF_ONE = 8
-"""After this many records at consecutive steps, each step is expected to have a record."""
+"""After this many gaps of one step between records, each step is expected to have a record."""
 UNKNOWN_STEPS = 50
 """Assumed number of steps between two records until their regular distance is known."""
 
@@ -58,7 +58,7 @@ class Progress:
     host: str = ""
     step_s: float | None = None
     dead: tuple[str, ...] = ()
-    """The parameters of an earlier `dead_parameters` record."""
+    """The parameters in the newest `dead_parameters` record before this record."""
 
     if not TYPE_CHECKING:
 
@@ -148,8 +148,8 @@ class Pace:
     def _add_step(self, step: int, first_step: int, mono: float, written: float) -> None:
         """Adds a new step.
 
-        The duration is taken from the times of reading, or from the times in the records while
-        older records are still being read.
+        The duration comes from the times of reading. While older records are still being read, it
+        comes from the times in the records.
         """
         live = self._new_step_at > -math.inf
         took_s = _span(mono - self._new_step_at if live else written - self._new_step_ts)
@@ -191,8 +191,8 @@ class Pace:
     def _possible(self, steps_s: list[float], mono: float) -> list[float]:
         """Returns the step times, or [] if their sum cannot be true.
 
-        The step times together cannot exceed the time since `live_since` (and a margin). The
-        steps in the first record may have started earlier, so each of them is limited to that time.
+        The sum cannot exceed the time since `live_since`, plus a margin. The steps of the first
+        record may have begun before `live_since`, so only each single step time is limited.
         """
         most_s = mono - self._live_since + RECORDS_LATE_S
         if self._live_since == math.inf or not steps_s:

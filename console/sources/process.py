@@ -39,7 +39,7 @@ _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 def program() -> str:
     """Returns the command that starts this program: `python -m console`, its name or its path.
 
-    The path is returned if the shell would not find this program under its name.
+    The path is returned only if the shell would not find this program under its name.
     """
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.parts[-2:] == ("console", "__main__.py"):
@@ -196,11 +196,11 @@ def open_named(
 ) -> Handle | None:
     """Opens the process that a document names, then checks it; returns None if a check fails.
 
-    This is for a process that has overwritten its environment, for example with setproctitle. A
-    document may name any process, so the process must belong to this user and write its output into
-    one of the run's `logs`. `logs` is None for a document that this process wrote. If some
-    processes have the token and the same RANK (`family`), one of them must be the named process or
-    descend from it.
+    Such a process has overwritten its environment, for example with setproctitle. A document may
+    name any process, so the process must belong to this user and write its output into one of the
+    run's `logs`. If some processes have the token and the RANK of the named process (`family`), one
+    of them must be this process or descend from it. If `logs` is None, this supervisor wrote the
+    document, so only pid and start time are checked.
     """
     if not rundir.is_alive(owner):
         return None
@@ -235,7 +235,7 @@ def writes_into(pid: int, run: Path, logs: Path) -> bool:
 
 
 def _zombie_status(pid: int, start_ticks: int) -> int | None:
-    """Returns the wait status of a zombie (the last field of its stat file), or None if it is none.
+    """Returns the wait status in a zombie's stat file, or None if the process is not a zombie.
 
     The kernel shows 0 to a process that lacks the right to read it. `open_process` has read the
     environment, and that needs the same right.

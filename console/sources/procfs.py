@@ -15,7 +15,7 @@ from typing import NamedTuple
 from console.sources.sanitize import clean
 
 SMALL_BYTES, TABLE_BYTES = 1 << 12, 1 << 18
-"""The most bytes that are read of a file about one process, and of a longer table."""
+"""The most bytes that are read of a short file, and of a longer file."""
 MAX_PATH_CHARS, MAX_NAME_CHARS, MAX_DEPTH = 300, 64, 32
 MOUNTS = "/proc/self/mounts"
 _FIELDS = (11, 12, 19, 21, 49)
@@ -56,7 +56,7 @@ def number_after(text: str, key: str) -> int | None:
 
 
 def status(pid: int | str) -> str:
-    """Returns the status file of a process, in which the list of groups may be long, or ""."""
+    """Returns the status file of a process, or ""; its list of groups may be long."""
     return read_text(f"/proc/{pid}/status", TABLE_BYTES)
 
 

@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 1000
 KEPT_MISSING = 16
 LAST_STEPS, KEPT_STEPS, KEPT_CHECKPOINTS = 50, 128, 64
 LIVE_STEPS = (100, 500, 1000, 5000)
-"""The values of `FIGURES` are stored at these steps, for gates that are evaluated there."""
+"""The values of `FIGURES` are stored at these steps, for gates of these steps."""
 FIGURES: Mapping[str, tuple[str, str, str]] = {
     "steps": ("steps", "newest steps whose durations are complete", ""),
     "toks_per_s": ("tok/s", "last {steps} steps, tokens divided by time", ""),
@@ -49,7 +49,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LastPulse:
-    """The last pulse of a rank in one attempt, read after its process ended, or zeros."""
+    """The last pulse of a rank in one attempt, read after the rank ended, or zeros for no pulse."""
 
     attempt: int
     rank: int
@@ -81,7 +81,7 @@ class AttemptTotals:
     start: int | None = None
     """The first step: one after the loaded checkpoint, or else the first recorded step."""
     at: int = 0
-    """The step of the newest record that is of no kind in `OF_EARLIER_STEPS`."""
+    """The step of the newest record, apart from records of the kinds in `OF_EARLIER_STEPS`."""
     step: int = 0
     """The step of the newest progress record."""
     exit: tuple[int, int] | None = None
@@ -89,7 +89,7 @@ class AttemptTotals:
     counted: int | None = None
     """The number of steps with a non-finite loss, as last recorded."""
     counts_at_last: bool = False
-    """True if the newest progress or exit record contains this count."""
+    """True if the newest progress or exit record contains the count `counted`."""
     losses: int = 0
     bad_losses: int = 0
     first_bad: int | None = None
@@ -165,7 +165,7 @@ class AttemptTotals:
         return self.step > 0 or begun > 0
 
     def every_loss_is_recorded(self, end: LastPulse | None) -> bool:
-        """Returns whether each ended step has a record; only the last of these may have no loss."""
+        """Returns whether each ended step has a record; only the last record may have no loss."""
         if self.exit is not None:
             step, code = self.exit
             return not self.broken and step <= self.step + (code != 0)
@@ -227,7 +227,7 @@ class RankTotals:
     empty: int = 0
     """Number of progress records without figures, such as the last record of a foreign program."""
     loads: int = 0
-    """Number of attempts after the first that loaded a checkpoint."""
+    """Number of attempts that loaded a checkpoint; the first attempt does not count."""
     steps: Rows[Step] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_STEPS)))
     """The newest steps of rank 0."""
     saved: Rows[Saved] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_CHECKPOINTS)))
@@ -246,7 +246,7 @@ class RankTotals:
         if part.has(number, mono):
             return False
         if attempt < self.newest:
-            part.trouble = part.trouble or f"a record follows those of attempt {self.newest}"
+            part.trouble = part.trouble or f"a record follows the records of attempt {self.newest}"
             return True
         self.newest = attempt
         part.add(record, number, mono)

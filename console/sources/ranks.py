@@ -15,7 +15,7 @@ from console.sources.run_records import RunRecords
 from trainers.contract import jsonl, pulse, rundir
 
 FRESH_SAMPLE_S = 5.0
-"""An older sample of a process does not show its present use."""
+"""A sample older than this does not show the present use of a process."""
 Record = Mapping[str, Any]
 EMPTY: Record = {}
 

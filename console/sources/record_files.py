@@ -35,9 +35,9 @@ class Cursor:
     skipped: int = 0
 
     def fits(self, path: Path) -> bool:
-        """Returns whether a file has the first line that it had, and still contains the place.
+        """Returns whether a file still has the same first line, and still contains the place.
 
-        Only the first line of a compressed part is compared. The start of a file always fits.
+        For a compressed part, only the first line is compared. The start of a file always fits.
         """
         if not self.place.at:
             return True
@@ -91,7 +91,7 @@ def parts(path: Path) -> dict[int, Path]:
 
 
 def _part_at(path: Path, number: int) -> Path | None:
-    """Returns the path of a part, or None; the growing file is renamed as the next part starts."""
+    """Returns the path of a part, or None; a part without its own file is in the growing file."""
     there = path if jsonl.size_bytes(path) else None
     return parts(path).get(number, there) if number else there
 
@@ -119,7 +119,7 @@ def _any(record: dict[str, Any]) -> dict[str, Any]:
 class RecordFile:
     """Follows one file of records through its parts, the oldest part first.
 
-    When the growing file is long, it becomes the next part.
+    When the growing file is long, it becomes a part, and a new file continues it.
     """
 
     def __init__(self, path: Path, tail: Tail, skipped: int = 0, left_out_bytes: int = 0):
@@ -141,7 +141,7 @@ class RecordFile:
 
     @property
     def left_out_bytes(self) -> int:
-        """The number of bytes before the place where reading started, or 0 if that was a cursor."""
+        """The number of bytes before the start of reading, or 0 if reading started at a cursor."""
         return self._left_out_bytes + self.tail.left_out_bytes
 
     @property
@@ -149,7 +149,7 @@ class RecordFile:
         """The number of bytes left to read; for a compressed part, the compressed bytes."""
         tail = self.tail
         size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
-        has_begun = tail.generation or tail.path.suffix == GZIP  # `line_at`: unpacked bytes
+        has_begun = tail.generation or tail.path.suffix == GZIP  # its `line_at` is of unpacked text
         behind = max(0, size_bytes - max(tail.offset, 0 if has_begun else tail.line_at))
         if tail.path == self.path:
             return behind
@@ -248,7 +248,7 @@ class RecordFiles:
 
     @property
     def left_out_bytes(self) -> int:
-        """Bytes at the start of the files that are not read; bytes before a cursor do not count."""
+        """Bytes that are not read at the start of files; bytes before a cursor do not count."""
         return sum(each.left_out_bytes for each in self._followed.values())
 
     @property

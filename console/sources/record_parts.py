@@ -1,4 +1,4 @@
-"""Names the older parts of record files and logs, and computes the hash of a record file."""
+"""Names the older parts of record files and logs, and identifies record files by a hash."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 MAX_ATTEMPT = 100_000
-"""A later attempt has no head, and is never the present attempt."""
+"""An attempt with a higher number has no head, and is never the present attempt."""
 KEPT_HEADS = 4
 STARTED_RECORDS = 2
 """If supervisor.json has no attempt, an attempt has started when it has this many records."""
@@ -128,7 +128,7 @@ class Events:
     """The time of the last event on each alert."""
     attempts: int | None = None
     stalls: int | None = None
-    """None before the first event; `attempts` also until an event has an attempt."""
+    """None before the first event; `attempts` remains None until an event has an attempt."""
 
     def add(self, line: Line) -> None:
         kind = jsonl.text(line.record, "kind")
@@ -184,8 +184,8 @@ class Events:
 class Reducer:
     """The state of a run from its records: totals in `summary`, newest records in `all_heads`.
 
-    The present attempt is that in supervisor.json, or else the newest attempt with two records, or
-    else 1.
+    The present attempt is the attempt in supervisor.json, or else the newest attempt with two
+    records, or else 1.
     `series` receives the charted values. A head is the `LatestRecords` of a rank in an attempt.
     With `timed` the heads have a pace, for the stall detection.
     """
@@ -205,7 +205,7 @@ class Reducer:
     # --- adding records ------------------------------------------------------------------------
 
     def add(self, batch: Batch, world: int = MAX_RANKS, present: int | None = None) -> None:
-        """Adds new lines of one file of a run with `world` ranks, in the `present` attempt."""
+        """Adds new lines of one file; the run has `world` ranks and is in the attempt `present`."""
         rank = rank_of(batch.name)
         if batch.replaced > self._replaced.get(batch.name, 0):
             self._replaced[batch.name] = batch.replaced
@@ -224,7 +224,7 @@ class Reducer:
                 self._take_sample(batch.name, line)
 
     def warm_up(self, record: Mapping[str, Any]) -> None:
-        """Adds a heartbeat record only to the pace, for example one from before the snapshot."""
+        """Adds a heartbeat record only to the pace, for example a record before the snapshot."""
         head = self.all_heads.get(record["rank"], {}).get(record["attempt"])
         if head is not None and self.timed:
             if head.pace is UNTIMED:
@@ -277,7 +277,7 @@ class Reducer:
     # --- all files together --------------------------------------------------------------------
 
     def attempt(self, named: int | None) -> int:
-        """Returns the attempt in supervisor.json, or else the newest that started, or else 1."""
+        """Returns the attempt in supervisor.json, or else the newest started attempt, or else 1."""
         if named is not None and 0 < named <= MAX_ATTEMPT:
             return named
         records: dict[int, int] = {}

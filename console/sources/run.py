@@ -29,9 +29,9 @@ WHOLE_BYTES = 1 << 30
 class RunSource:
     """Follows a run, or the current run of a launch. Only one thread at a time may call `poll`.
 
-    One `poll` reads about `limit_bytes` of records; the state has the number of bytes left. `reads`
-    selects the records as in `RunRecords`. With `charts` the first polls show the present state,
-    and later polls add the older series.
+    One `poll` reads about `limit_bytes` of records, or twice as many with `charts`; the state has
+    the number of bytes left. `reads` selects the records as in `RunRecords`. With `charts` the
+    first polls show the present state, and later polls add the older series.
     """
 
     def __init__(self, path: Path, limit_bytes: int = WHOLE_BYTES, reads: Reads = "recent"):
@@ -53,7 +53,7 @@ class RunSource:
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of the run that was read last, or an empty one before the first poll."""
+        """The reducer of the run that was read last, or an empty reducer if no run was read."""
         return self._records.reducer if self._records is not None else Reducer(Series())
 
     @property
@@ -68,7 +68,7 @@ class RunSource:
 
     @property
     def has_all_records(self) -> bool:
-        """True if no heartbeat record is left out: each is read now or later, or in a snapshot."""
+        """True if no heartbeat record is left out: each is or will be read, or is in a snapshot."""
         return self._records is None or self._records.files.has_all_records
 
     @property

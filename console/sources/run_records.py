@@ -33,11 +33,11 @@ Reads = Literal["all", "recent", "charts", "end"]
 - `end`: the ends of the files, from which the usual durations of steps are learnt.
 """
 Records = Mapping[int, Mapping[str, Any]]
-"""The newest progress record of each rank that has figures, or else its newest one."""
+"""For each rank, the newest progress record with figures, or else its newest progress record."""
 
 
 class RunRecords:
-    """Follows heartbeats, samples and events of one run; `reads` selects which records."""
+    """Follows heartbeats, samples and events of one run; `reads` selects the records."""
 
     def __init__(self, run: Path, reads: Reads = "all"):
         self.run, self.reducer = run, Reducer(Series(), timed=reads == "end")
@@ -175,7 +175,7 @@ def step_figures(progress: Records, series: Series) -> dict[str, Figure]:
 
 
 def sample_figures(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure]:
-    """Returns disk, load and memory from the newest sample; of several hosts, from the last."""
+    """Returns disk, load and memory from the samples; the last host overrides the others."""
     figures = {}
     for sample in samples.values():
         at = jsonl.number(sample, "ts") or 0.0

@@ -22,7 +22,7 @@ MAX_SERIES, MAX_ENDED = 16_384, 10_000
 STEP_WINDOW, PACE_WINDOW, PAUSE = 200, 64, 5
 AHEAD_S = 60.0
 LATEST_S = 1 << 40
-"""Records with this time (unix s) or a later one are ignored: the time cannot be right."""
+"""Records with this or a later time (unix s) are ignored: the time cannot be right."""
 Points = tuple[tuple[float, float], ...]
 """Points of one quantity, oldest first: (unix s, value)."""
 Values = tuple[float, Mapping[str, float]]
@@ -116,7 +116,7 @@ class _Spans:
         return self._numbers[max(0, len(self._numbers) - self._most)] == 1
 
     def points(self) -> list[tuple[float, float]]:
-        """Returns the smallest and the largest value of the newest spans, in the order of time."""
+        """Returns the smallest and the largest value of each of the newest spans, in time order."""
         if self._points is None:
             first, self._points = max(0, len(self._ats) - self._most), []
             rows = zip(self._ats[first:], self._lows[first:], self._highs[first:], strict=True)
@@ -150,7 +150,7 @@ class Series:
         """The time and the step of the newest records with steps."""
 
     def add(self, file: str, at: float, values: Mapping[str, float | None]) -> None:
-        """Adds the values of one record of a file, except those that are not finite.
+        """Adds the values of one record of a file, except values that are not finite.
 
         Values of a quantity that belongs to another file are left out too. A record without a
         valid time is ignored. If a clock was set back, times may be out of order.

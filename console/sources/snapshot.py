@@ -140,7 +140,7 @@ def _fill(run: Path, saved: Mapping[str, Any], reducer: Reducer, most_bytes: int
 
 
 def _check_files(run: Path, cursors: Mapping[str, Cursor], most_bytes: int | None) -> None:
-    """Raises ValueError if a file is another file, or if too many bytes follow the snapshot."""
+    """Raises ValueError if a file was replaced, or if too many bytes follow the snapshot."""
     since = 0
     for name, cursor in cursors.items():
         rank, path = rank_of(name), run / name

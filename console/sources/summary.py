@@ -43,7 +43,7 @@ class GpuTotals:
     trouble: str = ""
     """Why the use of the GPUs is not known, or "" if it is known."""
     newest: tuple[int, float, int] | None = None
-    """Attempt, monotonic time and step of the newest sample, if all ranks stepped in it."""
+    """Attempt, monotonic time and step of the newest sample; None if a rank was not in a step."""
     mono: float = -math.inf
 
     def add(self, sample: Record) -> None:
@@ -88,7 +88,7 @@ class Summary:
         self.stalls_seen = stalls or 0
         """Number of counted stalls, even if the count of an earlier supervisor is lost."""
         self.stalled_ts = 0.0
-        """As in `Events`, when this supervisor began; the former supervisor counted that stall."""
+        """`Events.stalled_ts` when this supervisor began; a former supervisor counted the stall."""
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None
@@ -143,12 +143,12 @@ class Summary:
             self.loaded[step] = attempt
 
     def limit(self, world: int) -> None:
-        """Drops the ranks beyond `world`, which may become known only after the records."""
+        """Drops the ranks beyond `world`; `world` may become known only after the records."""
         self.world = world
         self.ranks = {rank: each for rank, each in self.ranks.items() if rank < world}
 
     def count_stall(self, since_ts: float) -> None:
-        """Counts a stall that began at `since_ts`, unless it is that of `stalled_ts`."""
+        """Counts a stall that began at `since_ts`, if this time is after `stalled_ts`."""
         self.stalls_seen += since_ts > self.stalled_ts
         self.stalls = None if self.stalls is None else self.stalls_seen
 
@@ -184,9 +184,9 @@ class Summary:
         return self.ranks.get(rank) or RankTotals(rank)
 
     def different(self, ranks: range) -> list[int]:
-        """Returns the ranks with a record or a last pulse, and the first of all other ranks.
+        """Returns the ranks with a record or a last pulse, and the first rank without either.
 
-        The other ranks have equal totals, so a result for the first of them holds for all.
+        All ranks without either have equal totals, so a result for one of them holds for all.
         """
         known = self.ranks.keys() | {rank for _, rank in self.ends}
         other = islice((rank for rank in ranks if rank not in known), 1)
@@ -245,7 +245,7 @@ class Summary:
     def _gap_in(
         part: AttemptTotals | None, end: LastPulse | None, until: float, tails: bool
     ) -> str:
-        """Returns why records of the steps below `until` may be missing, or "" if none is."""
+        """Returns a reason why records of steps below `until` may be missing, or ""."""
         if part is None:
             if end is None:
                 return "no record"

@@ -1,4 +1,4 @@
-"""Follows growing files of JSON lines, and reads complete compressed ones.
+"""Follows growing files of JSON lines, and reads complete compressed files.
 
 A `Tail` buffers the unfinished last line, skips and counts lines that it cannot parse, detects
 truncation and replacement, and reads a limited number of bytes at a time.
@@ -51,9 +51,9 @@ class Tail:
     `accept` returns the record of a decoded object, or None if the line is to be skipped.
     `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
-    `begin_at`, or, if that is 0, at most `recent_bytes` before the end, or at the start without
-    `recent_bytes`. Long holes are skipped. If the file is replaced, the new file is read as if
-    `begin_at` were 0, unless `stays` is set.
+    `begin_at`. If `begin_at` is 0, reading starts at most `recent_bytes` before the end, or, if
+    `recent_bytes` is None, at the start. Long holes are skipped. If the file is replaced, the new
+    file is read as if `begin_at` were 0, unless `stays` is set.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Tail:
         self.line_at = self._begin_at = begin_at
         """`line_at` is the offset of the next line; earlier lines were returned or skipped."""
         self.left_out_bytes = 0
-        """Bytes before the place where reading started, or 0 if that was `begin_at`."""
+        """Bytes before the place where reading started, or 0 if reading started at `begin_at`."""
         self._recent_bytes = recent_bytes
         self.skipped = 0
         self.unread = False
@@ -77,7 +77,7 @@ class Tail:
         self.size_bytes = 0
         self.offset = 0
         self.taken_bytes = 0
-        """Number of bytes that were read; those of a compressed file count after unpacking."""
+        """Number of bytes that were read; for a compressed file, the unpacked bytes."""
         self._accept = accept
         self._identity: tuple[int, int] | None = None
         self._carry = b""

@@ -42,7 +42,7 @@ def _documents(
 ) -> Iterator[tuple[dict[str, Any] | None, int]]:
     """Yields the newest `limit` verdicts of a run, each with its size in bytes, the newest first.
 
-    Verdicts newer than `until_ts` are left out. An invalid document is None.
+    Verdicts newer than `until_ts` are left out. An invalid verdict is yielded as None.
     """
     folder = jsonl.open_inside(run / rundir.VERDICTS, run)
     if folder is None:
@@ -79,8 +79,8 @@ def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
     """Returns a verdict of another run in `root` with the same cause and line of code, or None.
 
     The search begins with the newest launch. It covers the newest `MAX_LAUNCHES` launches, the
-    last `MAX_RUNS` runs of each, and about `MAX_SEARCH_BYTES`. A verdict without a line of code
-    has no match.
+    last `MAX_RUNS` runs of each launch, and about `MAX_SEARCH_BYTES`. A verdict without a line of
+    code has no match.
     """
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():

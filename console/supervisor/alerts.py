@@ -67,7 +67,7 @@ class Alerts:
         if lost:
             self.raise_(MOVED, lost, "crit")
         else:
-            self.clear(MOVED, "the launch directory is back at its path")
+            self.clear(MOVED, "the directory is back at its path")
         now, dropped = time.monotonic(), self._directory.dropped
         if dropped > self._dropped:
             self._dropped, self._dropped_at = dropped, now

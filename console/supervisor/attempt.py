@@ -26,14 +26,14 @@ from trainers.contract.errors import RefusedError
 
 Stage = Literal["prepare", "run", "collect", "over"]
 ENDED_FROM_HERE = ENDINGS[1:]
-"""The actions in which the supervisor itself ends the ranks."""
+"""The actions by which the supervisor itself ends the ranks."""
 AGENT_LOST, UNPREPARED, STUCK = "torchrun-gone", "restart-waits", "not-ended"
 PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 COLLECT_S = 60.0
 """Once this time has passed since the end of an attempt, no further part of its records is read."""
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
-"""Records confirm the pulses only if they were read within this time."""
+"""Records confirm the pulses for this time after the records were last read."""
 
 
 class Attempt:
@@ -55,7 +55,7 @@ class Attempt:
         self._alerts = context.observers.alerts
         self.stage: Stage = "prepare"
         self.known = Facts(world=self._world)
-        """The facts that are stored; `facts` adds those that it reads from other objects."""
+        """The facts that are stored here; `facts` adds facts from other objects."""
         self._reducer, self._heads = context.reducer, partial(context.reducer.heads, number)
         if former is None:
             self._reducer.mark_old()
@@ -77,14 +77,14 @@ class Attempt:
         self._again_at = math.inf
         """The time at which failed work in the run directory is tried again (monotonic s)."""
         self._is_ours = False
-        """True if the directory is known to be this run's. A RefusedError may then be temporary."""
+        """True if the directory belongs to this run. A RefusedError may then be temporary."""
         if former is None or link.has_no_processes(self.path, context.home, number):
             self._begin_preparing()
         else:
             self._adopt(former)
 
     def _adopt(self, former: FormerRun) -> None:
-        """Finds the processes that are alive; passes them to the owner if it lacks them."""
+        """Finds the processes that are alive; passes them to the owner, if the owner lacks them."""
         context, link = self._context, self._context.services.link
         self.tree.adopt(former.state, self.path, self._number)
         if not link.owns(context.home, self._number):
@@ -168,7 +168,7 @@ class Attempt:
         if self.stage != "prepare":  # the attempt was abandoned while the job waited
             os.close(log_fd)
             return
-        self._alerts.clear(UNPREPARED, "the run directory can be read again")
+        self._alerts.clear(UNPREPARED, "the run directory is prepared")
         try:
             self._spawn(log_fd)
         except (OSError, ValueError) as error:
@@ -179,7 +179,7 @@ class Attempt:
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
         """Retries a restart after an error that may be temporary; otherwise ends the attempt.
 
-        Nothing is retried after the request of an action that ends the attempt.
+        If an action that ends the attempt was requested, nothing is retried.
         """
         is_temporary = isinstance(error, OSError) or (
             self._is_ours and isinstance(error, RefusedError)
@@ -228,8 +228,8 @@ class Attempt:
     def _watch_stuck(self) -> None:
         stuck = self.tree.stuck()
         if stuck:
-            text = f"KILL has not ended pid {', '.join(stuck)}, which waits for a disk or a driver"
-            self._alerts.raise_(STUCK, text, "crit")
+            why = "a process in state D waits for a disk or a driver"
+            self._alerts.raise_(STUCK, f"KILL has not ended pid {', '.join(stuck)}; {why}", "crit")
 
     def _watch_torchrun(self) -> None:
         text = self._ends.without_torchrun()
@@ -237,7 +237,7 @@ class Attempt:
             self._alerts.raise_(AGENT_LOST, text, "crit")
 
     def _watch_ranks(self) -> None:
-        """Schedules KILL for the other ranks, one grace time after a rank is seen to have failed.
+        """After a rank has failed, schedules KILL for the other ranks: one grace time from now.
 
         torchrun also ends the other ranks. But it may wait 30 s before it sends KILL, and it sends
         nothing if it is stopped or has exited.
@@ -265,7 +265,7 @@ class Attempt:
             ending = f"{known.requested}, requested by {known.by}"
         elif not ending and self.tree.agent_over and not self.tree.alive():
             ending = "torchrun and all ranks have ended"
-        # The usual duration of a step is not known before the records of an adopted run are read.
+        # A continued run knows the usual duration of a step only after its records were read.
         seen = self._sampler.evidence if self._caught_up and not ending else ()
         looked = self._observers.run(
             "watch rules", lambda: self.monitor.poll(

@@ -1,7 +1,7 @@
 """Loads new checkpoints of a run in another process, and then runs the back-up of the plan.
 
 One program runs at a time, at the lowest priority. If several checkpoints wait, only the newest is
-loaded. After the working process was replaced, the last program may run again.
+loaded. A check that a former working process did not finish is repeated.
 """
 
 from __future__ import annotations

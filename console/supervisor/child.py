@@ -31,7 +31,7 @@ FLUSH_S, CRASH_FLUSH_S = 3600.0, 3.0
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of open files to the hard limit, for this process only."""
+    """Raises the soft limit of open files to the hard limit; the limit of the owner stays."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -46,7 +46,7 @@ class Evidence:
     ) -> bool:
         """Returns whether an answered request set a flag to this value.
 
-        The request must be for one of `phases` and all later phases. Without `only_all`, a request
+        The request must name one of `phases` and all later phases. Without `only_all`, a request
         for the last of `phases` alone also confirms the flag.
         """
         texts = {set_words(name, value, phase, "all") for phase in phases}

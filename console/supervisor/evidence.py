@@ -1,4 +1,4 @@
-"""Collects the evidence about a stall: stacks and flight records once, processes repeatedly."""
+"""Collects the evidence about a stall: stacks, flight records and samples of the processes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Collector:
         """
 
     def clear(self) -> None:
-        """Drops the evidence; the caller does this when the ranks make progress again."""
+        """Drops the evidence, because there is no stall or no new sample."""
         self._places, self.complete = None, None
         self.wants_dump = frozenset()
 

@@ -74,7 +74,7 @@ def flags(entries: Mapping[str, Any], origin: str) -> dict[str, FlagValue]:
 
 
 def phases(plan_state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the progress of each phase; its name and directory come from the plan."""
+    """Returns the progress of each phase, without the name and the directory of the phase."""
     entries = jsonl.entries(plan_state, "phases")
     found = (json_documents.read(PhaseState, each, index=0) for each in entries)
     return [{key: getattr(each, key) for key in PHASE_KEYS} for each in found]

@@ -30,7 +30,7 @@ class FormerRun:
     state: dict[str, Any]
     """supervisor.json, or {} if none was written."""
     is_stored: bool
-    """True: the owner stored both documents. False: they were read from disk and checked."""
+    """True: the documents come from the owner. False: they were read from disk and checked."""
     warnings: Sequence[str]
     """A sentence on each ignored entry of the documents."""
     flags: Mapping[str, FlagValue]

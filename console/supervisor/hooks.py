@@ -79,7 +79,7 @@ class Hooks:
             time.sleep(POLL_S)
 
     def _report(self, failure: str) -> None:
-        """Writes an event if the result of the hook differs from the result of the last run."""
+        """Writes an event if the result of the hook differs from its previous result."""
         before, self._failure = self._failure, failure
         if failure == before:
             return

@@ -31,7 +31,7 @@ FILES_NAME = "files"
 """The name of the observer that reads the files of a run."""
 UNREADABLE = "the request is not a JSON object of at most 64 KiB, or cannot be read; send it again"
 OLDER = "the request is older than this supervisor; send it again"
-EXECUTED = "a request with this id was executed already"
+EXECUTED = "a request with this id was answered already"
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -147,15 +147,15 @@ class Inbox:
     ):  # fmt: skip
         self._directory, self._attempt_in = directory, attempt_in
         self._seen: dict[str, tuple[Path | None, bool]] = {}
-        """The file of a request (None if removed), and whether the request is done, by id."""
+        """By id: a request's file (None if removed) or mailbox, and whether it was answered."""
         self.since_ns = since_ns
 
     def restore(self, answered: Mapping[str, Path]) -> None:
-        """Marks requests as done; `answered` has the mailbox of each request, by request id."""
+        """Marks requests as answered; `answered` has the mailbox of each request, by request id."""
         self._seen |= {name: (box, True) for name, box in answered.items()}
 
     def execute(self, found: Sequence[Request], execute: Execute) -> bool:
-        """Executes the new requests and writes known answers; returns whether any was new."""
+        """Executes or rejects each request that is new; returns whether any request was new."""
         any_new = False
         for request in found:
             seen = self._seen.get(request.id)
@@ -305,10 +305,9 @@ class Poller:
             self._link.state.activity.write(FILES, "")
 
     def _has_changed(self) -> bool:
-        """Returns whether a watched file was changed, replaced, created or removed.
+        """Returns whether the stamps of the watched files differ from those of the last call.
 
-        The last call is the base of the comparison. If the watched files are other files than at
-        the last call, the result is True.
+        If a file was changed, replaced, created or removed, its stamp has changed.
         """
         stamps: list[object] = [rundir.stamp(path) for path in self._watched]
         if stamps == self._stamps:

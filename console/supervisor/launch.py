@@ -27,7 +27,7 @@ from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
-"""For each of these actions, the file in the run directory that passes it to the ranks."""
+"""The file in the run directory by which the ranks get each of these actions."""
 
 
 def method(action: str) -> str:
@@ -123,7 +123,7 @@ class Launch:
 
     @property
     def _observers(self) -> Observers:
-        """The observers of the run; between two phases, the observers of the launch."""
+        """The observers of the run, or the observers of the launch while no phase runs."""
         return self._own_observers if self.run is None else self.run.observers
 
     def _beat(self) -> None:

@@ -86,7 +86,7 @@ class LaunchSpec:
         return resolved.as_dict()
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns the key `phases` of plan_state.json, with its value before the first phase."""
+        """Returns the value that the key `phases` of plan_state.json has before the first phase."""
         return [
             {"name": phase.name, "state": "next" if i == 0 else "later", "why": "", "result": "",
              "steps": None, "started_ts": None, "ended_ts": None, "dir": f"{i}-{phase.name}"}

@@ -104,7 +104,7 @@ class Claim:
     def _check_content(self) -> None:
         """Raises RefusedError if the directory is in use or cannot be read.
 
-        Without `adopt`, raises it also for a directory with other files, or with a launch that ran.
+        Without `adopt`, files of a launch that ran, or of another program, are also an error.
         """
         try:
             names = os.listdir(self.directory)
@@ -126,8 +126,8 @@ class Claim:
                 "pass another directory with --run-dir"
             )
         raise RefusedError(
-            f"{self.directory} holds the launch {launch or '?'}, which has ended; pass another "
-            "directory with --run-dir"
+            f"{self.directory} holds the launch {launch or '?'}; pass another directory with "
+            "--run-dir"
         )
 
     def _in_use(self) -> RefusedError:
@@ -165,7 +165,7 @@ class Claim:
 
 
 def _owner_words(owner: Mapping[str, Any]) -> str:
-    """Returns the launch, process and user in a lock file in words; {} is a launch that starts."""
+    """Returns a text on the owner in a lock file; the owner is {} while its launch starts."""
     if not owner:
         return "another launch that is starting"
     held_for = status_text.age(liveness.age(jsonl.number(owner, "since_ts")))
@@ -282,8 +282,8 @@ def _wait_until_ready(
 ) -> None:  # fmt: skip
     """Waits until plan_state.json contains the pid of the new supervisor. Raises ContractError.
 
-    A supervisor that is not ready in time is ended. A supervisor that adopts a launch is not ended,
-    because ranks that are alive would end with it.
+    A supervisor that is not ready in time is ended, unless it adopts a launch: ranks that are alive
+    would end with it.
     """
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
@@ -293,7 +293,7 @@ def _wait_until_ready(
         if started.poll() == RefusedError.exit_code:
             raise RefusedError(_last_line(directory))
         if started.poll() is not None:
-            raise ContractError(f"the supervisor ended at once: {_last_line(directory)}")
+            raise ContractError(f"the supervisor did not start: {_last_line(directory)}")
         time.sleep(POLL_S)
     if ranks_live:
         raise ContractError(

@@ -166,8 +166,8 @@ class ChildState:
 class Link:
     """The child's end of the socket; only `spawn` waits for an answer.
 
-    Messages wait while the socket is full, because the owner does not read (it may be stopped). The
-    kernel ends this process when its owner ends.
+    While the socket is full, for example because the owner is stopped, messages wait. The kernel
+    ends this process when its owner ends.
     """
 
     def __init__(self, channel: Channel, state: ChildState):

@@ -77,7 +77,7 @@ class Live:
                 rundir.remove_tree(unready)
 
     def _create_files(self, folder: Path, attempt: int) -> None:
-        """Creates the files of all ranks at full size. Raises OSError if memory is insufficient."""
+        """Creates all files, with memory for the pulses. Raises OSError if there is no memory."""
         pulses = [rundir.pulse(folder, rank) for rank in range(self._nproc)]
         for path in (*pulses, rundir.halt_board(folder, attempt)):
             pulse.mapped(path, pulse.SIZE_BYTES).close()
@@ -93,7 +93,7 @@ class Live:
     def pulse(self, rank: int) -> pulse.Pulse | None:
         """Returns the pulse of a rank, or None if the pulse is not available.
 
-        Without shared memory this is the copy that the rank writes into the run directory.
+        Without shared memory, the pulse is read from the run directory.
         """
         if self.path is None:
             return pulse.read(rundir.pulse(self._run, rank))
@@ -106,11 +106,11 @@ class Live:
         return fd is not None and pulse.is_blank(fd)
 
     def is_removed(self) -> bool:
-        """Returns whether the directory was removed or replaced while it is in use."""
+        """Returns whether the directory in use was removed or replaced."""
         return self._home is not None and not self._home.is_there()
 
     def watch(self, alerts: Alerts) -> None:
-        """Raises an alert while the directory is removed."""
+        """Raises an alert if the directory was removed; otherwise clears the alert."""
         if self.is_removed():
             alerts.raise_(
                 NO_MEMORY, f"shared memory {self.path} was removed during the run "
@@ -169,7 +169,7 @@ class LastPulses:
         return last.step if last is not None else 0
 
     def phase(self, rank: int, step: int) -> str:
-        """Returns the phase in which a rank ended, or "" if its pulse has no phase of `step`."""
+        """Returns the phase of `step` in which a rank ended, or "" if its pulse has none."""
         last = self._found.get(rank)
         if last is None or last.step != step or last.phase in ("step", "exit"):
             return ""

@@ -67,7 +67,6 @@ class LaunchLock:
     """The lock of a launch that this process owns: its file, and the token in the file.
 
     Writes this process into the lock file in place of the launcher. Raises OSError if that fails.
-    After a directory was moved away, the directory at its path may belong to another launch.
     """
 
     def __init__(self, launch: Path, fd: int):

@@ -35,7 +35,8 @@ STEP_AGAIN, RUN_AGAIN = "the ranks step again", "its process runs again, or its 
 _CHANGING = re.compile(r"\d\d:\d\d:\d\d|\d+% of a core|running|sleeping")
 """Parts of a sentence that change while the stall itself does not change."""
 MAX_DOCUMENTS = 20
-"""At most this many verdicts of one stall are written; later verdicts are only shown."""
+"""At most this many verdicts of one stall get a file. Later verdicts are only shown; when the stall
+ends, the newest verdict replaces the content of the last file."""
 PULSE, DOUBTFUL_POLLS = "pulse", 3
 """The alert on doubtful pulses, and the number of polls in a row after which it is raised."""
 
@@ -43,8 +44,8 @@ PULSE, DOUBTFUL_POLLS = "pulse", 3
 class Monitor:
     """Owns the verdict on one attempt and the due actions; raises and clears alerts.
 
-    A `late` monitor starts while the ranks already run. It acts on no stall until it has seen each
-    pulse change, because a pulse that it reads may be a copy.
+    A `late` monitor starts while the ranks already run. Until it has seen each pulse change, no
+    strong action on a stall is due, because a pulse may be a copy.
     """
 
     def __init__(
@@ -88,9 +89,9 @@ class Monitor:
     ) -> bool:
         """Applies the watch rules to the last sample; returns True.
 
-        `seen` is empty while no rank runs, while the ranks end for the reason `ending`, and before
-        the records are read. With `ending`, no action is due. `unread` says why the records cannot
-        confirm the pulses, or is "".
+        `seen` is empty until a rank is found, while a new child reads the records so far, and while
+        the ranks end for the reason `ending`. With `ending`, no action is due. `unread` says why
+        the records cannot confirm the pulses, or is "".
         """
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
@@ -109,7 +110,7 @@ class Monitor:
         return True
 
     def reset(self) -> None:
-        """Drops the verdict and its alerts; the caller does this if there is no new sample."""
+        """Drops the verdict and its alerts, because nothing was sampled or evaluated."""
         why = "the watch rules are not evaluated"
         self.close(why)
         self._evidence.clear()
@@ -117,7 +118,7 @@ class Monitor:
             self._alerts.clear(alert, why)
 
     def is_raised(self, rule: str) -> bool:
-        """Returns whether a rule is still raised; its action may have become due earlier."""
+        """Returns whether a rule is raised at present."""
         return rule in self._watchdog.raised()
 
     def pop_actions(self) -> list[Change]:
@@ -271,7 +272,7 @@ class Monitor:
         self._actions.append(change)
 
     def _update_alerts(self, change: Change) -> None:
-        """Raises or clears the alerts of a rule, except `stall`, which follows the verdict."""
+        """Raises or clears a rule's alerts, except the alert `stall`, which follows the verdict."""
         name = change.rule.name
         if change.kind == "withhold":
             self._alerts.raise_(_withheld(name), change.text, "crit")
@@ -300,7 +301,7 @@ def _pause(verdict: Verdict, seconds: float) -> str:
 
 
 def stop_cost(step: int, saved: int, reports: bool) -> str:
-    """Returns what a stop in a stall costs, or "" if that is not known.
+    """Returns what a stop during a stall costs, or "" if the cost is not known.
 
     `step` is 0 if the step is not known. `saved` is the step of the newest checkpoint, or 0 if
     there is none. `reports` says that the program records each checkpoint, as the trainers of this

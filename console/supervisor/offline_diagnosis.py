@@ -166,7 +166,7 @@ class Diagnoser:
 
 
 def _with_process(rank: RankEvidence, worker: Mapping[str, Any]) -> RankEvidence:
-    """Returns a rank with the state of its process, or pid 0 if `worker` is another process.
+    """Returns a rank with the state of its process, or pid 0 if `worker` does not identify it.
 
     A rank in the phase `exit` is returned unchanged.
     """

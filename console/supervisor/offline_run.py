@@ -38,9 +38,9 @@ ENDING = frozenset(("halting", "stopping", "restarting"))
 def stall_doubt(run: Path) -> str:
     """Returns why a run without new records may not be stalled, or "" if it may be stalled.
 
-    A CSV file, log or checkpoint contradicts a stall if it was written more than `RECORDS_LATE_S`
-    after the newest record. It no longer does so once the time since then exceeds that difference.
-    If there is no such file, or no record, nothing confirms the records.
+    If a CSV file, log or checkpoint was written T s after the newest record, and T is more than
+    `RECORDS_LATE_S`, then this file contradicts a stall for T s. If there is no such file, or no
+    record, nothing confirms the records.
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
     others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))

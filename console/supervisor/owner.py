@@ -165,7 +165,7 @@ class Owner:
                 self._receive()
 
     def _receive(self) -> bool:
-        """Handles messages of the child; returns False if there was no message."""
+        """Handles messages of the child; returns False if there was nothing to read."""
         if self._channel is None:
             return False
         try:
@@ -341,7 +341,7 @@ class Owner:
             self._fork_at = min(self._fork_at, now)
 
     def _enforce_deadlines(self) -> None:
-        """Acts for a child that has not acted in time: handles TERM, kills after the grace time."""
+        """Acts for a child that is late: handles TERM and INT, sends KILL after the grace time."""
         now = time.monotonic()
         if now >= self._handle_at:
             if self._kill_at == math.inf:  # the child did not send KILL_AFTER
@@ -352,9 +352,9 @@ class Owner:
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun if it is a living child, else to processes of the attempt.
+        """Sends TERM to torchrun if this process started it, or else to processes of the attempt.
 
-        If there is no process yet, because the child still starts, the child sends TERM later.
+        If there is no process yet, because the child is starting, the child sends TERM later.
         """
         if self._torchrun_lives:
             os.kill(self._state.torchrun_pid, signal.SIGTERM)

@@ -45,9 +45,9 @@ class Worker:
     observed: bool = False
     """True if the kernel reported the exit, False if it comes from a log or a document."""
     confirmed: bool = False
-    """True if an exit that the kernel did not report to this process needs no other source."""
+    """True if an exit from a log or a document needs no other source."""
     killed_after_failure: bool = False
-    """True if a supervisor killed the rank, or recorded its end as secondary to another end."""
+    """True if a supervisor killed the rank after a failure, or recorded its end as secondary."""
     unreaped: bool = False
     """True if the rank is a zombie that its parent (perhaps a stopped torchrun) has not reaped."""
 
@@ -98,7 +98,7 @@ class Tree:
         self.order: list[int] = []
         """Ranks in the order in which they ended."""
         self._kill_at = self._ranks_kill_at = math.inf
-        """The end of the grace time of all processes, and that of the ranks; 0 if KILL was sent."""
+        """The end of the grace time of all processes (0 after KILL), and that of the ranks."""
         self._scanned = self._killed = self._first_killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
@@ -224,7 +224,7 @@ class Tree:
     def is_over(self) -> bool:
         """Returns whether all processes have ended.
 
-        Processes that outlive torchrun and all ranks by `LEFTOVER_GRACE_S` are killed.
+        Once all ranks have ended, processes that outlive torchrun by `LEFTOVER_GRACE_S` are killed.
         """
         if not self.spawned or not self.agent_over or self.alive():
             return False

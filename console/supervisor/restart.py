@@ -72,11 +72,12 @@ def restarts_left(ended: Sequence[AttemptEnd], policy: Restart, saved: int = 0) 
 
 
 def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | str:
-    """Returns the next attempt, or why there is none ("" if no restart follows such an end).
+    """Returns the next attempt, or why there is none.
 
-    Only the attempts since the last new checkpoint use up the restarts, and each of them after the
-    first doubles the back-off, up to `LONGEST_BACKOFF_S`. The run ends if the last two attempts
-    have the same error and no new checkpoint between them.
+    The reason is "" if the policy is "never", or if the last attempt neither failed nor crashed.
+    Only the attempts since the last new checkpoint use up the restarts, and each of these attempts
+    after the first doubles the back-off, up to `LONGEST_BACKOFF_S`. The run ends if the last two
+    attempts have the same error and no new checkpoint between them.
     """
     last = ended[-1]
     if policy.when == "never" or last.state not in RESTARTABLE:
@@ -132,7 +133,7 @@ def is_permanent(facts: Facts) -> bool:
 
     After such an error, not even a first restart follows. Therefore the kernel must have reported
     the exit, and the rank must have written an error record. After an error that only a log shows,
-    one restart follows.
+    one restart may follow.
     """
     end = facts.culprit() if signature(facts) else None
     if end is None or end.signal or not end.error:

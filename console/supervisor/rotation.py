@@ -98,8 +98,8 @@ class Rotation:
     def _copy_and_truncate(self, at: int, name: str, fd: int, start: int) -> None:
         """Moves the content of an open log to `.1`.
 
-        The copy gets its name before the log is truncated; bytes written during the first copy are
-        then added.
+        The log is copied, and the copy gets its name. Bytes written during the copying are added.
+        Then the log is truncated.
         """
         temporary = f".{name}.copy"
         with contextlib.suppress(FileNotFoundError):

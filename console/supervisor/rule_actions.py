@@ -82,7 +82,7 @@ class Policy:
             self.halt(run, by, partial(self._report_failure, run))
 
     def _report_failure(self, run: Run, outcome: Outcome) -> None:
-        """Writes an event if a halt without a request failed; for a `.HALT`, it is tried again."""
+        """Writes an event if the halt by a rule or `.HALT` failed; only `.HALT` is tried again."""
         done, text, _ = outcome
         if not done:
             self._halt_at = time.monotonic() + HALT_AGAIN_S

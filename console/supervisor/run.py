@@ -174,12 +174,12 @@ class Run:
 
     @property
     def is_read(self) -> bool:
-        """Returns whether the totals of earlier records are known. A new child reads them first."""
+        """Returns whether the snapshot of a former child has been read, or is not needed."""
         return self._snapshots.is_loaded
 
     @property
     def pace_s(self) -> float:
-        """Seconds until the next tick; 1 s while all ranks are alive and run."""
+        """Seconds until the next tick: 1 s while all ranks run and no records wait, else less."""
         attempt, tree = self.attempt, self.attempt.tree
         changing = attempt.stage != "run" or self.state == "stopping" or tree.incomplete
         if changing and self._next_at is None:

@@ -82,7 +82,7 @@ class Disk:
     def poll(self) -> dict[str, float]:
         """Returns `free_gib`, `total_gib` and, if there is a checkpoint, `checkpoint_gib`.
 
-        Raises OSError, also if the directory exists but cannot be read.
+        Raises OSError, also if the directory exists but cannot be entered.
         """
         space = os.statvfs(f"{self._run}/.")
         gib = space.f_frsize / (1 << 30)
@@ -100,13 +100,13 @@ class Disk:
 
 
 class NewestRow:
-    """The last complete row of training.csv, a second source for the figures of rank 0."""
+    """The last row of training.csv, a second source for the figures of rank 0."""
 
     def __init__(self, run: Path):
         self._run, self._path = run, run / rundir.TRAINING_CSV
 
     def poll(self) -> Progress | None:
-        """Returns the row, or None if there is no complete row."""
+        """Returns the row, or None if the last line is not a complete row."""
         first = jsonl.read_bytes(self._path, ROW_BYTES, 0, self._run).partition(b"\n")[0]
         *_, last = b"", *jsonl.read_bytes(self._path, ROW_BYTES, below=self._run).splitlines(True)
         names = first.decode("ascii", "replace").strip().split(",")
@@ -152,7 +152,7 @@ class Files:
     def poll(self, heartbeats: bool) -> Poll:
         """Returns new records and the present documents; only `.HALT` if `heartbeats` is False.
 
-        Records are read last, so that no record is lost after an OSError. Raises OSError.
+        Records are read last: if another read fails, no record is lost. Raises OSError.
         """
         news = Poll(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:

@@ -64,7 +64,7 @@ class Directory(Recorder):
         """A sentence while the path of the current run leads to another directory, or ""."""
         self._lock = threading.Lock()
         self.changed = False
-        """`check_for_changes` has found a change since this was last set to False."""
+        """True if `check_for_changes` has found a change that no poll has used yet."""
         self.check_for_changes: Callable[[], bool] = lambda: False
         """Returns whether a watched file has changed; this thread calls it periodically."""
         self._check_at = 0.0
@@ -271,7 +271,7 @@ class Directory(Recorder):
 
         A document gets the queue position of its newest call, so that documents are written in the
         order of the calls. For example, plan_state.json says "ended" only after gates.json was
-        written. With `keeps_place`, this version is written too, before all later work.
+        written. With `keeps_place`, this version is written even if a newer version waits.
         """
         if keeps_place:
             return self.call(lambda: self._write_version(path, dict(record)))

@@ -40,7 +40,7 @@ class Snapshots:
         """False while the snapshot of a former child is being read."""
 
     def load(self, stored: Mapping[str, Any] | None) -> None:
-        """Starts from the snapshot that a former child sent to the owner."""
+        """Starts from the snapshot that a former child sent to the owner, or without a snapshot."""
         self.is_loaded = False
         self._run_job(lambda: snapshot.load(self._run, stored, self._reducer), None)
 

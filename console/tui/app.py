@@ -196,9 +196,10 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.call_after_refresh(self.feed.nudge)
 
     async def action_key(self, key_id: str) -> None:
-        """Calls the method of a key: of an open overlay, or else of the view, app or operator.
+        """Calls the method of a key in an open overlay, or else in the view, app or operator.
 
-        A key without a method in an open overlay may close the overlay first (`gives_way`).
+        If an open overlay lacks the method, the overlay may close first (`gives_way`). Without an
+        overlay, a key with a `question` asks this question.
         """
         key = keys.KEYS[key_id]
         if self.overlay is not None:
@@ -292,7 +293,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
 
     def follow(self, path: Path) -> None:
-        """Watches another launch or run; a paused display, which has the former run, is resumed."""
+        """Watches another launch or run; resumes a display that is paused on the former run."""
         if self.paused:
             self.set_paused(False)
         self.feed.follow(path)

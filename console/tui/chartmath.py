@@ -34,8 +34,8 @@ def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
     """Returns two values: the start and the length of the displayed time.
 
     If `span_s` is 0, the length is the least of `SPANS_S` that shows all points so far, at most ten
-    minutes. A chart with this length begins at the first point until it is full. A chart with a
-    length of the operator ends at most a quarter of its length after `now`.
+    minutes. A chart with this length begins at the first point until it is full. If the operator
+    chose the length, the chart ends at most a quarter of the length after `now`.
     """
     elapsed = now - first
     auto = next((s for s in SPANS_S if elapsed <= s <= AUTO_MAX_S), AUTO_MAX_S)
@@ -142,7 +142,7 @@ def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
 def draw(
     curves: tuple[tuple[Bin, ...], ...], low: float, high: float, height: int, mode: Mode
 ) -> list[str]:  # fmt: skip
-    """Returns `height` lines of cells with all curves; block mode draws one band over them all."""
+    """Returns `height` lines of cells; block mode fills the area below the highest curve."""
     if mode == "block":
         held = levels(merge(curves), low, high, 8 * height)
         tops = [-1 if dots is None else dots[1] for dots in held]

@@ -37,7 +37,7 @@ class Chart:
     measures: str = ""
     """The measured quantity, if the unit does not show it: "GPU", "CPU" or "RSS"."""
     is_over: bool = False
-    """True if the run has ended; its ranks and GPUs then have no present value."""
+    """True for a chart of ranks or GPUs whose run has ended, so that they have no present value."""
 
     @property
     def unit_word(self) -> str:

@@ -65,7 +65,7 @@ def question(state: RunState | None, *actions: Action) -> Question:
 
 
 def _choice(action: Action, **args: Any) -> Choice:
-    """Returns the button of an action; arguments of the action without a value are True."""
+    """Returns the button of an action; the button sets each switch of the action."""
     switches = {each.name: True for each in action.args if not each.metavar}
     return Choice(action.name.capitalize(), action.name, switches | args)
 

@@ -13,7 +13,7 @@ from console.tui.confirmations import CannotAsk, Choice, Question
 
 
 def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
-    """Returns the planned value of each flag in the next phase, or {} after the last phase.
+    """Returns the planned value of each flag in the next phase, or {} if no phase is left.
 
     The values come from the flags of the phase, or else from its settings. Raises ContractError.
     """
@@ -46,7 +46,7 @@ class Draft:
         self.between = "ask"
         self.prepared: Any = None
         self._unchanged: Any = None
-        """The launch without flags of the operator, as soon as it was checked."""
+        """The checked launch without flags of the operator, or None before its first check."""
         self.trouble = ""
         self.checked: Any = None
 

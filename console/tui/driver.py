@@ -49,8 +49,8 @@ RESTORE = (
 class TerminalDriver(LinuxDriver):
     """Exits at once when the terminal is gone; after `exit` or a signal, within about `GRACE_S`.
 
-    It also exits if the terminal reads nothing. Such a terminal blocks the writer, and the writer
-    then blocks the event loop.
+    After `exit` or a signal it exits even if the terminal reads nothing. Such a terminal blocks the
+    writer, and the writer then blocks the event loop.
     """
 
     def __init__(self, *given: Any, **named: Any):

@@ -30,7 +30,7 @@ GLANCE_S = 0.25
 LOOK_BYTES = 1 << 20
 """Bytes of records read between two snapshots, so that a long run is shown while it is read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
-"""Small files that change when the state changes; they are checked four times a second."""
+"""Files that change when the state changes; they are checked four times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Feed:
         self._nudged.set()
 
     def allow_next(self) -> None:
-        """Allows the next snapshot. The app calls this after it has shown the last snapshot."""
+        """Allows the next snapshot. The app calls this method when it has processed a snapshot."""
         self._taken.set()
 
     @property

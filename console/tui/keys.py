@@ -103,9 +103,9 @@ TABLE: tuple[Key, ...] = (
     Key("find", ("/",), "Find text", "find", 6, views=("logs",)),
     Key("find_next", ("n",), "Next line with the searched text", views=("logs",)),
     Key("find_previous", ("N",), "Previous line with the searched text", views=("logs",)),
-    Key("left", ("left",), "Dashboard: previous chart, or crosshair of the zoomed one. "
+    Key("left", ("left",), "Dashboard: previous chart, or crosshair of the zoomed chart. "
         "Stall: stacks to the left. Logs: previous rank", views=("dashboard", "stall", "logs")),
-    Key("right", ("right",), "Dashboard: next chart, or crosshair of the zoomed one. "
+    Key("right", ("right",), "Dashboard: next chart, or crosshair of the zoomed chart. "
         "Stall: stacks to the right. Logs: next rank", views=("dashboard", "stall", "logs")),
     Key("down", ("down", "j"), "Down", views=LISTS),
     Key("up", ("up", "k"), "Up", views=LISTS),

@@ -87,7 +87,7 @@ class Operator:
         make: Callable[[RunState | None], Question],
         then: Callable[[Choice], object] | None = None,
     ) -> None:
-        """Opens the question that `make` returns for the displayed run, or shows its CannotAsk."""
+        """Opens the question of `make` for the displayed run, or the text of its CannotAsk."""
         from console.tui.widgets.confirm import Confirm
 
         try:

@@ -176,9 +176,9 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
 
 
 def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
-    """Returns the first and the end of the cells that differ, or None if all cells are equal.
+    """Returns where the cells that differ begin and end, or None if all cells are equal.
 
-    For a row with characters that are not one cell wide, returns the whole row.
+    If a row has a character that is not one cell wide, the result covers the whole row.
     """
     if old == new:
         return None

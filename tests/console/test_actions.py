@@ -139,9 +139,9 @@ def test_a_failed_check_refuses_with_its_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("content", "lock", "says"),
     [
-        ('{"launch": "tested-1"}', True, "holds the launch tested-1, which has ended"),
-        ('{"launch": "tested-1"}', False, "which has ended"),
-        ('{"mine": 1}', True, "which has ended"),
+        ('{"launch": "tested-1"}', True, "holds the launch tested-1; pass another"),
+        ('{"launch": "tested-1"}', False, "holds the launch"),
+        ('{"mine": 1}', True, "holds the launch"),
     ],
 )
 def test_a_directory_of_another_launch_or_plan_is_refused(tmp_path, content, lock, says):
@@ -171,7 +171,7 @@ def test_a_supervisor_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("console.supervisor.launch_spec.PROJECT", hiding)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ContractError, match=r"the supervisor ended at once: .*No module named"):
+    with pytest.raises(ContractError, match=r"the supervisor did not start: .*No module named"):
         actions.launch(options(tmp_path), "tester")
     assert listing(tmp_path / "artifacts") == ["tested"]
 

@@ -48,7 +48,7 @@ FALSE_WORDS = re.compile(
 )
 """No alert may say this of a run to which it did not happen."""
 
-FALSE_ANSWER = re.compile(r"is older than|was executed already")
+FALSE_ANSWER = re.compile(r"is older than|was answered already")
 AFTER_STEP = re.compile(r"after step (\d+)")
 DUMPED = re.compile(r"dumped: (\S+)")
 LOST_RANK = "alert: rank 1 failed"

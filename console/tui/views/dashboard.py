@@ -30,7 +30,7 @@ LEAST_WIDTH, LEAST_HEIGHT = 80, 16
 """The smallest view that shows more than the ranks: figures, charts and log."""
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
 """Heights of a chart in lines: the least height, the height in a low terminal with a log, and the
-height that must be free for each further row of charts."""
+least height if there are more than two rows of charts."""
 LEAST_LOG = 3
 
 
@@ -49,7 +49,7 @@ class Shape:
 
 
 SETTINGS_S = 0.5
-"""Time after the Dashboard is mounted at which the settings file is read."""
+"""Time from the mount of the Dashboard until the settings file is read."""
 ZOOMED = Shape(0, 0, 1, 1, 0)
 
 
@@ -201,7 +201,7 @@ class Dashboard(View):
         self.draw_again()
 
     def do_back(self) -> None:
-        """Closes the zoomed chart; if no chart is zoomed, does the same as in every view."""
+        """Closes the zoomed chart; if no chart is zoomed, calls `do_back` of the app."""
         app: Any = self.app
         if self.zoomed:
             self.do_zoom()

@@ -265,9 +265,9 @@ class Launch(Scrolls, View):
         self, live: tuple[RunState, LaunchState] | None, name: str, value: str | None,
         planned: str | None,
     ) -> None:  # fmt: skip
-        """Sends a changed flag to the launch for which it was chosen, or else stores it.
+        """Sends a changed flag to the launch for which it was chosen, or stores it in the draft.
 
-        The planned value undoes the change, unless the value is also for later phases.
+        The planned value undoes the change, unless the value is for all later phases.
         """
         is_planned = value and registry.format_value(registry.parse(name, value)) == planned
         if is_planned and (live is None or self._later == "next"):

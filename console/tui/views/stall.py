@@ -28,7 +28,8 @@ def verdict_rows(state: RunState, width: int, height: int, now: float) -> list[R
     """Returns the verdict, or why there is none, in at most `height` lines."""
     verdict = state.verdict
     if verdict is not None:
-        since = "no supervisor now" if state.state == "unsupervised" else "the run has ended"
+        words = {"unsupervised": "no supervisor now"}.get(state.state, f"the run is {state.state}")
+        since = words if state.state in LIVE_STATES else "the run has ended"
         ago = f"  ({fmt.age(now - verdict.ts)} ago; {since})"
         style, over = ("crit", "") if state.state == "stalled" else ("dim", ago)
         said = wrap(verdict.sentence + over, width - len(VERDICT), height) or [fmt.DASH]
@@ -42,7 +43,7 @@ def verdict_rows(state: RunState, width: int, height: int, now: float) -> list[R
     }
     said, style = calm.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
     if state.state == "unsupervised":
-        adopt = "R starts one, " if state.launch else ""
+        adopt = "R starts one; " if state.launch else ""
         said = f"no supervisor: {adopt}{program()} watchdog {state.id} checks the run now"
         style = "warn"
     return labelled((VERDICT, "title"), wrap(said, width - len(VERDICT), height), style)
@@ -138,14 +139,14 @@ def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list
 
 
 def no_dump(state: RunState) -> str:
-    """Returns that there is no dump, with the key that makes one if a rank may be alive."""
+    """Returns that there is no dump, and the key that dumps the stacks of live ranks."""
     can = "yet; D dumps the stacks of all ranks" if state.state in LIVE_STATES else "of this run"
     return f"no dump {can}"
 
 
 class StacksPanel(Panel):
     first = 0
-    """The leftmost group of ranks."""
+    """The index of the leftmost displayed group of ranks."""
 
     def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         state = snapshot.state

@@ -28,7 +28,7 @@ WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 class Notice:
     """One message of the alert line: an alert, or a fact about the run, the launch or the screen.
 
-    `hint` shows the keys that handle it; `alert` is the id of the alert that A acknowledges.
+    `hint` names the keys that help; `alert` is the id of the alert that A acknowledges.
     """
 
     level: Level

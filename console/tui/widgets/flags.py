@@ -23,7 +23,7 @@ class Item:
     flag: Flag | None
     now: str
     planned: str | None
-    """The value in the next phase by its plan, or None if there is no next phase or no plan."""
+    """The planned value in the next phase, or None if there is no phase or no known value."""
     held: str | None = None
     """The value that the operator set for the next phase, or None."""
 
@@ -113,8 +113,8 @@ def whole_rows(found: list[Item], width: int) -> list[Row]:
 def next_value(flag: Flag, planned: str, held: str | None) -> tuple[bool, str | None]:
     """Returns two values: whether the space key can change a flag, and the new value.
 
-    The key goes through all values but the planned one, then to None, which undoes the change. A
-    value of another kind than a bool or a choice must be typed.
+    The key goes through all values except the planned value, then to None, which undoes the change.
+    A value of another kind than a bool or a choice must be typed.
     """
     if flag.kind is bool:
         choices, planned = ("1", "0"), planned and str(int(planned.lower() in TRUE))

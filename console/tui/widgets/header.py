@@ -72,7 +72,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns the time since the pulse of the blamed rank changed, or else since any pulse did."""
+    """Returns the time since the last change of the blamed rank's pulse, or else of any pulse."""
     blamed = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)
@@ -99,7 +99,7 @@ def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
     if state.state == "lost":
         return "dim", "end time unknown"
     if state.data_age_s is None or state.state not in LIVE_STATES:
-        if state.since_ts and state.state not in ("queued", "preflight", "starting"):
+        if state.since_ts and state.state not in LIVE_STATES:
             return "dim", f"ended {fmt.age(now - state.since_ts)} ago"
         return "dim", "no data yet"
     age = state.data_age_s + late_s

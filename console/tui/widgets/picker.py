@@ -138,7 +138,7 @@ class Reader(Scrolls, Overlay):
 
     gives_way = True
     least, below = 0, 5
-    """The least height of the list, and the rows of the screen below the overlay."""
+    """The least height of the list, and the rows of the screen that the list leaves free."""
 
     def __init__(
         self, title: str, rows: list[Row], note: str = "esc closes", cursor: bool = False

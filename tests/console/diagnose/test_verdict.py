@@ -63,8 +63,8 @@ SENTENCES = {
     ),
     "not reaped, and the peer that lost it has exited": (
         (replace(EXITED, step=41, code=14), rank(1, state="Z")), ("exited", 1, "high"),
-        f"rank 1 {IN_FORWARD}: it has exited but its parent has not reaped it (the parent is not "
-        "running); rank 0 exited (code 14)",
+        f"rank 1 {IN_FORWARD}: it has exited but its parent has not reaped it (the parent may be "
+        "stopped); rank 0 exited (code 14)",
     ),
     "stopped, and another rank is slower": (
         (rank(0, "backward", state="T"), rank(1, "fetch"), rank(2, "backward")),

@@ -241,7 +241,7 @@ def test_a_config_that_the_plan_does_not_mean_is_refused(tmp_path):
     toy = expected(tmp_path, phases=production, expects={"parameters": 81_894_576})
     assert toy.result == "fail"
     assert "parameters is 450,712, and the plan expects 81,894,576" in toy.text
-    assert "no config, which trains the built-in toy" in toy.text
+    assert "no config, so it trains the built-in toy" in toy.text
     halved = expected(tmp_path, phases=[{"name": "one", "set": {"data.seq_len": 64}}])
     assert (halved.result, "seq_len is 64" in halved.text) == ("fail", True)
     assert "tokens_per_step is 512, and the plan expects 1,024" in halved.text

@@ -270,7 +270,10 @@ def test_all_checkpoints_count_and_an_attempt_loads_one_checkpoint():
     assert result(again, checkpoints_at_least=70).value == 70, "ten are repeated"
     assert result(again, checkpoints_loaded_at_least=3).value == 1
     all_lost = summed(first, attempt(2, range(2, 4)))
-    assert result(all_lost, checkpoints_at_least=1).value is None
+    gates_of_saves = (result(each, checkpoints_at_least=1) for each in (found, all_lost))
+    assert [(gate.value, "number is lost" in gate.why) for gate in gates_of_saves] == [
+        (80, False), (None, True),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["toks_per_s_50_above", "step_ratio_below", "scaling_above"])
@@ -431,7 +434,7 @@ def test_a_lost_count_of_stalls_or_attempts_leaves_gates_unknown():
     found = summed(whole())
     found.stalls = None
     gate = result(found, no_stall=True)
-    assert (gate.result, "count of earlier stalls is not available" in gate.why) == (
+    assert (gate.result, "some stalls may not have been counted" in gate.why) == (
         "unknown",
         True,
     )

@@ -179,8 +179,7 @@ def test_an_open_fifo_is_named_by_its_path(start, tmp_path):
 )  # fmt: skip
 def test_a_wait_is_put_into_words(start, program, main):
     child = start(f"import os, socket, threading, time; {program}")
-    found = until(child.pid, lambda found: found.main == main)
-    assert found.state == "S"
+    found = until(child.pid, lambda found: (found.main, found.state) == (main, "S"))
     assert (found.tracer, found.frozen, found.children) == (None, False, ())
 
 
@@ -247,10 +246,12 @@ CHILD = "c = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import time; t
 )
 def test_a_wait_for_a_stopped_child_names_it(start, wait):
     child = start(f"import os, subprocess, sys; {CHILD}; c.send_signal(19); {wait}")
-    found = until(child.pid, lambda found: "stopped" in found.main.text)
+    found = until(
+        child.pid,
+        lambda found: "stopped" in found.main.text and [c.state for c in found.children] == ["T"],
+    )
     (stopped,) = found.children
     assert found.main == BlockedOn("child", f"child {stopped.pid} ({stopped.name}, stopped)")
-    assert stopped.state == "T"
 
 
 def test_a_wait_by_pidfd_and_for_any_of_two(start):
@@ -266,7 +267,7 @@ def test_a_stopped_process_waits_on_nothing(start):
     child = start("import time; time.sleep(600)")
     waiting(child, "timer")
     child.send_signal(signal.SIGSTOP)
-    assert until(child.pid, lambda found: found.state == "T").main == kernel.NOTHING
+    until(child.pid, lambda found: (found.main, found.state) == (kernel.NOTHING, "T"))
     child.send_signal(signal.SIGCONT)
     assert waiting(child, "timer") == "a timer"  # as restart_syscall
 
@@ -330,8 +331,7 @@ def test_a_zombie_a_gone_process_and_a_reused_pid(start):
     assert collect(child.pid, ticks).state == "S"
     assert collect(child.pid, ticks + 1) is None
     os.kill(child.pid, signal.SIGKILL)
-    zombie = until(child.pid, lambda found: found.state == "Z")
-    assert zombie.main == kernel.NOTHING
+    zombie = until(child.pid, lambda found: (found.main, found.state) == (kernel.NOTHING, "Z"))
     parent = collect(os.getpid())
     assert "Z" in {each.state for each in parent.children if each.pid == child.pid}
     child.wait()

@@ -312,6 +312,15 @@ def test_where_nobody_watches_nobody_says_that_nothing_stalls(verdict, says):
 
 
 @pytest.mark.parametrize(
+    ("state", "says"), [("halting", "the run is halting)"), ("halted", "the run has ended)")]
+)
+def test_a_verdict_of_a_run_that_is_being_ended_does_not_say_that_it_has_ended(state, says):
+    held = dataclasses.replace(recorded.unsupervised(), state=state, verdict=recorded.VERDICT)
+    text = " ".join(map(text_of, verdict_rows(held, 80, 9, NOW)))
+    assert says in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
     ("name", "dimmed"),
     [("running", set()), ("waiting", {"dump"}), ("crashed", {"dump", "halt"})],
 )

@@ -63,6 +63,13 @@ def test_of_a_lost_run_the_end_is_not_known():
     assert "ago" not in row
 
 
+@pytest.mark.parametrize(("state", "says"), [("restarting", "no data yet"), ("halted", "ended 2m")])
+def test_a_live_run_without_data_has_not_ended(state, says):
+    run = recorded.running(state=state, data_age_s=None, since_ts=NOW - 100)
+    row = text_of(header_row(ScreenData(0.0, NOW, run), 120))
+    assert says in row
+
+
 def test_of_a_rank_that_ended_in_a_live_run_nothing_counts_on():
     ended = recorded.rank(1, False, exit="exit 0", state="gone", since_s=70.0, age_s=70.0)
     rows = texts(rank_rows(recorded.running(ranks=(recorded.rank(0, False), ended)), 100, 9))
