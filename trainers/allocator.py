@@ -9,16 +9,13 @@ KEPT_BYTES, MAPPED_BYTES = 2**31 - 1, 2**30
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc reuse freed memory. Returns False if the C library does not support this.
+    """Makes glibc, which torch needs, reuse freed memory. Returns False if glibc refuses.
 
     By default glibc returns large tensors and the top of the heap to the kernel at once, and every
     step faults the pages in again. A step of one layer with 8,192 tokens then has 20,000 to 80,000
     page faults instead of 1,000.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
+    mallopt = ctypes.CDLL(None).mallopt
     # The mmap threshold comes first: with a fixed trim threshold alone, glibc would use mmap for
     # every tensor above 128 KiB.
     return bool(mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))

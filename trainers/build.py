@@ -58,6 +58,8 @@ class Training:
         self.guard = Guard(train.max_nonfinite_steps, chance_nats)
         parts = Parts(parallel, self.plain, self.optimizer, self.loss_scale, self.spikes)
         resumed = resume(settings, member, report, parts, source.fingerprint)
+        if resumed is not None:
+            self.guard.skipped = jsonl.integer(resumed.report, "skipped_steps") or 0
         self.first_step = report.steps_done + 1
         faults.arm(settings, member, report, self.plain, source)
         report.write_environment(
@@ -107,12 +109,9 @@ def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Mo
         for block in plain.blocks:
             block.compile(fullgraph=True)
     torch.manual_seed(train.seed)
-    if parallel.sharded:
-        model = parallel.wrap(plain)
-        initial_weights.fill(plain, train.seed, parallel.device)
-        return plain, model
+    model = parallel.wrap(plain) if parallel.sharded else None
     initial_weights.fill(plain, train.seed, parallel.device)
-    return plain, parallel.wrap(plain)
+    return plain, model or parallel.wrap(plain)
 
 
 def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch]:
@@ -121,11 +120,10 @@ def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch
         return []
     source = open_on_all_ranks(settings, run, parallel, held_out=True)
     count, device = settings.train.batch_size * parallel.world, parallel.device
-    batches = [
-        read_batch(source, count, parallel.rank, parallel.world, device)
+    return [
+        read_batch(source, count, parallel.rank, parallel.world, device).to(device)
         for _ in range(settings.eval.batches)
     ]
-    return [batch if device.type == "cpu" else batch.to(device) for batch in batches]
 
 
 def resume(
@@ -146,17 +144,15 @@ def resume(
             )
         return None
     path, found, skipped = restored
-    before = changes.compared(
-        found.settings, found.world, jsonl.text(found.data, "fingerprint")
-    )  # fmt: skip
+    before = changes.compared(found.settings, found.world, jsonl.text(found.data, "fingerprint"))
     now = changes.compared(report.values(), parallel.world, stream)
     unknown, changed = changes.refuse(path, before, now, settings.checkpoint.allow_change)
     checkpoint.on_all_ranks(parallel, lambda: checkpoint.load(path, parts))
-    for error in skipped:
+    for error in () if parallel.rank else skipped:
         report.record_event(
             "checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error)
         )
-    report.resume(found.step, found.tokens_total, found.report)
+    report.resume(found.step, found.tokens_total, jsonl.number(found.report, "first_loss"))
     text = f"resumed from {path}"
     if unknown:
         text += f"; not compared, because only one side has it: {', '.join(unknown)}"
@@ -167,7 +163,7 @@ def resume(
 def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointError]] | None:
     """Returns the checkpoint to resume from, or None to start at step 1; only rank 0 calls this.
 
-    Raises CheckpointError, or OSError if the checkpoints of this run cannot be listed.
+    Raises CheckpointError.
     """
     named, step = settings.checkpoint.resume, settings.checkpoint.from_step
     if member.supervised and member.attempt > 1 and manifest.newest_first(member.run):

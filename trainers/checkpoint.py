@@ -23,11 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from nsa.backends import Switches
 from nsa.config import ModelConfig
@@ -105,9 +101,9 @@ def choose_on_all_ranks(
     on all ranks if a rank finds no checkpoint, or another one, at this path.
     """
 
-    def decide() -> tuple[str, list[CheckpointError]]:
+    def decide() -> tuple[Path, list[CheckpointError], str] | None:
         chosen = choose() if parallel.rank == 0 else None
-        return (f"{manifest.digest(chosen[0])} {chosen[0]}", chosen[1]) if chosen else ("", [])
+        return chosen and (*chosen, manifest.digest(chosen[0]))
 
     def read() -> Manifest:
         found = manifest.read(path)
@@ -115,19 +111,19 @@ def choose_on_all_ranks(
             raise CheckpointError(f"{path} is another checkpoint than on rank 0")
         return found
 
-    decision, skipped = on_all_ranks(parallel, decide)
-    digest, _, name = parallel.gather(decision)[0].partition(" ")
-    if not name:
+    decided = parallel.gather(on_all_ranks(parallel, decide))[0]
+    if decided is None:
         return None
-    path = Path(name)
+    path, skipped, digest = decided
     return path, on_all_ranks(parallel, read), skipped
 
 
 def load(path: Path, parts: Parts) -> None:
     """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
 
-    The window of `Spikes` stays empty if the checkpoint is of an earlier version without a window.
-    Raises CheckpointError; if the model differs, the message names the parameter.
+    The window of `Spikes` stays empty if the checkpoint is of an earlier version without a window,
+    and the loss scale stays 1 without fp16. Raises CheckpointError; if the model differs, the
+    message names the parameter.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
@@ -135,12 +131,13 @@ def load(path: Path, parts: Parts) -> None:
         _compare(path, state, index)
         if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
             del state[SPIKES]
+        if not parts.loss_scale.active:
+            del state["loss_scale"]
         state[RANDOM] = _empty(index, RANDOM)
         # Each rank reads without a group, because a group could hang if one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     for joined, whole in wholes:
         set_whole(joined, whole)
-    parts.loss_scale.restored()
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
 
 

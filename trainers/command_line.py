@@ -60,10 +60,8 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None, program: str, variables: Mapping[str, str]) -> Arguments:
     """Returns the arguments in `argv`; without --config, `$CONFIG` is used. Raises UsageError."""
     found = _parser(program).parse_args(argv)
-    named = {option: getattr(found, key) for option, key in OPTIONS.items()}
-    named = {option: value for option, value in named.items() if value is not None}
-    overrides = {OPTIONS[option]: value for option, value in named.items()}
-    origins = {OPTIONS[option]: option for option in named}
+    origins = {key: option for option, key in OPTIONS.items() if getattr(found, key) is not None}
+    overrides = {key: getattr(found, key) for key in origins}
     overrides |= dict(_override(text) for text in found.set)
     _check_ranks(found.ddp, variables)
     config = found.config or (Path(name) if (name := variables.get(environ.CONFIG)) else None)

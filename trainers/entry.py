@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ from trainers.command_line import Arguments, parse
 from trainers.contract import dumps, environ, jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 from trainers.contract.member import Member, open_run
-from trainers.run_records import Report, write_metrics
+from trainers.run_records import Report, write_document
 from trainers.settings import AUTO, Resolved
 
 
@@ -65,19 +66,15 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
     run, variables = open_run(arguments.run_dir or _default_run(arguments, variables, resolved))
     mine = rundir.heartbeat(run, int(variables.get("RANK", "0")))
     if resumes:
-        variables = dict(variables) | {environ.ATTEMPT: str(_attempts(run) + 1)}
+        # Each rank reads the number of earlier attempts before any rank writes.
+        earlier = jsonl.integer(rundir.read_json(run / rundir.ENV) or {}, "attempt") or 0
+        variables = variables | {environ.ATTEMPT: str(earlier + 1)}
     elif not supervised and mine.exists():
         raise RefusedError(
             f"{run} already contains a run ({mine.name}); pass another with --run-dir, or resume "
             "it with --set checkpoint.resume=auto"
         )
     return Member(run, variables)
-
-
-def _attempts(run: Path) -> int:
-    """Returns the number of earlier attempts; each rank reads it before any rank writes."""
-    record = rundir.read_json(run / rundir.ENV) or {}
-    return jsonl.integer(record, "attempt") or 0
 
 
 def _default_run(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Path:
@@ -108,19 +105,14 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
 
     Returns the exit code.
     """
-    sentence = str(error)
-    directory = Path(variables.get(environ.RUN_DIR, ""))
-    if environ.RUN_DIR in variables and directory.is_dir():
-        try:
-            member = Member(directory, variables)
-        except OSError as unwritable:
-            sentence = f"{sentence} (and the run directory cannot be written: {unwritable})"
-        else:
-            _print_error(entry, sentence)
-            write_metrics(member, steps_done=0, reason=sentence, exit_code=failures.CONFIG)
-            return _fail(member, failures.CONFIG, sentence, type(error).__name__)
-    _print_error(entry, sentence)
-    return failures.CONFIG
+    code, sentence = failures.CONFIG, str(error)
+    if directory := variables.get(environ.RUN_DIR):
+        with contextlib.suppress(OSError):
+            member = Member(Path(directory), variables)
+            write_document(member, rundir.METRICS, steps_done=0, reason=sentence, exit_code=code)
+            _fail(member, code, sentence, type(error).__name__)
+    sys.stderr.write(f"{entry}: {sentence}\n")
+    return code
 
 
 def _train(resolved: Resolved, member: Member, entry: str) -> int:
@@ -137,7 +129,7 @@ def _train(resolved: Resolved, member: Member, entry: str) -> int:
         if code == failures.BUG:
             traceback.print_exc()
         else:
-            _print_error(entry, sentence)
+            sys.stderr.write(f"{entry}: {sentence}\n")
         report.metrics(sentence, code)
         return _fail(member, code, sentence, type(error).__name__)
     report.metrics(reason, failures.DONE)
@@ -151,8 +143,3 @@ def _fail(member: Member, code: int, sentence: str, kind: str) -> int:
     member.record("error", step, error=sentence, error_class=kind, exit_code=code)
     member.close(step, reason=sentence, exit_code=code)
     return code
-
-
-def _print_error(entry: str, sentence: str) -> None:
-    sys.stderr.write(f"{entry}: {sentence}\n")
-    sys.stderr.flush()

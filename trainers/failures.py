@@ -36,12 +36,6 @@ class LeakError(TrainingError):
     exit_code = DATA
 
 
-class CollectiveError(TrainingError):
-    """The ranks cannot join their process group."""
-
-    exit_code = COLLECTIVE
-
-
 class CheckpointError(TrainingError):
     """A checkpoint could not be written or read."""
 
@@ -63,8 +57,8 @@ BY_NAME: dict[str, tuple[int, str]] = {
 HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""
 
-COLLECTIVE_SIGNS = ("gloo", "NCCL")
-"""Texts in the RuntimeError of a collective whose peer died or timed out."""
+COLLECTIVE_SIGNS = ("gloo", "NCCL", "env:// rendezvous")
+"""Texts in the error of a collective whose peer died or timed out, or of ranks that cannot join."""
 
 
 def command(name: str, work: Callable[[], str]) -> int:
@@ -94,6 +88,7 @@ def classify(error: BaseException) -> tuple[int, str]:
             return code, f"{sentence}: {first_line}"
     if isinstance(error, RuntimeError) and HOST_MEMORY_SIGN in str(error):
         return OUT_OF_MEMORY, BY_NAME["MemoryError"][1]
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in COLLECTIVE_SIGNS):
+    of_torch = isinstance(error, RuntimeError | ValueError)
+    if of_torch and any(sign in str(error) for sign in COLLECTIVE_SIGNS):
         return COLLECTIVE, f"a collective failed, another rank has exited or stalled: {first_line}"
     return BUG, f"{type(error).__name__}: {first_line}"

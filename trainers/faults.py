@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -48,11 +48,23 @@ def arm(
             mine.append(drill)
     if not mine:
         return
-    drills = _Drills(mine, member, report)
-    model.register_forward_pre_hook(drills.before_forward)
-    model.register_forward_hook(drills.after_forward)
-    train = settings.train
-    _stall_reads(source, drills, train.batch_size * train.accumulate * member.world)
+    drills, train = _Drills(mine, member, report), settings.train
+    sequences_per_step = train.batch_size * train.accumulate * member.world
+    plain = source.read
+
+    def before_forward(_model: nn.Module, _inputs: Any) -> None:
+        drills.happen("forward", member.pulse.step, member)
+
+    def after_forward(_model: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
+        return drills.happen("logits", member.pulse.step, logits)
+
+    def read(count: int, rank: int, world: int) -> RankRows:  # in the loader's thread
+        drills.happen("loader", source.position // sequences_per_step + 1, source)
+        return plain(count, rank, world)
+
+    model.register_forward_pre_hook(before_forward)
+    model.register_forward_hook(after_forward)
+    source.read = read
 
 
 def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> str:
@@ -80,8 +92,11 @@ class _Drills:
         self._armed, self._member, self._report = armed, member, report
         self._last: dict[Drill, int] = {}
 
-    def due(self, place: Place, step: int) -> Iterator[Drill]:
-        """Yields the drills that are due at this place and step, after recording them."""
+    def happen(self, place: Place, step: int, on: Any) -> Any:
+        """Records and calls the drills that are due; returns `on`, or the logits that they return.
+
+        `on` is the second argument of the functions in `DRILLS`.
+        """
         for drill in self._armed:
             kind = KINDS[drill.kind]
             now = step == drill.step or (kind.lasts and step > drill.step)
@@ -93,28 +108,9 @@ class _Drills:
                 self._member.recorder.call(written.set)
                 written.wait(WRITTEN_S)
             self._last[drill] = step
-            yield drill
-
-    def before_forward(self, _model: nn.Module, _inputs: Any) -> None:
-        for drill in self.due("forward", self._member.pulse.step):
-            DRILLS[drill.kind](drill.amount, self._member)
-
-    def after_forward(self, _model: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
-        for drill in self.due("logits", self._member.pulse.step):
-            logits = DRILLS[drill.kind](drill.amount, logits)
-        return logits
-
-
-def _stall_reads(source: Source, drills: _Drills, sequences_per_step: int) -> None:
-    """Wraps the source's `read`, so that loader drills happen in the loader's thread."""
-    plain = source.read
-
-    def read(count: int, rank: int, world: int) -> RankRows:
-        for drill in drills.due("loader", source.position // sequences_per_step + 1):
-            DRILLS[drill.kind](drill.amount, source)
-        return plain(count, rank, world)
-
-    source.read = read
+            changed = DRILLS[drill.kind](drill.amount, on)
+            on = on if changed is None else changed
+        return on
 
 
 def _raise(_amount: None, _member: Member) -> NoReturn:

@@ -51,7 +51,7 @@ def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
 
 
 def dead_parameters(model: nn.Module) -> list[str]:
-    """Returns the trainable parameters whose gradient is missing or zero; waits for the device.
+    """Returns the parameters whose gradient is missing or zero; waits for the device.
 
     Each part of a `Projection` is treated as a parameter. All ranks must call this function,
     because each rank has a part of a sharded gradient.
@@ -63,8 +63,7 @@ def dead_parameters(model: nn.Module) -> list[str]:
         parts = {"": whole}
         if name in joined and whole is not None:
             parts = {f" ({part})": rows for part, rows in joined[name].rows(whole).items()}
-        if p.requires_grad:
-            dead += [name + part for part, grad in parts.items() if grad is None or not grad.any()]
+        dead += [name + part for part, grad in parts.items() if grad is None or not grad.any()]
     return dead
 
 
@@ -107,7 +106,7 @@ class Guard:
         self._chance_nats = chance_nats
         self._recent: deque[Row] = deque()
         self.skipped = self.nonfinite_loss = self.overflow = self.spikes = 0
-        """Numbers of steps of this process."""
+        """Numbers of steps of this process; `skipped` also has those before a resume."""
 
     def count(self, rows: list[Row]) -> None:
         """Counts skipped steps by cause; a non-finite step is not a spike."""

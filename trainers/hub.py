@@ -12,7 +12,7 @@ from huggingface_hub import DatasetCard, HfFileSystem
 from yaml import YAMLError
 
 from trainers.contract import data_access
-from trainers.contract.data_access import DATASET
+from trainers.contract.data_access import DATASET, MIRROR
 from trainers.failures import DataError
 from trainers.schema import DataSettings
 from trainers.timeout import within
@@ -27,7 +27,10 @@ def resolve(
     Raises DataError, within three seconds if the hub cannot be reached.
     """
     if not data.path:
-        probe()
+        # The package `datasets` would retry for 23 s on every rank.
+        late = f"{data_access.hub()[0]} does not answer, so {DATASET} cannot be read; {MIRROR}"
+        if why := within(3 * data_access.PROBE_S, data_access.hub_problem, late):
+            raise DataError(why)
     place = str(Path(data.path).absolute()) if data.path else DATASET
     card = str(Path(place, "README.md")) if data.path else DATASET
     try:
@@ -57,15 +60,3 @@ def _content(address: str) -> str:
     """Returns path and blob id of a file on the hub; editing the dataset card changes neither."""
     name = address.rpartition("@")[2].partition("/")[2]
     return f"{name} {HfFileSystem().info(address)['blob_id']}"
-
-
-def probe() -> None:
-    """Raises DataError within three seconds if the hub, or its proxy, does not answer.
-
-    The package `datasets` would retry for 23 s on every rank.
-    """
-    late = (
-        f"{data_access.hub()[0]} does not answer, so {DATASET} cannot be read; {data_access.MIRROR}"
-    )
-    if why := within(3 * data_access.PROBE_S, data_access.hub_problem, late):
-        raise DataError(why)

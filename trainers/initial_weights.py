@@ -21,9 +21,7 @@ def set_whole(target: Tensor, whole: Tensor) -> None:
     """Copies a whole tensor into `target`, or this rank's shard of it if `target` is sharded."""
     whole = whole.to(target.device, target.dtype)
     if isinstance(target, DTensor):
-        whole = distribute_tensor(
-            whole, target.device_mesh, target.placements, src_data_rank=None
-        )  # fmt: skip
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(whole)
 
 

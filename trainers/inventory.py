@@ -41,11 +41,11 @@ class Inventory:
     ):  # fmt: skip
         self._member, self._optimizer, self._every = member, optimizer, every
         self._on_cuda = parallel.device.type == "cuda"
-        self._is_fsdp = parallel.name == "fsdp"
+        self._fsdp = "_fsdp" if parallel.name == "fsdp" else ""
         self._is_first = True
         self._dump_memory("boot")
         if member.rank == 0:
-            self._write(self._named("dtypes_report.txt"), dtypes(model))
+            self._write(f"dtypes_report{self._fsdp}.txt", dtypes(model))
             # This is a separate thread, so that a hung driver blocks neither a step nor a record.
             threading.Thread(
                 target=self._write_environment, name="environment", daemon=True
@@ -63,22 +63,17 @@ class Inventory:
         if self._is_first:
             self._is_first = False
             self._dump_memory(f"step{step}")
-            if self._member.rank == 0 or self._is_fsdp:
-                self._write(self._named("opt_state_mb.txt"), f"{state_mib(self._optimizer):.2f}\n")
+            rank = self._member.rank
+            if rank == 0 or self._fsdp:
+                name = f"opt_state{self._fsdp}_mb{f'_rank{rank}' if rank else ''}.txt"
+                self._write(name, f"{state_mib(self._optimizer):.2f}\n")
         if self._every and step % self._every == 0:
             self._dump_memory(f"post_step{step}")
-
-    def _named(self, name: str) -> str:
-        """Returns `name` with `_fsdp` in the FSDP trainer, and with the rank unless it is 0."""
-        stem, dot, ending = name.partition(".")
-        if self._is_fsdp:
-            stem = f"{stem.removesuffix('_mb')}_fsdp" + ("_mb" if stem.endswith("_mb") else "")
-        return stem + (f"_rank{self._member.rank}" if self._member.rank else "") + dot + ending
 
     def _dump_memory(self, when: str) -> None:
         if not self._on_cuda:
             return
-        stem = f"mem_{'fsdp_' * self._is_fsdp}{when}_rank{self._member.rank}"
+        stem = f"mem{self._fsdp}_{when}_rank{self._member.rank}"
         statistics, path = torch.cuda.memory_stats(), self._member.run / f"{stem}.json"
         self._write(f"{stem}.txt", torch.cuda.memory_summary())
         self._member.recorder.call(lambda: rundir.write_json(path, statistics))
@@ -157,18 +152,13 @@ def collect(
         "device_count": torch.cuda.device_count() if on_cuda else 0,
         "threads_per_rank": torch.get_num_threads(),
         "strategy": parallel.name,
-        "backend": attention(parallel.device, settings),
+        "backend": in_words(planned_routes(parallel.device, settings)),
         "comm_backend": parallel.backend,
         "comm_hook": parallel.comm_hook,
         "data": {"about": source.about, "fingerprint": source.fingerprint},
         "parameters_counted": sum(p.numel() for p in model.parameters()),
         "mfu_formula": MFU_FORMULA,
     }
-
-
-def attention(device: torch.device, settings: Settings) -> dict[str, str]:
-    """Returns the route of each attention branch in words."""
-    return in_words(planned_routes(device, settings))
 
 
 def planned_routes(device: torch.device, settings: Settings) -> dict[str, Route]:

@@ -8,7 +8,6 @@ the training waits for a batch for a limited time.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import queue
 import threading
 import zlib
@@ -50,7 +49,7 @@ class Batch:
     scored: Tensor | None
     """bool `[B, S]`; None: every position is scored."""
     tokens_scored: int
-    tokens: Tensor | None = None
+    tokens: Tensor
     """The tokens `[B, S + 1]` on the CPU, as the source returned them."""
     cu_seqlens: tuple[int, ...] | None = None
     """The offsets of the documents in `inputs`; None: attention crosses their ends."""
@@ -62,10 +61,7 @@ class Batch:
 
     def crc32(self) -> str:
         """Returns a checksum of this rank's tokens in hexadecimal digits, or "" without tokens."""
-        if self.tokens is None or not self.tokens.numel():
-            return ""
-        size = self.tokens.numel() * self.tokens.element_size()
-        return f"{zlib.crc32((ctypes.c_char * size).from_address(self.tokens.data_ptr())):08x}"
+        return f"{zlib.crc32(self.tokens.numpy().data):08x}" if self.tokens.numel() else ""
 
     def to(self, device: torch.device) -> Batch:
         """Returns the batch on `device`; a copy from pinned memory overlaps the previous step."""
@@ -102,11 +98,6 @@ class Loader:
         )
         self._thread.start()
 
-    @property
-    def epoch(self) -> int | None:
-        """The number of complete passes over all documents, or None if there are no documents."""
-        return self.state.get("epoch")
-
     def wait_for_first(self) -> None:
         """Waits for the first batch, so that a broken source fails before step 1."""
         self._first = self._wait()
@@ -118,8 +109,6 @@ class Loader:
     def close(self) -> None:
         """Stops the thread; a thread that hangs in a read continues."""
         self._stop.set()
-        while not self._ready.empty():
-            self._ready.get_nowait()
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _wait(self) -> tuple[Batch, State]:
@@ -133,7 +122,7 @@ class Loader:
 
     def _next(self) -> Batch:
         (batch, self.state), self._first = self._first or self._wait(), None
-        return batch if self._device.type == "cpu" else batch.to(self._device)
+        return batch.to(self._device)
 
     def _read_ahead(self, state: Mapping[str, Any]) -> None:
         skip = self._skip

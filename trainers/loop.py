@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +39,9 @@ def train(settings: Settings, member: Member, report: Report) -> str:
     try:
         began = time.perf_counter()
         training.loader.wait_for_first()
-        about = training.loader.source.about
         report.record_event(
-            "loader_ready", 0, f"data: {about}", dt=time.perf_counter() - began,
-            comm_hook=training.parallel.comm_hook,
+            "loader_ready", 0, f"data: {training.loader.source.about}",
+            dt=time.perf_counter() - began, comm_hook=training.parallel.comm_hook,
         )  # fmt: skip
         reason = run_steps(training)
         count_skipped(training, training.reduction.finish(include_newest=True))
@@ -95,13 +95,14 @@ def run_steps(t: Training) -> str:
 def fetch(t: Training, step: int) -> list[Batch]:
     """Returns the micro-batches of a step."""
     t.phases.enter(step, "fetch")
-    began, epoch = time.perf_counter(), t.loader.epoch
+    began, epoch = time.perf_counter(), t.loader.state.get("epoch")
     batches = t.loader.fetch(t.settings.train.accumulate)
     t.report.fetched(time.perf_counter() - began)
     if t.report.due(step):
         t.report.batch_crc32 = batches[0].crc32()
-    if t.loader.epoch != epoch:
-        t.member.log(f"data: end of {t.loader.source.about}; epoch {t.loader.epoch} begins")
+    now = t.loader.state.get("epoch")
+    if now != epoch:
+        t.member.log(f"data: end of {t.loader.source.about}; epoch {now} begins")
     return batches
 
 
@@ -147,7 +148,7 @@ def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
     """
     # Ranks see a file at different steps, so only rank 0 requests a checkpoint or profile.
     requests = frozenset() if t.parallel.rank else t.member.new_requests()
-    t.reduction.start(step, figures, t.member.halt_reason, requests)
+    t.reduction.start(step, figures, requests | {t.member.halt_reason})
     rows = t.reduction.finish(include_newest=t.report.due(step))
     count_skipped(t, rows)
     for row in rows:
@@ -168,7 +169,8 @@ def log(
     t: Training, step: int, rows: list[Row], rate: float, norm: Tensor, stats: dict[str, Tensor]
 ) -> float | None:
     """Writes a progress record; returns the share of right bytes since the last record (recall)."""
-    extra = inventory.memory(t.parallel.device) | {name: numbers(x) for name, x in stats.items()}
+    extra: dict[str, Any] = dict(inventory.memory(t.parallel.device))
+    extra |= {name: x.double().round(decimals=6).tolist() for name, x in stats.items()}
     if fallbacks := t.plain.fallbacks():
         extra["fb_total"] = fallbacks.total()
     return t.report.progress(
@@ -196,11 +198,10 @@ def evaluate(t: Training, step: int) -> None:
         figures += torch.stack([part.double() for part in score(logits, batch, recall)])
     t.parallel.reduce(figures)()
     loss_sum, tokens, right = figures.tolist()
-    took = time.perf_counter() - began
-    t.report.paused(took)
     t.report.evaluated(
-        step, loss_sum / max(tokens, 1), int(tokens), right if recall else None, took
-    )
+        step, loss_sum / max(tokens, 1), int(tokens), right if recall else None,
+        time.perf_counter() - began,
+    )  # fmt: skip
 
 
 def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,11 +217,6 @@ def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tens
     return (each * counts).sum(), counts.sum(dtype=torch.float64), right
 
 
-def numbers(values: Tensor) -> float | list[float]:
-    """Returns a statistic as numbers with six decimals."""
-    return values.double().round(decimals=6).tolist()
-
-
 def halt_reason(t: Training, rows: list[Row], right: float | None) -> str:
     """Returns the reason to halt after this step, or "" if there is none; equal on all ranks."""
     reasons = [row.halt_reason for row in rows if row.halt_reason]
@@ -232,7 +228,7 @@ def halt_reason(t: Training, rows: list[Row], right: float | None) -> str:
 
 def run_requests(t: Training, step: int, rows: list[Row]) -> None:
     """Evaluates, profiles and saves if this is due or requested; all ranks do the same."""
-    requests = frozenset().union(*(row.requests for row in rows))
+    requests = frozenset().union(*(row.asked for row in rows))
     if PROFILE_NOW in requests:
         t.profiler.request(step)
     if t.held_out and step % t.settings.eval.every == 0:
@@ -266,8 +262,7 @@ def save_final(t: Training) -> None:
     """
     step = t.report.steps_done
     t.phases.enter(step, "save")
-    t.saver.wait()
-    report_save(t, step, *t.saver.collect())
+    report_save(t, step, *t.saver.collect(wait_s=None))
     if t.settings.checkpoint.at_end:
         saved = t.saver.save(position(t))
         report_save(t, step, saved)
@@ -284,9 +279,10 @@ def finish_save(t: Training) -> None:
 
 def position(t: Training) -> Manifest:
     """Returns the position of the training, for a checkpoint."""
+    figures = {"first_loss": t.report.first_loss, "skipped_steps": t.guard.skipped}
     return Manifest(
         t.report.steps_done, t.report.tokens_total, t.loader.state,
-        report=t.report.state(t.guard.skipped), settings=t.report.values(),
+        report=figures, settings=t.report.values(),
     )  # fmt: skip
 
 

@@ -55,14 +55,16 @@ def step_of(path: Path) -> int | None:
 def newest_first(run: Path) -> list[Path]:
     """Returns the checkpoint directories of a run, the newest first; [] if there are none.
 
-    The result includes a checkpoint that an interrupted save renamed. Raises OSError if the folder
-    cannot be listed.
+    The result includes a checkpoint that an interrupted save renamed. Raises CheckpointError if the
+    folder cannot be listed.
     """
     folder = run / rundir.CHECKPOINTS
     try:
         there = {path.name: path for path in folder.iterdir()}
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise CheckpointError(f"cannot list the checkpoints in {folder}: {error}") from error
     found = [
         path for name, path in there.items()
         if step_of(path) is not None and (not name.endswith(ASIDE) or _original(path) not in there)
@@ -84,12 +86,7 @@ def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
     if target.exists():
         # The checkpoint of an earlier attempt is removed only after this one is complete.
         target.rename(replaced)
-    try:
-        temporary.rename(target)
-    except OSError:
-        with contextlib.suppress(OSError):  # `newest_first` also finds `replaced`
-            replaced.rename(target)
-        raise
+    temporary.rename(target)  # if this fails, `newest_first` finds `replaced`
     try:
         _sync(target.parent)
         rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
@@ -130,8 +127,8 @@ def retain(run: Path, keep_last: int, keep_every: int) -> list[str]:
     failed: list[str] = []
     try:
         old = newest_first(run)[keep_last:]
-    except OSError as error:
-        return [f"cannot list {run / rundir.CHECKPOINTS}: {error.strerror}; old checkpoints remain"]
+    except CheckpointError as error:
+        return [f"{error}; old checkpoints remain"]
     for path in old:
         if not keep_every or (step_of(path) or 0) % keep_every:
             try:
@@ -165,11 +162,7 @@ def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
         verify(path)
         return path, []
     skipped: list[CheckpointError] = []
-    try:
-        candidates = newest_first(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot list the checkpoints of {path}: {error}") from error
-    for candidate in candidates:
+    for candidate in newest_first(path):
         if step in (0, step_of(candidate)):
             try:
                 verify(candidate)
@@ -214,8 +207,5 @@ def _fingerprint(path: Path) -> tuple[int, str]:
 
 
 def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with contextlib.closing(rundir.OpenDirectory(directory)) as folder:
+        os.fsync(folder.fd)

@@ -12,10 +12,10 @@ from trainers.schema import OptimSettings, TrainSettings
 
 def build(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
     """Returns AdamW; weight decay applies to parameters with two or more dimensions."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     betas = (settings.beta1, settings.beta2)
     return torch.optim.AdamW(groups, betas=betas, eps=settings.eps, fused=settings.fused)

@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa.model import Transformer
 from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
-from trainers.failures import CollectiveError
 from trainers.precision import AUTOCAST
 from trainers.schema import DdpSettings, Settings
 
@@ -76,17 +75,10 @@ class Group(Single):
         self.rank, self.world = member.rank, member.world
         on_cuda = device.type == "cuda"
         self.backend = "nccl" if on_cuda else "gloo"
-        try:
-            dist.init_process_group(
-                self.backend,
-                timeout=timedelta(minutes=timeout_min),
-                device_id=device if on_cuda else None,
-            )
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise CollectiveError(
-                f"rank {member.rank} of {member.world} cannot join the process group: {reason}"
-            ) from error
+        dist.init_process_group(
+            self.backend, timeout=timedelta(minutes=timeout_min),
+            device_id=device if on_cuda else None,
+        )  # fmt: skip
 
     def reduce(self, vector: Tensor) -> Callable[[], object]:
         self._member.pulse.collectives += 1
@@ -184,25 +176,25 @@ class Fsdp(Group):
         yield
 
 
-def device_of(settings: Settings, member: Member) -> torch.device:
+def device_of(settings: Settings, local_rank: int) -> torch.device:
     """Returns this rank's device. Raises UsageError if the chosen device is not available."""
     choice = settings.train.device
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if member.local_rank >= count:
+    if local_rank >= count:
         raise UsageError(
-            f"local rank {member.local_rank} has no GPU, {count} are visible; start fewer ranks or "
-            "set train.device=cpu"
+            f"local rank {local_rank} has no GPU, {count} are visible; start fewer ranks or set "
+            "train.device=cpu"
         )
-    device = torch.device("cuda", member.local_rank)
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
 def make_strategy(settings: Settings, member: Member) -> Single:
     """Returns the strategy of this run: `Single` for one rank, or that of `train.strategy`."""
-    device = device_of(settings, member)
+    device = device_of(settings, member.local_rank)
     if member.world == 1:
         return Single(device)
     if settings.train.strategy == "fsdp":

@@ -67,19 +67,14 @@ class LossScale:
     """
 
     def __init__(self, settings: ScalerSettings, active: bool, device: torch.device):
-        self._settings, self._active = settings, active
+        self._settings, self.active = settings, active
         first = settings.init_scale if active else 1.0
         self.scale = torch.tensor(first, dtype=torch.float32, device=device)
         self.finite_steps = torch.zeros((), dtype=torch.float32, device=device)
 
-    def restored(self) -> None:
-        """Sets the scale to 1 again without fp16, after a checkpoint of fp16 was loaded."""
-        if not self._active:
-            self.scale.fill_(1.0)
-
     def unscale(self, model: nn.Module) -> None:
         """Divides the gradients by the scale."""
-        if self._active:
+        if self.active:
             back = self.scale.reciprocal()
             for p in model.parameters():
                 if p.grad is not None:
@@ -90,7 +85,7 @@ class LossScale:
 
         Returns 1.0 if the scale was lowered, else 0.0.
         """
-        if not self._active:
+        if not self.active:
             return torch.zeros_like(nonfinite)
         settings, bad = self._settings, nonfinite > 0
         self.finite_steps = torch.where(bad, 0.0, self.finite_steps + 1)

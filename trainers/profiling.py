@@ -72,7 +72,7 @@ class Profiler:
         profile.stop()
         if self._audit:
             called = kernels_called(profile.events())
-            text = f"kernels of SDPA in steps {self._steps.start}-{step}: {kernel_words(called)}"
+            text = f"kernels of SDPA in steps {self._steps.start}-{step}: {called}"
             self._report.record_event("sdpa_audit", step, text, called=called)
             self._audit = False
         if self._steps != self._window:
@@ -118,16 +118,6 @@ def kernels_called(events: Iterable[Any]) -> dict[str, dict[str, int]]:
         if kernel is not None:
             found.setdefault(_branch(event), Counter())[kernel] += 1
     return {branch: dict(found[branch]) for branch in sorted(found)}
-
-
-def kernel_words(called: dict[str, dict[str, int]]) -> str:
-    """Returns a text such as "cmp.masked: none; sel.masked: flash ×4"."""
-    parts = (
-        f"{branch}: "
-        + (", ".join(f"{kernel} ×{count}" for kernel, count in kernels.items()) or "none")
-        for branch, kernels in called.items()
-    )
-    return "; ".join(parts) or "no kernel of SDPA was called"
 
 
 def _branch(event: Any) -> str:

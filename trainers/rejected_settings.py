@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainers import changes
 from trainers.contract.errors import UsageError
-
-if TYPE_CHECKING:
-    from trainers.schema import Settings
+from trainers.schema import Settings
 
 VOCABULARIES = {
     "byte": {256},
@@ -42,11 +39,6 @@ def _recall_does_not_fit(settings: Settings) -> bool:
     window = model.nsa.window if model.attention == "nsa" else 0
     fits = max(span, window + 1) <= distance <= data.seq_len - span
     return data.source == "recall" and not fits
-
-
-def _missing_folder(settings: Settings) -> bool:
-    data = settings.data
-    return data.source not in DRAWN and data.path != "" and not Path(data.path).is_dir()
 
 
 def recomputed(blocks: str, n_layers: int) -> range | None:
@@ -146,7 +138,7 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         ("data.path",),
-        _missing_folder,
+        lambda s: s.data.source not in DRAWN and not Path(s.data.path).is_dir(),
         "there is no such folder; name a folder of files, or leave data.path empty (text: the "
         "sources of the Python standard library; fineweb_edu: the hub)",
     ),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.config import flops_per_token, parameter_count
-from trainers.contract import VERSION, jsonl, rundir
+from trainers.contract import VERSION, rundir
 from trainers.contract.member import Member
 from trainers.schema import Settings
 from trainers.settings import Resolved
@@ -91,35 +91,24 @@ class Report:
             for name in ("mfu", "mfu_exact")
         }
         self.peak_flops: float | None = None
-        self.steps_done = self._steps_before = self._tokens_before = 0
-        self.skipped_before = 0
+        self.steps_done = 0
+        self.tokens_total = self._tokens_before = 0
+        """Tokens that all ranks have trained on; those before a resume are in both figures."""
         self.first_loss: float | None = None
         self.batch_crc32 = ""
         """The checksum of the first micro-batch of the step, at steps with a progress record."""
-        self._started = self._ended_at = time.perf_counter()
-        self._training_s = 0.0
+        self._started = time.perf_counter()
+        self._ended_at = self._training_s = 0.0
         self._durations: list[float] = []
         self._fetches: deque[float] = deque(maxlen=FETCHES_KEPT)
         self._right = self._scored = 0
         self._last: dict[str, Any] = {}
         self._sinks: list[Csv | TensorBoard] = []
 
-    @property
-    def tokens_total(self) -> int:
-        """The number of tokens that all ranks have trained on, including those before a resume."""
-        return self._tokens_before + (self.steps_done - self._steps_before) * self._tokens_per_step
-
-    def resume(self, step: int, tokens_total: int, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint; `state` is what `state()` returned at the save."""
-        self.steps_done = self._steps_before = step
-        self._tokens_before = tokens_total
-        self.first_loss = jsonl.number(state, "first_loss")
-        self.skipped_before = jsonl.integer(state, "skipped_steps") or 0
-
-    def state(self, skipped_steps: int) -> dict[str, Any]:
-        """Returns the figures from which a resumed run continues."""
-        skipped = self.skipped_before + skipped_steps
-        return {"first_loss": self.first_loss, "skipped_steps": skipped}
+    def resume(self, step: int, tokens_total: int, first_loss: float | None) -> None:
+        """Continues from the figures in a checkpoint."""
+        self.steps_done, self.first_loss = step, first_loss
+        self.tokens_total = self._tokens_before = tokens_total
 
     def values(self) -> dict[str, Any]:
         """Returns the plain value of each setting, for the checkpoint."""
@@ -130,35 +119,26 @@ class Report:
         self.peak_flops = peak_flops
         if self._member.rank:
             return
-        missing = ""
+        missing, config = "", self._resolved.config
         if peak_flops is None:
             device, precision = facts["device"]["name"], self.settings.train.precision
             missing = f"not available: the peak FLOP/s of {device} with {precision} is not known"
-        record = {
-            "v": VERSION, "run": self._member.run_id, "attempt": self._member.attempt,
-            "ts": time.time(), "host": rundir.host_name(), "world": self._member.world,
-            "parameters": parameter_count(self.settings.model),
-            "flops_per_token": self._flops_per_token["mfu"],
-            "flops_per_token_exact": self._flops_per_token["mfu_exact"],
-            "peak_flops": peak_flops, "mfu_missing": missing,
-            "tokens_per_step": self._tokens_per_step, "config": self._resolved.config, **facts,
-            "settings": self._resolved.as_dict(),
-        }  # fmt: skip
-        path = self._member.run / rundir.ENV
-        self._member.recorder.call(lambda: rundir.write_json(path, record))
-        self._member.log(self._summary(facts["parameters_counted"]))
+        write_document(
+            self._member, rundir.ENV, host=rundir.host_name(),
+            parameters=parameter_count(self.settings.model),
+            flops_per_token=self._flops_per_token["mfu"],
+            flops_per_token_exact=self._flops_per_token["mfu_exact"],
+            peak_flops=peak_flops, mfu_missing=missing, tokens_per_step=self._tokens_per_step,
+            config=config, **facts, settings=self._resolved.as_dict(),
+        )  # fmt: skip
+        toy = "no config named (--config or $CONFIG): training the built-in toy model"
+        self._member.log(
+            f"{f'config {config}' if config else toy}; {facts['parameters_counted']:,} parameters, "
+            f"S {self.settings.data.seq_len:,}, {self._tokens_per_step:,} tokens per step"
+        )
         if missing:
             self._member.log(f"MFU is {missing}")
         self._sinks = self._open_sinks(facts["strategy"] == "fsdp")
-
-    def _summary(self, parameters: int) -> str:
-        """Returns the line that names configuration, size and tokens per step."""
-        toy = "no config named (--config or $CONFIG): training the built-in toy model"
-        config = self._resolved.config
-        return (
-            f"{f'config {config}' if config else toy}; {parameters:,} parameters, "
-            f"S {self.settings.data.seq_len:,}, {self._tokens_per_step:,} tokens per step"
-        )
 
     def _open_sinks(self, is_fsdp: bool) -> list[Csv | TensorBoard]:
         """Opens CSV and TensorBoard (rank 0); writes a log line if TensorBoard is not installed."""
@@ -179,8 +159,7 @@ class Report:
 
     def begin(self, step: int) -> None:
         """Marks the start of a step."""
-        if self.steps_done == self._steps_before:
-            self._ended_at = time.perf_counter()
+        self._ended_at = self._ended_at or time.perf_counter()
         if self.due(step):
             self._member.record("step_start", step)
 
@@ -195,11 +174,13 @@ class Report:
         self._training_s += now - self._ended_at
         self._ended_at = now
         self.steps_done = step
+        self.tokens_total += self._tokens_per_step
 
     def evaluated(
         self, step: int, loss: float, tokens: int, right: float | None, took_s: float
     ) -> None:
         """Records the loss on held-out data; with recall, also the fraction of right bytes."""
+        self.paused(took_s)
         fields: dict[str, Any] = {
             "loss": loss, "bits_per_byte": self._bits_per_byte(loss), "tokens": tokens,
             "dt_s": took_s,
@@ -221,14 +202,13 @@ class Report:
         self._scored += scored
 
     def progress(
-        self, step: int, *, loss: float, skipped_steps: int, phases_s: Mapping[str, float],
-        **figures: Any,
-    ) -> float | None:  # fmt: skip
+        self, step: int, *, loss: float, phases_s: Mapping[str, float], **figures: Any
+    ) -> float | None:
         """Writes the progress record of a step. Returns the fraction of right bytes (recall only).
 
-        `figures` (attention gate statistics, GPU memory) are added unchanged.
+        `figures` (skipped steps, attention gate statistics, GPU memory) are added unchanged.
         """
-        fields = self._fields(loss, skipped_steps, phases_s) | figures
+        fields = self._fields(loss, phases_s) | figures
         self._member.record("progress", step, **fields)
         self._member.record("step_end", step)
         self.first_loss = loss if self.first_loss is None else self.first_loss
@@ -240,18 +220,17 @@ class Report:
         self._durations, self._right, self._scored = [], 0, 0
         return fields.get("bytes_right")
 
-    def _fields(
-        self, loss: float, skipped_steps: int, phases_s: Mapping[str, float]
-    ) -> dict[str, Any]:
+    def _fields(self, loss: float, phases_s: Mapping[str, float]) -> dict[str, Any]:
         world, steps = self._member.world, len(self._durations)
         rate = self._tokens_per_step * steps / max(sum(self._durations), 1e-9)
+        resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         fields: dict[str, Any] = {
             "loss": loss, "bits_per_byte": self._bits_per_byte(loss),
             "toks_per_s": round(rate, 2), "toks_per_s_rank": round(rate / world, 2),
             "tokens_total": self.tokens_total, **self._mfu(rate),
             "steps_dt_s": [round(duration, 6) for duration in self._durations],
-            "skipped_steps": self.skipped_before + skipped_steps, "rss_mib": _rss_mib(),
-            "dropped_records": self._member.recorder.dropped, "batch_crc32": self.batch_crc32,
+            "rss_mib": round(resident_pages * PAGE_MIB, 1), "batch_crc32": self.batch_crc32,
+            "dropped_records": self._member.recorder.dropped,
         }  # fmt: skip
         for name in PHASE_FIELDS:
             fields[f"dt_{name}_s"] = round(phases_s.get(name, 0.0) / steps, 6)
@@ -289,34 +268,28 @@ class Report:
         kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s",
                 "mfu", "mfu_exact")  # fmt: skip
         trained, took_s = self.tokens_total - self._tokens_before, self._training_s
-        write_metrics(
-            self._member, steps_done=self.steps_done, reason=reason, exit_code=exit_code,
-            steps_planned=self.settings.train.steps, tokens_total=self.tokens_total,
-            first_loss=self.first_loss, training_s=took_s,
+        write_document(
+            self._member, rundir.METRICS, steps_done=self.steps_done, reason=reason,
+            exit_code=exit_code, steps_planned=self.settings.train.steps,
+            tokens_total=self.tokens_total, first_loss=self.first_loss, training_s=took_s,
             mean_toks_per_s=trained / took_s if took_s else None,
             wall_s=time.perf_counter() - self._started,
             **{name: self._last.get(name) for name in kept},
         )  # fmt: skip
 
 
-def write_metrics(member: Member, **figures: Any) -> None:
-    """Queues metrics.json (rank 0)."""
+def write_document(member: Member, name: str, **figures: Any) -> None:
+    """Queues env.json or metrics.json (rank 0)."""
     if member.rank:
         return
     record = {
         "v": VERSION, "run": member.run_id, "attempt": member.attempt, "ts": time.time(),
         "world": member.world, **figures,
     }  # fmt: skip
-    path = member.run / rundir.METRICS
-    member.recorder.call(lambda: rundir.write_json(path, record))
+    member.recorder.call(lambda: rundir.write_json(member.run / name, record))
 
 
 def percentile_ms(seconds: Iterable[float], percent: int) -> float:
     """Returns a percentile of `seconds` in milliseconds, or 0 if there are none."""
     values = sorted(seconds)
     return round(values[round((len(values) - 1) * percent / 100)] * 1e3, 3) if values else 0.0
-
-
-def _rss_mib() -> float:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return round(int(pages) * PAGE_MIB, 1)

@@ -20,17 +20,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from trainers import manifest
-from trainers.checkpoint import (
-    ALONE,
-    RANDOM,
-    Parts,
-    Result,
-    State,
-    on_all_ranks,
-    random_state,
-    reason_of,
-)
+from trainers import checkpoint, manifest
+from trainers.checkpoint import RANDOM, Parts, Result, State, on_all_ranks, reason_of
 from trainers.contract import rundir
 from trainers.failures import CheckpointError
 from trainers.manifest import Manifest
@@ -52,7 +43,7 @@ class Saver:
         ours: Callable[[], bool] = lambda: True,
     ):  # fmt: skip
         self._run, self._parts, self._settings, self._ours = run, parts, settings, ours
-        warnings.filterwarnings("ignore", ALONE, UserWarning)
+        warnings.filterwarnings("ignore", checkpoint.ALONE, UserWarning)
         device = parts.parallel.device.type
         choice = settings.background
         self.in_background = choice == "on" or (choice == "auto" and device == "cuda")
@@ -87,23 +78,20 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """True until `wait`, `collect` or `finish` has received the result of a background save."""
+        """True until `collect` or `finish` has returned the result of a background save."""
         return self._pending is not None
 
-    def collect(self) -> list[Path | CheckpointError]:
-        """Returns the results of finished background saves; each result is returned once."""
-        if self._pending is not None and self._pending[0].done():
-            self.wait()
+    def collect(self, wait_s: float | None = 0) -> list[Path | CheckpointError]:
+        """Returns the results of finished background saves; each result is returned once.
+
+        Waits up to `wait_s` for a save that runs; if `wait_s` is None, waits until it ends.
+        """
+        if self._pending is not None and futures.wait((self._pending[0],), wait_s).done:
+            (written, target), self._pending = self._pending, None
+            error = written.exception()
+            self._ended.append(target if error is None else _failed(target, reason_of(error)))
         ended, self._ended = self._ended, []
         return ended
-
-    def wait(self) -> None:
-        """Waits for a background save; `collect` returns its result."""
-        if self._pending is None:
-            return
-        (written, target), self._pending = self._pending, None
-        error = written.exception()
-        self._ended.append(target if error is None else _failed(target, reason_of(error)))
 
     def finish(self) -> list[Path | CheckpointError]:
         """Waits for the background save of a training that failed; raises nothing.
@@ -111,15 +99,15 @@ class Saver:
         Returns the same as `collect`. The next save of the run removes the files of a save that was
         not finished within `FINISH_S`.
         """
-        if self._pending is not None and not futures.wait((self._pending[0],), FINISH_S).done:
-            (_, target), self._pending = self._pending, None
+        ended = self.collect(FINISH_S)
+        if self._pending is not None:
             late = f"it was not finished within {FINISH_S:g} s after the training failed"
-            self._ended.append(_failed(target, late))
-        return self.collect()
+            ended.append(_failed(self._pending[1], late))
+        return ended
 
     def _begin(self, position: Manifest) -> tuple[Path, State]:
         """Removes the files of a killed save. Returns two values: the target, and the state."""
-        self.wait()
+        self._ended = self.collect(wait_s=None)
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)
 
@@ -130,7 +118,7 @@ class Saver:
                 manifest.clear_leftovers(self._run)
 
         self._alike(target, clear)
-        random = torch.stack(parallel.gather(random_state(parallel.device)))
+        random = torch.stack(parallel.gather(checkpoint.random_state(parallel.device)))
         return target, self._parts.state() | {RANDOM: random}
 
     def _alike(self, target: Path, work: Callable[[], Result]) -> Result:

@@ -34,41 +34,22 @@ class DataSettings:
     """The source of tokens: one global stream of sequences, which all ranks divide."""
 
     source: Literal["synthetic", "recall", "text", "jsonl", "parquet", "fineweb_edu"] = key(
-        "synthetic",
-        "Source of tokens: random bytes, repeated spans, files of a folder, or FineWeb-Edu.",
+        "synthetic", "Tokens: random bytes, repeated spans, files of a folder, or FineWeb-Edu."
     )
     seq_len: int = key(128, "S: predicted tokens per sequence.", 2, 1 << 20)
-    path: str = key(
-        "",
-        "Folder of files. Empty: the Python standard library for source text, the hub for source "
-        "fineweb_edu.",
-    )
+    path: str = key("", "Folder of files; empty: the Python sources (text), the hub (fineweb_edu).")
     pattern: str = key("**/*", "Glob pattern of files below `path`; hidden files are skipped.")
     text_key: str = key("text", "Key or column of the text in jsonl and parquet rows.")
     subset: str = key("sample-10BT", "Configuration of FineWeb-Edu.")
-    tokenizer: Literal["byte", "gpt2"] = key(
-        "byte", "Tokenizer: bytes (256 tokens), or gpt2 (50,257) from tiktoken's cached files."
-    )
-    held_out: float = key(
-        0.01, "Fraction of text files, or of documents, kept from training for evaluation.", 0, 0.5
-    )
-    lanes: int = key(
-        16, "Streams of files that a batch mixes; 1: one file after the other.", 1, 4096
-    )
+    tokenizer: Literal["byte", "gpt2"] = key("byte", "Bytes, or gpt2 from tiktoken's cached files.")
+    held_out: float = key(0.01, "Fraction of files or documents held out for evaluation.", 0, 0.5)
+    lanes: int = key(16, "Streams of files that a batch mixes; 1: one file at a time.", 1, 4096)
     documents: Literal["joined", "separate"] = key(
-        "joined",
-        "Packing: joined lets attention cross the ends of documents; separate: each document sees "
-        "only itself.",
+        "joined", "joined: attention crosses ends of documents; separate: each sees only itself."
     )
-    recall_span: int = key(
-        48, "Bytes in the repeated span; all except the first are scored.", 2, 1 << 20
-    )
-    recall_distance: int = key(
-        64, "Distance in bytes from a span to its repetition; must exceed the window.", 1, 1 << 20
-    )
-    skip: str = key(
-        "", "Skip the data of steps A:B (B excluded), as numbered in the resumed training."
-    )
+    recall_span: int = key(48, "Bytes in the span; all but the first are scored.", 2, 1 << 20)
+    recall_distance: int = key(64, "Bytes to the repetition; must exceed the window.", 1, 1 << 20)
+    skip: str = key("", "Skip the data of steps A:B (B excluded) of the resumed training.")
     prefetch: int = key(4, "Batches that the loader reads ahead.", 1, 1024)
     timeout_s: float = key(60.0, "Longest wait for one batch, in seconds.", 0.01, 86_400)
 
@@ -95,19 +76,13 @@ class TrainSettings:
     )
     tf32: bool = key(False, "Compute fp32 products in TF32 on GPUs that support it.")
     compile: bool = key(False, "Compile each block with torch.compile.")
-    recompute: str = key(
-        "none", "Blocks whose activations are recomputed in the backward: none, all, or A:B."
-    )
+    recompute: str = key("none", "Blocks that the backward computes again: none, all, or A:B.")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Device; auto: CUDA where available.")
     max_nonfinite_steps: int = key(
         5, "Stop after N consecutive non-finite steps that do not lower the loss scale of fp16.", 1
     )
-    stop_at_bytes_right: float = key(
-        0.0, "Stop when this fraction of copied bytes is right; 0: never.", 0, 1
-    )
-    drill: str = key(
-        "", "Faults for practice, KIND@STEP:RANK:SECONDS, comma-separated; see docs/guide.md."
-    )
+    stop_at_bytes_right: float = key(0.0, "Stop at this fraction of right bytes; 0: never.", 0, 1)
+    drill: str = key("", "Faults for practice, KIND@STEP:RANK:SECONDS,…; see docs/guide.md.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +92,7 @@ class OptimSettings:
     beta1: float = key(0.9, "Decay of the average of gradients.", 0, BELOW_1)
     beta2: float = key(0.95, "Decay of the average of squared gradients.", 0, BELOW_1)
     eps: float = key(1e-8, "Term added to the denominator.", 0, 1)
-    weight_decay: float = key(
-        0.1, "Weight decay of parameters with two or more dimensions.", 0, 1e3
-    )
+    weight_decay: float = key(0.1, "Weight decay of parameters with 2 or more dimensions.", 0, 1e3)
     grad_clip: float = key(1.0, "Largest global gradient norm.", 1e-6, 1e9)
     skip_spikes_sigma: float = key(
         0.0, "Skip steps with a grad norm N sigma above the mean of the last 128; 0: none.", 0, 1e3
@@ -149,9 +122,7 @@ class DdpSettings:
     )
     timeout_min: float = key(10.0, "Time limit of a collective in minutes.", 0.01, 10_000)
     disable_gc: bool = key(False, "Keep all activations under DDP; overrides `train.recompute`.")
-    safe_mode: bool = key(
-        False, "For debugging: buckets of 2 MB, and gradients that are not views of the buckets."
-    )
+    safe_mode: bool = key(False, "For debugging: buckets of 2 MB; gradients are no views of them.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,31 +132,21 @@ class FsdpSettings:
     sharding: Literal["full", "grad_op"] = key(
         "full", "full: free parameters after the forward (ZeRO-3); grad_op: keep them (ZeRO-2)."
     )
-    replicas: int = key(
-        1, "Number of groups of ranks, each with one sharded copy; above 1: HSDP.", 1, 1 << 20
-    )
+    replicas: int = key(1, "Groups of ranks, each with a sharded copy; above 1: HSDP.", 1, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSettings:
     """Settings of the records and profiles of the run."""
 
-    out_dir: str = key(
-        "", "Parent directory of runs that are started by hand; empty: artifacts/<config>."
-    )
-    log_every: int = key(
-        10, "Steps between progress records; steps 1 to 5 and the last step have a record too.", 1
-    )
-    disable_aux_stats: bool = key(
-        False, "Do not compute the statistics of the attention gate and of the selection."
-    )
+    out_dir: str = key("", "Parent directory of runs started by hand; empty: artifacts/<config>.")
+    log_every: int = key(10, "Steps between progress records; also steps 1 to 5 and the last.", 1)
+    disable_aux_stats: bool = key(False, "No statistics of the attention gate and the selection.")
     disable_csv: bool = key(False, "Write no training.csv and no other CSV file.")
     disable_tb: bool = key(False, "Write nothing for TensorBoard.")
     nvtx: bool = key(False, "Mark step phases and attention branches for Nsight Systems (CUDA).")
     sdpa_audit: bool = key(False, "Report the SDPA kernels of the first step, by branch.")
-    memory_every: int = key(
-        0, "Steps between dumps of the CUDA allocator's statistics; 0: only at the start."
-    )
+    memory_every: int = key(0, "Steps between dumps of the CUDA memory; 0: only at the start.")
     profile: str = key("", "Steps A:B (B excluded) to profile; the trace goes to profiles/.")
 
 
@@ -205,16 +166,10 @@ class CheckpointSettings:
     at_end: bool = key(True, "Save when the run ends or is halted.")
     keep_last: int = key(3, "Number of newest checkpoints to keep.", 1, 1 << 20)
     keep_every: int = key(0, "Also keep the checkpoint of every N-th step forever; 0: none.")
-    background: Literal["auto", "on", "off"] = key(
-        "auto", "Write checkpoints while training continues; auto: on GPUs."
-    )
-    resume: str = key(
-        "", "Run or checkpoint directory to resume from; auto: the run directory of this training."
-    )
+    background: Literal["auto", "on", "off"] = key("auto", "Save while training; auto: on GPUs.")
+    resume: str = key("", "Run or checkpoint directory to resume; auto: this run directory.")
     from_step: int = key(0, "Resume from the checkpoint of this step; 0: the newest.")
-    allow_change: str = key(
-        "", "Changes that a resumed run may make: all, or some of precision,batch,schedule,data."
-    )
+    allow_change: str = key("", "Allowed changes: all, or some of precision,batch,schedule,data.")
     export: str = key("", "Write the final weights to this .safetensors file or directory.")
 
 

@@ -113,25 +113,20 @@ def resolve(
 
 def _from_yaml(path: Path, known: Mapping[str, Key]) -> Iterator[tuple[str, Any, str]]:
     """Yields three values per setting in a file: key, value, origin. Included files come first."""
+    names = known.keys() | ALIASES.keys()
     for file, document in yamlfile.load_chain(path, INCLUDE, lambda at, name: (at.parent / name,)):
-        yield from _from_document(file, document, known)
-
-
-def _from_document(
-    path: Path, document: Mapping[str, Any], known: Mapping[str, Key]
-) -> Iterator[tuple[str, Any, str]]:
-    names, unknown = known.keys() | ALIASES.keys(), []
-    for written, value in flatten(document):
-        if written in names:
-            if isinstance(value, str | bool):
-                value = VALUES.get(written, {}).get(value, value)
-            yield ALIASES.get(written, written), value, f"config {path}"
-        elif not any(name.startswith(f"{written}.") for name in names):
-            unknown.append(f"there is no setting {written!r}{did_you_mean(written, names)}")
-        elif value not in (None, {}):
-            raise UsageError(f"{path}: {written!r} is a section of key: value lines, not {value!r}")
-    if unknown:
-        raise UsageError(f"{path}: {'; '.join(unknown)}")
+        wrong = []
+        for written, value in flatten(document):
+            if written in names:
+                if isinstance(value, str | bool):
+                    value = VALUES.get(written, {}).get(value, value)
+                yield ALIASES.get(written, written), value, f"config {file}"
+            elif not any(name.startswith(f"{written}.") for name in names):
+                wrong.append(f"there is no setting {written!r}{did_you_mean(written, names)}")
+            elif value not in (None, {}):
+                wrong.append(f"{written!r} is a section of key: value lines, not {value!r}")
+        if wrong:
+            raise UsageError(f"{file}: {'; '.join(wrong)}")
 
 
 def _convert(name: str, value: Any, key: Key, origin: str) -> Any:

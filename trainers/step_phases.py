@@ -27,7 +27,6 @@ class Phases:
         self._name, self._since = "boot", time.perf_counter()
         self._seconds: dict[str, float] = {}
         self._edges: deque[tuple[int, str, Any]] = deque()
-        self._free: list[Any] = []
         self._device_step, self._device_phase = -1, ""
 
     def enter(self, step: int, name: str) -> None:
@@ -50,7 +49,7 @@ class Phases:
         return seconds
 
     def _record(self, step: int, name: str) -> None:
-        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
+        event = self._cuda.Event(enable_timing=True)
         event.record()
         self._edges.append((step, name, event))
         while len(self._edges) > 1 and self._edges[1][2].query():
@@ -59,4 +58,3 @@ class Phases:
             if ended in ON_DEVICE:
                 took = begun.elapsed_time(reached) / 1e3
                 self._seconds[ended] = self._seconds.get(ended, 0.0) + took
-            self._free.append(begun)

@@ -21,6 +21,8 @@ from trainers.contract.rundir import HALT, REQUEST_FILES
 
 HALT_REASONS = (HALT, *(number.name for number in HALTING))
 """The reasons for which a rank asks to halt, as `Member.halt_reason` names them."""
+ASKED = (*HALT_REASONS, *REQUEST_FILES)
+"""All that a rank can ask for in a step."""
 
 FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike", "scale_lowered")
 
@@ -35,10 +37,15 @@ class Row:
     right: int
     nonfinite: bool
     spike: bool
-    halt_reason: str
-    requests: frozenset[str] = frozenset()
     scale_lowered: bool = False
     """True if the step lowered the loss scale of fp16."""
+    asked: frozenset[str] = frozenset()
+    """What any rank asked for, in the words of `ASKED`."""
+
+    @property
+    def halt_reason(self) -> str:
+        """The first reason to halt, or "" if there is none."""
+        return next((reason for reason in HALT_REASONS if reason in self.asked), "")
 
     @property
     def skipped(self) -> bool:
@@ -73,10 +80,9 @@ class StepReduction:
         self._open: deque[tuple[int, Tensor, Callable[[], object]]] = deque()
         self._side: Any = torch.cuda.Stream() if device.type == "cuda" else None
 
-    def start(self, step: int, figures: Tensor, halt_reason: str, requests: frozenset[str]) -> None:
-        """Starts to sum this rank's `FIGURES` (float64), halt reason ("": none) and requests."""
-        asked = requests | {halt_reason}
-        flags = [float(name in asked) for name in (*HALT_REASONS, *REQUEST_FILES)]
+    def start(self, step: int, figures: Tensor, asked: frozenset[str]) -> None:
+        """Starts to sum this rank's `FIGURES` (float64) and what this rank has asked for."""
+        flags = [float(name in asked) for name in ASKED]
         on_cuda = self._side is not None
         extra = torch.tensor(flags, dtype=torch.float64, pin_memory=on_cuda)
         vector = torch.cat((figures, extra.to(self._device, non_blocking=True)))
@@ -111,11 +117,8 @@ class StepReduction:
 
 
 def _row(step: int, values: list[float]) -> Row:
-    loss_sum, tokens, right, nonfinite, spike, lowered = values[: len(FIGURES)]
-    counts = zip((*HALT_REASONS, *REQUEST_FILES), values[len(FIGURES) :], strict=True)
-    named = [name for name, count in counts if count]
-    reasons = [name for name in named if name in HALT_REASONS]
-    return Row(
-        step, loss_sum, int(tokens), int(right), nonfinite > 0, spike > 0,
-        reasons[0] if reasons else "", frozenset(named) - frozenset(reasons), lowered > 0,
-    )  # fmt: skip
+    loss_sum, tokens, right, *signs = values[: len(FIGURES)]
+    counts = zip(ASKED, values[len(FIGURES) :], strict=True)
+    asked = frozenset(name for name, count in counts if count)
+    nonfinite, spike, lowered = (sign > 0 for sign in signs)
+    return Row(step, loss_sum, int(tokens), int(right), nonfinite, spike, lowered, asked)

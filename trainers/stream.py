@@ -101,9 +101,7 @@ class Stream(Source):
     is valid for any number of ranks.
     """
 
-    def __init__(
-        self, data: DataSettings, seed: int, scratch: Path, held_out: bool = False
-    ):  # fmt: skip
+    def __init__(self, data: DataSettings, seed: int, scratch: Path, held_out: bool = False):
         self.seq_len = self.scored = data.seq_len
         separate = data.documents == "separate"
         end = b"" if data.source == "text" and not separate else END_OF_DOCUMENT

@@ -342,7 +342,7 @@ def flags(options: argparse.Namespace) -> int:
     records = [
         {
             "name": flag.name, "default": flag.default, "takes": expected(flag),
-            "group": flag.group, "help": flag.help, "setting": flag.setting,
+            "group": flag.group, "help": flag.key.help, "setting": flag.setting,
         }
         for flag in TABLE
     ]  # fmt: skip
@@ -352,7 +352,7 @@ def flags(options: argparse.Namespace) -> int:
         for flag in TABLE:
             if flag.group == group:
                 default = f"default {flag.default or 'empty'}" if flag.setting else "default: unset"
-                lines.append(f"  {flag.name:<26} {flag.help} ({expected(flag)}; {default})")
+                lines.append(f"  {flag.name:<26} {flag.key.help} ({expected(flag)}; {default})")
     show(options.json, records, lines)
     return 0
 

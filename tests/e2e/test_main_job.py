@@ -69,7 +69,7 @@ def launch(root):
         wait_for(lambda: RunSource(path).poll().launch.state == "waiting")
         terminal.press("E")
         for flag in flags.TABLE:
-            terminal.wait(flag.help[:20])  # else a slow screen would be scrolled too far
+            terminal.wait(flag.key.help[:20])  # else a slow screen would be scrolled too far
             if flag.name == FLAG:
                 break
             terminal.press("down")

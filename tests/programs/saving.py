@@ -46,8 +46,7 @@ def save(kind: str) -> Path | BaseException:
         if kind != "background":
             return used.save(position)
         used.save_async(position)
-        used.wait()
-        return used.collect()[0]
+        return used.collect(None)[0]
     except BaseException as error:
         return error
 

@@ -21,7 +21,7 @@ NO, YES = torch.tensor(0.0), torch.tensor(1.0)
 
 
 def row(step: int, loss: float, tokens: int = 1024) -> Row:
-    return Row(step, loss * tokens, tokens, 0, False, False, "")
+    return Row(step, loss * tokens, tokens, 0, False, False)
 
 
 def test_a_norm_far_above_the_last_finite_ones_is_a_spike():
@@ -59,7 +59,7 @@ def test_norms_above_a_window_of_zeros_are_no_spikes():
 
 
 def overflow(step: int, lowered: bool) -> Row:
-    return Row(step, 1.0, 1, 0, True, False, "", scale_lowered=lowered)
+    return Row(step, 1.0, 1, 0, True, False, scale_lowered=lowered)
 
 
 def test_overflows_end_a_run_only_when_the_loss_scale_is_at_its_floor():
@@ -88,8 +88,8 @@ def test_a_run_survives_more_overflows_than_it_may_skip_while_its_loss_scale_is_
 def test_steps_that_are_skipped_are_counted_by_their_cause():
     """Nonfinite and spike are what the gradients showed; a loss that is not finite is one cause."""
     rows = [
-        Row(1, math.nan, 1, 0, True, False, ""), Row(2, math.inf, 1, 0, True, True, ""),
-        Row(3, 1.0, 1, 0, True, True, ""), Row(4, 1.0, 1, 0, False, True, ""), row(5, 1.0),
+        Row(1, math.nan, 1, 0, True, False), Row(2, math.inf, 1, 0, True, True),
+        Row(3, 1.0, 1, 0, True, True), Row(4, 1.0, 1, 0, False, True), row(5, 1.0),
     ]  # fmt: skip
     judge = Guard(50)
     judge.count(rows)

@@ -57,14 +57,16 @@ def test_options_are_settings_with_their_own_origin_and_set_overrides_them():
 def test_a_flag_takes_type_limits_and_help_from_its_key_and_sets_it(flag):
     """One row in `flags.OWN` is all that a flag needs, from the form to the settings."""
     examples = {bool: "1", int: "2", float: flag.default, str: "0:1"}
-    text = "raise@2" if flag.name == "NSA_DRILL" else examples.get(flag.kind) or flag.kind[1]
+    text = (
+        "raise@2" if flag.name == "NSA_DRILL" else examples.get(flag.key.kind) or flag.key.kind[1]
+    )
     value = flags.parse(flag.name, text)
     assert flags.parse(flag.name, flags.format_value(value)) == value
-    assert flag.help.endswith(".")
-    if flag.kind is not str:
+    assert flag.key.help.endswith(".")
+    if flag.key.kind is not str:
         with pytest.raises(UsageError, match=flag.name):
             flags.parse(flag.name, "no such value")
-    if flag.kind is float:
+    if flag.key.kind is float:
         for wrong in ("nan", "inf", "1e400", str(flag.key.high * 2)):
             with pytest.raises(UsageError, match=f"{flag.name} cannot be '{re.escape(wrong)}'"):
                 flags.parse(flag.name, wrong)

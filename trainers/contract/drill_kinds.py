@@ -53,46 +53,41 @@ class Kind:
     """One kind of fault. `amount` is the default of SECONDS; None if it accepts no SECONDS."""
 
     about: str
+    truth: Truth
     amount: float | None = None
     place: Place = "forward"
     lasts: bool = False
     """True if the fault happens in its step and in every later step."""
-    truth: Truth = Truth()
     step: int = 10
     """The step in which `nsa-console drill` produces the fault."""
 
 
 KINDS: dict[str, Kind] = {
-    "raise": Kind("a ValueError in the forward pass", truth=Truth(ends="failed")),
-    "exit": Kind("the process exits with code 7 and writes no error record",
-                 truth=Truth(ends="crashed")),
-    "oom": Kind("the exception of a CUDA device that is out of memory", truth=Truth(ends="failed")),
-    "kill": Kind("SIGKILL to itself", truth=Truth(ends="crashed")),
-    "segv": Kind("a segmentation fault in native code", truth=Truth(ends="crashed")),
-    "abort": Kind("abort() in native code", truth=Truth(ends="crashed")),
-    "half": Kind("the process writes half a heartbeat line, then exits with code 7",
-                 truth=Truth(ends="crashed")),
+    "raise": Kind("a ValueError in the forward pass", Truth(ends="failed")),
+    "exit": Kind("the process exits with code 7 and writes no error record", Truth(ends="crashed")),
+    "oom": Kind("the exception of a CUDA device that is out of memory", Truth(ends="failed")),
+    "kill": Kind("SIGKILL to itself", Truth(ends="crashed")),
+    "segv": Kind("a segmentation fault in native code", Truth(ends="crashed")),
+    "abort": Kind("abort() in native code", Truth(ends="crashed")),
+    "half": Kind("writes half a heartbeat line, then exits with code 7", Truth(ends="crashed")),
     "stop": Kind("SIGSTOP to itself; SIGCONT resumes it",
-                 truth=Truth("stopped", right=("resume", *STALLS))),
-    "sleep": Kind("sleeps in the forward pass", FOREVER_S, truth=Truth("sleep", right=STALLS)),
-    "spin": Kind("a busy Python loop in the forward pass", FOREVER_S,
-                 truth=Truth("busy", right=STALLS)),
-    "gil": Kind("waits in native code and holds the GIL", FOREVER_S,
-                truth=Truth("native", right=STALLS)),
+                 Truth("stopped", right=("resume", *STALLS))),
+    "sleep": Kind("sleeps in the forward pass", Truth("sleep", right=STALLS), FOREVER_S),
+    "spin": Kind("a busy Python loop in the forward pass", Truth("busy", right=STALLS), FOREVER_S),
+    "gil": Kind("waits in native code and holds the GIL", Truth("native", right=STALLS), FOREVER_S),
     "deaf": Kind("ignores SIGTERM and holds the GIL; SIGKILL ends it",
-                 FOREVER_S, truth=Truth("native", right=STALLS)),
-    "backward": Kind("sleeps in a hook of the backward pass", FOREVER_S, "logits",
-                     truth=Truth("sleep", "backward", right=STALLS)),
-    "loader": Kind("the loader's thread sleeps in the read for that step", FOREVER_S, "loader",
-                   truth=Truth("loader", "fetch", right=STALLS)),
-    "nan": Kind("the loss is NaN", place="logits",
-                truth=Truth(alert="non_finite", ranked=False)),
-    "inf_grad": Kind("one gradient is Inf, the loss is finite", place="logits", step=60,
-                     truth=Truth(alert="skipped_steps", ranked=False)),
-    "slow": Kind("each step from then on takes SECONDS longer in the forward pass", 1.0,
-                 lasts=True, truth=Truth(alert="imbalance", right=("halt",))),
-    "leak": Kind("the process grows by SECONDS MiB in each step from then on", 2.0, lasts=True,
-                 truth=Truth(alert="memory_growth", right=("halt",), after_s=400.0)),
+                 Truth("native", right=STALLS), FOREVER_S),
+    "backward": Kind("sleeps in a hook of the backward pass",
+                     Truth("sleep", "backward", right=STALLS), FOREVER_S, "logits"),
+    "loader": Kind("the loader's thread sleeps in the read for that step",
+                   Truth("loader", "fetch", right=STALLS), FOREVER_S, "loader"),
+    "nan": Kind("the loss is NaN", Truth(alert="non_finite", ranked=False), place="logits"),
+    "inf_grad": Kind("one gradient is Inf, the loss is finite",
+                     Truth(alert="skipped_steps", ranked=False), place="logits", step=60),
+    "slow": Kind("each step from then on takes SECONDS longer in the forward pass",
+                 Truth(alert="imbalance", right=("halt",)), 1.0, lasts=True),
+    "leak": Kind("the process grows by SECONDS MiB in each step from then on",
+                 Truth(alert="memory_growth", right=("halt",), after_s=400.0), 2.0, lasts=True),
 }  # fmt: skip
 
 

@@ -159,7 +159,11 @@ class StackDumper:
     def _save(self) -> None:
         """Copies all new dumps and the newest flight record to the run directory."""
         self._copy_is_queued, (at_ns, record) = False, self._flight
-        self._copy_to_run()
+        if self._path != self._archive:
+            size = os.fstat(self._fd).st_size
+            data = os.pread(self._fd, size - self._copied, self._copied)
+            with os.fdopen(rundir.open_append(self._archive), "ab", buffering=0) as archive:
+                self._copied += archive.write(data) or 0
         if record:
             name = f"flight_rank{self._rank}_{at_ns // 1_000_000}.json"
             rundir.write_atomic(self._run / name, record)
@@ -185,14 +189,3 @@ class StackDumper:
             parts.append(f"Thread {name} (most recent call first):\n{frames}")
         parts.append(f"{END_MARK} {self.count} of rank {self._rank}\n")
         return "".join(parts)
-
-    def _copy_to_run(self) -> None:
-        if self._path == self._archive:
-            return
-        size = os.fstat(self._fd).st_size
-        data = os.pread(self._fd, size - self._copied, self._copied)
-        out = rundir.open_append(self._archive)
-        try:
-            self._copied += os.write(out, data)
-        finally:
-            os.close(out)

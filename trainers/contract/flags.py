@@ -53,18 +53,18 @@ OWN: Mapping[str, str] = {
     "NSA_FSDP_SHARDING": "fsdp.sharding",
 }
 """The key of the settings that each of our flags overrides."""
-LIBRARY: Mapping[str, tuple[Kind, str]] = {
-    "OMP_NUM_THREADS": (int, "CPU threads per rank."),
-    DEVICES: (str, "GPUs that the ranks may use."),
-    "PYTORCH_CUDA_ALLOC_CONF": (str, "Options of the CUDA allocator."),
-    "NCCL_DEBUG": (("VERSION", "WARN", "INFO", "TRACE"), "Log level of NCCL."),
-    "NCCL_ALGO": (str, "NCCL algorithms, for example Ring on PCIe."),
-    "NCCL_PROTO": (str, "NCCL protocols, for example Simple on PCIe."),
-    "NCCL_IB_DISABLE": (bool, "Run NCCL without InfiniBand."),
-    "NCCL_P2P_DISABLE": (bool, "Run NCCL without GPU peer access."),
-    "TORCH_FR_BUFFER_SIZE": (int, "Entries of the collective flight record."),
+LIBRARY: Mapping[str, tuple[Kind, int, str]] = {
+    "OMP_NUM_THREADS": (int, 1, "CPU threads per rank."),
+    DEVICES: (str, 0, "GPUs that the ranks may use."),
+    "PYTORCH_CUDA_ALLOC_CONF": (str, 0, "Options of the CUDA allocator."),
+    "NCCL_DEBUG": (("VERSION", "WARN", "INFO", "TRACE"), 0, "Log level of NCCL."),
+    "NCCL_ALGO": (str, 0, "NCCL algorithms, for example Ring on PCIe."),
+    "NCCL_PROTO": (str, 0, "NCCL protocols, for example Simple on PCIe."),
+    "NCCL_IB_DISABLE": (bool, 0, "Run NCCL without InfiniBand."),
+    "NCCL_P2P_DISABLE": (bool, 0, "Run NCCL without GPU peer access."),
+    "TORCH_FR_BUFFER_SIZE": (int, 0, "Entries of the collective flight record."),
 }
-LEAST = {"OMP_NUM_THREADS": 1}
+"""Kind, lower limit and help of each flag of a library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,6 @@ class Flag:
         return "training" if section in ("train", "optim", "scaler") else section
 
     @property
-    def kind(self) -> Kind:
-        return self.key.kind
-
-    @property
-    def help(self) -> str:
-        return self.key.help
-
-    @property
     def default(self) -> str:
         return "" if self.key.default is None else format_value(self.key.default)
 
@@ -97,8 +89,8 @@ class Flag:
 TABLE: tuple[Flag, ...] = (
     *(Flag(name, keys()[setting], setting) for name, setting in OWN.items()),
     *(
-        Flag(name, Key(kind, None, LEAST.get(name, 0), ANY_COUNT[1], text))
-        for name, (kind, text) in LIBRARY.items()
+        Flag(name, Key(kind, None, low, ANY_COUNT[1], text))
+        for name, (kind, low, text) in LIBRARY.items()
     ),
 )
 
@@ -117,7 +109,7 @@ def parse(name: str, text: str) -> Value:
     """Returns the value of a flag. Raises UsageError."""
     flag, text = lookup(name), text.strip()
     try:
-        value = convert(text, flag.kind, flag.key.low, flag.key.high)
+        value = convert(text, flag.key.kind, flag.key.low, flag.key.high)
         if not text:
             raise ValueError(text)
     except ValueError:
@@ -131,9 +123,8 @@ def expected(flag: Flag) -> str:
     """Returns a text with the values that a flag accepts."""
     if flag.setting == DRILL:
         return drill_kinds.GRAMMAR
-    return (
-        "0 or 1" if flag.kind is bool else accepted_values(flag.kind, flag.key.low, flag.key.high)
-    )
+    key = flag.key
+    return "0 or 1" if key.kind is bool else accepted_values(key.kind, key.low, key.high)
 
 
 def format_value(value: Value) -> str:
@@ -157,12 +148,8 @@ def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
     Empty variables are left out. Other flags of libraries are not copied, because the shell may
     set them for other reasons. Raises UsageError.
     """
-    check_names(environment)
-    return {
-        name: format_value(parse(name, environment[name]))
-        for name in FLAGS
-        if environment.get(name) and (name.startswith(OWN_PREFIX) or name == DEVICES)
-    }
+    ours = {n: x for n, x in environment.items() if n.startswith(OWN_PREFIX) or n == DEVICES}
+    return {name: format_value(value) for name, value in from_environment(ours).items()}
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Value]:

@@ -126,11 +126,9 @@ def open_regular(path: Path, below: Path | None = None) -> int | None:
     fd = open_inside(path, below)
     if fd is None:
         return None
-    try:
+    with contextlib.suppress(OSError):  # of fstat: the type is not available
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
-    except OSError:  # the type is not available
-        pass
     os.close(fd)
     return None
 

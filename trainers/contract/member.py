@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from trainers.contract import VERSION, dumps, environ, rundir
 from trainers.contract.errors import UsageError, did_you_mean
@@ -47,11 +47,6 @@ COUNTING = ("progress", "exit")
 """Records that contain the number of steps with a non-finite loss, if it is counted."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
-RESERVED = frozenset({
-    "v", "n", "run", "attempt", "ts", "mono", "host", "pid", "rank", "local_rank", "world", "step",
-    "msg", "steps_dt_s", "nonfinite_loss_steps", "cut",
-})  # fmt: skip
-"""The fields of a progress record that are no figures of the program."""
 _BOARD = struct.Struct("<qqq")
 _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 """Marks on the board: a requested halt, and a step that rank 0 decided on."""
@@ -110,6 +105,7 @@ class Member:
 
         A dropped record also uses up its number, so the gap is visible.
         """
+        figures.pop("nonfinite_loss_steps", None)  # the count of a program is no proof
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
         with self._numbering:
@@ -179,11 +175,8 @@ class Member:
         """Copies a private pulse into the run directory if there is no shared memory."""
         path = rundir.pulse(self.run, self.rank)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(path, flags, 0o600)
-        try:
-            os.pwrite(fd, self.pulse.memory[:], 0)
-        finally:
-            os.close(fd)
+        with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+            file.write(self.pulse.memory[:])
 
 
 class HaltBoard:
@@ -224,8 +217,6 @@ class Joined(Member):
         self._reason = "done"
         self._raised_in = ""
         """The phase in which the newest exception was raised, "" after a new step or phase."""
-        self._dropped: set[str] = set()
-        """The names of the figures that were dropped."""
         self.pulse.nonfinite_steps = 0
         self.start()
         self.record("boot", 0)
@@ -235,7 +226,7 @@ class Joined(Member):
         """Marks the start of `step`; returns True if all ranks halt before this step.
 
         `figures` belong to the previous step. Steps with a non-finite `loss` are counted as long as
-        the loss of each step is a plain number. Figures with a name in `RESERVED` are dropped.
+        the loss of each step is a plain number. A figure cannot replace a field of the record.
         """
         self.end_step(**figures)
         if self._board.decide(self.rank, step, bool(self.halt_reason)):
@@ -278,12 +269,8 @@ class Joined(Member):
     def _end_step(self, figures: Mapping[str, Any]) -> None:
         if self._in_step:
             self._in_step = False
-            if taken := sorted(RESERVED.intersection(figures) - self._dropped):
-                self._dropped.update(taken)
-                self.log(f"figures with the names of other fields are dropped: {', '.join(taken)}")
-            figures = {name: value for name, value in figures.items() if name not in RESERVED}
             duration_s = time.monotonic() - self._last_at
-            self.record("progress", self._last_step, steps_dt_s=[duration_s], **figures)
+            self.record("progress", self._last_step, **{**figures, "steps_dt_s": [duration_s]})
 
     def _count(self, loss: object) -> None:
         """Counts a non-finite loss.
@@ -294,11 +281,7 @@ class Joined(Member):
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1
         elif self.pulse.nonfinite_steps >= 0:
-            try:
-                finite = math.isfinite(loss)
-            except OverflowError:  # a number that no float can express
-                finite = False
-            self.pulse.nonfinite_steps += not finite
+            self.pulse.nonfinite_steps += not -math.inf < cast("float", loss) < math.inf
 
     def _exit(self) -> None:
         """Writes the last step, unless an exception ended the program, and then the exit record."""

@@ -63,11 +63,9 @@ def mapped(path: Path, size: int) -> mmap.mmap:
     The bytes are allocated, because a store into a hole raises SIGBUS if the memory is full.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    with os.fdopen(fd, "r+b", buffering=0):
         os.posix_fallocate(fd, 0, size)
         return mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
 
 
 class PulseWriter:
@@ -136,15 +134,15 @@ def unpack(data: bytes) -> Pulse | None:
     """Returns the pulse in 256 bytes, or None if the bytes are torn or invalid."""
     if len(data) != SIZE_BYTES:
         return None
-    (magic, rank, pid, step, code, since, beat, count, device_step, device_code, records,
+    (magic, rank, pid, step, code, since, beat, collectives, device_step, device_code, records,
      nonfinite) = _BODY.unpack(data[8:_END])  # fmt: skip
     known = range(len(PHASES))
     if data[:8] != data[_END:] or magic != MAGIC or code not in known or device_code not in known:
         return None
-    if step < 0 or count < 0 or not (0 <= since < LATEST_S and 0 <= beat < LATEST_S):
+    if step < 0 or collectives < 0 or not (0 <= since < LATEST_S and 0 <= beat < LATEST_S):
         return None
     return Pulse(
-        rank, pid, step, PHASES[code], since, beat, count, device_step, PHASES[device_code],
+        rank, pid, step, PHASES[code], since, beat, collectives, device_step, PHASES[device_code],
         records, nonfinite,
     )  # fmt: skip
 
@@ -169,7 +167,7 @@ def read_open(fd: int) -> Pulse | None:
 
     The file is read with `pread`, because a mapping raises SIGBUS if the file shrinks.
     """
-    try:
+    with contextlib.suppress(OSError):
         for _ in range(TRIES):
             last = os.pread(fd, 8, _END)
             body = os.pread(fd, _BODY.size, 8)
@@ -177,6 +175,4 @@ def read_open(fd: int) -> Pulse | None:
             pulse = unpack(first + body + last)
             if pulse is not None:
                 return pulse
-    except OSError:
-        return None
     return None

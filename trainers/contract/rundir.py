@@ -37,7 +37,7 @@ REQUEST_FILES = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
 TORCHRUN_LOG, TRAINING_CSV = "torchrun.log", "training.csv"
 LIVE_STATUS = "supervisor_status.json"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
-MAX_DOCUMENT_BYTES = 4 << 20
+MAX_DOCUMENT_BYTES, PROC_BYTES = 4 << 20, 4096
 RUN_NAME = re.compile(r"[0-9]{1,4}-[a-z0-9][a-z0-9_.-]{0,47}")
 """Pattern of the name of a run directory; documents that name another directory are ignored."""
 
@@ -82,18 +82,13 @@ def host_name() -> str:
 @functools.cache
 def boot_id() -> str:
     """Returns the kernel's boot id, or "" if not available; a pid is valid within one boot only."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    data = jsonl.read_bytes(Path("/proc/sys/kernel/random/boot_id"), PROC_BYTES, 0)
+    return data.decode("ascii").strip()
 
 
 def start_ticks(pid: int) -> int | None:
     """Returns the start of a process in clock ticks since boot; None if it ended or is hidden."""
-    try:
-        data = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
+    data = jsonl.read_bytes(Path(f"/proc/{pid}/stat"), PROC_BYTES, 0)
     fields = data.rpartition(b")")[2].split()
     return int(fields[19]) if len(fields) > 19 and fields[0] not in (b"Z", b"X") else None
 
@@ -179,13 +174,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(temporary, flags, 0o600)
     try:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
             os.fsync(fd)
-        finally:
-            os.close(fd)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -271,12 +263,9 @@ def check_owner(path: Path) -> os.stat_result:
 def _close_to_others(path: Path) -> None:
     """Removes the permissions of group and others from a directory. Raises RefusedError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if os.fstat(fd).st_mode & 0o077:
-                os.fchmod(fd, 0o700)
-        finally:
-            os.close(fd)
+        with contextlib.closing(OpenDirectory(path)) as folder:
+            if os.fstat(folder.fd).st_mode & 0o077:
+                os.fchmod(folder.fd, 0o700)
     except OSError as error:
         raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
 
@@ -289,13 +278,10 @@ def write_request(run: Path, name: str, by: str) -> None:
     path = run / name
     before = stamp(path)
     try:
-        fd = open_append(path)
-        try:
+        with os.fdopen(open_append(path), "ab", buffering=0) as file:
             with contextlib.suppress(OSError):
-                os.write(fd, f"requested by {by}\n".encode("utf-8", "replace"))
-            os.utime(fd)
-        finally:
-            os.close(fd)
+                file.write(f"requested by {by}\n".encode("utf-8", "replace"))
+            os.utime(file.fileno())
     except OSError:
         if stamp(path) in (before, None):
             raise

@@ -254,7 +254,7 @@ class Launch(Scrolls, View):
             self.do_toggle()
             return
         name, live = item.flag.name, live_launch(self.snapshot)
-        hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.help}"
+        hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.key.help}"
         self.console.open_overlay(
             Editor(name, item.held or "", hint,
                    lambda text: text.strip() and registry.parse(name, text),

@@ -40,7 +40,7 @@ class Item:
     def help(self) -> str:
         """A sentence about the flag or choice."""
         if self.flag is not None:
-            return self.flag.help
+            return self.flag.key.help
         return "after each phase: wait for L, or start the next phase if all gates passed"
 
 
@@ -116,10 +116,10 @@ def next_value(flag: Flag, planned: str, held: str | None) -> tuple[bool, str | 
     The key goes through all values except the planned value, then to None, which undoes the change.
     A value of another kind than a bool or a choice must be typed.
     """
-    if flag.kind is bool:
+    if flag.key.kind is bool:
         choices, planned = ("1", "0"), planned and str(int(planned.lower() in TRUE))
-    elif isinstance(flag.kind, tuple):
-        choices = flag.kind
+    elif isinstance(flag.key.kind, tuple):
+        choices = flag.key.kind
     else:
         return False, None
     cycle = [None, *(choice for choice in choices if choice != planned)]

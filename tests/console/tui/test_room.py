@@ -87,7 +87,7 @@ def test_z_on_launch_shows_the_help_of_every_flag():
         await until(pilot, lambda: "command of phase 1-plumbing" in picture(app))
         await pilot.press("z", "G")
         name, flag = list(FLAGS.items())[-1]
-        await see(pilot, name, flag.help.split()[-1], "esc closes")
+        await see(pilot, name, flag.key.help.split()[-1], "esc closes")
 
     drive(app, body)
 
