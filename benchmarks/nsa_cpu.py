@@ -1,7 +1,9 @@
 """NSA against dense attention on the CPU: whole training steps, one long layer, peak memory.
 
 The contenders of a timing take turns, so that other load on the machine affects all of them alike.
-Ratios are ratios of medians. On a shared machine, CPU seconds vary less than wall seconds.
+Ratios are ratios of medians. On a shared machine, CPU seconds vary less than wall seconds. With
+several threads, CPU seconds include the time in which threads spin at the end of a parallel region;
+NSA has more of these regions than dense attention.
 
     python -m benchmarks.nsa_cpu            # all but --decode, ten minutes on two idle cores
     python -m benchmarks.nsa_cpu --quick    # two layers instead of twelve, two rounds

@@ -1,10 +1,13 @@
-"""Softmax attention of grouped heads through torch's SDPA: H query heads share G key heads.
+"""Softmax attention of grouped heads through torch's SDPA (eq. 1, 2).
+
+Shapes, here and in the other modules: B sequences; H query heads; G key heads, one for each group
+of R = H/G query heads; S queries, which are the last of T tokens; Dk and Dv, the widths of a head.
 
 The attention is computed in the dtype of its inputs. Autocast is suspended, because autocast would
 round wider inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -36,7 +39,7 @@ def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Attention with an additive mask; every query must see at least one key.
+    """Attention (eq. 1, 2) with an additive mask; every query must see at least one key.
 
     `q` is `[N, H, S, Dk]`, `k` is `[N, G, T, Dk]`, `v` is `[N, G, T, Dv]`; the result is `[N, H, S,
     Dv]`. `bias` has the values 0 and -inf, and broadcasts to `[N, H, S, T]`; None hides no key.
@@ -76,13 +79,15 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
 class _Folded(torch.autograd.Function):
     """Computes `attend_folded` and its log-sum-exp, with a backward for all folds together.
 
-    Autograd would allocate a gradient of the size of all tokens for each fold, and sum these.
+    Autograd would allocate a gradient of the size of all tokens for each fold, and sum these. The
+    rows are `[B, G, S · R, D]`, and the log-sum-exp is `[B, G, S · R, 1]`; a fold is a slice of
+    the rows.
     """
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
         rows, found = _rows(q, k.shape[1]), []
-        for fold, seen, bias in _folds(q, k, window):
+        for fold, seen, bias in _cut(q, k, window):
             found.append(attend_part(rows[:, :, fold], k[:, :, seen], v[:, :, seen], bias, True))
         out, lse = zip(*found, strict=True)
         return _heads(out, q), torch.cat(lse, dim=2)
@@ -98,25 +103,28 @@ class _Folded(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         rows = [*(_rows(x, k.shape[1]) for x in (grads[0], q, out)), lse]
         grad_q, grad_k, grad_v = [], torch.zeros_like(k), torch.zeros_like(v)
-        for fold, seen, bias in _folds(q, k, ctx.window):
+        for fold, seen, bias in _cut(q, k, ctx.window):
             keys, values, own = k[:, :, seen], v[:, :, seen], [x[:, :, fold] for x in rows]
             of_q, of_k, of_v = attend_part_backward(own, keys, values, bias, flash=True)
             grad_q.append(of_q)
-            grad_k[:, :, seen] += of_k
-            grad_v[:, :, seen] += of_v
+            grad_k[:, :, seen].add_(of_k)
+            grad_v[:, :, seen].add_(of_v)
         return _heads(grad_q, q), grad_k, grad_v, None
 
 
-def _folds(q: Tensor, k: Tensor, window: int) -> list[tuple[slice, slice, Tensor]]:
-    """Returns three values for each fold: its rows, the keys that they see, and the mask."""
-    heads, found = q.shape[1] // k.shape[1], []
+def _cut(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yields three values for each fold: its rows, its keys, and the mask.
+
+    The keys are those that a row of the fold sees. Beyond the first w tokens, they begin with one
+    key more, which the window hides from all rows; with w = 512, their number is a multiple of 64.
+    """
+    heads = q.shape[1] // k.shape[1]
     for begin in range(0, q.shape[2], FOLDED_TOKENS):
         end = min(begin + FOLDED_TOKENS, q.shape[2])
-        reach = window if window < end else 0  # 0: all tokens of the fold see all earlier tokens
-        start = max(begin - reach, 0) if reach else 0
-        bias = causal_mask(begin - start, end - begin, end - start, q, heads, reach)
-        found.append((slice(begin * heads, end * heads), slice(start, end), bias))
-    return found
+        start = max(begin - window, 0) if window else 0
+        own = window if window < end else 0  # 0: all tokens of the fold see all earlier tokens
+        bias = causal_mask(begin - start, end - begin, end - start, q, heads, own)
+        yield slice(begin * heads, end * heads), slice(start, end), bias
 
 
 def _rows(x: Tensor, groups: int) -> Tensor:

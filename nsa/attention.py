@@ -16,7 +16,7 @@ from nsa.compress import make_phi
 from nsa.config import ModelConfig
 from nsa.documents import each_document, lengths_of
 from nsa.functional import Execution, nsa_attention, routes_of
-from nsa.gate import Gate
+from nsa.gate import Gate, fixed_gates
 from nsa.precision import has_autocast, upcast_fp32
 from nsa.profiler_ranges import mark
 from nsa.projection import Projection, accept_separate_weights
@@ -58,9 +58,7 @@ class NSAttention(nn.Module):
         self.qkv = Projection(config.dim, widths)
         accept_separate_weights(self, "qkv")
         self.phi_k, self.phi_v = (make_phi(config.nsa, d) for d in (config.d_k, config.d_v))
-        fixed = self.switches.fixed_gate
-        hidden = config.nsa.gate_hidden
-        self.gate = Gate(config.dim, config.n_heads, config.nsa.gate, fixed, hidden)
+        self.gate = Gate(config.dim, config.n_heads, config.nsa.gate, config.nsa.gate_hidden)
         self.out = nn.Linear(config.n_heads * config.d_v, config.dim, bias=False)
 
     def forward(
@@ -120,7 +118,9 @@ class NSAttention(nn.Module):
     @torch.no_grad()
     def collect(self, logits: Tensor, q: Tensor, k_blocks: Tensor) -> None:
         """Computes `stats` from gate logits, queries and compressed keys of a forward."""
-        nsa = self.config.nsa
+        nsa, fixed = self.config.nsa, self.switches.fixed_gate
+        if fixed:  # for both kinds of gate, these logits give the fixed weights as branch shares
+            logits = fixed_gates(logits, fixed).log().clamp_min(-1e4)
         p_sel = block_scores(q, k_blocks, nsa)
         found = selection_stats(p_sel, top_blocks(p_sel, nsa), nsa)
         self.stats = gate_stats(logits, nsa.gate) | found

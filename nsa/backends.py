@@ -101,7 +101,7 @@ class Case:
     def selects_all(self) -> bool:
         """True if every query selects all blocks that have begun."""
         nsa = self.config.nsa
-        return self.total <= nsa.n_select * nsa.select_block_size
+        return not self.seq_len or self.total <= nsa.n_select * nsa.select_block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,6 @@ def _masks_are_faster(case: Case) -> bool:
     return case.seq_len == 1 or case.total <= MASKED_UP_TO.get(case.device, MASKED_UP_TO_ELSEWHERE)
 
 
-def _flash_attn_serves(case: Case) -> bool:
-    return case.switches.use_fa2 and not _flash_attn_refusal(case)
-
-
 _RULES = (
     _Rule("all", "causal", "dense attention", lambda c: c.config.attention == "dense"),
     _Rule("cmp", "none", "the sequence is shorter than a compressed block",
@@ -146,7 +142,8 @@ _RULES = (
     _Rule("sel", "masked", "masks are faster for so few tokens", _masks_are_faster),
     _Rule("sel", "chunked", "computes selected blocks only, in bounded memory", lambda c: True),
     _Rule("win", "sequential", "prefill_batched is off", lambda c: c.sequential),
-    _Rule("win", "flash-attn", "use_fa2 is on", _flash_attn_serves),
+    _Rule("win", "flash-attn", "use_fa2 is on",
+          lambda c: c.switches.use_fa2 and not _flash_attn_refusal(c)),
     _Rule("win", "causal", "the window covers the sequence",
           lambda c: c.total <= c.config.nsa.window),
     _Rule("win", "banded", "SDPA over chunks of tokens", lambda c: True),
@@ -173,11 +170,11 @@ def effective(case: Case) -> dict[str, Route]:
             continue
         fallbacks = (_sdpa_refusal(case, rule.name), _fa2_refusal(case, rule.branch))
         reason = "; ".join(filter(None, fallbacks))
-        routes[rule.branch] = Route(rule.name, rule.why, reason, _folds(case, rule.name))
+        routes[rule.branch] = Route(rule.name, rule.why, reason, _folds_heads(case, rule.name))
     return routes
 
 
-def _folds(case: Case, route: str) -> bool:
+def _folds_heads(case: Case, route: str) -> bool:
     """Returns whether the causal part at the start of a sequence folds heads into rows."""
     config = case.config
     longest = {
@@ -188,7 +185,7 @@ def _folds(case: Case, route: str) -> bool:
     enough_groups = 0 < case.threads <= case.batch * config.n_kv_groups
     one_kernel = config.d_k == config.d_v and config.n_heads > config.n_kv_groups
     one_kernel = one_kernel and case.flash_parts and not case.switches.no_flash
-    few = case.first == 0 and longest <= FOLDED_UP_TO
+    few = case.first == 0 < longest <= FOLDED_UP_TO
     return case.device == "cpu" and few and one_kernel and enough_groups
 
 

@@ -80,7 +80,7 @@ class Cache:
     """
 
     def __init__(self, config: NSAConfig | None, capacity: int = 0) -> None:
-        self.length = 0
+        self.config, self.length = config, 0
         self._kv = [Rows(None, capacity) for _ in range(2)]
         self._blocks: list[Rows] = []
         if config is not None:

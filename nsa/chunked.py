@@ -11,8 +11,8 @@ contain this spare row.
 
 Tokens t < n · l' select every block that has begun, so they use plain causal attention.
 
-Shapes: S queries, which are the last of T tokens; C queries in a chunk; R heads in each of G
-groups. A row belongs to one sequence, group and token, and has R heads.
+Shapes are as in `nsa.attend`, with C queries in a chunk. A row belongs to one sequence, group and
+token, and has R heads.
 """
 
 from dataclasses import dataclass
@@ -46,11 +46,11 @@ def attend_chunked(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, flash: bool = True,
     folded: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Causal attention to the selected blocks; shapes as in `nsa.select.attend_selected`.
+    """Causal attention to the selected blocks (eq. 12); shapes as in `nsa.select.attend_selected`.
 
-    `flash` allows torch's flash kernel for the parts. The tiles need queries that start with a
-    block. The queries before these use plain causal attention if they select all blocks, or else a
-    mask.
+    `blocks` may lack the tokens t < n · l' of the sequence. `flash` allows torch's flash kernel for
+    the parts. The tiles need queries that start with a block. The queries before these use plain
+    causal attention if they select all blocks, or else a mask.
     """
     size, (count, total) = config.select_block_size, (q.shape[2], k.shape[2])
     past, all_seen = total - count, config.n_select * size
@@ -68,12 +68,12 @@ def attend_chunked(
         found.append(head.transpose(1, 2))
     if start < count:
         with no_autocast(q.device):
-            found.append(_selected(q_rest, k, v, blocks[:, :, start:], size, flash)[0])
+            found.append(_tiled(q_rest, k, v, blocks[:, :, start - count :], size, flash)[0])
     return torch.cat(found, dim=1).transpose(1, 2)
 
 
 @torch.library.custom_op("nsa::selected", mutates_args=())
-def _selected(
+def _tiled(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, flash: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[B, S, H, Dv]` and the log-sum-exp `[B, S, H]` in float32 or wider.
@@ -102,7 +102,7 @@ def _selected(
 
 
 @torch.library.custom_op("nsa::selected_backward", mutates_args=())
-def _selected_backward(
+def _tiled_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor,
     size: int, flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -131,14 +131,14 @@ def _selected_backward(
     return grad_q.transpose(1, 2), grad_keys.joined(k), grad_values.joined(v)
 
 
-@_selected.register_fake
+@_tiled.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, flash: bool):
     batch, heads, seq_len, _ = q.shape
     lse = upcast_fp32(q.new_empty(0)).new_empty(batch, seq_len, heads)
     return q.new_empty(batch, seq_len, heads, v.shape[-1]), lse
 
 
-@_selected_backward.register_fake
+@_tiled_backward.register_fake
 def _(grad, q, k, v, blocks, out, lse, size, flash):
     grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     return q.new_empty(q.transpose(1, 2).shape).transpose(1, 2), grad_k, grad_v
@@ -151,16 +151,17 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor, _grad_lse):
-    found = _selected_backward(grad, *ctx.saved_tensors, ctx.size, ctx.flash)
+    found = _tiled_backward(grad, *ctx.saved_tensors, ctx.size, ctx.flash)
     return *found, None, None, None
 
 
-_selected.register_autograd(_backward, setup_context=_keep)
+_tiled.register_autograd(_backward, setup_context=_keep)
 
 
 class _Joined:
-    """Sums the weighted outputs of the parts of each query.
+    """Sums the weighted outputs of the parts of each query, one part after the other.
 
+    So no more than one part is in memory, and the largest log-sum-exp of a query is not known yet.
     A weight is the exponential of the part's log-sum-exp minus a reference. At first, the reference
     is the log-sum-exp of the near keys. On a CPU, the reference is raised only if a part is
     more than `FARTHEST_AHEAD` above it. On a GPU, where the host does not wait for this check, the
@@ -264,11 +265,13 @@ class _Chunk:
         block, order = (owner * n_blocks + self.blocks).flatten().sort(stable=True)
         all_blocks, mean = batch * groups * n_blocks, tokens * picks // n_blocks
         slots = max(8, min(TILE_ROWS * self.size // len(self.bias), mean))
+        # For each block of all sequences and groups: first pair, number of tiles, first tile.
         begin = torch.searchsorted(block, torch.arange(all_blocks + 1, device=device))
         n_tiles = (begin.diff() + slots - 1) // slots
         most = (len(order) + all_blocks * (slots - 1)) // slots
         tile_block = _block_of(n_tiles, most)
         first_tile = n_tiles.cumsum(0) - n_tiles
+        # For each pair, in the order of the blocks: its slot among the slots of all tiles.
         slot = (first_tile * slots - begin[:-1])[block] + torch.arange(len(block), device=device)
         row = order.new_full((len(tile_block) * slots,), batch * groups * tokens)  # the spare row
         row.scatter_(0, slot, order // picks)
@@ -370,7 +373,7 @@ class _Blocks:
 
 
 def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
-    """Returns the chunks of the queries `[B, H, S, D]`; the first query begins a block."""
+    """Returns the chunks of the queries `[B, H, S, Dk]`; the first query begins a block."""
     seq_len, heads = q.shape[2], q.shape[1] // k.shape[1]
     first = (k.shape[2] - seq_len) // size
     # The queries are in the third of three blocks, so they see all keys of the first two.

@@ -84,11 +84,11 @@ def to_blocks(x: Tensor, size: int, stride: int) -> Tensor:
 
 
 def summaries(
-    k: Tensor, v: Tensor, phi: tuple[Phi, Phi], config: NSAConfig, base: float, block: int = 0
+    k: Tensor, v: Tensor, phi: tuple[Phi, Phi], config: NSAConfig, base: float, first_block: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Returns keys and values of the complete compressed blocks (eq. 7), `[B, G, N, D]`.
 
-    `k` and `v` `[B, G, T, D]` are unrotated and begin with the first token of block number `block`.
+    `k` and `v` `[B, G, T, D]` are unrotated and begin with the first token of block `first_block`.
     The results are in float32 or wider, and the keys are rotated to the positions of the blocks'
     last tokens.
     """
@@ -96,7 +96,7 @@ def summaries(
     k_blocks, v_blocks = (
         each(to_blocks(x, size, stride)) for each, x in zip(phi, (k, v), strict=True)
     )
-    return rotate(k_blocks, base, block * stride + size - 1, stride), v_blocks
+    return rotate(k_blocks, base, first_block * stride + size - 1, stride), v_blocks
 
 
 def attend_compressed(
@@ -108,13 +108,13 @@ def attend_compressed(
     float32 or wider. Tokens t < size - 1 see no block, so their rows are exactly 0 and have no
     gradient.
     """
-    blind = min(max(size - 1 - first, 0), q.shape[2])
-    pieces = [q.new_zeros(q.shape[0], blind, q.shape[1], v.shape[-1])]
     seeing = list(_seeing(q, k, size, stride, first, CHUNK))
     # All slices come from one split, because the gradient of each separate slice would be as large
     # as the whole tensor.
     lengths = [rows.stop - rows.start for rows, _, _ in seeing]
-    cut = q.split([q.shape[2] - sum(lengths), *lengths], dim=2)
+    blind = q.shape[2] - sum(lengths)
+    cut = q.split([blind, *lengths], dim=2)
+    pieces = [q.new_zeros(q.shape[0], blind, q.shape[1], v.shape[-1])]
     with no_autocast(q.device):
         for queries, (_, n, mask) in zip(cut[1:], seeing, strict=True):
             queries, keys, values = map(upcast_fp32, (queries, k[:, :, :n], v[:, :, :n]))
@@ -130,6 +130,9 @@ def weights_in_chunks(
     q: Tensor, k: Tensor, size: int, stride: int, first: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields p_cmp (eq. 8), summed over each group's heads (eq. 10), for one chunk after the other.
+
+    Eq. 10 sums p_slc, which eq. 9 computes from p_cmp by a linear map; so p_cmp can be summed
+    first. The scores have the factor 1 / sqrt(Dk) of the attention, which eq. 8 omits.
 
     Each item has two values: the slice of the tokens, and p_cmp `[B, G, tokens, n]` in float32 or
     wider; n is the number of blocks that the last of these tokens sees. Shapes and `first` are as
@@ -152,13 +155,14 @@ def _seeing(
 
     Each item has three values: the rows, the number of blocks that the last row sees, and the mask.
     Block i ends with token i · d + l - 1, so token t sees it if i · d ≤ t - (l - 1). This is a
-    causal mask of queries at t - (l - 1), here `row`, and keys at 0, d, 2 · d, …; with l = 32 and
-    d = 16, token 47 is at 16 and sees the blocks 0 and 1. For a single query, the mask is None.
+    causal mask of queries at t - (l - 1), here `latest`, and keys at 0, d, 2 · d, …; with l = 32
+    and d = 16, token 47 is at 16 and sees the blocks 0 and 1. For a single query, the mask is None.
+    `start` and `end` are rows of `q`.
     """
     begin, like = max(size - 1 - first, 0), upcast_fp32(k[:, :, :0])
     for start in range(begin, q.shape[2] if k.shape[2] else 0, chunk):
         end = min(start + chunk, q.shape[2])
-        row = first + start - (size - 1)
-        n = min((row + end - 1 - start) // stride + 1, k.shape[2])
-        mask = causal_mask(row, end - start, n, like, stride=stride) if end - start > 1 else None
+        latest = first + start - (size - 1)  # a block that row `start` sees begins here or earlier
+        n = min((latest + end - 1 - start) // stride + 1, k.shape[2])
+        mask = causal_mask(latest, end - start, n, like, stride=stride) if end - start > 1 else None
         yield slice(start, end), n, mask

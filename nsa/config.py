@@ -167,7 +167,8 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
 def attended_pairs(config: NSAConfig, seq_len: int) -> dict[str, int]:
     """Returns the exact number of (query, key) pairs per head and sequence, for each branch.
 
-    The keys of the result are `cmp`, `sel` and `win`.
+    The sum over the branches is N_t of eq. 6, summed over the tokens t. The keys of the result are
+    `cmp`, `sel` and `win`.
     """
     n_cmp = compressed_blocks(config, seq_len)
     first_end = config.block_size - 1

@@ -46,7 +46,7 @@ def each_document(
     for documents in together.values():
         if cache is not None and documents[0]:
             cache.reset()
-        if lengths[documents[0]]:
+        if lengths[documents[0]] or not sum(lengths):  # a sequence without tokens is computed too
             joined = [torch.cat([piece[i] for i in documents]) for piece in pieces]
             found |= zip(documents, attend(*joined).split(batch), strict=True)
     return torch.cat([found[i] for i in sorted(found)], dim=2)

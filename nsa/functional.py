@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from nsa.chunked import attend_chunked
 from nsa.compress import BlockMean, Phi, attend_compressed, summaries
 from nsa.config import N_BRANCHES, ModelConfig, NSAConfig, compressed_blocks
 from nsa.documents import each_document, lengths_of
+from nsa.gate import fixed_gates
 from nsa.partial import FLASH_PARTS
 from nsa.precision import upcast_fp32
 from nsa.profiler_ranges import mark
@@ -32,8 +33,10 @@ Routes = Callable[[Tensor, int], Mapping[str, Route]]
 class Execution:
     """The way to compute `nsa_attention`; all ways give the same result except for rounding.
 
-    `observe` is called with the rotated queries and compressed keys, if `first` is 0. `nvtx` marks
-    the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
+    Only `force_branch` and `uniform_gate` of the switches change it: they replace the gates.
+    `observe` is called with the rotated queries and compressed keys, if there are queries and
+    `first` is 0. `nvtx` marks the branches as ranges for Nsight Systems. `routes` replaces the
+    table of `nsa.backends`.
     """
 
     switches: Switches = field(default_factory=Switches)
@@ -50,18 +53,21 @@ def nsa_attention(
 ) -> Tensor:  # fmt: skip
     """Returns the gated sum of the three branches (eq. 5) for S queries, `[B, H, S, Dv]`.
 
-    `q` is `[B, H, S, Dk]`. `k` and `v` have three tensors each: keys `[B, G, T, Dk]` and values
-    `[B, G, T, Dv]` of the compressed, selected and window branch (section 3.3.3); head h belongs to
-    group h // (H/G). `gates` is `[B, S, H, 3]`, with the branches in this order. Queries and keys
-    are not rotated yet.
+    Each branch is attention to its own keys and values (eq. 3, 4). `q` is `[B, H, S, Dk]`. `k` and
+    `v` have three tensors each: keys `[B, G, T, Dk]` and values `[B, G, T, Dv]` of the compressed,
+    selected and window branch (section 3.3.3); head h belongs to group h // (H/G). They have the
+    dtype of `q`. `gates` is `[B, S, H, 3]`, with the branches in this order. Queries and keys are
+    not rotated yet.
 
     Compressed branch: `phi` maps each block of l unrotated keys to one key, and each block of l
-    values to one value (eq. 7). Keys are compressed before the rotary embedding, because averaging
-    or mixing rotated keys would cancel their fast components. A compressed key is then rotated to
-    the position of its block's last token; queries from this position on see the key. Selected
-    branch: the attention weights of the compressed keys (eq. 8) give scores of blocks of l' tokens
-    (eq. 9), summed over the heads of a group (eq. 10); each query attends to the n best blocks (eq.
-    11, 12). Window branch: the last w tokens.
+    values to one value (eq. 7). The default is the mean, also for `compress="mlp"`: then pass the
+    modules of `nsa.compress.make_phi`. The configuration's `compress`, `gate` and `gate_hidden`
+    apply only to the layer `NSAttention`. Keys are compressed before the rotary embedding, because
+    averaging or mixing rotated keys would cancel their fast components. A compressed key is then
+    rotated to the position of its block's last token; queries from this position on see the key.
+    Selected branch: the attention weights of the compressed keys (eq. 8) give scores of blocks of
+    l' tokens (eq. 9), summed over the heads of a group (eq. 10); each query attends to the n best
+    blocks (eq. 11, 12). Window branch: the last w tokens.
 
     `first` is the position of the first query. Without a `cache`, T = first + S. With a `cache`, k
     and v are only the keys and values of the S queries; the cache has the `first` tokens before
@@ -71,33 +77,29 @@ def nsa_attention(
     `cu_seqlens` are the offsets 0, …, S of documents packed in the sequence; each document is
     computed as if it were alone. With a cache, the first document continues the cached document
     (offsets 0, 0, … end the cached document), and the last document stays in the cache. Raises
-    ValueError for lengths that do not fit.
+    ValueError for shapes, dtypes, lengths and a cache that do not fit.
     """
     _check_shapes(q, k, v, gates)
-    known = 0 if cache is None else cache.length
-    if k[0].shape[2] + known != first + q.shape[2]:
-        raise ValueError(
-            f"{q.shape[2]} queries from position {first} need keys from 0 on; got "
-            f"{k[0].shape[2]} keys and {known} in the cache."
-        )
+    _check_positions(q.shape[2], k[0].shape[2], first, cu_seqlens is not None, cache)
     if how.routes is None:
         how = replace(how, routes=_usual_routes(q, k[1], v[1], config, how.switches))
     if cu_seqlens is not None:
-        more = {"phi": phi, "rope_base": rope_base, "cache": cache}
-        return _documents(q, k, v, gates, config, lengths_of(cu_seqlens, q.shape[2]), how, more)
-    k_cmp, v_cmp = k[0], v[0]
+        alone = partial(nsa_attention, config=config, phi=phi, rope_base=rope_base, cache=cache)
+        parts, lengths = (q, gates.transpose(1, 2), *k, *v), lengths_of(cu_seqlens, q.shape[2])
+        return _documents(alone, parts, lengths, how, cache)
+    if how.switches.fixed_gate is not None:
+        gates = fixed_gates(gates, how.switches.fixed_gate)
     q, k_sel, k_win = (
         rotate(x, rope_base, first + q.shape[2] - x.shape[2]) for x in (q, k[1], k[2])
     )
     kv = [k_sel, v[1], k_win, v[2]]
     if cache is None:
-        blocks = summaries(k_cmp, v_cmp, phi, config, rope_base)
+        blocks = summaries(k[0], v[0], phi, config, rope_base)
     else:
-        kv, blocks = _extended(cache, [k_cmp, v_cmp, *kv], config, phi, rope_base)
-    if how.observe is not None and first == 0:
+        kv, blocks = _extended(cache, [k[0], v[0], *kv], config, phi, rope_base)
+    if how.observe is not None and q.shape[2] > first == 0:
         how.observe(q, blocks[0])
-    branches = _branches(q, blocks, kv, config, first, how)
-    return gated_sum(gates, *branches)
+    return gated_sum(gates, *_branches(q, blocks, kv, config, first, how))
 
 
 def _extended(
@@ -107,8 +109,11 @@ def _extended(
 
     Returns two values: keys and values of the selected and the window branch, and the compressed
     blocks. Before and after the call, the cache has the blocks that are complete, and at least the
-    unrotated rows from the first token of the next block on.
+    unrotated rows from the first token of the next block on. Raises ValueError for the cache of
+    another configuration.
     """
+    if cache.config != config:
+        raise ValueError(f"the cache is for {cache.config}, not for {config}; make a new cache.")
     old, was_empty = compressed_blocks(config, cache.length), cache.length == 0
     k_cmp, v_cmp, *kv = cache.append(new)
     if compressed_blocks(config, cache.length) > old or was_empty:  # once to store 0 blocks
@@ -125,27 +130,41 @@ def _check_shapes(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Te
         (batch, heads, count, width), groups, total = found[0], *found[1][1:3]
         keys, values = ([batch, groups, total, d] for d in (width, found[-2][-1]))
         wanted = [found[0], *[keys] * N_BRANCHES, *[values] * N_BRANCHES, [batch, count, heads, 3]]
-    if found != wanted or not groups or q.shape[1] % groups:
+    kinds = {x.dtype for x in (q, *k, *v)}
+    if found != wanted or not q.shape[0] * groups or q.shape[1] % groups or len(kinds) > 1:
         raise ValueError(
             "q must be [B, H, S, Dk], k and v three tensors [B, G, T, D] each, gates [B, S, H, 3], "
-            f"and H a multiple of G; got the shapes {found}."
+            "B and G at least 1, H a multiple of G, and q, k and v of one dtype; got the shapes "
+            f"{found} and the dtypes {kinds}."
+        )
+
+
+def _check_positions(count: int, keys: int, first: int, packed: bool, cache: Cache | None) -> None:
+    """Raises ValueError unless the numbers of queries and keys fit, as `nsa_attention` says."""
+    known = 0 if cache is None else cache.length
+    if first < 0 or keys + known != first + count or (packed and keys != count):
+        raise ValueError(
+            f"{count} queries from position {first} need keys from 0 on, and packed documents only "
+            f"their own keys; got {keys} keys and {known} in the cache."
         )
 
 
 def _documents(
-    q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor, config: NSAConfig,
-    lengths: list[int], how: Execution, more: dict[str, Any],
+    alone: Callable[..., Tensor], parts: Sequence[Tensor], lengths: list[int], how: Execution,
+    cache: Cache | None,
 ) -> Tensor:  # fmt: skip
-    """Computes `nsa_attention` for each document; `observe` gets only the longest documents."""
-    cache = more["cache"]
+    """Calls `alone`, which is `nsa_attention`, for each document.
+
+    `parts` are the queries, the gates `[B, H, S, 3]`, three keys and three values. `observe` gets
+    only the longest documents.
+    """
 
     def attend(q: Tensor, gates: Tensor, *kv: Tensor) -> Tensor:
         own = how if q.shape[2] == max(lengths) else replace(how, observe=None)
         first = 0 if cache is None else cache.length
-        gates = gates.transpose(1, 2)
-        return nsa_attention(q, kv[:3], kv[3:], gates, config, first=first, how=own, **more)
+        return alone(q, kv[:3], kv[3:], gates.transpose(1, 2), first=first, how=own)
 
-    return each_document(attend, (q, gates.transpose(1, 2), *k, *v), lengths, cache)
+    return each_document(attend, parts, lengths, cache)
 
 
 def _branches(
@@ -167,7 +186,7 @@ def _branches(
     with mark("cmp", cmp.name, how.nvtx), allowed_kernels(switches, bool(cmp.fallback)):
         out_cmp = attend_compressed(q, blocks[0], blocks[1], size, stride, first)
     with mark("sel", sel.name, how.nvtx), allowed_kernels(switches, bool(sel.fallback)):
-        out_sel = _selected(q, k_sel, v_sel, blocks[0], config, first, sel, switches)
+        out_sel = _selected_branch(q, k_sel, v_sel, blocks[0], config, first, sel, switches)
     with mark("win", win.name, how.nvtx), allowed_kernels(switches, bool(win.fallback)):
         if win.name == "flash-attn":
             out_win = attend_flash_attn(q, k_win, v_win, config.window)
@@ -196,14 +215,18 @@ def _sequential(
     return cmp, sel, win
 
 
-def _selected(
+def _selected_branch(
     q: Tensor, k: Tensor, v: Tensor, k_blocks: Tensor, config: NSAConfig, first: int, route: Route,
     switches: Switches,
 ) -> Tensor:  # fmt: skip
-    """Returns the output of the selected branch, `[B, H, S, Dv]`."""
+    """Returns the output of the selected branch (eq. 8 to 12), `[B, H, S, Dv]`."""
     if route.name == "causal":
         return attend_last(q, k, v, route.folded)
-    blocks = top_blocks(block_scores(q, k_blocks, config, first), config, first)
+    skip = 0
+    if route.name == "chunked":  # it needs no blocks for the tokens that select all of them
+        skip = min(max(config.n_select * config.select_block_size - first, 0), q.shape[2])
+    scores = block_scores(q[:, :, skip:], k_blocks, config, first + skip)
+    blocks = top_blocks(scores, config, first + skip)
     if route.name == "chunked":
         return attend_chunked(q, k, v, blocks, config, not switches.no_flash, route.folded)
     return SELECTED[route.name](q, k, v, blocks, config)

@@ -13,18 +13,13 @@ class Gate(nn.Module):
 
     With "sigmoid" (the paper) the branches are independent. With "softmax" the weights add up to 1.
     The logits are linear in the input. With `hidden` above 0, they are an MLP of the input with one
-    hidden layer of that width (the paper, section 3.2). For ablations, `fixed` replaces the weights
-    of all tokens and heads; all parameters of the module then have a gradient of 0.
+    hidden layer of that width (the paper, section 3.2).
     """
 
-    def __init__(
-        self, dim: int, n_heads: int, kind: str, fixed: tuple[float, ...] | None = None,
-        hidden: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, dim: int, n_heads: int, kind: str, hidden: int = 0) -> None:
         super().__init__()
         self.n_heads = n_heads
         self.kind = kind
-        self.fixed = fixed
         self.hidden = nn.Linear(dim, hidden, bias=False) if hidden else None
         self.proj = nn.Linear(hidden or dim, N_BRANCHES * n_heads)
 
@@ -34,13 +29,13 @@ class Gate(nn.Module):
         logits = self.proj(features).unflatten(-1, (self.n_heads, N_BRANCHES))
         # A weight's gradient is a sum over a head's values; in bfloat16 it would be rounded twice.
         logits = upcast_fp32(logits)
-        weights = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
-        if self.fixed is None:
-            return weights, logits
-        # The device fills this tensor, because copying it from the host would wait for the device.
-        fixed = torch.stack([weights.new_full((), share) for share in self.fixed])
-        # For both kinds of gate, these logits give the fixed weights as branch shares.
-        return weights * 0 + fixed, fixed.log().clamp_min(-1e4).expand_as(logits)
+        return logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1), logits
+
+
+def fixed_gates(gates: Tensor, shares: tuple[float, ...]) -> Tensor:
+    """Returns `shares` for all tokens and heads; `gates` `[B, S, H, 3]` get a gradient of 0."""
+    # The device fills these tensors, because copying from the host would wait for the device.
+    return gates * 0 + torch.stack([gates.new_full((), share) for share in shares])
 
 
 def branch_shares(logits: Tensor, kind: str) -> Tensor:

@@ -1,14 +1,14 @@
 """Constant tensors (masks, rotary tables), cached by their arguments and shared by all layers."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 T = TypeVar("T", bound="Tensor | tuple[Tensor, ...]")
 
 LARGEST_MIB, MOST_TABLES = 256, 1024
@@ -23,14 +23,16 @@ class Tables:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._tables: OrderedDict[Hashable, Any] = OrderedDict()
+        self._tables: OrderedDict[Any, Any] = OrderedDict()
 
-    def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        """Returns the table of a key; builds the table if it is not cached."""
+    def get(self, build: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Returns `build(*args)`; builds the table if it is not cached."""
+        key = build, args
         if key in self._tables:
             self._tables.move_to_end(key)
             return self._tables[key]
-        table = build()
+        with torch.inference_mode(False), torch.no_grad():
+            table = build(*args)
         if _bytes(table) > LARGEST_MIB << 20:
             return table
         self._tables[key] = table
@@ -48,23 +50,20 @@ def _bytes(table: Tensor | Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in each)
 
 
-def cached_table(build: Callable[P, T]) -> Callable[P, T]:
+def cached_table(build: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
     """Caches a function that builds constant tensors from hashable arguments.
 
     The tables are neither in the state dict of a module nor among its checkpointed inputs. They are
     built outside inference mode, so that a later training step may save them for its backward.
-    While torch.compile traces the function, its result becomes part of the graph.
+    While torch.compile traces or a CUDA graph is captured, the table becomes part of the graph.
+    Under FakeTensorMode it has no values. In these cases it is not cached.
     """
 
     @wraps(build)
-    def table(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            return build(*args, **kwargs)
-
-        def new() -> T:
-            with torch.inference_mode(False), torch.no_grad():
-                return build(*args, **kwargs)
-
-        return TABLES.get((build, args, tuple(kwargs.items())), new)
+    def table(*args: *Ts) -> T:
+        traced = torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor
+        if traced or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return build(*args)
+        return TABLES.get(build, args)
 
     return table

@@ -69,7 +69,4 @@ def attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """
     flash_attn_func = importlib.import_module("flash_attn").flash_attn_func
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = flash_attn_func(
-        q, k, v, dropout_p=0.0, softmax_scale=None, causal=True, window_size=(window - 1, 0)
-    )
-    return out.transpose(1, 2)
+    return flash_attn_func(q, k, v, causal=True, window_size=(window - 1, 0)).transpose(1, 2)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa import chunked
 from nsa.attention import DenseAttention, NSAttention
+from nsa.backends import Switches
 from nsa.functional import nsa_attention
 from nsa.select import block_scores
 from tests.nsa.cases import (
@@ -36,6 +37,16 @@ NEARLY_CANCELS = model_config(
     window=1, gate="softmax",
 )  # fmt: skip
 MARGIN = 1e-5
+
+
+class Called(torch.nn.Module):
+    """A layer that is called by way of `call`."""
+
+    def __init__(self, layer, call):
+        super().__init__()
+        self.forward = call
+        self.named_parameters = layer.named_parameters
+        self.modules = layer.modules
 
 
 def layer_and_input(config, seed, batch, seq_len, dtype, route="masked"):
@@ -192,6 +203,26 @@ def test_every_parameter_gets_a_gradient(seq_len, compress, route):
     assert dead == []
 
 
+@pytest.mark.parametrize("offsets", [None, [0, 0], [0, 0, 0]])
+@pytest.mark.parametrize(
+    "switches",
+    [Switches(), Switches(sel_ranges=True), Switches(prefill_batched=False), None],
+    ids=["usual", "ranges", "sequential", "dense"],
+)
+def test_no_tokens_give_an_empty_output_and_gradients_of_zero(switches, offsets):
+    config = model_config()
+    layer = NSAttention(config, switches) if switches else DenseAttention(config)
+    layer.collecting = True  # of statistics, which no token has
+    x = torch.randn(2, 0, config.dim)
+    found = gradients(Called(layer, partial(layer, cu_seqlens=offsets)), x, x)
+    assert found.pop("out").shape == found.pop("x").shape == x.shape
+    assert found
+    assert all(gradient.abs().max() == 0 for gradient in found.values())
+    with torch.no_grad():
+        assert layer(x, cache := layer.new_cache(), offsets).shape == x.shape
+    assert cache.length == 0
+
+
 def test_every_branch_reaches_as_far_as_it_should():
     """With one branch open at a time, which inputs move the last output."""
     config = model_config(
@@ -255,8 +286,8 @@ def test_the_host_waits_for_no_result_of_a_gpu(route):
         q, k, blocks = (torch.zeros(2, n, 500, 8) for n in (4, 2, 2))
         case = q[:, :, 32:], k, k, blocks[:, :, 32:, :6].long(), 4, True
         # The bodies of the operators: for a meta tensor, an operator calls only its fake.
-        out, lse = chunked._selected._init_fn(*case)
-        chunked._selected_backward._init_fn(out, *case[:4], out, lse, *case[4:])
+        out, lse = chunked._tiled._init_fn(*case)
+        chunked._tiled_backward._init_fn(out, *case[:4], out, lse, *case[4:])
 
 
 @pytest.mark.parametrize("route", ["masked", "chunked"])
@@ -265,17 +296,7 @@ def test_recomputation_gives_the_same_gradients(reentrant, route):
     layer, x, weight = layer_and_input(model_config(), 0, 2, 40, torch.float32, route)
     plain = gradients(layer, x, weight)
 
-    class Recomputed(torch.nn.Module):
-        def forward(self, x):
-            return checkpoint(layer, x, use_reentrant=reentrant)
-
-        def named_parameters(self, *args, **kwargs):
-            return layer.named_parameters()
-
-        def modules(self):
-            return layer.modules()
-
-    again = gradients(Recomputed(), x, weight)
+    again = gradients(Called(layer, partial(checkpoint, layer, use_reentrant=reentrant)), x, weight)
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
@@ -369,19 +390,29 @@ def test_selection_is_the_same_for_all_heads_of_a_group():
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("q", (1, 4, 9)), ("q", (1, 3, 9, 8)), ("k", (2, 1, 2, 9, 8)), ("k", (3, 1, 2, 9, 4)),
-     ("v", (3, 2, 2, 9, 8)), ("v", (3, 1, 0, 9, 8)), ("gates", (1, 4, 9, 3))],
+    ("name", "shape", "dtype"),
+    [("q", (1, 4, 9), None), ("q", (1, 3, 9, 8), None), ("k", (2, 1, 2, 9, 8), None),
+     ("k", (3, 1, 2, 9, 4), None), ("v", (3, 2, 2, 9, 8), None), ("v", (3, 1, 0, 9, 8), None),
+     ("gates", (1, 4, 9, 3), None), ("k", (3, 1, 2, 9, 8), torch.bfloat16),
+     ("v", (3, 1, 2, 9, 6), torch.float64)],
 )  # fmt: skip
-def test_other_shapes_are_refused_in_one_sentence(name, shape):
-    given = {"q": (1, 4, 9, 8), "k": (3, 1, 2, 9, 8), "v": (3, 1, 2, 9, 6), "gates": (1, 9, 4, 3)}
+def test_other_shapes_and_dtypes_are_refused_in_one_sentence(name, shape, dtype):
+    shapes = {"q": (1, 4, 9, 8), "k": (3, 1, 2, 9, 8), "v": (3, 1, 2, 9, 6), "gates": (1, 9, 4, 3)}
+    given = {key: torch.zeros(x) for key, x in shapes.items()}
     call = partial(nsa_attention, config=model_config().nsa)
-    assert call(**{key: torch.zeros(x) for key, x in given.items()}).shape == (1, 4, 9, 6)
-    with pytest.raises(ValueError, match=r"q must be \[B, H, S, Dk\], .* got the shapes \[\["):
-        call(**{key: torch.zeros(x) for key, x in {**given, name: shape}.items()})
+    assert call(**given).shape == (1, 4, 9, 6)
+    refused = pytest.raises(ValueError, match=r"q must be \[B, H, S, Dk\], .* got the shapes \[\[")
+    with refused:
+        call(**{**given, name: torch.zeros(shape, dtype=dtype)})
+    with refused:  # no sequence at all
+        call(q=given["q"][:0], k=given["k"][:, :0], v=given["v"][:, :0], gates=given["gates"][:0])
 
 
-def test_keys_of_another_number_than_the_queries_are_refused():
-    q, k, gates = torch.zeros(1, 4, 9, 8), torch.zeros(3, 1, 2, 12, 8), torch.zeros(1, 9, 4, 3)
-    with pytest.raises(ValueError, match="9 queries from position 2 need keys from 0 on; got 12"):
-        nsa_attention(q, k, k, gates, model_config().nsa, first=2)
+@pytest.mark.parametrize(
+    ("keys", "first", "offsets"), [(12, 2, None), (8, -1, None), (12, 3, [0, 9]), (12, 3, [0, 12])]
+)
+def test_keys_of_another_number_than_the_queries_are_refused(keys, first, offsets):
+    q, k, gates = torch.zeros(1, 4, 9, 8), torch.zeros(3, 1, 2, keys, 8), torch.zeros(1, 9, 4, 3)
+    said = f"9 queries from position {first} need keys from 0 on, .*; got {keys} keys and 0 in"
+    with pytest.raises(ValueError, match=said):
+        nsa_attention(q, k, k, gates, model_config().nsa, first=first, cu_seqlens=offsets)

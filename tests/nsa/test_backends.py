@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from nsa.attention import DenseAttention, NSAttention
 from nsa.backends import Case, Switches, effective, in_words
 from nsa.config import ModelConfig
+from nsa.functional import Execution, nsa_attention
 from nsa.model import Transformer
 from nsa.window import attend_flash_attn, attend_window
 from tests.nsa.cases import gradients, model_config
@@ -163,6 +164,24 @@ def test_a_forced_branch_is_alone_and_keeps_all_parameters_in_the_graph(gate):
     uniform.collecting = True
     uniform(x)
     assert uniform.stats["gate_branch_shares"].tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_the_function_has_the_ablations_of_the_layer():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 4, 40, 8), torch.randn(3, 1, 2, 40, 8)
+
+    def call(gates, **more):
+        return nsa_attention(q, k, k, gates, model_config().nsa, **more)
+
+    for place, branch in enumerate(("cmp", "sel", "win")):
+        gates = torch.rand(1, 40, 4, 3).requires_grad_()
+        out = call(gates, how=Execution(Switches(force_branch=branch)))
+        assert torch.equal(out, call(torch.eye(3)[place].expand_as(gates)))
+        out.sum().backward()
+        assert gates.grad is not None
+        assert gates.grad.abs().max() == 0
+    uniform = call(torch.rand(1, 40, 4, 3), how=Execution(Switches(uniform_gate=True)))
+    assert torch.equal(uniform, call(torch.full((1, 40, 4, 3), 1 / 3)))
 
 
 @pytest.mark.parametrize("switches", [Switches(no_flash=True), Switches(flash_only=True)])

@@ -53,9 +53,8 @@ def test_a_model_decodes_the_logits_of_its_forward(attention, prefill_batched):
     tokens = torch.randint(64, (2, 40))
     expected = model(tokens)
     with torch.no_grad():
-        caches = model.caches()
-        found = [model(tokens[:, :25], caches)]
-        found += [model(tokens[:, t : t + 1], caches) for t in range(25, 40)]
+        caches, edges = model.caches(), [0, 0, 25, 25, *range(26, 41), 40]  # three empty blocks
+        found = [model(tokens[:, i:j], caches) for i, j in pairwise(edges)]
     torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -118,6 +117,14 @@ def test_a_prefill_holds_little_more_than_its_rows():
     row = 4 * 2 * 8  # float32, two groups of width 8
     sizes = [rows.untyped_storage().nbytes() / row for rows in cache.kv]
     assert sizes == [8, 8, 1250, 1250, 12, 12]
+
+
+def test_a_cache_of_another_configuration_is_refused():
+    layer, cache = routed(model_config(), "masked"), Cache(model_config(window=5).nsa)
+    for other in (cache, Cache(None)):
+        with torch.no_grad(), pytest.raises(ValueError, match=r"the cache is for .*, not for"):
+            layer(torch.randn(1, 4, 16), other)
+        assert other.length == 0
 
 
 def test_a_cache_refuses_gradients():

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,23 @@ assert "transformers" not in sys.modules
 """
 
 
-def example() -> str:
+def example(number: int = 0) -> str:
     text = (ROOT / "nsa/README.md").read_text()
-    return text.partition("```python\n")[2].partition("```")[0]
+    return text.split("```python\n")[number + 1].partition("```")[0]
 
 
-def test_the_example_of_the_readme_runs():
-    statements = [line for line in example().splitlines() if line]
-    assert 10 < len(statements) <= 15
-    exec(compile(example(), "README.md", "exec"), {})
+@pytest.mark.parametrize(("number", "longest"), [(0, 15), (1, 10)])
+def test_the_examples_of_the_readme_run(number, longest):
+    statements = [line for line in example(number).splitlines() if line]
+    assert longest - 5 < len(statements) <= longest
+    exec(compile(example(number), "README.md", "exec"), {})
+
+
+def test_the_readme_has_the_versions_that_the_package_requires():
+    project = tomllib.loads((ROOT / "nsa/pyproject.toml").read_text())["project"]
+    for requirement in project["dependencies"]:
+        name, _, versions = requirement.partition(">=")
+        assert f"{name} ≥ {versions.partition(',')[0]}" in (ROOT / "nsa/README.md").read_text()
 
 
 def test_the_wheel_of_nsa_works_without_the_console_and_the_trainers(tmp_path):

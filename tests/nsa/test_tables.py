@@ -1,8 +1,11 @@
 """Masks and rotary tables: cached, and bounded in memory whatever lengths are met."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa import tables
+from nsa.attention import NSAttention
+from tests.nsa.cases import model_config
 
 
 def test_tables_of_many_lengths_stay_within_their_memory(monkeypatch):
@@ -32,3 +35,18 @@ def test_tables_of_many_lengths_stay_within_their_memory(monkeypatch):
     assert tables.TABLES.bytes == kept, "a table larger than all the memory displaces no other one"
     table(1001)
     assert built[-1] == 10**6
+
+
+def test_a_run_with_fake_tensors_leaves_no_table(monkeypatch):
+    """Tools that estimate memory run a model so; later runs of the same shape need real tables."""
+    monkeypatch.setattr(tables, "TABLES", tables.Tables())
+    config = model_config(heads=(2, 3))
+    layer, x = NSAttention(config), torch.randn(1, 40, config.dim)
+    expected = layer(x)
+    for built in (tables.TABLES, tables.Tables()):  # with tables of real runs, and without
+        monkeypatch.setattr(tables, "TABLES", built)
+        kept = built.bytes
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            assert layer(fake.from_tensor(x)).shape == x.shape
+        assert built.bytes == kept
+        assert torch.equal(layer(x), expected)
