@@ -155,7 +155,7 @@ def resume(
     report.resume(found.step, found.tokens_total, jsonl.number(found.report, "first_loss"))
     text = f"resumed from {path}"
     if unknown:
-        text += f"; not compared, because only one side has it: {', '.join(unknown)}"
+        text += f"; not compared (missing here or in the checkpoint): {', '.join(unknown)}"
     report.record_event("resume", found.step, text, path=str(path), not_compared=unknown)
     return replace(found, data={}) if "data" in changed else found
 

@@ -59,7 +59,7 @@ class Inventory:
             self._dump_memory(f"pre_step{step}")
 
     def end(self, step: int) -> None:
-        """Writes the memory dumps that are due after a step, and the size of the optimizer."""
+        """Writes the memory dumps due after a step, and after the first step the optimizer size."""
         if self._is_first:
             self._is_first = False
             self._dump_memory(f"step{step}")
