@@ -97,7 +97,7 @@ def choose_on_all_ranks(
     """Returns, on all ranks, the checkpoint that `choose` returns on rank 0.
 
     Returns three values: the path and the manifest of the checkpoint, and the errors of the
-    checkpoints that rank 0 skipped. Returns None if there is no checkpoint. Raises CheckpointError
+    checkpoints that rank 0 skipped. Returns None if `choose` returns None. Raises CheckpointError
     on all ranks if a rank finds no checkpoint, or another one, at this path.
     """
 

@@ -258,7 +258,7 @@ def save(t: Training, step: int) -> None:
 def save_final(t: Training) -> None:
     """Waits for a background save, then saves the final checkpoint if `checkpoint.at_end` is set.
 
-    Raises CheckpointError.
+    Exports this checkpoint if `checkpoint.export` is set. Raises CheckpointError.
     """
     step = t.report.steps_done
     t.phases.enter(step, "save")

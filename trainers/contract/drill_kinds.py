@@ -1,8 +1,7 @@
 """Drills: the faults that a trainer can produce for practice, and the grammar of a drill.
 
-A drill is `KIND@STEP[:RANK][:SECONDS][!]`; commas separate several drills. RANK is a number or
-`all`; the default is 0. A drill without `!` happens in the first attempt only. This module needs no
-torch.
+A drill is `KIND@STEP[:RANK[:SECONDS]][!]`; commas separate several drills. RANK is a number or
+`all`; the default is 0. A drill without `!` happens in the first attempt only. Needs no torch.
 """
 
 from __future__ import annotations

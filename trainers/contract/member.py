@@ -103,7 +103,7 @@ class Member:
     def record(self, msg: str, step: int, /, **figures: Any) -> None:
         """Records one heartbeat; `figures` are the fields of docs/run-directory.md.
 
-        A dropped record also uses up its number, so the gap is visible.
+        A dropped record also uses up its number, so the gap in the numbers is visible.
         """
         figures.pop("nonfinite_loss_steps", None)  # a program cannot set this count
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
