@@ -147,8 +147,7 @@ def _use_saved_names(
     """Renames the keys of `state` if the checkpoint has one parameter for each projection.
 
     Such a checkpoint is older than `nsa.projection`. Each joined tensor of this model then gets a
-    whole tensor that is loaded in its place. The renamed entries of `state` are views of the whole
-    tensor.
+    whole tensor that is loaded in its place; the renamed entries of `state` are views of the whole.
     Returns the pairs of the joined tensor and the whole tensor.
     """
     wholes = []

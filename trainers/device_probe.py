@@ -143,8 +143,7 @@ def first_batch(phases: Sequence[Phase]) -> Found:
 def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
     """Returns an attention layer with random weights and the routes of the phase.
 
-    The routes are those of the phase's model, also if `model` has other block sizes or another
-    window.
+    The routes are those of the phase's model, also if the blocks or window of `model` differ.
     """
     of, device, train = phase.settings, phase.device, phase.settings.train
     allow_tf32(train.tf32)
