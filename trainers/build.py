@@ -1,4 +1,4 @@
-"""Builds all parts of a training (model, optimizer, loader, …); restores a named checkpoint."""
+"""Builds all parts of a training (model, optimizer, loader, …), and restores a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export
 
 
 class Training:
-    """The parts of a training that a step uses; restores a checkpoint if the settings name one."""
+    """The parts of a training that a step uses; restores the checkpoint that `choose` returns."""
 
     def __init__(self, settings: Settings, member: Member, report: Report):
         self.settings, self.member, self.report = settings, member, report
@@ -129,7 +129,7 @@ def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch
 def resume(
     settings: Settings, member: Member, report: Report, parts: Parts, stream: str
 ) -> Manifest | None:
-    """Restores the checkpoint that rank 0 finds for `checkpoint.resume`.
+    """Restores the checkpoint that `choose` returns on rank 0.
 
     `stream` is the fingerprint of the data. If the data changed and this is allowed, the data start
     from the beginning. Returns the manifest of the checkpoint, or None to start at step 1. Raises
@@ -155,15 +155,15 @@ def resume(
     report.resume(found.step, found.tokens_total, jsonl.number(found.report, "first_loss"))
     text = f"resumed from {path}"
     if unknown:
-        text += f"; not compared, because only one side has it: {', '.join(unknown)}"
+        text += f"; not compared (missing here or in the checkpoint): {', '.join(unknown)}"
     report.record_event("resume", found.step, text, path=str(path), not_compared=unknown)
     return replace(found, data={}) if "data" in changed else found
 
 
 def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointError]] | None:
-    """Returns the checkpoint to resume from, or None to start at step 1; only rank 0 calls this.
+    """Returns a checkpoint and the errors of skipped checkpoints, or None to start at step 1.
 
-    Raises CheckpointError.
+    Only rank 0 calls this function. Raises CheckpointError.
     """
     named, step = settings.checkpoint.resume, settings.checkpoint.from_step
     if member.supervised and member.attempt > 1 and manifest.newest_first(member.run):

@@ -1,8 +1,8 @@
 """The settings that a resumed training may change, and the refusal of other changes.
 
-A resumed training may change the settings outside `GROUPS`, and those in `FREE`. The number of
-ranks may change too, if the number of sequences per step stays the same or the group `batch` is
-allowed. This module needs no torch.
+A resumed training may change the settings outside `GROUPS`, those in `FREE`, and the groups that
+`checkpoint.allow_change` allows. The number of ranks may change if the number of sequences per step
+stays the same or the group `batch` is allowed. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def allowed(text: str) -> frozenset[str] | None:
 
 
 def compared(settings: Mapping[str, Any], world: int, stream: str) -> dict[str, Any]:
-    """Returns the values that belong to `GROUPS`; values that are not available are left out.
+    """Returns the values of `GROUPS` that are available, except those in `FREE`.
 
     `settings` is a mapping of values by key. `stream` is the fingerprint of the data, or "" if no
     fingerprint is available.
@@ -69,8 +69,8 @@ def refuse(
 ) -> tuple[Sequence[str], frozenset[str]]:
     """Raises UsageError if a value of `compared` changed and `allow` does not permit this.
 
-    Returns two values: the names of values that only one side has, which are not compared, and the
-    groups that changed.
+    Returns two values: the names of the values that `before` or `now` lacks, which are not
+    compared, and the groups that changed.
     """
     changed: dict[str, list[str]] = {}
     for name in sorted(before.keys() & now.keys()):

@@ -55,7 +55,7 @@ class Parts:
     spikes: Spikes
 
     def state(self) -> State:
-        """Returns views of all tensors except the generators, by section and parameter name."""
+        """Returns all tensors by section and name, except the states of the generators."""
         for p in self.model.parameters():
             if not self.optimizer.state[p]:
                 self.optimizer.state[p] = optim.empty_state(p)
@@ -97,7 +97,7 @@ def choose_on_all_ranks(
     """Returns, on all ranks, the checkpoint that `choose` returns on rank 0.
 
     Returns three values: the path and the manifest of the checkpoint, and the errors of the
-    checkpoints that rank 0 skipped. Returns None if there is no checkpoint. Raises CheckpointError
+    checkpoints that rank 0 skipped. Returns None if `choose` returns None. Raises CheckpointError
     on all ranks if a rank finds no checkpoint, or another one, at this path.
     """
 
@@ -147,7 +147,7 @@ def _use_saved_names(
     """Renames the keys of `state` if the checkpoint has one parameter for each projection.
 
     Such a checkpoint is older than `nsa.projection`. Each joined tensor of this model then gets a
-    whole tensor that is loaded in its place; the renamed entries of `state` are views of it.
+    whole tensor that is loaded in its place; the renamed entries of `state` are views of the whole.
     Returns the pairs of the joined tensor and the whole tensor.
     """
     wholes = []

@@ -34,7 +34,7 @@ METAVARS: Mapping[str, str] = {
     "data.path": "DIR", "data.timeout_s": "SECONDS", "checkpoint.resume": "DIR",
     "checkpoint.allow_change": "GROUPS", "data.skip": "A:B", "checkpoint.export": "PATH",
 }  # fmt: skip
-"""The values of a key in the help, if the key has no choices and is no whole number."""
+"""The help's placeholder for the value of a key that has no choices and is no whole number."""
 RUN_OR_CHECKPOINT = "run directory (its newest verified checkpoint is used) or checkpoint directory"
 
 
@@ -60,10 +60,10 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None, program: str, variables: Mapping[str, str]) -> Arguments:
     """Returns the arguments in `argv`; without --config, `$CONFIG` is used. Raises UsageError."""
     found = _parser(program).parse_args(argv)
-    origins = {key: option for option, key in OPTIONS.items() if getattr(found, key) is not None}
-    overrides = {key: getattr(found, key) for key in origins}
-    overrides |= dict(_override(text) for text in found.set)
-    _check_ranks(found.ddp, variables)
+    sets = dict(_override(text) for text in found.set)
+    origins = {k: o for o, k in OPTIONS.items() if getattr(found, k) is not None and k not in sets}
+    overrides = {key: getattr(found, key) for key in origins} | sets
+    _check_ranks(found.ddp, program, variables)
     config = found.config or (Path(name) if (name := variables.get(environ.CONFIG)) else None)
     return Arguments(config, found.run_dir, found.check, overrides, origins)
 
@@ -101,9 +101,9 @@ def _override(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _check_ranks(ddp: str, variables: Mapping[str, str]) -> None:
+def _check_ranks(ddp: str, program: str, variables: Mapping[str, str]) -> None:
     world = int(variables.get("WORLD_SIZE", "1"))
     if ddp == "1" and "RANK" not in variables:
-        raise UsageError("--ddp 1 needs torchrun; start it with torchrun -m trainers.ddp …")
+        raise UsageError(f"--ddp 1 needs torchrun; start it with torchrun -m {program} …")
     if ddp == "0" and world > 1:
         raise UsageError(f"--ddp 0 is for one process, but torchrun started {world}; omit --ddp 0")

@@ -45,7 +45,7 @@ SEQUENTIAL_TOKENS, SHORT, FUTURE_SCALE = 96, 24, 8.0
 of the changed tokens, which is so large that rounding does not hide a leak."""
 ROUNDING = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Largest accepted change of an output on the chunked route, relative to the largest output. On
-this route, the selection of other tokens changes the tiles, and so the rounding."""
+this route, the selection of the changed tokens alters the tiles, and so the rounding."""
 PARITY = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
 """Largest accepted difference from float64, relative to the norm of the output in float64."""
 Found = tuple[str, str, dict[str, Any]]
@@ -143,7 +143,7 @@ def first_batch(phases: Sequence[Phase]) -> Found:
 def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
     """Returns an attention layer with random weights and the routes of the phase.
 
-    A `model` with other lengths does not change the routes.
+    The routes are those of the phase's model, also if the blocks or window of `model` differ.
     """
     of, device, train = phase.settings, phase.device, phase.settings.train
     allow_tf32(train.tf32)
@@ -240,7 +240,7 @@ def parity(phases: Sequence[Phase]) -> Found:
 
 
 def difference(phase: Phase) -> float:
-    """Returns how far a layer's outputs are from float64 on the CPU, relative to their norm.
+    """Returns how far a layer's outputs are from float64 on the CPU, relative to its norm.
 
     In float64 the tokens are computed one by one through the cache. Every block is selected,
     because rounding could change a selection. The window is shorter than the sequence, except on

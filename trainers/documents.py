@@ -56,7 +56,7 @@ class Documents:
     text_key: str
 
     def read(self, file: str, cursor: int) -> Iterator[Piece]:
-        """Yields the pieces of a file from `cursor` on. Raises DataError with the file's name."""
+        """Yields the pieces of a file in this part, from `cursor` on. Raises DataError."""
         try:
             for piece in self.reader(file, cursor, self.text_key):
                 if self.keep is None or self.keep(piece[1]):
@@ -73,7 +73,7 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
 
     For the source `text` a fraction of the files is held out. For other sources a fraction of the
     documents is held out, chosen by content, so that no copy of a held-out document is trained on.
-    `scratch` is a directory for temporary files. Raises DataError if there is nothing to read.
+    `scratch` is a directory for temporary files. Raises DataError.
     """
     source = data.source
     if source == "fineweb_edu":
@@ -111,7 +111,7 @@ def fingerprint_entry(file: str, root: Path | str) -> str:
 
 
 def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
-    """Returns two values: the data folder, and a sorted list of its files that are not empty."""
+    """Returns two values: the data folder, and its files that are selected and not empty."""
     root, pattern = Path(data.path), data.pattern
     folders = [root]
     if not data.path:

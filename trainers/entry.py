@@ -57,7 +57,8 @@ def exit_now(code: int) -> NoReturn:
 def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Member:
     """Returns this rank's `Member` of its run.
 
-    Raises RefusedError if the directory already contains a run or cannot be used, and UsageError.
+    Raises UsageError if --run-dir is needed and missing, and RefusedError if the directory already
+    contains a run or cannot be used.
     """
     supervised = environ.RUN_ID in variables
     resumes = resolved.settings.checkpoint.resume == AUTO and not supervised
@@ -78,7 +79,7 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
 
 
 def _default_run(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Path:
-    """Returns a directory named by the start time of torchrun, which is the same on all ranks."""
+    """Returns a directory named by a start time; under torchrun, by torchrun's own start time."""
     if int(variables.get("GROUP_WORLD_SIZE", "1")) > 1:
         raise UsageError("ranks on several hosts need one run directory; name it with --run-dir")
     started = time.time()

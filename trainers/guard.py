@@ -82,7 +82,7 @@ class Spikes:
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
 
     def detect(self, norm: Tensor, nonfinite: Tensor) -> Tensor:
-        """Returns 1.0 if `norm` is a spike, else 0.0; adds the norm to the window."""
+        """Returns 1.0 if `norm` is a spike, else 0.0; adds a finite norm to the window."""
         if not self._sigmas:
             return torch.zeros_like(nonfinite)
         deviation, mean = torch.std_mean(self.norms)

@@ -1,8 +1,8 @@
 """Writes dtypes, libraries, driver and device of a run, and its memory at some steps.
 
 The recorder's thread writes all files, so a slow or full disk does not stall a step. With FSDP,
-the names of the dtype, optimizer and memory files contain `fsdp`; the sizes of optimizer and
-memory are then those of one rank's shards.
+the names of the dtype, optimizer and memory files contain `fsdp`, and the size of the optimizer is
+that of one rank's shards.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Inventory:
             self._dump_memory(f"pre_step{step}")
 
     def end(self, step: int) -> None:
-        """Writes the memory dumps that are due after a step, and the size of the optimizer."""
+        """Writes the memory dumps due after a step, and after the first step the optimizer size."""
         if self._is_first:
             self._is_first = False
             self._dump_memory(f"step{step}")

@@ -1,7 +1,7 @@
 """`python -m trainers.load CHECKPOINT` verifies a checkpoint and loads all of it on the CPU.
 
-If the plan sets `load`, the supervisor starts this command beside a training for new checkpoints.
-So the command has the lowest priority.
+If the plan sets `load`, the supervisor starts this command for new checkpoints, also while the
+training continues. So the command has the lowest priority.
 """
 
 from __future__ import annotations

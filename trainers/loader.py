@@ -40,7 +40,7 @@ SKIP, EDGES = "skip", ("start", "stop")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch of this rank. `tokens_scored` counts over all ranks."""
+    """One micro-batch of this rank. `tokens_scored` is the sum over all ranks."""
 
     inputs: Tensor
     """int64 `[B, S]`; with `cu_seqlens`, one sequence `[1, B · S]`."""
@@ -75,7 +75,7 @@ class Loader:
     """Reads batches ahead in a thread; `fetch` raises DataError if no batch comes in time.
 
     `state` is the position of the training in the source, without the batches that were read ahead.
-    A later loader continues from this position, which is the `data` of the checkpoint `resumed`.
+    A checkpoint stores this position as `data`; the loader continues from the `data` of `resumed`.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ def read_batch(source: Source, count: int, rank: int, world: int, device: torch.
 def to_skip(steps: str, sequences: int, resumed: Manifest | None) -> Mapping[str, Any]:
     """Returns the positions `start` and `stop` (excluded) of the data that `data.skip` names.
 
-    The steps count as in the training that wrote the checkpoint, which may have had another number
-    of `sequences` per step. The result is part of the state, so that a later resume with the same
+    The steps are those of the training that wrote the checkpoint; its number of `sequences` per
+    step may be different. The result is part of the state, so that a later resume with the same
     `steps` skips the same data. It is {} if `steps` is empty.
     """
     named = step_range(steps)

@@ -205,7 +205,7 @@ def evaluate(t: Training, step: int) -> None:
 
 
 def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns three values: loss sum in nats, number of scored and number of right predictions."""
+    """Returns loss sum in nats, scored predictions, right predictions (0 without `count_right`)."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     each = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
@@ -258,7 +258,7 @@ def save(t: Training, step: int) -> None:
 def save_final(t: Training) -> None:
     """Waits for a background save, then saves the final checkpoint if `checkpoint.at_end` is set.
 
-    Raises CheckpointError.
+    Exports this checkpoint if `checkpoint.export` is set. Raises CheckpointError.
     """
     step = t.report.steps_done
     t.phases.enter(step, "save")

@@ -55,8 +55,8 @@ def step_of(path: Path) -> int | None:
 def newest_first(run: Path) -> list[Path]:
     """Returns the checkpoint directories of a run, the newest first; [] if there are none.
 
-    The result includes a checkpoint that an interrupted save renamed. Raises CheckpointError if the
-    folder cannot be listed.
+    The result includes a checkpoint that an interrupted save renamed and did not replace. Raises
+    CheckpointError if the folder cannot be listed.
     """
     folder = run / rundir.CHECKPOINTS
     try:
@@ -103,7 +103,7 @@ def _original(aside: Path) -> str:
 
 
 def clear_leftovers(run: Path) -> None:
-    """Removes the files of a killed save, and undoes the rename of the checkpoint to be replaced.
+    """Removes the files of a killed save; restores the name of a checkpoint that the save renamed.
 
     Only the process that saves may call this function.
     """

@@ -29,10 +29,10 @@ LEAST_SCALE = 1.0
 """Lowest loss scale; gradients that overflow at this scale are too large for fp16."""
 
 MFU_FORMULA = {
-    "mfu": "flops_per_token * toks_per_s / (world * peak_flops); dense attention, uncorrected",
-    "mfu_exact": "the same with flops_per_token_exact; exact pairs of query and key",
+    "mfu": "flops_per_token * toks_per_s / (world * peak_flops); each query counts all keys",
+    "mfu_exact": "flops_per_token_exact * toks_per_s / (world * peak_flops); exact number of keys",
 }
-"""The formula of each figure; both numbers of FLOPs are of `nsa.config.flops_per_token`."""
+"""The formula of each figure; `nsa.config.flops_per_token` returns both numbers of FLOPs."""
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,4 +1,4 @@
-"""Profiles steps with torch.profiler, and reports the SDPA kernels that these steps called."""
+"""Profiles steps with torch.profiler, and reports the SDPA kernels of the first steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Profiler:
         self._exporting: threading.Thread | None = None
 
     def request(self, step: int) -> None:
-        """Profiles the steps after `step`, unless a window is already open or planned."""
+        """Plans a window of the steps after `step`, unless a window is already open or planned."""
         if self._open is None and step >= self._window.stop:
             self._window = range(step + 1, step + 1 + REQUESTED_STEPS)
 

@@ -62,7 +62,7 @@ TABLE: tuple[Refusal, ...] = (
         ("data.tokenizer", "model.vocab_size"),
         lambda s: s.model.vocab_size not in VOCABULARIES[s.data.tokenizer],
         "the vocabulary of byte is exactly 256; gpt2 has 50257 tokens, which may be rounded up to "
-        "a multiple of 64 (50304) to 1024",
+        "a multiple of 64 (50304), 128, 256, 512 or 1024",
     ),
     Refusal(
         ("data.source", "data.tokenizer", "data.documents"),
@@ -86,7 +86,7 @@ TABLE: tuple[Refusal, ...] = (
         ("ddp.static_graph", "train.accumulate"),
         lambda s: s.ddp.static_graph and s.train.accumulate > 1,
         "a static graph with no_sync crashes torch (pytorch#143580); use NSA_DDP_STATIC_GRAPH=0, "
-        "or NSA_ACCUM=1 and a train.batch_size that is larger by this factor "
+        "or use NSA_ACCUM=1 and multiply train.batch_size by the present train.accumulate "
         "(configs/m7c_125m_2xa100_production_tuned.yaml)",
     ),
     Refusal(

@@ -78,7 +78,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """True until `collect` or `finish` has returned the result of a background save."""
+        """True from the start of a background save until `collect` has returned its result."""
         return self._pending is not None
 
     def collect(self, wait_s: float | None = 0) -> list[Path | CheckpointError]:
@@ -96,8 +96,8 @@ class Saver:
     def finish(self) -> list[Path | CheckpointError]:
         """Waits for the background save of a training that failed; raises nothing.
 
-        Returns the same as `collect`. The next save of the run removes the files of a save that was
-        not finished within `FINISH_S`.
+        Returns the results of `collect`, and an error for a save that was not finished within
+        `FINISH_S`. The next save of the run removes the files of such a save.
         """
         ended = self.collect(FINISH_S)
         if self._pending is not None:

@@ -46,7 +46,7 @@ def test_options_are_settings_with_their_own_origin_and_set_overrides_them():
     assert set(plain) == set(keys()) > set(command_line.OPTIONS.values())
     assert all(key.help.endswith(".") or name.startswith("model.") for name, key in keys().items())
     assert plain["data.source"] == {"value": "recall", "origin": "--dataset"}
-    assert plain["train.steps"]["value"] == 9
+    assert plain["train.steps"] == {"value": 9, "origin": "--set"}
     assert plain["checkpoint.resume"] == {"value": "auto", "origin": "--resume"}
     assert plain["train.strategy"] == {"value": "fsdp", "origin": "entry trainers.fsdp"}
     other = settings.resolve(CONFIG, {}, {"train.strategy": "ddp"}, "trainers.fsdp").as_dict()
@@ -294,9 +294,10 @@ def test_a_wrong_start_exits_with_13_and_one_sentence_and_leaves_nothing(
     ("words", "code", "says"),
     [
         (["extra"], 13, "unrecognized arguments"),
+        (["--ddp", "1"], 13, "torchrun -m {module} "),
         (["--set", "checkpoint.resume=/no/such"], 15, "has no verified checkpoint"),
     ],
-    ids=["arguments", "training"],
+    ids=["arguments", "ranks", "training"],
 )
 def test_an_error_names_the_module_that_was_started(tmp_path, module, words, code, says):
     done = subprocess.run(
@@ -306,7 +307,7 @@ def test_an_error_names_the_module_that_was_started(tmp_path, module, words, cod
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"{module}: ")
-    assert says in done.stderr
+    assert says.format(module=module) in done.stderr
 
 
 def test_a_wrong_start_inside_a_run_is_in_its_heartbeat_and_metrics(tmp_path):

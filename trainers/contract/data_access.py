@@ -21,7 +21,7 @@ GPT2_FILES = tuple(
 
 
 def hub() -> tuple[str, int]:
-    """Returns two values: host and port of the hub or proxy; port 0 if HF_HUB_OFFLINE is set."""
+    """Returns host and port of the hub or proxy; a reason and 0 if HF_HUB_OFFLINE is set."""
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set", 0
     from urllib import request  # imported here: 1 MiB, rarely needed
@@ -34,7 +34,7 @@ def hub() -> tuple[str, int]:
 
 
 def hub_problem() -> str:
-    """Returns why the hub cannot be read, or "". Only the DNS lookup may take long."""
+    """Returns why the hub cannot be read, or "" if it answers. The DNS lookup has no time limit."""
     host, port = hub()
     if not port:
         return f"{host}, so {DATASET} cannot be read; {MIRROR}"

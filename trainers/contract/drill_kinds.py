@@ -1,8 +1,7 @@
 """Drills: the faults that a trainer can produce for practice, and the grammar of a drill.
 
-A drill is `KIND@STEP[:RANK][:SECONDS][!]`; commas separate several drills. RANK is a number or
-`all`; the default is 0. A drill happens in the first attempt only; with `!` it also happens in
-later attempts that run its step. This module needs no torch.
+A drill is `KIND@STEP[:RANK[:SECONDS]][!]`; commas separate several drills. RANK is a number or
+`all`; the default is 0. A drill without `!` happens in the first attempt only. Needs no torch.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class Truth:
     """The right verdict on a fault in a run of two ranks, and the right reactions of an operator.
 
     The fault shows as a verdict with this `cause` in this `phase`, as the state in which the run
-    `ends`, or as an `alert`. `right` has the right actions. "resume" means that the rank steps
-    again without an action; an empty `right` means that no reaction is needed.
+    `ends`, or as an `alert`. `right` has the right actions. "resume" means that the ranks step
+    again after a stall; an empty `right` means that no reaction is needed.
     """
 
     cause: str = ""
@@ -41,16 +40,16 @@ class Truth:
     ranked: bool = True
     """False if no record shows the rank of the fault, because all ranks record a common sum."""
     after_s: float = 0.0
-    """The time that the alert needs to observe the fault."""
+    """Additional seconds that `nsa-console drill` waits for the alert."""
 
 
 STALLS = ("stop", "kill")
-"""Right reactions to a rank that does not end its step; a halt would wait for this end."""
+"""Right reactions to a rank that does not end its step; a halt would wait until the step ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of fault. `amount` is the default of SECONDS; None if it accepts no SECONDS."""
+    """One kind of fault. `amount` is the default of SECONDS; None if the kind takes no SECONDS."""
 
     about: str
     truth: Truth
@@ -93,7 +92,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One fault at an optimizer step; `rank` None means all ranks. `str` returns it as text."""
+    """One fault at an optimizer step; `rank` None means all ranks. `str` returns the drill text."""
 
     kind: str
     step: int

@@ -3,7 +3,7 @@
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
 in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
 the stacks of at most 100 threads; then torch writes the flight record of the collectives. The
-helper touches no object of the program.
+helper creates no frame object.
 
 If a rank holds the GIL in native code, the helper cannot run. For this case there is a second
 signal, `LAST_RESORT`: faulthandler writes the stack of the main thread in the signal handler
@@ -16,10 +16,10 @@ Two other methods killed healthy trainings, as core files show (CPython 3.11.7, 
 50,000 dumps):
 
 - faulthandler in the handler of SIGUSR1: the evaluation of a frame publishes a C frame some
-  instructions before it sets `current_frame` (3.12 too), and the handler follows the old pointer.
-  With `all_threads=True`, one of 7 to 1,019 dumps killed the training.
+  instructions before it sets `current_frame` (also in 3.12); the handler follows the old pointer.
+  With `all_threads=True`, trainings died after 7 to 1,019 dumps.
 - `sys._current_frames()` and `f_back` in the helper: allocating the frame object may collect
-  garbage and release the GIL. Meanwhile the thread can return from the frame and call another
+  garbage and release the GIL. Meanwhile the frame's own thread can return from it and call another
   function in the same memory; the object then refers to a frame larger than itself.
 """
 
@@ -60,7 +60,7 @@ def _woken(_number: int, _frame: FrameType | None) -> None:
 
 
 def _flight_record() -> str:
-    """Returns torch's flight record of the collectives as JSON, or "" if there is none.
+    """Returns torch's flight record of the collectives as JSON, or "" if torch has no recorder.
 
     If torch raises an error, the JSON has only this error.
     NCCL's recorder is read only if the general recorder has no entry. NCCL's recorder queries CUDA
@@ -89,7 +89,7 @@ class StackDumper:
 
     The dump goes to a file in `live`, a directory in memory, so a frozen run directory cannot block
     the dump. `later` runs a function that may block; that function copies the dump to the run
-    directory as `stackdump_rank{R}.txt`. Without `live`, the dump goes there directly.
+    directory as `stackdump_rank{R}.txt`. Without `live`, the dump goes to that file directly.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StackDumper:
         os.register_at_fork(after_in_child=self._unregister)
 
     def uninstall(self) -> None:
-        """Ignores both signals from now on; a dump while Python exits would kill the process."""
+        """Ignores both signals from now on; a dump while Python exits could kill the process."""
         if self._thread.ident is None:
             return
         self._unregister()

@@ -33,7 +33,7 @@ def _plain(value: Any) -> Any:
 
 
 def _foreign(value: Any) -> Any:
-    """Returns the number in a value of another type (for example a tensor), or else its text."""
+    """Returns a value that JSON cannot encode (for example a tensor) as a number, or as text."""
     try:
         return _plain(float(value))
     except (TypeError, ValueError, RuntimeError):
@@ -62,7 +62,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """Returns `record[key]` as a float, also the texts in `NONFINITE`; None for other values."""
+    """Returns `record[key]` (a number or a text in `NONFINITE`) as a float; else None."""
     value = record.get(key)
     return value if type(value) is float else _number(value)
 
@@ -119,14 +119,14 @@ def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def open_regular(path: Path, below: Path | None = None) -> int | None:
-    """Opens a regular file for reading; returns None for a link or directory, or on error.
+    """Opens a regular file for reading; returns None for anything else, or on error.
 
     With `below`, the directories between `below` and the file must not be links either.
     """
     fd = open_inside(path, below)
     if fd is None:
         return None
-    with contextlib.suppress(OSError):  # of fstat: the type is not available
+    with contextlib.suppress(OSError):  # an error of fstat: the type is not available
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
     os.close(fd)

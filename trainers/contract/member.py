@@ -103,9 +103,9 @@ class Member:
     def record(self, msg: str, step: int, /, **figures: Any) -> None:
         """Records one heartbeat; `figures` are the fields of docs/run-directory.md.
 
-        A dropped record also uses up its number, so the gap is visible.
+        A dropped record also uses up its number, so the gap in the numbers is visible.
         """
-        figures.pop("nonfinite_loss_steps", None)  # the count of a program is no proof
+        figures.pop("nonfinite_loss_steps", None)  # a program cannot set this count
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
         with self._numbering:
@@ -226,7 +226,7 @@ class Joined(Member):
         """Marks the start of `step`; returns True if all ranks halt before this step.
 
         `figures` belong to the previous step. Steps with a non-finite `loss` are counted as long as
-        the loss of each step is a plain number. A figure cannot replace a field of the record.
+        the loss of each step is a plain number. A figure cannot replace a field of the contract.
         """
         self.end_step(**figures)
         if self._board.decide(self.rank, step, bool(self.halt_reason)):
@@ -242,7 +242,7 @@ class Joined(Member):
     def end_step(self, /, **figures: Any) -> None:
         """Ends the present step, to which `figures` belong; does nothing if this step has ended.
 
-        `step` calls this, so a program needs it only after its last step.
+        `step` calls `end_step`, so a program needs this call only after its last step.
         """
         if self._in_step:
             self._count(figures.get("loss"))
@@ -284,7 +284,7 @@ class Joined(Member):
             self.pulse.nonfinite_steps += not -math.inf < cast("float", loss) < math.inf
 
     def _exit(self) -> None:
-        """Writes the last step, unless an exception ended the program, and then the exit record."""
+        """Writes the exit record, and before it the last step if no exception ended the program."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end_step({})

@@ -58,7 +58,7 @@ class Pulse:
 
 
 def mapped(path: Path, size: int) -> mmap.mmap:
-    """Maps a file of at least `size` bytes; creates a missing file. Raises OSError.
+    """Maps `size` bytes of a file; creates or extends the file if needed. Raises OSError.
 
     The bytes are allocated, because a store into a hole raises SIGBUS if the memory is full.
     """
@@ -96,7 +96,7 @@ class PulseWriter:
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
         """Marks the start of `phase` in `step`.
 
-        Without a device step or phase, the device has the same step or phase.
+        Without a device step or phase, the pulse shows `step` or `phase` for the device.
         """
         self._since, self.step, self.phase = time.monotonic(), step, phase
         self._device = device_step, device_phase

@@ -50,7 +50,7 @@ class Recorder:
         self.trouble = ""
         """The newest failure of a write or a call, or "" if none has failed."""
         self.failing = ""
-        """The newest OSError, or "" after a later write without an error."""
+        """The newest OSError, or "" if there was none or a later write had no error."""
         self._closed = False
         self._busy_since = 0.0
         self._thread = threading.Thread(target=self._run, name="nsa-recorder", daemon=True)
@@ -143,10 +143,10 @@ class Recorder:
         return fd
 
     def _reopen(self, path: Path, fd: int) -> None:
-        """Redirects the descriptor to the file now at `path`; its last line may be incomplete.
+        """Redirects the descriptor to the new file at `path`, whose last line may be incomplete.
 
-        If that file cannot be opened, records still go to the file that was moved away; if the
-        earlier file was deleted, raises OSError.
+        If the new file cannot be opened, records still go to the old file. If the old file was
+        deleted too, raises OSError.
         """
         try:
             new = self._open(path)

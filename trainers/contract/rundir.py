@@ -158,7 +158,7 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
 def read_json(
     path: Path, limit: int = MAX_DOCUMENT_BYTES, below: Path | None = None
 ) -> dict[str, Any] | None:
-    """Returns the object in a JSON file, or None if `path` has none of at most `limit` bytes.
+    """Returns the object in a JSON file of at most `limit` bytes, or None for anything else.
 
     `below` has the same meaning as in `jsonl.open_regular`.
     """
@@ -218,7 +218,7 @@ def open_append(path: Path) -> int:
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory and its parents with mode 0700; closes an existing directory to others.
+    """Creates a directory and its parents with mode 0700; an existing directory gets this mode too.
 
     Raises RefusedError.
     """
@@ -245,7 +245,7 @@ def remove_tree(path: Path) -> None:
 def check_owner(path: Path) -> os.stat_result:
     """Returns the stat result of a directory.
 
-    Raises RefusedError for a link, another owner, or a directory that cannot be read.
+    Raises RefusedError if `path` is no directory, is a link, has another owner or cannot be read.
     """
     try:
         status = path.lstat()
@@ -271,7 +271,7 @@ def _close_to_others(path: Path) -> None:
 
 
 def write_request(run: Path, name: str, by: str) -> None:
-    """Creates or touches `.HALT` or one of `REQUEST_FILES`; if the disk is full, it may be empty.
+    """Creates or touches `.HALT` or one of `REQUEST_FILES`; on a full disk the file may be empty.
 
     Raises OSError if the ranks would see no change.
     """
