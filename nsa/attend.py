@@ -116,7 +116,7 @@ def _cut(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tens
     """Yields three values for each fold: its rows, its keys, and the mask.
 
     The keys are those that at least one row of the fold sees. If the fold begins at token w or
-    later, one more key comes first; the window hides this key from all rows. So with w = 512, the
+    later, one more key precedes these; the window hides that key from all rows. With w = 512, the
     number of keys of a whole fold is a multiple of 64.
     """
     heads = q.shape[1] // k.shape[1]

@@ -155,7 +155,7 @@ def _documents(
     alone: Callable[..., Tensor], parts: Sequence[Tensor], lengths: list[int], how: Execution,
     cache: Cache | None,
 ) -> Tensor:  # fmt: skip
-    """Calls `alone`, which is `nsa_attention`, for each document.
+    """Calls `alone`, which is `nsa_attention`, and returns the results of all documents.
 
     `parts` are the queries, the gates `[B, H, S, 3]`, three keys and three values. `observe` gets
     only the longest documents.
