@@ -1,7 +1,7 @@
 """Reads the stacks of a process with py-spy, if the operator has installed this program.
 
-py-spy reads the memory of the process and never pauses it, so the process need not answer. The
-kernel must allow this access, as it does for a debugger.
+With `--nonblocking`, py-spy reads the memory of the process and does not pause the process. So the
+process need not answer. The kernel must allow this access, as it does for a debugger.
 """
 
 from __future__ import annotations
