@@ -29,7 +29,7 @@ _ALL_BUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SD
 def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
     """Returns a context that limits SDPA to the kernels that the switches allow.
 
-    With `refused`, flash cannot compute this case, so the switch `flash_only` has no effect.
+    With `refused`, the switch `flash_only` has no effect, because flash may not support this case.
     """
     if switches.no_flash:
         return sdpa_kernel(_ALL_BUT_FLASH)
@@ -70,8 +70,8 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor
 def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
     """Computes `attend_last` with T = S on the CPU, for equal Dk and Dv.
 
-    A `window` above 0 hides older tokens. The tokens are cut into folds. The heads of a group are
-    rows of one product, and a fold reads only the keys that at least one of its tokens sees.
+    A `window` above 0 hides the tokens before the window. The tokens are cut into folds. The heads
+    of a group are rows of one product, and a fold reads only its own keys (see `_cut`).
     """
     return _Folded.apply(q, k, v, window)[0]
 
@@ -115,8 +115,9 @@ class _Folded(torch.autograd.Function):
 def _cut(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yields three values for each fold: its rows, its keys, and the mask.
 
-    The keys are those that a row of the fold sees. Beyond the first w tokens, they begin with one
-    key more, which the window hides from all rows; with w = 512, their number is a multiple of 64.
+    The keys are those that at least one row of the fold sees. If the fold begins at token w or
+    later, one more key precedes these; the window hides that key from all rows. With w = 512, the
+    number of keys of a whole fold is a multiple of 64.
     """
     heads = q.shape[1] // k.shape[1]
     for begin in range(0, q.shape[2], FOLDED_TOKENS):
@@ -133,7 +134,7 @@ def _rows(x: Tensor, groups: int) -> Tensor:
 
 
 def _heads(rows: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Joins pieces with the shape of `_rows` to `[B, H, S, D]`, with the heads of `like`.
+    """Joins pieces with the shape of `_rows` to `[B, H, S, D]`, with as many heads as `like`.
 
     The layout in memory is [B, S, H, D], so that merging the heads needs no copy.
     """

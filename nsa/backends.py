@@ -1,7 +1,7 @@
 """The table of kernels by branch, and the switches of the operator.
 
 Standard library only. `effective` returns which kernels a forward of a given shape runs, and why.
-The layer calls `effective` before each forward, and `env.json` records its result.
+The layer calls `effective` in each forward, and `env.json` records the result.
 """
 
 import functools
@@ -86,7 +86,7 @@ class Case:
     threads: int = 0
     """Threads of the CPU; 0 if unknown, for example while torch.compile traces."""
     flash_parts: bool = True
-    """False where torch lacks the private CPU kernels of `nsa.partial`."""
+    """False where torch lacks the private CPU kernels that `nsa.partial` calls."""
 
     @property
     def total(self) -> int:
@@ -111,11 +111,11 @@ class Route:
     name: str
     why: str
     fallback: str = ""
-    """Why a switch has no effect or a kernel is missing, or "" if neither is so."""
+    """Why a switch has no effect, or which kernel is missing; "" if neither is so."""
     folded: bool = False
-    """True if the heads of a group are rows of one product, in the window and in the causal part.
-    This is done only on a CPU with at least one group per thread, because the kernel's backward
-    assigns whole groups to threads."""
+    """True if the heads of a group are rows of one product: in the whole window branch, or in the
+    causal part of another branch. This is done only on a CPU with at least one group per thread,
+    because the kernel's backward assigns whole groups to threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ _FLASH_ATTN_NEEDS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("flash-attn needs a CUDA device", lambda c: c.device == "cuda"),
     ("flash-attn needs bf16 or fp16", lambda c: c.dtype in ("bfloat16", "float16")),
     ("flash-attn needs equal d_k and d_v", lambda c: c.config.d_k == c.config.d_v),
-    (f"flash-attn needs heads of at most {FLASH_ATTN_LARGEST_HEAD}",
+    (f"flash-attn needs a d_k of at most {FLASH_ATTN_LARGEST_HEAD}",
      lambda c: c.config.d_k <= FLASH_ATTN_LARGEST_HEAD),
 )  # fmt: skip
 
@@ -175,7 +175,7 @@ def effective(case: Case) -> dict[str, Route]:
 
 
 def _folds_heads(case: Case, route: str) -> bool:
-    """Returns whether the causal part at the start of a sequence folds heads into rows."""
+    """Returns whether a route folds heads into rows (see `Route.folded`)."""
     config = case.config
     longest = {
         "causal": case.total,
@@ -202,7 +202,7 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Returns why flash_only has no effect or which kernel torch lacks, or "" if neither is so."""
+    """Returns why flash_only has no effect, or which kernel is missing; "" if neither is so."""
     if route == "chunked" and case.device == "cpu" and not case.flash_parts:
         return "this torch has no flash kernel for parts of the keys; matrix products replace it"
     if not case.switches.flash_only or route in ("none", "flash-attn"):

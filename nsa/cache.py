@@ -12,7 +12,7 @@ SMALLEST_BUFFER = 64
 
 
 class Rows:
-    """Rows `[B, G, n, D]` in one buffer. While there is room, an append copies no other row.
+    """Rows `[B, G, n, D]` in one buffer with spare room, so that most appends copy only new rows.
 
     A full buffer is replaced by a buffer for a quarter more rows. With `keep`, only the last `keep`
     rows stay after an `append`, in a buffer of twice `keep` rows.
@@ -26,7 +26,7 @@ class Rows:
     def append(self, new: Tensor) -> Tensor:
         """Stores `new`. Returns the earlier rows, then `new`. Raises RuntimeError for gradients."""
         if new.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("a decoding cache stores no gradients; call it in torch.no_grad().")
+            raise RuntimeError("a decoding cache stores no gradients; use torch.no_grad().")
         if self._keep is not None and new.shape[2] > self._keep:
             both = torch.cat((self.rows, new), dim=2) if self._end else new
             self.clear()
@@ -72,11 +72,11 @@ class Cache:
     """The cached keys and values of one layer.
 
     `kv` are first the unrotated keys and values of the compressed branch, for its incomplete block,
-    and then the rotated keys and the values of the selected and of the window branch. `blocks` are
-    the keys and values of the complete compressed blocks. Old rows of the compressed and the
-    window branch are dropped. Without a `config`, `kv` are the rotated keys and the values of dense
-    attention. Memory for `capacity` tokens is reserved at the first append; a longer sequence
-    reserves more.
+    and then the rotated keys and the values of the selected and of the window branch. Old rows
+    of the compressed and of the window branch are dropped from `kv`. `blocks` are the keys and
+    values of all complete compressed blocks. Without a `config`, `kv` are the rotated keys and the
+    values of dense attention. Memory for `capacity` tokens is reserved at the first append; a
+    longer sequence reserves more.
     """
 
     def __init__(self, config: NSAConfig | None, capacity: int = 0) -> None:

@@ -1,13 +1,14 @@
 """Computes the selected branch from the selected blocks only, one chunk of tokens at a time.
 
-Every query selects block 0, its current block and the block before it. These are its near keys. The
-other pairs of a query and a selected block are sorted by their blocks, and cut into tiles. A tile
-has rows (queries times heads of a group) of one block, so it is one product of dense matrices. The
-near keys and each tile give one part of a query's output. The parts are combined by their
-log-sum-exps. The backward computes the parts again from the saved indices.
+Every query selects block 0, its current block and the block before the current block. The keys of
+these three blocks are its near keys. The other pairs of a query and a selected block are sorted by
+their blocks, and cut into tiles. A tile has rows (queries times heads of a group) of one block, so
+it is one product of dense matrices. The near keys of a query give one part of its output, and each
+tile with this query gives another part. The parts are combined by their log-sum-exps. The backward
+computes the parts again from the saved indices.
 
-A tile may have more slots than queries. A chunk has one more row than queries; the spare slots
-contain this spare row.
+A tile may have more slots than queries. After the rows of its queries, a chunk has one spare row,
+which belongs to no query. The spare slots contain this row.
 
 Tokens t < n · l' select every block that has begun, so they use plain causal attention.
 
@@ -31,13 +32,13 @@ from nsa.select import attend_selected
 CHUNK = 8192
 """Tokens in a chunk."""
 TILE_ROWS = 384
-"""Most rows in a tile. Fewer rows make the products slow, and more rows leave more slots empty. The
-number of slots is also at most the mean number of pairs of a block, but at least 8."""
+"""Most rows in a tile. Fewer rows make the products slow, and more rows leave more slots empty. A
+tile has at most as many slots as a block has pairs on average, but at least 8."""
 PART_BYTES = 32 << 20
-"""Memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU, the size
-changes no bit of the result, unless a log-sum-exp is more than `FARTHEST_AHEAD` above its
-reference, and all sizes from 32 to 256 MiB are equally fast; smaller sizes are slower, because they
-need more calls."""
+"""Memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU, all sizes
+from 32 to 256 MiB are equally fast; smaller sizes are slower, because they need more calls. The
+size changes no bit of the result on a CPU, unless a log-sum-exp is more than `FARTHEST_AHEAD` above
+its reference."""
 FARTHEST_AHEAD = 40.0
 """Largest distance of a log-sum-exp above its reference (`_Joined`); exp overflows at 88."""
 
@@ -49,8 +50,8 @@ def attend_chunked(
     """Causal attention to the selected blocks (eq. 12); shapes as in `nsa.select.attend_selected`.
 
     `blocks` may lack the tokens t < n · l' of the sequence. `flash` allows torch's flash kernel for
-    the parts. The tiles need queries that start with a block. The queries before these use plain
-    causal attention if they select all blocks, or else a mask.
+    the parts. The queries in chunks must begin with the first token of a block. The queries
+    before this token use plain causal attention if they select all blocks, or else a mask.
     """
     size, (count, total) = config.select_block_size, (q.shape[2], k.shape[2])
     past, all_seen = total - count, config.n_select * size
@@ -78,8 +79,8 @@ def _tiled(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[B, S, H, Dv]` and the log-sum-exp `[B, S, H]` in float32 or wider.
 
-    This is a custom operator because the number of its tiles depends on the data, which
-    torch.compile cannot trace.
+    This is a custom operator, because the number of tiles depends on the data, and torch.compile
+    cannot trace such a number.
     """
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     batch, heads, seq_len, _ = q.shape
@@ -161,8 +162,8 @@ _tiled.register_autograd(_backward, setup_context=_keep)
 class _Joined:
     """Sums the weighted outputs of the parts of each query, one part after the other.
 
-    So no more than one part is in memory, and the largest log-sum-exp of a query is not known yet.
-    A weight is the exponential of the part's log-sum-exp minus a reference. At first, the reference
+    So only one part is in memory, and the largest log-sum-exp of a query is known only at the end.
+    A weight is exp(log-sum-exp of the part - reference). At first, the reference
     is the log-sum-exp of the near keys. On a CPU, the reference is raised only if a part is
     more than `FARTHEST_AHEAD` above it. On a GPU, where the host does not wait for this check, the
     reference is raised for every part that is above it.

@@ -28,15 +28,15 @@ SCORE_CHUNK = 512
 
 
 def draw_normal(weight: Tensor, std: float) -> None:
-    """Fills a weight from the global generator."""
+    """Fills a weight with normal random numbers of torch's global generator."""
     weight.normal_(std=std)
 
 
 class BlockMLP(nn.Module):
     """phi of eq. 7 as an MLP: adds positions to a block of tokens, and maps the block to a vector.
 
-    The MLP has one hidden layer as wide as the head. It has no biases, because positions before a
-    linear layer act as a bias. All groups share one MLP for the keys and one for the values.
+    The MLP has one hidden layer as wide as the head. It has no biases; the positions act as
+    a bias of this layer. All groups share one MLP for the keys and one for the values.
     """
 
     def __init__(self, block_size: int, width: int) -> None:

@@ -143,9 +143,9 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
           causal=False: 6 · (d_k + d_v) · seq_len — the usual uncorrected figure (PaLM, App. B),
                         which counts all keys for each query, for any kind of attention;
           causal=True:  6 · (d_k + d_v) · keys + 2 · d_k · compressed keys
-                        where `keys` is the exact mean number of keys that a query attends to, over
-                        all branches, and the second term is the score pass of the selection, which
-                        has no backward.
+                        where `keys` is the exact mean over the queries of the number of keys in
+                        all branches together, and the second term is the score pass of the
+                        selection, which has no backward.
     """
     if seq_len < 1:
         raise ValueError(f"seq_len must be at least 1 token, got {seq_len}.")

@@ -23,17 +23,18 @@ from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
 from nsa.window import attend_flash_attn, attend_window
 
 SELECTED = {"masked": attend_selected, "ranges": attend_ranges}
-"""The functions of the selected branch by route, except `attend_chunked`. A new kernel needs a row
-here and a rule in `nsa.backends`."""
+"""The functions of the selected branch that use a mask, by route. A new kernel needs a row here and
+a rule in `nsa.backends`."""
 Routes = Callable[[Tensor, int], Mapping[str, Route]]
-"""A function of queries `[B, H, S, Dk]` and the first query's position, with a route per branch."""
+"""Returns a route per branch, from queries `[B, H, S, Dk]` and the first query's position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The way to compute `nsa_attention`; all ways give the same result except for rounding.
+    """The way to compute `nsa_attention`.
 
-    Only `force_branch` and `uniform_gate` of the switches change it: they replace the gates.
+    Only the switches `force_branch` and `uniform_gate` change the result by more than rounding.
+    These two replace the gates.
     `observe` is called with the rotated queries and compressed keys, if there are queries and
     `first` is 0. `nvtx` marks the branches as ranges for Nsight Systems. `routes` replaces the
     table of `nsa.backends`.
@@ -116,8 +117,9 @@ def _extended(
         raise ValueError(f"the cache is for {cache.config}, not for {config}; make a new cache.")
     old, was_empty = compressed_blocks(config, cache.length), cache.length == 0
     k_cmp, v_cmp, *kv = cache.append(new)
-    if compressed_blocks(config, cache.length) > old or was_empty:  # once to store 0 blocks
-        needed = cache.length - old * config.block_stride  # rows since block `old` begins
+    # An empty cache stores its blocks even if there are 0.
+    if compressed_blocks(config, cache.length) > old or was_empty:
+        needed = cache.length - old * config.block_stride  # rows from the start of block `old` on
         keys, values = (x[:, :, x.shape[2] - needed :] for x in (k_cmp, v_cmp))
         cache.append_blocks(*summaries(keys, values, phi, config, rope_base, old))
     return kv, cache.blocks
@@ -153,7 +155,7 @@ def _documents(
     alone: Callable[..., Tensor], parts: Sequence[Tensor], lengths: list[int], how: Execution,
     cache: Cache | None,
 ) -> Tensor:  # fmt: skip
-    """Calls `alone`, which is `nsa_attention`, for each document.
+    """Calls `alone`, which is `nsa_attention`, and returns the results of all documents.
 
     `parts` are the queries, the gates `[B, H, S, 3]`, three keys and three values. `observe` gets
     only the longest documents.
@@ -174,7 +176,7 @@ def _branches(
     """Returns the outputs of the compressed, selected and window branch, `[B, H, S, Dv]` each.
 
     The S queries have the positions first, first + 1, …; `kv` are rotated keys and values of the
-    selected branch from position 0 on, and of the window branch, up to the last query.
+    selected and the window branch. Both end with the last query; the selected branch begins at 0.
     """
     k_sel, v_sel, k_win, v_win = kv
     assert how.routes is not None

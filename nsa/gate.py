@@ -52,6 +52,6 @@ def branch_shares(logits: Tensor, kind: str) -> Tensor:
 def gate_entropy(shares: Tensor) -> Tensor:
     """Returns the entropy in nats of branch shares: `[..., 3]` → `[...]`.
 
-    It is ln 3 for equal branches, and 0 if one branch has all the weight.
+    It is ln 3 for equal shares, and 0 if one branch has all the weight.
     """
     return -(shares * shares.clamp_min(1e-30).log()).sum(-1)

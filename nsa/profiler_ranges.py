@@ -1,4 +1,4 @@
-"""Named ranges of the branches in a profiler's trace: `nsa.sel.chunked`, `nsa.win.banded`.
+"""Named ranges of the branches in a profiler's trace, for example `nsa.sel.chunked`.
 
 The route of merged ranges is `nsa.sel.ranges_v2`, because the operators' tools expect this name.
 """

@@ -23,9 +23,9 @@ def overlap_weights(
     Both are `[terms, n_blocks]`, with blocks in ascending order. An overlap is the fraction of the
     compressed block that lies inside the selection block, or 0 for unused terms. With l=32, d=16,
     l'=64 the weights are 1/2, 1, 1, 1, 1/2 for blocks 4j-1 … 4j+3. These are the counts 1, 2, 2, 2,
-    1 of the double sum in eq. 9, times d/l, which does not change the choice. The indices have + m
-    and - n; as printed in eq. 9, - m - n, they would select earlier tokens. This function works for
-    any l, d and l'.
+    1 of the double sum in eq. 9, times d/l; this factor does not change the choice. The indices
+    have + m - n; the indices - m - n of eq. 9, as printed, would select earlier tokens. This
+    function works for any l, d and l'.
     """
     size, stride, wide = config.block_size, config.block_stride, config.select_block_size
     begin = torch.arange(n_blocks, device=device) * wide

@@ -53,10 +53,10 @@ def _bytes(table: Tensor | Iterable[Tensor]) -> int:
 def cached_table(build: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
     """Caches a function that builds constant tensors from hashable arguments.
 
-    The tables are neither in the state dict of a module nor among its checkpointed inputs. They are
-    built outside inference mode, so that a later training step may save them for its backward.
-    While torch.compile traces or a CUDA graph is captured, the table becomes part of the graph.
-    Under FakeTensorMode it has no values. In these cases it is not cached.
+    The tables are neither in the state dict of a module nor among the inputs that recomputation
+    stores. They are built outside inference mode, so that a later training step may save them for
+    its backward. While torch.compile traces or a CUDA graph is captured, the table becomes part of
+    the graph. Under FakeTensorMode it has no values. In these cases the table is not cached.
     """
 
     @wraps(build)

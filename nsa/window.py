@@ -41,7 +41,7 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = F
 
 
 def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Attention to the window, for queries from token w of the keys on.
+    """Attention to the window; the first query is token w of the keys.
 
     The shapes are as in `attend_window`. The heads of a group are rows of one product, like the
     tokens of a chunk, because the CPU's kernel is faster with more rows.

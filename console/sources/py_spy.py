@@ -1,7 +1,7 @@
 """Reads the stacks of a process with py-spy, if the operator has installed this program.
 
-py-spy reads the memory of the process and never pauses it, so the process need not answer. The
-kernel must allow this, as it does for a debugger.
+With `--nonblocking`, py-spy reads the memory of the process and does not pause the process. So the
+process need not answer. The kernel must allow this access, as it does for a debugger.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def dump(pid: int, start_ticks: int | None, limit_s: float) -> str:
 
 
 def as_dump(output: bytes) -> str:
-    """Returns the JSON output of py-spy in the form of a dump, or "" without a main thread."""
+    """Returns the JSON output of py-spy in the form of a dump, or "" if it has no main thread."""
     threads = jsonl.entries(jsonl.decode(b'{"threads":%b}' % output) or {}, "threads")
     names = [jsonl.text(each, "thread_name") for each in threads]
     if "MainThread" not in names:

@@ -22,14 +22,14 @@ from console.sources.stacks import BY_PY_SPY, Stack
 APART_S = 2.0
 """Time between the two samples of each process."""
 DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 6.0
-"""Stacks and flight records are read again until every rank has both, at most for `DUMPED_AFTER_S`.
-If the run directory does not answer for `UNREAD_AFTER_S`, the evidence has what was read so far.
-"""
+"""Stacks and flight records are read again until every rank has both, or the collection has lasted
+`DUMPED_AFTER_S`. If the collection has not ended after `UNREAD_AFTER_S`, the evidence has what was
+read so far."""
 READ_EVERY_S = 0.5
 PY_SPY_S = 2.0
 """Longest time in which py-spy reads the stacks of the ranks that wrote no dump."""
 CLOCKS_APART_S = 0.1
-"""A file with a time more than this in the future was written before the clock was set back."""
+"""A file whose time is more than this in the future was written before the clock was set back."""
 AGAIN_S = 10.0
 """Shortest time between two collections. Ranks that move again within this time are only slow and
 need no new evidence."""
@@ -55,8 +55,8 @@ def _places(ranks: Sequence[RankEvidence]) -> Places:
 class Collector:
     """Owns the evidence about the present stall; collects new evidence after a rank has changed.
 
-    `poll` is called at intervals and never waits. Each collection has a thread, which reads the
-    run directory unless `check` raises OSError.
+    `poll` is called at intervals and does not wait for the run directory. Each collection has a
+    thread, which reads the run directory unless `check` raises OSError.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Collector:
     ):  # fmt: skip
         """Uses dumps from `dumps_since_ts` on; with None, dumps since the collection began.
 
-        `save` writes a dump that py-spy made; the thread calls it.
+        `save` writes a dump that py-spy made; the thread calls `save`.
         """
         self._run, self._gpus, self._check, self._save = run, gpus, check, save
         self._dumps_since_ts = dumps_since_ts
@@ -129,7 +129,7 @@ class Collector:
     def _collect(
         self, ranks: Sequence[RankEvidence], since_ts: float, found: list[Evidence]
     ) -> None:  # fmt: skip
-        """Runs in the thread: samples the processes twice, then reads dumps for a limited time."""
+        """Runs in the thread: samples the processes twice, reads dumps, and then calls py-spy."""
         numbers, begun_at = [each.rank for each in ranks], time.monotonic()
         before = _processes(ranks)
         time.sleep(APART_S)
@@ -149,9 +149,10 @@ class Collector:
         found.append(self._with_py_spy(ranks, found[-1]))
 
     def _with_py_spy(self, ranks: Sequence[RankEvidence], found: Evidence) -> Evidence:
-        """Returns the evidence with the stacks that py-spy reads from the ranks without a dump.
+        """Returns the evidence; py-spy adds the stacks of ranks that can run but wrote no dump.
 
-        The rules expect no stack of a rank that cannot run. All stacks get the time of the dump.
+        The rules expect no stack of a rank that cannot run. The stacks that py-spy reads get the
+        time of the newest dump, or the present time if there is no dump.
         """
         until, dumps = time.monotonic() + PY_SPY_S, dict(found.stacks)
         ts = max((each.ts for each in dumps.values()), default=time.time())
