@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 from nsa.attention import NSAttention
 from nsa.backends import BRANCHES
@@ -28,7 +27,6 @@ from nsa.config import ModelConfig
 from nsa.model import Block
 from trainers import failures, fwe_smoke, inventory, settings
 from trainers.entry import exit_now
-from trainers.parallel import device_of
 from trainers.precision import allow_tf32, autocast, compute_dtype, weights_dtype
 from trainers.schema import Settings
 
@@ -74,15 +72,23 @@ def distinct(phases: Sequence[Phase], key: Callable[[Phase], Hashable]) -> list[
 # --- devices and data --------------------------------------------------------------------------
 
 
-def mean_s(work: Callable[[], object]) -> float:
-    """Returns the mean time of several repetitions of `work`, including work of the device."""
-    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    return timer.timeit(REPEATS).mean
+def best_s(device: torch.device, work: Callable[[], object]) -> float:
+    """Returns the shortest time of several repetitions of `work`, including work of the device."""
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def matmul(phase: Phase, world: int, store: Path, rank: int) -> Found:
     """Starts the process group of several ranks; times a matrix product on all ranks at once."""
     device, precision = phase.device, phase.settings.train.precision
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
@@ -90,7 +96,7 @@ def matmul(phase: Phase, world: int, store: Path, rank: int) -> Found:
         )  # fmt: skip
     size = MATRIX[device.type]
     a = torch.randn(size, size, device=device).to(compute_dtype(precision))
-    speeds = [round(2e-12 * size**3 / mean_s(lambda: a @ a), 3)] * world
+    speeds = [round(2e-12 * size**3 / best_s(device, lambda: a @ a), 3)] * world
     if world > 1:
         dist.all_gather_object(speeds, speeds[0])
     kind = f"{inventory.device_name(device)}, {precision}, {size} × {size}"
@@ -122,7 +128,7 @@ def all_reduce(phase: Phase, world: int) -> Found:
     dist.all_reduce(right, dist.ReduceOp.MIN)
     if not right:
         return "fail", f"the sum over {world} ranks is wrong: do not train on these devices", {}
-    rate = round((mib << 20) / mean_s(lambda: dist.all_reduce(x)) / 1e9, 3)
+    rate = round((mib << 20) / best_s(phase.device, lambda: dist.all_reduce(x)) / 1e9, 3)
     text = f"{rate:.3g} GB/s for {mib} MiB over {world} ranks ({dist.get_backend()})"
     return "pass", text, {"allreduce_gb_s": rate, "allreduce_ranks": world}
 
@@ -133,7 +139,10 @@ def first_batch(phases: Sequence[Phase]) -> Found:
     for phase in distinct(phases, lambda of: (of.settings.data, of.settings.train.batch_size)):
         data = phase.settings.data
         data = replace(data, timeout_s=min(data.timeout_s, BATCH_S))
-        texts.append(fwe_smoke.check(replace(phase.settings, data=data), BATCHES))
+        try:
+            texts.append(fwe_smoke.check(replace(phase.settings, data=data), BATCHES))
+        except failures.TrainingError as error:
+            return "fail", f"phase {phase.name!r}: {error}", {}
     return "pass", "; ".join(texts), {}
 
 
@@ -276,7 +285,9 @@ def main(path: Path) -> None:
             for name, values in request["phases"].items()}  # fmt: skip
     # A process that has used CUDA or torch's threads cannot be forked.
     rank = next((number for number in range(1, world) if os.fork() == 0), 0)
-    device = device_of(next(iter(read.values())), rank)
+    wanted = next(iter(read.values())).train.device
+    on_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     phases = [Phase(name, each, device) for name, each in read.items()]
     store = path.with_name("store")
     checks: dict[str, Callable[[], Found]] = {

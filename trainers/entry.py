@@ -6,7 +6,6 @@ once.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -107,12 +106,14 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
     Returns the exit code.
     """
     code, sentence = failures.CONFIG, str(error)
+    sys.stderr.write(f"{entry}: {sentence}\n")
     if directory := variables.get(environ.RUN_DIR):
-        with contextlib.suppress(OSError):
+        try:
             member = Member(Path(directory), variables)
             write_document(member, rundir.METRICS, steps_done=0, reason=sentence, exit_code=code)
             _fail(member, code, sentence, type(error).__name__)
-    sys.stderr.write(f"{entry}: {sentence}\n")
+        except OSError as unwritable:
+            sys.stderr.write(f"{entry}: the run directory cannot be written: {unwritable}\n")
     return code
 
 

@@ -36,6 +36,12 @@ class LeakError(TrainingError):
     exit_code = DATA
 
 
+class CollectiveError(TrainingError):
+    """The ranks cannot join their process group."""
+
+    exit_code = COLLECTIVE
+
+
 class CheckpointError(TrainingError):
     """A checkpoint could not be written or read."""
 
@@ -57,7 +63,7 @@ BY_NAME: dict[str, tuple[int, str]] = {
 HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""
 
-COLLECTIVE_SIGNS = ("gloo", "NCCL", "env:// rendezvous")
+COLLECTIVE_SIGNS = ("gloo", "NCCL")
 """Texts in the error of a collective whose peer died or timed out, or of ranks that cannot join."""
 
 
@@ -88,7 +94,6 @@ def classify(error: BaseException) -> tuple[int, str]:
             return code, f"{sentence}: {first_line}"
     if isinstance(error, RuntimeError) and HOST_MEMORY_SIGN in str(error):
         return OUT_OF_MEMORY, BY_NAME["MemoryError"][1]
-    of_torch = isinstance(error, RuntimeError | ValueError)
-    if of_torch and any(sign in str(error) for sign in COLLECTIVE_SIGNS):
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in COLLECTIVE_SIGNS):
         return COLLECTIVE, f"a collective failed, another rank has exited or stalled: {first_line}"
     return BUG, f"{type(error).__name__}: {first_line}"

@@ -86,7 +86,12 @@ def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
     if target.exists():
         # The checkpoint of an earlier attempt is removed only after this one is complete.
         target.rename(replaced)
-    temporary.rename(target)  # if this fails, `newest_first` finds `replaced`
+    try:
+        temporary.rename(target)
+    except OSError:
+        with contextlib.suppress(OSError):  # `newest_first` also finds `replaced`
+            replaced.rename(target)
+        raise
     try:
         _sync(target.parent)
         rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
@@ -207,5 +212,8 @@ def _fingerprint(path: Path) -> tuple[int, str]:
 
 
 def _sync(directory: Path) -> None:
-    with contextlib.closing(rundir.OpenDirectory(directory)) as folder:
-        os.fsync(folder.fd)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)  # which may be a link to another disk
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

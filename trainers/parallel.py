@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa.model import Transformer
 from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
+from trainers.failures import CollectiveError
 from trainers.precision import AUTOCAST
 from trainers.schema import DdpSettings, Settings
 
@@ -75,10 +76,16 @@ class Group(Single):
         self.rank, self.world = member.rank, member.world
         on_cuda = device.type == "cuda"
         self.backend = "nccl" if on_cuda else "gloo"
-        dist.init_process_group(
-            self.backend, timeout=timedelta(minutes=timeout_min),
-            device_id=device if on_cuda else None,
-        )  # fmt: skip
+        try:
+            dist.init_process_group(
+                self.backend, timeout=timedelta(minutes=timeout_min),
+                device_id=device if on_cuda else None,
+            )  # fmt: skip
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise CollectiveError(
+                f"rank {member.rank} of {member.world} cannot join the process group: {reason}"
+            ) from error
 
     def reduce(self, vector: Tensor) -> Callable[[], object]:
         self._member.pulse.collectives += 1

@@ -72,13 +72,13 @@ class Saver:
         target, state = self._begin(position)
         writer = FileSystemWriter(_temporary(target))
         copy = self._alike(target, lambda: writer.stage(state))
-        # The future finishes with any exception, so `wait` always returns.
+        # The future finishes with any exception, so waiting for it always ends.
         written = self._worker.submit(self._write, copy, writer, position, target)
         self._pending = written, target
 
     @property
     def busy(self) -> bool:
-        """True from the start of a background save until `collect` has returned its result."""
+        """True from the start of a background save until its result was returned."""
         return self._pending is not None
 
     def collect(self, wait_s: float | None = 0) -> list[Path | CheckpointError]:
@@ -101,8 +101,9 @@ class Saver:
         """
         ended = self.collect(FINISH_S)
         if self._pending is not None:
+            (_, target), self._pending = self._pending, None
             late = f"it was not finished within {FINISH_S:g} s after the training failed"
-            ended.append(_failed(self._pending[1], late))
+            ended.append(_failed(target, late))
         return ended
 
     def _begin(self, position: Manifest) -> tuple[Path, State]:

@@ -301,7 +301,7 @@ def logs(options: argparse.Namespace) -> int:
     if run.run_path is None:
         raise NotFoundError(f"{options.run} has no run yet, so it has no logs")
     if run.launch_path is None and not rundir.logs(run.run_path, state.attempt).is_dir():
-        raise NotFoundError(f"{state.id} has no logs; it was started by hand, without a console")
+        raise NotFoundError(f"{state.id} has no logs; a run that was started by hand writes none")
     if isinstance(options.rank, int) and not options.follow:
         _must_have_rank(run, state, options.rank)
     pattern = options.grep or regex("")

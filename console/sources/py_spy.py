@@ -10,10 +10,12 @@ import shutil
 import subprocess
 
 from console.sources.sanitize import clean
-from console.sources.stacks import MAX_FRAMES
+from console.sources.stacks import MAX_DUMP_BYTES, MAX_FRAMES
 from trainers.contract import environ, jsonl, rundir
 
 MAX_THREADS, LEAST_S = 100, 0.05
+ENOUGH_BYTES = MAX_DUMP_BYTES // 3
+"""No further thread is added to a longer dump; one thread has at most twice this size."""
 COMMAND = '"$0" dump --nonblocking --json --pid "$1" | head -c 4194304'
 
 
@@ -22,14 +24,15 @@ def dump(pid: int, start_ticks: int | None, limit_s: float) -> str:
 
     If the process with this pid did not start at `start_ticks`, they are not available.
     """
-    program = shutil.which("py-spy")
+    path = environ.get("PATH")
+    program = shutil.which("py-spy", path=path) if path else None
     is_known = start_ticks is not None and rundir.start_ticks(pid) == start_ticks
     if not (program and is_known) or limit_s < LEAST_S:
         return ""
     words = ["timeout", "--signal=KILL", f"{limit_s:.2f}", "sh", "-c", COMMAND, program, str(pid)]
     try:
         done = subprocess.run(
-            words, env={"PATH": environ.get("PATH")}, stdin=subprocess.DEVNULL,
+            words, env={"PATH": path}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, check=False,
         )  # fmt: skip
     except OSError:
@@ -46,6 +49,8 @@ def as_dump(output: bytes) -> str:
     threads.insert(0, threads.pop(names.index("MainThread")))
     lines = list[str]()
     for each in threads[:MAX_THREADS]:
+        if sum(len(line.encode()) for line in lines) > ENOUGH_BYTES:
+            break
         name = clean(jsonl.text(each, "thread_name"), 100) or "0x"
         lines.append(f"{f'Thread {name}' if lines else 'Stack'} (most recent call first):")
         for frame in jsonl.entries(each, "frames")[:MAX_FRAMES]:

@@ -21,7 +21,7 @@ from console.sources.stacks import BY_PY_SPY, Stack
 
 APART_S = 2.0
 """Time between the two samples of each process."""
-DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 6.0
+DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 8.0
 """Stacks and flight records are read again until every rank has both, or the collection has lasted
 `DUMPED_AFTER_S`. If the collection has not ended after `UNREAD_AFTER_S`, the evidence has what was
 read so far."""

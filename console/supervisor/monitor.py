@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from console.diagnose.rank_evidence import (
@@ -79,9 +81,13 @@ class Monitor:
             context.path, lambda: context.services.nvml.rows(),
             lambda: context.services.directory.check_run(context.path),
             save=lambda path, text: context.services.directory.reported_job(
-                lambda: rundir.write_atomic(path, text), lambda why: None, path
+                lambda: rundir.write_atomic(path, text), partial(self._report_unsaved, path), path
             ),
         )  # fmt: skip
+
+    def _report_unsaved(self, path: Path, why: str) -> None:
+        if why:
+            self._run.event("note", f"cannot write {path.name}: {why}", "warn")
 
     def on_stall(self) -> tuple[str, str]:
         """Returns two values: the action on a stall, and the policy on a stall in words."""

@@ -208,7 +208,7 @@ def test_logs_of_the_supervisor_are_asked_for_as_the_screen_names_them(launch, c
 
 def test_a_run_that_was_started_by_hand_has_no_logs(tmp_path, capsys):
     code, _, err = said(capsys, "logs", directory.run(tmp_path / "mine"))
-    assert (code, "mine has no logs; it was started by hand" in err) == (3, True)
+    assert (code, "mine has no logs; a run that was started by hand" in err) == (3, True)
 
 
 def test_an_answer_of_another_form_is_no_success_and_no_traceback(launch, capsys, monkeypatch):

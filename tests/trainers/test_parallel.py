@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from tests.trainers.files import write
 from tests.trainers.ranks import sharded, together
 from tests.trainers.runs import CONFIG, Run, small
 from trainers import build, manifest, settings
-from trainers.parallel import Ddp, Single
+from trainers.failures import COLLECTIVE, CollectiveError
+from trainers.parallel import Ddp, Group, Single
 from trainers.precision import autocast
 
 CPU = torch.device("cpu")
@@ -277,3 +279,16 @@ def assert_step_equal(run: Run, whole: Run, step: int, close: float = 1e-5) -> N
     )
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=close)
     assert mine["tokens_total"] == theirs["tokens_total"]
+
+
+def test_ranks_that_cannot_join_exit_with_the_code_of_collectives(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    member = SimpleNamespace(rank=1, world=2)
+    with pytest.raises(
+        CollectiveError, match=r"rank 1 of 2 cannot join the process group: .*env://"
+    ):
+        Group(CPU, member, timeout_min=0.1)
+    assert CollectiveError.exit_code == COLLECTIVE

@@ -65,6 +65,13 @@ def test_a_failed_background_save_is_told_once_and_harms_nothing(tmp_path):
     assert names(tmp_path) == ["latest", whole.name]
 
 
+def test_the_folder_of_the_checkpoints_may_be_a_link_to_another_disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "checkpoints").symlink_to("disk")
+    *_, newest = saved(tmp_path, made(1), 1, 2)
+    assert latest_checkpoint(tmp_path) == newest
+
+
 class Raises:
     """A value of the manifest that cannot be copied: it fails in the thread of the saver."""
 

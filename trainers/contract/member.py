@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from trainers.contract import VERSION, dumps, environ, rundir
 from trainers.contract.errors import UsageError, did_you_mean
@@ -105,7 +105,8 @@ class Member:
 
         A dropped record also uses up its number, so the gap in the numbers is visible.
         """
-        figures.pop("nonfinite_loss_steps", None)  # a program cannot set this count
+        for name in ("cut", "nonfinite_loss_steps"):  # a program cannot set these fields
+            figures.pop(name, None)
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
         with self._numbering:
@@ -281,7 +282,11 @@ class Joined(Member):
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1
         elif self.pulse.nonfinite_steps >= 0:
-            self.pulse.nonfinite_steps += not -math.inf < cast("float", loss) < math.inf
+            try:
+                finite = math.isfinite(loss)
+            except OverflowError:  # a number that no float can express
+                finite = False
+            self.pulse.nonfinite_steps += not finite
 
     def _exit(self) -> None:
         """Writes the exit record, and before it the last step if no exception ended the program."""

@@ -87,13 +87,16 @@ def test_other_tricks_become_no_dump(output):
 
 def test_a_name_cannot_add_a_thread_or_a_frame():
     name = 'x\n  File "/etc/passwd", line 1 in y\nThread z (most recent call first):'
-    frames = [{"name": name, "filename": name, "line": 3}] * 250
-    threads = [
-        {"thread_name": each, "frames": frames} for each in [name] * 60 + ["MainThread"] * 60
-    ]
-    found = stacks.parse(py_spy.as_dump(json.dumps(threads).encode()))
-    assert len(found) == py_spy.MAX_THREADS
-    assert {len(each.frames) for each in found} == {stacks.MAX_FRAMES}
+    for count, known in ((3, 3), (250, stacks.MAX_FRAMES)):
+        frames = [{"name": name, "filename": name, "line": 3}] * count
+        threads = [
+            {"thread_name": each, "frames": frames} for each in [name] * 60 + ["MainThread"] * 60
+        ]
+        text = py_spy.as_dump(json.dumps(threads).encode())
+        found = stacks.parse(text)
+        assert len(found) == py_spy.MAX_THREADS or len(text.encode()) > py_spy.ENOUGH_BYTES
+        assert len(text.encode()) < stacks.MAX_DUMP_BYTES
+        assert {len(each.frames) for each in found} == {known}
 
 
 @pytest.fixture
@@ -130,6 +133,10 @@ def fake(tmp_path, monkeypatch):
 def collected(run, *ranks, save=lambda path, text: None):
     collector = Collector(run, tuple, lambda: None, save=save)
     return wait_for(lambda: collector.poll(ranks) or collector.complete, every_s=0.02)
+
+
+def test_the_limit_of_the_collection_covers_py_spy():
+    assert evidence.UNREAD_AFTER_S >= evidence.DUMPED_AFTER_S + evidence.PY_SPY_S + 2
 
 
 @pytest.mark.parametrize(

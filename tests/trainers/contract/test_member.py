@@ -345,7 +345,10 @@ def test_records_are_numbered_and_steps_that_are_not_finite_counted(tmp_path, li
 def test_a_figure_with_the_name_of_a_field_or_an_odd_value_ends_no_rank(tmp_path):
     program = """
 from trainers.contract.member import join
-fields = ("v", "n", "run", "ts", "pid", "rank", "step", "msg", "steps_dt_s", "nonfinite_loss_steps")
+fields = (
+    "v", "n", "run", "attempt", "ts", "mono", "host", "pid", "rank", "local_rank", "world", "step",
+    "msg", "steps_dt_s", "nonfinite_loss_steps", "cut",
+)
 run = join()
 for step in (1, 2, 3):
     run.step(step, **dict.fromkeys(fields, "mine"), loss=10**400, mine=7)
@@ -354,7 +357,7 @@ for step in (1, 2, 3):
         [sys.executable, "-c", program], env=environment(tmp_path), timeout=150, check=True
     )
     first = next(record for record in beats(tmp_path) if record["msg"] == "progress")
-    assert (first["step"], first["mine"], first["nonfinite_loss_steps"]) == (1, 7, 0)
+    assert (first["step"], first["mine"], first["nonfinite_loss_steps"]) == (1, 7, 1)
     assert isinstance(first["steps_dt_s"][0], float)
     assert "mine" not in first.values()
 
