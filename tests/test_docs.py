@@ -181,7 +181,7 @@ def exists(word: str) -> bool:
 def test_every_variable_of_the_runbooks_is_a_flag(capsys):
     assert main(["flags"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1] == " "}
-    table = RUNBOOKS.partition("\n## Environment variables\n")[2].partition("\n\nAn `NSA_")[0]
+    table = RUNBOOKS.partition("\n## Environment variables\n")[2].partition("\n\nA launch uses")[0]
     cells = " ".join(row.split(" | ")[0] for row in re.findall(r"^\|.*\|$", table, re.M))
     named = {word.partition("=")[0] for word in re.findall(r"`(.+?)`", cells)}
     assert named == RUNBOOK_VARIABLES

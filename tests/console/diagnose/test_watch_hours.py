@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.watch_hours import CASES, replay, seen_after_s
+from benchmarks.simulated_runs import CASES
+from benchmarks.watch_hours import replay, seen_after_s
 from console.diagnose.rules import HALTING
 
 HOURS = {1.0: 1.0, 10.0: 5.0, 60.0: 8.0}
