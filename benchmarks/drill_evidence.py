@@ -63,7 +63,7 @@ def explained(inputs: Inputs) -> Verdict | None:
 
 
 def write(path: Path, inputs: Inputs, **more: Any) -> None:
-    """Writes the inputs and the facts `more` about the same case to a file."""
+    """Writes the inputs, and more facts about the same case, to a file."""
     rundir.write_atomic(path, json.dumps(more | {"inputs": asdict(inputs)}))
 
 

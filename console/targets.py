@@ -65,7 +65,7 @@ def current_run(launch: Path) -> Path:
 
 
 def run_to_halt(path: Path) -> Path | None:
-    """Returns the run that a halt would stop, or None if a launch has no run yet.
+    """Returns the run that `halt` concerns, or None if a launch has no run yet.
 
     For a launch, returns the newest run with ranks but no supervisor, or else the current run.
     """

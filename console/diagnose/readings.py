@@ -22,7 +22,8 @@ from trainers.contract import jsonl
 NEAR_UNIFORM = 0.99
 COLLAPSED_NATS, COLLAPSED_SHARE, COLLAPSED_PART = 0.2, 0.9, 0.5
 WINDOWS = (8, 32, 128)
-"""Numbers of newest records whose rate is compared with the rate of all earlier records."""
+"""Numbers of newest records. Their median rate is compared with that of the earlier records among
+the last `KEPT_RATES`."""
 KEPT_RATES, LEAST_BEFORE, RATED_EVERY_S = 512, 16, 10.0
 SURE_Z = 6.0
 """A rate counts as lower only if it fell by more than this many standard errors."""

@@ -25,7 +25,7 @@ LIBRARY = "libnvidia-ml.so.1"
 KERNEL_GPUS = "proc/driver/nvidia/gpus"
 SILENT_S = 5.0
 RETRY_S, LONGEST_RETRY_S = 5.0, 60.0
-"""The time between two attempts to initialise NVML doubles from the first value to the second."""
+"""The first and the longest wait before NVML is initialised again; a failure doubles the wait."""
 NO_DRIVER_CODES = (9, 12)
 """NVML_ERROR_DRIVER_NOT_LOADED and _LIBRARY_NOT_FOUND."""
 MIB = 1 << 20
@@ -34,7 +34,7 @@ UNSUPPORTED_CODES = (3, 13)
 LOST_CODE = 15
 """NVML_ERROR_GPU_IS_LOST."""
 GONE_CODES = (LOST_CODE, 6, 28)
-"""`LOST_CODE`, and two codes of the call for a handle: _NOT_FOUND and _GPU_NOT_FOUND."""
+"""`LOST_CODE`, and two codes of nvmlDeviceGetHandleByIndex: _NOT_FOUND and _GPU_NOT_FOUND."""
 THROTTLES = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
              0x80: "power brake"}  # fmt: skip
 """Bits of nvmlDeviceGetCurrentClocksThrottleReasons that show a protection of the GPU."""

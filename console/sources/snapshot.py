@@ -206,7 +206,7 @@ def _read(kind: Any, value: Any, file: Path | None = None, empty: Any = None) ->
 
 
 def _object(kind: Any, saved: Mapping[str, Any], file: Path | None, empty: Any) -> Any:
-    """Returns a dataclass; `kind` may have an argument, which replaces its type variable."""
+    """Returns an object of the dataclass `kind`; in `Rows[Step]`, Step is the type of a field."""
     origin, args, values = get_origin(kind) or kind, get_args(kind), {}
     for each in fields(origin):
         if each.name in saved and each.compare:

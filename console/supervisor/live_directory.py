@@ -52,8 +52,9 @@ class Live:
     def missing_words(self) -> str:
         """Returns why there is no shared memory, and what follows from it."""
         return (f"cannot write to {rundir.SHARED_MEMORY} ({self.why}): the ranks write their "
-                "pulses to the run directory, four times a second, and a stall only raises an "
-                "alert; free shared memory (in a container: larger --shm-size)")  # fmt: skip
+                "pulses to the run directory, four times a second, and no watch rule halts, stops "
+                "or restarts the run on a stall; free shared memory (in a container: larger "
+                "--shm-size)")  # fmt: skip
 
     def _open(self, attempt: int, adopt: bool) -> None:
         self.why, path = "", rundir.SHARED_MEMORY / self._name
