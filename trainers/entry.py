@@ -106,14 +106,15 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
     Returns the exit code.
     """
     code, sentence = failures.CONFIG, str(error)
+    directory, member = variables.get(environ.RUN_DIR), None
+    try:
+        member = Member(Path(directory), variables) if directory else None
+    except OSError as unwritable:
+        sentence += f" (and the run directory cannot be written: {unwritable})"
     sys.stderr.write(f"{entry}: {sentence}\n")
-    if directory := variables.get(environ.RUN_DIR):
-        try:
-            member = Member(Path(directory), variables)
-            write_document(member, rundir.METRICS, steps_done=0, reason=sentence, exit_code=code)
-            _fail(member, code, sentence, type(error).__name__)
-        except OSError as unwritable:
-            sys.stderr.write(f"{entry}: the run directory cannot be written: {unwritable}\n")
+    if member is not None:
+        write_document(member, rundir.METRICS, steps_done=0, reason=sentence, exit_code=code)
+        _fail(member, code, sentence, type(error).__name__)
     return code
 
 
