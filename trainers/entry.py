@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -48,9 +49,20 @@ def exit_now(code: int) -> NoReturn:
     This function destroys no process group, because that can hang forever: with two gloo groups
     this happened in 2 of 16 exits.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # as in `_say`
+            stream.flush()
     os._exit(code)
+
+
+def _say(text: str) -> None:
+    """Writes to stderr if that is possible.
+
+    Stderr may be a log on a full disk, and the exit code must not depend on this.
+    """
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Member:
@@ -111,7 +123,7 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
         member = Member(Path(directory), variables) if directory else None
     except OSError as unwritable:
         sentence += f" (and the run directory cannot be written: {unwritable})"
-    sys.stderr.write(f"{entry}: {sentence}\n")
+    _say(f"{entry}: {sentence}\n")
     if member is not None:
         write_document(member, rundir.METRICS, steps_done=0, reason=sentence, exit_code=code)
         _fail(member, code, sentence, type(error).__name__)
@@ -129,10 +141,7 @@ def _train(resolved: Resolved, member: Member, entry: str) -> int:
         reason = train(resolved.settings, member, report)
     except Exception as error:
         code, sentence = failures.classify(error)
-        if code == failures.BUG:
-            traceback.print_exc()
-        else:
-            sys.stderr.write(f"{entry}: {sentence}\n")
+        _say(traceback.format_exc() if code == failures.BUG else f"{entry}: {sentence}\n")
         report.metrics(sentence, code)
         return _fail(member, code, sentence, type(error).__name__)
     report.metrics(reason, failures.DONE)

@@ -64,7 +64,7 @@ HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""
 
 COLLECTIVE_SIGNS = ("gloo", "NCCL")
-"""Texts in the error of a collective whose peer died or timed out, or of ranks that cannot join."""
+"""Texts in the RuntimeError of a collective whose peer died or timed out."""
 
 
 def command(name: str, work: Callable[[], str]) -> int:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.mounts import tmpfs
 from tests.trainers.runs import CONFIG, ROOT, environment
 from trainers import command_line, entry, settings
 from trainers.contract import dumps, environ, flags
@@ -326,6 +327,17 @@ def test_a_wrong_start_inside_a_run_is_in_its_heartbeat_and_metrics(tmp_path):
     assert "train.stepz" in (run / "logs/attempt1/rank0.log").read_text()
     metrics = json.loads((run / "metrics.json").read_text())
     assert (metrics["steps_done"], metrics["exit_code"]) == (0, 13)
+
+
+def test_a_full_disk_does_not_change_the_exit_code(tmp_path):
+    with tmpfs(tmp_path, 1) as run:
+        (run / "fill").write_bytes(bytes(1 << 20))
+        variables = {"NSA_CONSOLE_RUN_DIR": str(run), "NSA_CONSOLE_RUN_ID": "p-1/0-x"}
+        done = subprocess.run(
+            [sys.executable, "-m", "trainers.ddp", "--set", "train.stepz=1"],
+            cwd=tmp_path, env=environment(tmp_path, **variables),
+        )  # fmt: skip
+    assert done.returncode == 13
 
 
 def test_a_configuration_may_use_the_names_of_other_systems(tmp_path):
