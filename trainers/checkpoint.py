@@ -40,7 +40,7 @@ from trainers.precision import LossScale, weights_dtype
 
 State = dict[str, Any]
 Result = TypeVar("Result")
-RANDOM, SPIKES = "random", "spikes"
+RANDOM, SPIKES, LOSS_SCALE = "random", "spikes", "loss_scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,20 @@ class Parts:
     spikes: Spikes
 
     def state(self) -> State:
-        """Returns all tensors by section and name, except the states of the generators."""
+        """Returns all tensors by section and name, except the states of the generators.
+
+        The loss scale is part of it with fp16 only.
+        """
         for p in self.model.parameters():
             if not self.optimizer.state[p]:
                 self.optimizer.state[p] = optim.empty_state(p)
         averages = {name: self.optimizer.state[p] for name, p in self.model.named_parameters()}
-        scale = {"scale": self.loss_scale.scale, "finite_steps": self.loss_scale.finite_steps}
         window = {"norms": self.spikes.norms, "seen": self.spikes.seen}
-        return {
-            "model": self.model.state_dict(), "optimizer": averages, "loss_scale": scale,
-            SPIKES: window,
-        }  # fmt: skip
+        found = {"model": self.model.state_dict(), "optimizer": averages, SPIKES: window}
+        if self.loss_scale.active:
+            finite_steps = self.loss_scale.finite_steps
+            found[LOSS_SCALE] = {"scale": self.loss_scale.scale, "finite_steps": finite_steps}
+        return found
 
 
 ALONE = "torch.distributed is disabled"
@@ -121,18 +124,16 @@ def choose_on_all_ranks(
 def load(path: Path, parts: Parts) -> None:
     """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
 
-    The window of `Spikes` stays empty if the checkpoint is of an earlier version without a window,
-    and the loss scale stays 1 without fp16. Raises CheckpointError; if the model differs, the
-    message names the parameter.
+    The window of `Spikes` and the loss scale stay as they are if the checkpoint has none. Raises
+    CheckpointError; if the model differs, the message names the parameter.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
         wholes = _use_saved_names(state, parts.model, index)
         _compare(path, state, index)
-        if not any(name.startswith(f"{SPIKES}.") for name in index.state_dict_metadata):
-            del state[SPIKES]
-        if not parts.loss_scale.active:
-            del state["loss_scale"]
+        saved = {name.partition(".")[0] for name in index.state_dict_metadata}
+        for absent in {SPIKES, LOSS_SCALE} - saved:
+            state.pop(absent, None)
         state[RANDOM] = _empty(index, RANDOM)
         # Each rank reads without a group, because a group could hang if one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)

@@ -41,7 +41,7 @@ def load(path: Path) -> str:
     weights = list(checkpoint.load_model(path).named_parameters())
     if bad := next((name for name, each in weights if not torch.isfinite(each).all()), ""):
         raise CheckpointError(f"{path} has a weight that is not finite, in {bad}")
-    sections = ("optimizer", "loss_scale", checkpoint.SPIKES, checkpoint.RANDOM)
+    sections = ("optimizer", checkpoint.LOSS_SCALE, checkpoint.SPIKES, checkpoint.RANDOM)
     others = sum(len(checkpoint.load_weights(path, section)) for section in sections)
     count = sum(each.numel() for _, each in weights)
     return f"step {found.step}: {count:,} weights and {others} other tensors are loaded"

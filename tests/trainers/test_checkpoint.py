@@ -289,9 +289,17 @@ def test_what_a_killed_save_left_is_cleared_or_put_back_by_the_next(tmp_path, le
                      "step_00000002"]  # fmt: skip
 
 
-def test_a_checkpoint_of_fp16_leaves_the_scale_at_1_without_fp16(tmp_path):
-    parts = made(1)
-    (path,) = saved(tmp_path / "run", parts, 1)
-    other = replace(made(2), loss_scale=LossScale(RESOLVED.scaler, False, CPU))
+@pytest.mark.parametrize(("precision", "scale"), [("fp32", 1.0), ("fp16", 65536.0)])
+def test_a_change_of_the_precision_starts_with_the_scale_of_the_new_precision(
+    precision, scale, tmp_path
+):
+    first, other = made(1), made(2)
+    without = LossScale(RESOLVED.scaler, False, CPU)
+    if precision == "fp16":
+        first = replace(first, loss_scale=without)
+    else:
+        other = replace(other, loss_scale=without)
+    (path,) = saved(tmp_path / "run", first, 1)
     checkpoint.load(path, other)
-    assert (parts.loss_scale.scale.item(), other.loss_scale.scale.item()) == (65536.0, 1.0)
+    assert other.loss_scale.scale.item() == scale
+    assert len(checkpoint.load_weights(path, checkpoint.LOSS_SCALE)) == 2 * first.loss_scale.active
