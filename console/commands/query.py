@@ -45,25 +45,26 @@ def source(options: argparse.Namespace) -> RunSource:
 
 
 def runs(options: argparse.Namespace) -> int:
-    """Lists launches, newest first."""
+    """Lists launches, and runs without a launch, newest first."""
     if options.root != launches.ROOT and not options.root.is_dir():
         raise NotFoundError(f"there is no directory {options.root}, so there are no launches")
     rows, lines = [], []
-    for path in launches.launches(options.root)[: options.limit]:
+    for path in launches.launches_and_bare_runs(options.root)[: options.limit]:
         state = poll_confirmed(RunSource(path))
         launch = state.launch
-        if launch is None:
-            continue
+        name, plan, of_launch, current, phase = str(path), None, None, "-", "by hand"
+        if launch is not None:
+            name, plan, of_launch, current = launch.id, launch.plan, launch.state, launch.current
+            phase = launch.phases[launch.phase].numbered if launch.phases else "-"
         word, why = status_text.outcome(state)
         rows.append({
-            "id": launch.id, "path": str(path), "plan": launch.plan, "launch": launch.state,
-            "phase": launch.current or "-", "state": word, "step": state.step, "why": why,
+            "id": name, "path": str(path), "plan": plan, "launch": of_launch,
+            "phase": current or "-", "state": word, "step": state.step, "why": why,
             "attempt": state.attempt, "exit_code": status_text.exit_code(state, whole=True),
         })  # fmt: skip
-        phase = launch.phases[launch.phase].numbered if launch.phases else "-"
         step = "-" if state.step is None else f"{state.step:,}"
         again = f"attempt {state.attempt}; " if state.attempt > 1 else ""
-        lines.append(f"{launch.id:<32} {phase:<14} {word:<12} step {step:<8} {again}{why}")
+        lines.append(f"{clean(name, 200):<36} {phase:<14} {word:<12} step {step:<8} {again}{why}")
     none = f"no launches under {options.root}; start one with {program()} launch PLAN"
     show(options.json, rows, lines or [none])
     return 0

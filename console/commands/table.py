@@ -157,9 +157,10 @@ def _rules() -> str:
 
 
 QUERIES: tuple[Command, ...] = (
-    Command("runs", "List launches, newest first.", ("runs", "runs --limit 5 --json"), (
+    Command("runs", "List launches, and runs that were started by hand, newest first.",
+            ("runs", "runs --limit 5 --json"), (
         option("--limit", type=at_least(1, "a whole number of at least 1"), default=50,
-               metavar="N", help="largest number of launches (default: %(default)s)"),
+               metavar="N", help="largest number of lines (default: %(default)s)"),
     ), target="query.runs"),
     Command("status", "Print the state, ranks, alerts and gates of a run.",
             ("status latest", "status latest --json"), (_run(),), target="query.status"),

@@ -7,10 +7,11 @@ For an action (`act`), a match by id or by `latest` is compared with a second so
 from __future__ import annotations
 
 import calendar
+import contextlib
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def is_launch(path: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    return any(name == rundir.RUN or name.startswith("heartbeat_rank") for name in _names(path))
+    return _has_run(_names(path))
 
 
 def launch_of(path: Path) -> Path | None:
@@ -102,17 +103,40 @@ def launches(root: Path = ROOT) -> list[Path]:
 
 def bare_runs(root: Path = ROOT) -> list[Path]:
     """Returns the runs in `root` that belong to no launch, the last changed first."""
-    top = [root / name for name in _names(root)]
-    below = [path / name for path in top if not is_launch(path) for name in _names(path)]
-    found = [path for path in (*top, *below) if is_run(path) and not path.is_symlink()]
-    return sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)
+    return [path for _, path in sorted(_bare(_directories(root)), reverse=True)]
+
+
+def launches_and_bare_runs(root: Path = ROOT) -> list[Path]:
+    """Returns launches and runs without a launch, the newest first.
+
+    Launches are sorted by their creation time, runs by the last change of their directory.
+    """
+    found = list(_directories(root))
+    dated = [(each.created_ts, each.path) for each in _known_in(found)]
+    return [path for _, path in sorted([*dated, *_bare(found)], reverse=True)]
+
+
+def _has_run(names: Iterable[str]) -> bool:
+    """Returns whether these names of a directory are those of a run."""
+    return any(name == rundir.RUN or name.startswith("heartbeat_rank") for name in names)
+
+
+def _bare(found: Iterable[tuple[Path, list[str]]]) -> Iterator[tuple[float, Path]]:
+    for path, names in found:
+        if rundir.PLAN not in names and _has_run(names) and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                yield path.lstat().st_mtime, path
 
 
 def _all(root: Path) -> list[KnownLaunch]:
+    return _known_in(_directories(root))
+
+
+def _known_in(directories: Iterable[tuple[Path, list[str]]]) -> list[KnownLaunch]:
     """Returns the launches by creation time, newest first; links cause no duplicates."""
     found: dict[tuple[int, int], KnownLaunch] = {}
-    for path in _candidates(root):
-        if path.is_symlink():
+    for path, names in directories:
+        if rundir.PLAN not in names or path.is_symlink():
             continue
         try:
             status = path.stat()
@@ -122,15 +146,16 @@ def _all(root: Path) -> list[KnownLaunch]:
     return sorted(found.values(), key=lambda each: (each.created_ts, each.path.name), reverse=True)
 
 
-def _candidates(root: Path) -> list[Path]:
-    found = []
-    for name in sorted(_names(root), key=lambda name: (root / name).is_symlink()):
-        names = _names(root / name)
-        if rundir.PLAN in names:
-            found.append(root / name)
-        else:
-            found += [root / name / each for each in names if is_launch(root / name / each)]
-    return found
+def _directories(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yields the directories in `root`, and those one level below that are not in a launch.
+
+    Yields each with the names in it, links last.
+    """
+    for top in sorted((root / name for name in _names(root)), key=Path.is_symlink):
+        names = _names(top)
+        yield top, names
+        if rundir.PLAN not in names:
+            yield from ((top / name, _names(top / name)) for name in names)
 
 
 def find(name: str, root: Path = ROOT, act: bool = False) -> Path:

@@ -65,7 +65,7 @@ def open_source(path: Path) -> RunSource:
 def find_newest(root: Path) -> Path | None:
     """Returns the newest launch in `root` that may be alive, else the newest launch, or None.
 
-    Only the newest 50 launches are examined.
+    Only the newest 50 launches are examined. Without a launch, returns the newest run by hand.
     """
     from console.sources import launch_documents, launches
 
@@ -77,7 +77,7 @@ def find_newest(root: Path) -> Path | None:
             return path
         if named == "unsupervised" and open_source(path).poll().state in LIVE_STATES:
             return path
-    return found[0] if found else None
+    return next(iter(found or launches.bare_runs(root)), None)
 
 
 class Feed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -154,6 +155,21 @@ def test_a_live_run_without_gates_is_no_go_yet(launch, capsys):
 def test_runs_of_a_folder_that_is_not_there_are_not_none(tmp_path, capsys):
     code, _, err = said(capsys, "--root", tmp_path / "nowhere", "runs")
     assert (code, f"there is no directory {tmp_path / 'nowhere'}" in err) == (3, True)
+
+
+def test_the_list_names_runs_by_hand_among_the_launches(launch, capsys):
+    directory.run(launch / "0-first")
+    root = launch.parents[1]
+    for at_ts, name in ((4e9, "newer"), (1e9, "older")):
+        run = directory.run(root / "tiny" / name)
+        os.utime(run, (at_ts, at_ts))
+    rows = json.loads(said(capsys, "--root", root, "runs", "--json")[1])
+    ids = [str(root / "tiny" / "newer"), "toy-20261121-030000", str(root / "tiny" / "older")]
+    assert [row["id"] for row in rows] == ids
+    assert [row["launch"] is None for row in rows] == [True, False, True]
+    first = said(capsys, "--root", root, "runs", "--limit", 1)[1]
+    assert (first.count("\n"), f"{ids[0]} by hand " in first) == (1, True)
+    assert said(capsys, "status", ids[2])[0] == rows[2]["exit_code"]
 
 
 def test_text_counts_phases_as_the_screen_does(launch, capsys):

@@ -192,6 +192,7 @@ def test_header_and_launch_view_tell_the_same_step():
 
 def test_the_newest_launch_is_opened_when_none_lives(tmp_path):
     assert find_newest(tmp_path) is None
+    assert find_newest(directory.run(tmp_path / "tiny" / "mine").parents[1]).name == "mine"
     for stamp in ("20261121-030000", "20261121-040000"):
         path = directory.launch(tmp_path, stamp=stamp)
         directory.document(path / "plan_state.json", {"v": 1, "state": "ended", "phase": 0})
