@@ -1,6 +1,6 @@
 """Finds the target of an operator's action: the run, and the supervisor that gets the request.
 
-Two sources must agree on the run and on the supervisor; see the rows of kind `target` in
+Two sources must agree on the run and on the supervisor; see the section Targets of
 docs/decisions.md.
 """
 
@@ -110,11 +110,10 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 
 
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
-    """Returns whether no supervisor reads the requests of a run that has no recorded end.
+    """Returns whether a run without a supervisor has processes here or has no recorded end.
 
-    A supervisor on another host is assumed to be alive, because this host cannot check it. Raises
-    RefusedError if the document that names the supervisor cannot be read and no process of the run
-    is alive here.
+    A supervisor on another host is assumed to be alive, because this host cannot check it. May
+    raise RefusedError if the document that names the supervisor cannot be read.
     """
     if _has_only_ranks(run):
         return True

@@ -171,7 +171,8 @@ def continued(run: Path, step: int) -> Summary | None:
 
     `step` is `Summary.resumed_at_end` of `run`. The records or the last pulses of the earlier run
     must show that its ranks reached `step`. The pulses suffice, because the loaded checkpoint
-    confirms them. Both runs must have the same phase, ranks, gates and settings, except `RESUME`.
+    confirms them. Both runs must have the same phase, number of ranks, gates and settings, except
+    `RESUME`.
     """
     own = (rundir.read_json(run / rundir.RUN, below=run) or {}) if step else {}
     path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))

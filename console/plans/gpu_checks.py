@@ -24,7 +24,7 @@ SLOW = (
     ("NCCL_DEBUG", "TRACE", "slows the run down; use WARN to measure"),
     ("NCCL_P2P_DISABLE", "1", "copies between GPUs through the host"),
 )
-"""Flags with the values that make a run slow."""
+"""Flags with the values that can make a run slow."""
 CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
 
 
@@ -135,7 +135,7 @@ def _chosen(plan: Plan, index: int) -> str:
 
 
 def seen_by(case: Case, index: int, uuids: Sequence[str]) -> list[int | None]:
-    """Returns the first indices of `visible` for a phase, at most one per GPU of the plan."""
+    """Returns the result of `visible` for a phase, at most as many indices as the plan has GPUs."""
     return visible(case.devices or _chosen(case.plan, index), uuids)[: case.plan.gpus]
 
 
