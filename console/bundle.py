@@ -124,7 +124,7 @@ _SECRETS: tuple[tuple[str, str], ...] = (
 _FORMS = [(re.compile(form.encode(), re.IGNORECASE), instead.format(REMOVED).encode())
           for form, instead in _SECRETS]  # fmt: skip
 _HINT = re.compile(
-    rb"(?:token|secret|passw|password|passphrase|pass|pwd|auth|key|credentials?|cookie|signature|"
+    rb"(?:token|secret|passwd|password|passphrase|pass|pwd|auth|key|credentials?|cookie|signature|"
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
     rb"hooks\.slack\.com/|/api/webhooks/|" + _FORM.lower().encode()
 )
@@ -159,7 +159,7 @@ class Redactor:
         self._home = re.compile(re.escape(home) + rb"(?![\w.-])") if len(home) > 1 else None
 
     def redact(self, data: bytes) -> tuple[bytes, int]:
-        """Returns two values: the bytes without the secrets found, and the number of these secrets.
+        """Returns two values: the bytes without the secrets found, and the number of replacements.
 
         `~` replaces the home directory.
         """

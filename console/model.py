@@ -73,7 +73,7 @@ class Pulse:
 
 
 RECENT_XID_S = 600.0
-"""The screen shows an Xid (an error that the GPU driver reports) for this time."""
+"""An Xid (an error that the GPU driver reports) is shown for this time."""
 
 
 @dataclass(frozen=True, slots=True)

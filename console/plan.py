@@ -105,7 +105,7 @@ class Expects:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The optional part of the preflight, which runs before each launch if `measure` is True."""
+    """The optional part of the preflight, which runs before a launch if `measure` is True."""
 
     measure: bool = False
 
@@ -317,7 +317,7 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
 
 
 def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
-    """Returns a section of a plan; the annotations of `cls` say how values of `raw` are converted.
+    """Returns an object of `cls`, whose annotations say how the values of `raw` are converted.
 
     A null value, which plan.json may contain, is treated as a missing value. Raises UsageError.
     """

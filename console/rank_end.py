@@ -71,7 +71,7 @@ class RankEnd:
 
     @property
     def lost_peer(self) -> bool:
-        """True if a collective failed or a peer was lost, and no signal except SIGABRT was sent."""
+        """True if a collective failed or a peer was lost, and the signal, if any, is SIGABRT."""
         found = self.code == COLLECTIVE or error_patterns.lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 

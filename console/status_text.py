@@ -79,8 +79,8 @@ def size(size_bytes: int) -> str:
 def exit_code(state: RunState, whole: bool = False) -> int:
     """Returns the documented exit code for the state of a run.
 
-    With `whole`, if `is_over`, the code is that of the launch. A run that lost a rank is treated as
-    crashed, even while its other ranks are being ended.
+    With `whole`, if run and launch are over, the code is that of the launch. A run that lost a rank
+    is treated as crashed, even while its other ranks are being ended.
     """
     if whole and state.launch and is_over(state):
         return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))

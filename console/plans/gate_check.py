@@ -29,7 +29,7 @@ FULL = "run nsa-console check --full"
 
 
 def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
-    """Polls a run; returns its state, with an alert if the files do not confirm that it is go.
+    """Polls a run; returns its state, with an alert if the files do not confirm the result go.
 
     Only a state that would be go is checked. With `former`, the function also checks the other
     phases of a launch that has ended, and it checks a run even if some of its records have not been
@@ -143,7 +143,7 @@ def _complete(
     """Returns the summary with all that the gates need, or why the gates cannot be evaluated.
 
     The last pulses come from supervisor.json. Files are read only if a gate needs them, and only
-    once per source, because the logs of a run may be large.
+    once per `source`, because the logs of a run may be large.
     """
     summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
     world = jsonl.integer(run_json, "world") or 0

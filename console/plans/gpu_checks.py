@@ -135,7 +135,7 @@ def _chosen(plan: Plan, index: int) -> str:
 
 
 def seen_by(case: Case, index: int, uuids: Sequence[str]) -> list[int | None]:
-    """Returns the result of `visible` for a phase, at most as many indices as the plan has GPUs."""
+    """Returns the first indices of `visible` for a phase, at most as many as `gpus` of the plan."""
     return visible(case.devices or _chosen(case.plan, index), uuids)[: case.plan.gpus]
 
 
@@ -183,7 +183,7 @@ def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, s
 
 
 def not_healthy(card: Card) -> str:
-    """Returns why a GPU cannot be used, or "" if no figure shows a fault or another use."""
+    """Returns why a GPU cannot be used, or "" if no fault and no other use is known."""
     gpu, found = card.gpu, []
     if gpu.state != "ok":
         return f"is not usable ({gpu.why or gpu.state})"
