@@ -229,7 +229,7 @@ class _Archive:
 
 
 def _listed(folder: Path, top: Path) -> list[str]:
-    """Returns the plain names in a directory, newest first, or [] if it cannot be opened."""
+    """Returns the names that match `_NAME`, newest first, or [] if `folder` cannot be opened."""
     fd = jsonl.open_inside(folder, None if folder == top else top)
     if fd is None:
         return []

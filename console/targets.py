@@ -94,7 +94,7 @@ def _has_only_ranks(run: Path) -> bool:
 
 
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
-    """Returns two values: the directory that receives the requests of an action, and its kind.
+    """Returns the directory that receives the requests of an action, and the kind of mailbox.
 
     Raises NotFoundError or RefusedError if there is no such directory.
     """
@@ -110,7 +110,7 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 
 
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
-    """Returns whether a run without a supervisor has processes here or has no recorded end.
+    """Returns whether a run has no supervisor, but processes on this host or no recorded end.
 
     A supervisor on another host is assumed to be alive, because this host cannot check it. May
     raise RefusedError if the document that names the supervisor cannot be read.
