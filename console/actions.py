@@ -230,10 +230,7 @@ def _gpus(run: Mapping[str, Any]) -> int:
 
 
 def _flags(options: LaunchOptions) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns two values: the flags of the shell and of the options, and the origin of each flag.
-
-    An option overrides the shell.
-    """
+    """Returns two values: the flags of shell and options, and the origin of each flag."""
     given = flags.from_shell(environ.snapshot())
     origins = dict.fromkeys(given, SHELL) | dict.fromkeys(options.flags, FLAG_OPTION)
     given |= {name: _checked(name, value) for name, value in options.flags.items()}

@@ -172,7 +172,7 @@ class Plan:
     preflight: Preflight = Preflight()
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the plan as plain data, for plan.json."""
+        """Returns the plan as plain data."""
         return asdict(self)
 
 

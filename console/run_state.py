@@ -200,10 +200,6 @@ def _halt_words(facts: Facts) -> str:
 
 
 def _completed_words(facts: Facts) -> str:
-    """Returns the sentence for a completed run.
-
-    If the ranks ended before the last planned step, the sentence has their reason.
-    """
     early = f"; {facts.ranks_reason}" if facts.reason not in ("", LAST_STEP) else ""
     return f"all ranks done after step {facts.step}{early}"
 

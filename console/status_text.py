@@ -151,7 +151,6 @@ def as_json(state: RunState, whole: bool = False) -> dict[str, Any]:
 
 
 def progress(state: RunState) -> str:
-    """Returns the progress of a run as text."""
     if state.step is None:
         return "no step yet"
     if state.steps_planned:

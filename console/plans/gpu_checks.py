@@ -93,10 +93,7 @@ def device(case: Case) -> Found:
 
 
 def gpus(case: Case) -> Found:
-    """Checks the GPUs of a plan with two sources: NVML, and the list of the kernel's driver.
-
-    For a plan without GPUs, the list of the driver is not read.
-    """
+    """Checks the GPUs of a plan with two sources: NVML, and the list of the kernel's driver."""
     plan, survey, needed = case.plan, case.survey, case.plan.gpus
     if isinstance(survey, str):
         return "fail" if needed else "unknown", f"{survey}; check nvidia-smi and dmesg"
