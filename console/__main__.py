@@ -6,7 +6,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - an old Python runs this line bef
     sys.exit("nsa-console needs Python 3.11 or newer; this is " + sys.version.split()[0])
 
 if not sys.flags.safe_path:
-    # `python -m` puts the working directory first; import only from the folder of this package.
+    # `python -m` puts the working directory first in sys.path; the project folder replaces it.
     sys.path[0] = __file__.rpartition("/console/")[0]
 
 from console.cli import main

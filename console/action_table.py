@@ -163,7 +163,7 @@ TABLE: tuple[Action, ...] = (
         cost=("keeps", "the alert, at level info"), key="A", weight=2,
     ),
     Action(
-        "note", "Write a sentence into the events of the run.", ("run", "launch"),
+        "note", "Write a sentence into the events of the run or launch.", ("run", "launch"),
         (Argument("text", "TEXT", _text(1000), "the sentence, at most 1000 characters"),),
         neutral=True, examples=("do latest note text='disk was full'",),
     ),
@@ -172,7 +172,7 @@ TABLE: tuple[Action, ...] = (
         "Set a flag of the next phase, or of all later phases; without a value, undo the change.",
         ("launch",),
         (Argument("name", "NAME", _flag_name, "name of the flag, see `flags`"),
-         Argument("value", "VALUE", _flag_value, "its new value", required=False),
+         Argument("value", "VALUE", _flag_value, "new value of the flag", required=False),
          Argument("phases", "PHASES", _phases, "next (default), or all: every later phase",
                   required=False)),
         examples=("do latest set-flag name=NSA_LR value=0.0005",

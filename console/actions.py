@@ -1,4 +1,4 @@
-"""Executes the actions of an operator for keys, buttons and commands."""
+"""Starts and adopts launches, and sends requests, for keys, buttons and commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices",
 TRAINERS = ("ddp", "fsdp")
 ANSWER_POLL_S = 0.05
 ANSWER_BYTES = 1 << 20
-"""Number of bytes at the end of `events.jsonl` that are searched first for an answer."""
+"""The search for an answer begins at most this many bytes before the end of `events.jsonl`."""
 
 
 def who() -> str:
@@ -60,12 +60,12 @@ class LaunchOptions:
     assume_gpus: str = ""
     """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
     measure: bool | None = None
-    """True if the preflight measures the devices; None if the plan decides that."""
+    """True to measure devices, data and attention; None if the plan decides that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A launch that was checked but not started; `phases` has the future run.json of each phase."""
+    """A launch that was checked but not started; `phases` has a preview of each run.json."""
 
     plan: Plan
     directory: Path
@@ -114,8 +114,8 @@ class Prepared:
 def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -> Prepared:
     """Returns a launch with all its checks; writes nothing into the directory of the launch.
 
-    If a check hangs, `said` is called with a sentence on this check. Raises UsageError for an
-    unknown plan, phase, flag, setting or gate, and for a wrong value. Raises RefusedError if the
+    `said` gets a sentence when checks are late, and before the measurements. Raises UsageError for
+    an unknown plan, phase, flag, setting or gate, and for a wrong value. Raises RefusedError if the
     working directory no longer exists, or if the launch to resume is rejected.
     """
     try:
@@ -151,8 +151,7 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
     """Starts a plan and returns the launch's directory, which the supervisor owns from then on.
 
     `seen` is the plan that an operator confirmed; if the plan has changed since, the launch is
-    rejected. Raises UsageError, RefusedError or ContractError; after an error, no process of the
-    launch runs.
+    rejected. Raises UsageError, RefusedError or ContractError.
     """
     prepared = prepare(replace(options, measure=None))
     if seen is not None and prepared.plan != seen:
@@ -231,10 +230,7 @@ def _gpus(run: Mapping[str, Any]) -> int:
 
 
 def _flags(options: LaunchOptions) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns two values: the flags of the launch, and the origin of each flag.
-
-    A flag of the command line overrides the same flag of the shell.
-    """
+    """Returns two values: the flags of shell and options, and the origin of each flag."""
     given = flags.from_shell(environ.snapshot())
     origins = dict.fromkeys(given, SHELL) | dict.fromkeys(options.flags, FLAG_OPTION)
     given |= {name: _checked(name, value) for name, value in options.flags.items()}
@@ -259,7 +255,7 @@ def _script(phase: Phase, folder: Path) -> str:
 
 
 def _directory(options: LaunchOptions, plan: str) -> Path:
-    """Returns the directory of the launch: `--run-dir`, or a new one whose name is the UTC time."""
+    """Returns the directory of the launch: `--run-dir`, or a new one named after the UTC time."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     path = options.run_dir or options.root / plan / stamp
     try:
@@ -300,9 +296,9 @@ def adopt(path: Path, sure: bool = False) -> str:
 def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     """Writes a request into the mailbox of a launch or run; returns the id of the request.
 
-    Raises UsageError for an unknown action or argument, and RefusedError, for example if no
-    supervisor would answer. If a run has no supervisor, a halt writes `.HALT` directly and returns
-    "". It does the same if the supervisor is on this host and the request cannot be written. In a
+    Raises UsageError for a wrong action or argument, and RefusedError, for example if no supervisor
+    would answer. If the run `is_unsupervised`, a halt writes `.HALT` directly and returns "". A
+    halt does the same if the supervisor is on this host and the request cannot be written. In a
     launch that has ended, this process executes and answers an override.
     """
     converted = check(action, args)

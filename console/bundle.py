@@ -1,7 +1,7 @@
-"""Writes one archive of a run for a bug report, without secrets.
+"""Writes one archive of a run for a bug report, without secrets of known forms.
 
-Anybody may have written the run directory, so no link is followed, only regular files are read, and
-all sizes are bounded. `LAUNCH` and `TABLE` select the files; `REMOVED` replaces the secrets.
+Anybody may have written the run directory, so no link in it is followed, only regular files are
+read, and all sizes are bounded. `REMOVED` replaces the secrets.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _WORD = (
     r"(?:api|access|account|private)[_ -]?key|credentials?|cookie|authorization|"
     r"signature|(?<=[_.-])(?:pass|pwd|auth|(?<!text[_.-])key))"
 )
-"""Names whose value is a secret, except tiktoken, data.text_key and numbers per token."""
+"""Names whose value is a secret. The names tiktoken, text_key and per_token do not match."""
 _FORM = (
     r"hf_|sk-|gh[pousr]_|github_pat_|xox[bap]-|AKIA|ASIA(?=[A-Z0-9]{16}\b)|glpat-|AIza|nvapi-|"
     r"[rs]k_(?:live|test)_|npm_|pypi-|ya29\.|eyJ[\w-]{8,400}\."
@@ -124,7 +124,7 @@ _SECRETS: tuple[tuple[str, str], ...] = (
 _FORMS = [(re.compile(form.encode(), re.IGNORECASE), instead.format(REMOVED).encode())
           for form, instead in _SECRETS]  # fmt: skip
 _HINT = re.compile(
-    rb"(?:token|secret|passw|password|passphrase|pass|pwd|auth|key|credentials?|cookie|signature|"
+    rb"(?:token|secret|passwd|password|passphrase|pass|pwd|auth|key|credentials?|cookie|signature|"
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
     rb"hooks\.slack\.com/|/api/webhooks/|" + _FORM.lower().encode()
 )
@@ -159,7 +159,7 @@ class Redactor:
         self._home = re.compile(re.escape(home) + rb"(?![\w.-])") if len(home) > 1 else None
 
     def redact(self, data: bytes) -> tuple[bytes, int]:
-        """Returns two values: the bytes without the secrets found, and the number of these secrets.
+        """Returns two values: the bytes without the secrets found, and the number of replacements.
 
         `~` replaces the home directory.
         """
@@ -229,7 +229,7 @@ class _Archive:
 
 
 def _listed(folder: Path, top: Path) -> list[str]:
-    """Returns the names in a directory, newest first, or [] if it is missing or behind a link."""
+    """Returns the names that match `_NAME`, newest first, or [] if `folder` cannot be opened."""
     fd = jsonl.open_inside(folder, None if folder == top else top)
     if fd is None:
         return []
@@ -246,7 +246,7 @@ def _listed(folder: Path, top: Path) -> list[str]:
 
 
 def _names(top: Path, row: Row) -> list[str]:
-    """Returns the files that a row selects; the last part of `row.folder` may end with `*`."""
+    """Returns the names that match a row; the last part of `row.folder` may end with `*`."""
     parent, _, last = row.folder.rpartition("/")
     folders = [row.folder]
     if last.endswith("*"):

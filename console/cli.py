@@ -1,7 +1,7 @@
 """`nsa-console`: parses the command line, and runs its command or opens the screen.
 
-Textual, yaml and psutil are imported only by the commands that need them, so that `status --json`
-takes little more time than the start of Python.
+Textual and yaml are imported only by the commands that need them, so that `status --json` takes
+little more time than the start of Python.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def lost_peer(text: str) -> bool:
 
 
 def out_of_memory(text: str, code: int | None = None) -> str:
-    """Returns a sentence on an out-of-memory error, with sizes and advice, or "" for other errors.
+    """Returns a sentence on an out-of-memory error, with known sizes and advice, or "".
 
     Exit code 11 means out of memory, whatever the text.
     """

@@ -1,7 +1,7 @@
 """Ends the trainers that a dead supervisor left behind, when an operator asks for it.
 
 A process gets a signal only if all sources agree that it belongs to a launch of this user whose
-supervisor is dead. The row `end-leftovers` of docs/decisions.md has the reasons.
+supervisor is dead. The row `end-leftovers` of docs/decisions.md lists the sources.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _why_not(run: Path, token: str) -> str:
 
 
 def end(found: Sequence[Leftover]) -> Iterator[str]:
-    """Sends TERM, and KILL after the grace time; yields a sentence on each process.
+    """Sends TERM, and KILL after `GRACE_S`; yields a sentence on each process.
 
     A process whose run was adopted after `found` was collected gets no signal. While this function
     runs, none of the launches can be adopted.

@@ -1,4 +1,4 @@
-"""Defines the data that the console shows, as frozen dataclasses. Every poll creates new objects.
+"""Defines the data that the console shows, as frozen dataclasses.
 
 This module uses no Textual, files or processes. A time is in unix seconds unless its name says
 otherwise. `None` means that there is no value.
@@ -28,14 +28,14 @@ LIVE_STATES: frozenset[State] = frozenset(
 """States of a run that has not ended."""
 BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
 RANK_GONE = "rank-gone"
-"""The alert of a run that cannot continue, because a rank ended before the others."""
+"""The alert of a run that cannot continue, because a rank failed while others ran."""
 STALL = "stall"
 """The alert and the watch rule of a run that makes no progress."""
 OPERATOR = "operator "
 """Start of the origin of a flag that a request has set."""
 LOSS_UNIT = "nats/token"
 NO_GO = "no-go"
-"""The alert of a completed run whose records do not confirm its gates."""
+"""The alert of a run or launch whose files do not confirm that it is go."""
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
@@ -73,14 +73,14 @@ class Pulse:
 
 
 RECENT_XID_S = 600.0
-"""The screen shows an Xid (an error that the GPU driver reports) for this time."""
+"""An Xid (an error that the GPU driver reports) is shown for this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One sample of a GPU. A field is None if NVML has no value; `why` may have the reason.
 
-    `state` is `ok`, `lost` (NVML does not find the GPU), or `error` (NVML returns no values).
+    `state` is `ok`, `lost` (NVML says that the GPU is lost or not found), or `error` (no values).
     """
 
     index: int
@@ -95,7 +95,7 @@ class Gpu:
     sm_mhz: float | None = None
     why: str = ""
     throttle: str = ""
-    """Why the driver lowers the clocks to protect the GPU, or "" if it does not lower them."""
+    """Why the driver lowers the clocks to protect the GPU, or "" if no reason is known."""
     xid: int | None = None
     """The number of the newest Xid."""
     ecc_uncorrected: int | None = None
@@ -104,7 +104,7 @@ class Gpu:
     xids: tuple[int, ...] = ()
     """The newest Xids, oldest first."""
     xid_count: int = 0
-    """Number of Xids since the supervisor started."""
+    """Number of Xids since the process that samples the GPU started."""
     xid_ts: float | None = None
     """Time of the last Xid (unix s)."""
     minor: int | None = None
@@ -158,13 +158,13 @@ class Verdict:
     sure: Sure
     evidence: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
-    """Signs that name another rank."""
+    """Signs that name only other ranks."""
     missing: tuple[str, ...] = ()
     """Evidence that is not available."""
     action: str = ""
     """The next step of an operator, or "" if none is known."""
     place: str = ""
-    """File and line in the rank's own code, or "" if the stack does not show file and line."""
+    """File and line in the rank's own code, or "" if they are not known."""
 
     def signs(self) -> list[tuple[str, str]]:
         """Returns the lines of `evidence` (mark +), `against` (mark -) and `missing` (mark ?)."""
@@ -323,7 +323,7 @@ class RunState:
     environment: Mapping[str, str] = field(default_factory=dict)
     """The flags of this run's processes."""
     decided: Mapping[str, str] = field(default_factory=dict)
-    """The resolved settings. The key is the name of the flag that sets the setting."""
+    """The resolved settings that have a flag. The key is the name of the flag."""
     origins: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     backend: str = ""

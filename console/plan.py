@@ -15,7 +15,7 @@ from trainers.contract.errors import UsageError, did_you_mean
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters except tab and line feed, and surrogates."""
+"""Surrogates, and control characters except tab and line feed."""
 LONGEST_BACKOFF_S = 600.0
 LIMITS: Mapping[str, tuple[float, float]] = {
     "nproc": (1, 1024), "gpus": (0, 1 << 20), "attempts": (1, 1000),
@@ -23,7 +23,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "hook_every_s": (1, 86_400), "alive_every_s": (1, 86_400), "parameters": (1, 1e15),
     "seq_len": (1, 1e9), "tokens_per_step": (1, 1e12), "rounds": (9, 14),
 }  # fmt: skip
-"""Smallest and largest allowed value by key; `ANY_SPAN` limits every other number."""
+"""Smallest and largest allowed value by key; `ANY_SPAN` is for other keys with a number."""
 ANY_SPAN = (1e-3, 1e7)
 DEVICE = "train.device"
 Between = Literal["go", "ask"]
@@ -48,7 +48,7 @@ class Watch:
     """Stall limits and other time limits of the supervisor, in seconds.
 
     If `eval_s` or `save_s` is None, `startup_s` applies. On a stall, an action stronger than a dump
-    waits at least `stall_act_s`; the default is longer than the default limit of a collective.
+    waits at least `stall_act_s`; its default is longer than the default of `ddp.timeout_min`.
     """
 
     stall_floor_s: float = 60.0
@@ -64,9 +64,9 @@ class Watch:
 class Restart:
     """The policy for restarts of a run from its newest verified checkpoint, or else from step 1.
 
-    `stall` includes `crash`. At most `attempts` restarts follow each other without a new
-    checkpoint. The wait before a restart is `backoff_s`. The second attempt in a row without a new
-    checkpoint, and each further such attempt, doubles the wait, up to `LONGEST_BACKOFF_S`.
+    `stall` includes `crash`. No restart follows `attempts` attempts in a row without a new
+    checkpoint. The wait before a restart is `backoff_s`. The second of these attempts, and each
+    further one, doubles the wait, up to `LONGEST_BACKOFF_S`.
     """
 
     when: RestartWhen = "never"
@@ -105,7 +105,7 @@ class Expects:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The optional part of the preflight, which runs before each launch if `measure` is True."""
+    """The optional part of the preflight, which runs before a launch if `measure` is True."""
 
     measure: bool = False
 
@@ -155,7 +155,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The phases of a launch, and the settings of the whole launch.
+    """The phases of a launch, and the keys that apply to the whole launch.
 
     With `gpus` above 0 the trainers of this project train on CUDA, unless a phase sets a device.
     """
@@ -172,7 +172,7 @@ class Plan:
     preflight: Preflight = Preflight()
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the plan as plain data, for plan.json."""
+        """Returns the plan as plain data."""
         return asdict(self)
 
 
@@ -193,7 +193,7 @@ def highest_p(variants: int) -> float:
 
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
-"""Keys that a plan may set for all phases. A phase overrides keys, but merges `MERGED_KEYS`."""
+"""Keys that a plan may set for all phases. A phase overrides them, but merges `MERGED_KEYS`."""
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 
 
@@ -268,7 +268,7 @@ def _on_gpus(phase: Phase) -> Phase:
 def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
     """Yields the phases of one entry; a sweep has a phase for each variant in each round.
 
-    Every second round has the reverse order, so a steady drift of the machine cancels out.
+    Every second round has the reverse order, to balance a steady drift of the machine.
     """
     if not isinstance(raw, dict) or "variants" not in raw:
         yield _phase(raw, shared, where)
@@ -317,7 +317,7 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
 
 
 def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
-    """Returns a section of a plan; the annotations of `cls` say how values of `raw` are converted.
+    """Returns an object of `cls`, whose annotations say how the values of `raw` are converted.
 
     A null value, which plan.json may contain, is treated as a missing value. Raises UsageError.
     """

@@ -35,11 +35,11 @@ class RankEnd:
     log: str = ""
     """The exception that probably ended the rank, from its log or torchrun's log, or ""."""
     killed_after_failure: bool = False
-    """True if the supervisor killed the rank after another rank had failed."""
+    """True if a supervisor killed the rank after a failure, or recorded its end as secondary."""
     raised_at: str = ""
-    """The place in the code that raised the exception in `log`, for example "train.py:41"."""
+    """The place of the exception in `log`, for example "train.py:41"."""
     crashed_in: str = ""
-    """The place of a native crash as faulthandler wrote it: "forward (model.py:88)"."""
+    """The place of a native crash according to faulthandler: "forward (model.py:88)"."""
     last_record: str = ""
     """The kind and the reason of the last record of the rank."""
     ts: float | None = None
@@ -71,7 +71,7 @@ class RankEnd:
 
     @property
     def lost_peer(self) -> bool:
-        """True if a collective failed or a peer was lost, with no signal or NCCL's SIGABRT."""
+        """True if a collective failed or a peer was lost, and the signal, if any, is SIGABRT."""
         found = self.code == COLLECTIVE or error_patterns.lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 

@@ -1,7 +1,7 @@
 """Decides the state of a run and the reason for it, for its supervisor and for every reader.
 
-torchrun returns 1 for every failure. The cause therefore comes from the ranks: how they ended, in
-which order, and their last records. A rank that failed in a collective, because it lost its
+torchrun returns 1 whichever rank failed. The cause therefore comes from the ranks: how they ended,
+in which order, and their last records. A rank that failed in a collective, because it lost its
 connection to another rank, is blamed only if no rank failed by itself. A reader accepts
 the state of a supervisor that is alive, and the end that a dead supervisor recorded, unless
 processes that are alive contradict this end.
@@ -33,16 +33,16 @@ class ReaderView:
     """True if the supervisor is alive."""
     no_supervisor: str = "the supervisor is not running"
     living: str = ""
-    """A sentence on the ranks or processes of the run that are alive, or "" if none is alive."""
+    """A sentence on the ranks or processes of the run that are alive, or "" if none was found."""
     next_attempt: int = 2
     newest_record: str = ""
     """A sentence on the age of the newest record, or "" if there is no record."""
     records_elsewhere: bool = False
     """True if the run may be on another host and its newest record is recent."""
     behind: bool = False
-    """True while records are still being read."""
+    """True if some records have not been read yet."""
     trouble: str = ""
-    """Why supervisor.json cannot be shown, or "" if it can be shown."""
+    """Why supervisor.json cannot be read, or "" if its content or another state is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Facts:
     spawned: bool = False
     over: bool = False
     requested: str = ""
-    """The action of the request that ends the run, or "" if there is none. `by` is the sender."""
+    """The requested action that ends the attempt, or "" if there is none. `by` is the sender."""
     by: str = ""
     halt_file: bool = False
     halting_ranks: int = 0
@@ -200,10 +200,6 @@ def _halt_words(facts: Facts) -> str:
 
 
 def _completed_words(facts: Facts) -> str:
-    """Returns the sentence for a completed run.
-
-    If the ranks ended before the last planned step, the sentence has their reason.
-    """
     early = f"; {facts.ranks_reason}" if facts.reason not in ("", LAST_STEP) else ""
     return f"all ranks done after step {facts.step}{early}"
 
@@ -347,7 +343,7 @@ LIVE: tuple[Rule, ...] = (
     ("starting", lambda f: True,
      lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip
-"""The rules for a run whose processes may be alive."""
+"""The rules for a run that has not ended."""
 
 
 TABLES: tuple[tuple[Callable[[Facts], bool], tuple[Rule, ...]], ...] = (

@@ -26,9 +26,9 @@ MAX_WORDS = 64
 class Settings:
     """The operator's settings. The supervisor runs the program `hook` on alerts of `hook_levels`.
 
-    `hook_every_s` is the shortest time between two starts of `hook`, in seconds. As long as the
-    supervisor works, it also runs the program `alive` every `alive_every_s`. An empty `hook` or
-    `alive` means no program.
+    `hook_every_s` is the shortest time between two starts of `hook`, except at the end of a launch.
+    As long as the supervisor works, it also runs the program `alive` every `alive_every_s`. An
+    empty `hook` or `alive` means no program.
     """
 
     hook: tuple[str, ...] = ()
@@ -124,11 +124,11 @@ def _check_private(place: Path) -> None:
         raise UsageError(f"cannot read {place}: {error.strerror}") from error
     if status.st_uid not in (0, os.geteuid()):
         raise UsageError(
-            f"{place} belongs to user id {status.st_uid}, and it names a program that runs as you; "
-            f"as root, run chown {os.geteuid()} {place}"
+            f"{place} belongs to user id {status.st_uid}, and the settings name programs that run "
+            f"as you; as root, run chown {os.geteuid()} {place}"
         )
     if stat.S_IMODE(status.st_mode) & 0o022:
         raise UsageError(
-            f"other users can write {place}, and it names a program that runs as you; run chmod "
-            f"go-w {place}"
+            f"other users can write {place}, and the settings name programs that run as you; run "
+            f"chmod go-w {place}"
         )

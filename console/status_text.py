@@ -31,7 +31,7 @@ RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown"
 
 
 def age(seconds: float | None) -> str:
-    """Returns an age in a few characters: `1s`, `74s`, `12m`, `3h05`, `2d`; for None: `–`.
+    """Returns an age in a few characters: `1s`, `74s`, `12m`, `3h05`, `2d`; `–` if not known.
 
     Seconds are rounded up, so that a value that is always new shows a steady `1s`.
     """
@@ -56,8 +56,8 @@ def counted(count: int, thing: str) -> str:
 def number(value: float | None, digits: int = 4) -> str:
     """Returns a number as text, or "-" for None.
 
-    Long and whole numbers are shown without decimals and with a separator for thousands, other
-    numbers with `digits` significant digits.
+    Whole numbers, and numbers from 10,000 on, are shown without decimals and with a separator for
+    thousands; other numbers with `digits` significant digits.
     """
     if value is None:
         return "-"
@@ -79,8 +79,8 @@ def size(size_bytes: int) -> str:
 def exit_code(state: RunState, whole: bool = False) -> int:
     """Returns the documented exit code for the state of a run.
 
-    With `whole`, if `is_over`, the code is that of the launch. A run that lost a rank is treated as
-    crashed, even while its other ranks are being ended.
+    With `whole`, if run and launch are over, the code is that of the launch. A run that lost a rank
+    is treated as crashed, even while its other ranks are being ended.
     """
     if whole and state.launch and is_over(state):
         return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))
@@ -96,14 +96,14 @@ def exit_code(state: RunState, whole: bool = False) -> int:
 
 
 def no_go(state: RunState) -> str:
-    """Returns the text of the alert that the records do not confirm the gates, or ""."""
+    """Returns the text of the alert `NO_GO`, or "" without this alert."""
     return next((alert.text for alert in state.alerts if alert.id == NO_GO), "")
 
 
 def launch_exit_code(launch: LaunchState) -> int:
-    """Returns the exit code of a launch that is over: the code of the first phase not passed.
+    """Returns the exit code of a launch that is over: that of the first phase that ended badly.
 
-    If there is no such phase, the code is 1 if the documents of the launch have no phases or
+    If no phase ended badly, the code is 1 if the documents of the launch have no phases or
     contradict each other. Otherwise, if a phase has not completed, the code means that the launch
     was halted or lost its supervisor.
     """
@@ -151,7 +151,6 @@ def as_json(state: RunState, whole: bool = False) -> dict[str, Any]:
 
 
 def progress(state: RunState) -> str:
-    """Returns the progress of a run as text."""
     if state.step is None:
         return "no step yet"
     if state.steps_planned:
@@ -275,7 +274,7 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
 
 
 class Changes:
-    """Turns successive states into one sentence per change, for `watch --plain` and `--wait`."""
+    """Turns successive states into sentences on their changes."""
 
     def __init__(self) -> None:
         self._last: dict[str, object] = {}

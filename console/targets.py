@@ -1,6 +1,6 @@
 """Finds the target of an operator's action: the run, and the supervisor that gets the request.
 
-Two sources must agree on the run and on the supervisor; see the rows of kind `target` in
+Two sources must agree on the run and on the supervisor; see the section Targets of
 docs/decisions.md.
 """
 
@@ -94,7 +94,7 @@ def _has_only_ranks(run: Path) -> bool:
 
 
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
-    """Returns two values: the directory that receives the requests of an action, and its kind.
+    """Returns the directory that receives the requests of an action, and the kind of mailbox.
 
     Raises NotFoundError or RefusedError if there is no such directory.
     """
@@ -110,11 +110,10 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 
 
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
-    """Returns whether no supervisor reads the requests of a run that has no recorded end.
+    """Returns whether a run has no supervisor, but processes on this host or no recorded end.
 
-    A supervisor on another host is assumed to be alive, because this host cannot check it. Raises
-    RefusedError if the document that names the supervisor cannot be read and no process of the run
-    is alive here.
+    A supervisor on another host is assumed to be alive, because this host cannot check it. May
+    raise RefusedError if the document that names the supervisor cannot be read.
     """
     if _has_only_ranks(run):
         return True

@@ -82,7 +82,7 @@ def load(name: str) -> Plan:
 
 
 def misspelt(name: str) -> str:
-    """Returns the plan name that is similar to a word.
+    """Returns the plan name that is most similar to a word.
 
     Returns "" if no name is similar, or if the word begins with that name.
     """

@@ -90,7 +90,7 @@ def disk(case: Case) -> Found:
 
 
 def _kept_bytes(case: Case, index: int) -> int:
-    """Returns the size of all checkpoints that a phase keeps, plus that of the one in progress."""
+    """Returns the most bytes that a phase's checkpoints use, including an unfinished checkpoint."""
     every, last, forever, at_end = (
         case.value(index, f"checkpoint.{key}")
         for key in ("every", "keep_last", "keep_every", "at_end")

@@ -31,7 +31,7 @@ MODULE = "trainers.device_probe"
 
 
 def measure(case: Case, refused: bool, said: Callable[[str], None] | None) -> tuple[Check, ...]:
-    """Returns the rows, or one row "measured" with the reason why nothing is measured.
+    """Returns the results of `ROWS`, or one row "measured" that says why nothing is measured.
 
     `refused` says that another check failed. A GPU may then be unusable, or in use by others.
     """

@@ -29,7 +29,7 @@ FULL = "run nsa-console check --full"
 
 
 def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
-    """Polls a run; returns its state, with an alert if the files do not confirm that it is go.
+    """Polls a run; returns its state, with an alert if the files do not confirm the result go.
 
     Only a state that would be go is checked. With `former`, the function also checks the other
     phases of a launch that has ended, and it checks a run even if some of its records have not been
@@ -143,7 +143,7 @@ def _complete(
     """Returns the summary with all that the gates need, or why the gates cannot be evaluated.
 
     The last pulses come from supervisor.json. Files are read only if a gate needs them, and only
-    once per source, because the logs of a run may be large.
+    once per `source`, because the logs of a run may be large.
     """
     summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
     world = jsonl.integer(run_json, "world") or 0
@@ -171,7 +171,8 @@ def continued(run: Path, step: int) -> Summary | None:
 
     `step` is `Summary.resumed_at_end` of `run`. The records or the last pulses of the earlier run
     must show that its ranks reached `step`. The pulses suffice, because the loaded checkpoint
-    confirms them. Both runs must have the same phase, ranks, gates and settings, except `RESUME`.
+    confirms them. Both runs must have the same phase, number of ranks, gates and settings, except
+    `RESUME`.
     """
     own = (rundir.read_json(run / rundir.RUN, below=run) or {}) if step else {}
     path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))

@@ -218,7 +218,7 @@ def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 def so_far(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     """Returns the gates of a run that has not ended, over the records so far.
 
-    A gate that is not met yet is unknown. It is failed only if no later record can make it pass.
+    A gate that fails so far is unknown, unless it is `certain` or evaluated at a step.
     """
     found = evaluate(summary, bounds, is_live=True)
     return tuple(

@@ -24,7 +24,7 @@ SLOW = (
     ("NCCL_DEBUG", "TRACE", "slows the run down; use WARN to measure"),
     ("NCCL_P2P_DISABLE", "1", "copies between GPUs through the host"),
 )
-"""Flags with the values that make a run slow."""
+"""Flags with the values that can make a run slow."""
 CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
 
 
@@ -93,10 +93,7 @@ def device(case: Case) -> Found:
 
 
 def gpus(case: Case) -> Found:
-    """Checks the GPUs of a plan with two sources: NVML, and the list of the kernel's driver.
-
-    For a plan without GPUs, the list of the driver is not read.
-    """
+    """Checks the GPUs of a plan with two sources: NVML, and the list of the kernel's driver."""
     plan, survey, needed = case.plan, case.survey, case.plan.gpus
     if isinstance(survey, str):
         return "fail" if needed else "unknown", f"{survey}; check nvidia-smi and dmesg"
@@ -135,7 +132,7 @@ def _chosen(plan: Plan, index: int) -> str:
 
 
 def seen_by(case: Case, index: int, uuids: Sequence[str]) -> list[int | None]:
-    """Returns the first indices of `visible` for a phase, at most one per GPU of the plan."""
+    """Returns the first indices of `visible` for a phase, at most as many as `gpus` of the plan."""
     return visible(case.devices or _chosen(case.plan, index), uuids)[: case.plan.gpus]
 
 
@@ -183,7 +180,7 @@ def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, s
 
 
 def not_healthy(card: Card) -> str:
-    """Returns why a GPU cannot be used, or "" if no figure shows a fault or another use."""
+    """Returns why a GPU cannot be used, or "" if no fault and no other use is known."""
     gpu, found = card.gpu, []
     if gpu.state != "ok":
         return f"is not usable ({gpu.why or gpu.state})"

@@ -21,7 +21,7 @@ JUMP_S, LATEST_S = 60.0, 1 << 36
 ENOUGH_FILES = 1024
 SHM_PER_RANK = 1 << 20
 NCCL_SHM_PER_RANK = 64 << 20
-"""Approximate size of NCCL's buffers in /dev/shm, whose default size in Docker is 64 MiB."""
+"""Approximate size of NCCL's buffers in /dev/shm."""
 TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
 SUPERVISOR = "console.supervisor"
 END = "check PLAN --end-leftovers"
@@ -99,7 +99,7 @@ def shm(case: Case) -> Found:
 
 
 def ports(_case: Case) -> Found:
-    """Checks that torchrun can get a free port; no launch uses a fixed port."""
+    """Checks that torchrun can get a free port."""
     try:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))

@@ -20,7 +20,7 @@ FOREIGN = "not available (a foreign program)"
 
 
 def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """Returns the label and text of each fact; `phases` has the future run.json of each phase.
+    """Returns the label and text of each fact; `phases` has a preview of each run.json.
 
     All facts except the time are those of the first phase; the time is the sum over all phases.
     """
@@ -38,7 +38,7 @@ def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, s
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures that follow from the settings of a phase; three of them can be facts of `Expects`."""
+    """Figures that follow from the settings and the number of ranks of a phase."""
 
     parameters: int
     seq_len: int

@@ -51,7 +51,8 @@ def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, st
     """Returns two values: the last step of a rank, and how its sources differ, or "".
 
     Progress records are not written at every step, so the exit record may have a later step. This
-    step counts only after exit code 0, and if the rank's pulse or another exit record confirms it.
+    step counts only after exit code 0, and if the rank's pulse or another rank's exit record
+    confirms it.
     """
     part, end = totals.attempts.get(totals.newest), s.ends.get((totals.newest, totals.rank))
     if part is None or part.exit is None:
@@ -183,7 +184,7 @@ def checkpoints(s: Summary) -> Measured:
 
 
 def loads(s: Summary) -> Measured:
-    """Counts the loads of checkpoints: when a later attempt resumes, and after each save.
+    """Counts the loads of checkpoints: when a later attempt resumes, and after a save.
 
     A load after a save counts if rank 0 recorded the checkpoint, and if an event of the supervisor
     shows the load in the attempt that saved the checkpoint, or in a later attempt.
@@ -207,7 +208,7 @@ def checkpoint_size(s: Summary) -> Measured:
 
 
 def scaling(s: Summary) -> Measured:
-    """Returns the speed per rank, divided by the speed of the phase with one rank."""
+    """Returns the speed per rank, divided by the speed of an earlier phase with one rank."""
     figures, files = s.of_rank(0).figures(), s.files
     rate = figures["toks_per_s"]
     if files is None or not files.single_toks_per_s or rate is None:
@@ -238,11 +239,12 @@ def without_hook(s: Summary) -> Measured:
 
 
 def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
-    """Returns three values: the use of each GPU in %, the share of time without samples, a result.
+    """Returns three values: the use of each GPU in %, a share of time without samples, a result.
 
-    The result has a window, an explanation and a doubt, but no value. The time of a sample that
-    lacks a GPU counts as idle for that GPU. A step without a sample counts as idle; its time is
-    taken as that of the longest of the newest steps.
+    The share is that of the GPU with the least sampled time. The result has a window, an
+    explanation and a doubt, but no value. The time of a sample that lacks a GPU counts as idle for
+    that GPU. A step without a sample counts as idle; its time is that of the longest of the newest
+    steps.
     """
     longest_s = max((row[1] or 0.0 for row in s.of_rank(0).steps.rows), default=0.0)
     missing = 0

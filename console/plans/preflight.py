@@ -1,4 +1,4 @@
-"""The checks before a launch. A new check is one row in `TABLE`. No row writes a file."""
+"""The checks before a launch. A new check is one row in `TABLE`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _directory(case: Case) -> Found:
 
 
 def _shell(case: Case) -> Found:
-    """Lists the variables of the shell that configure a training: those passed on, and dropped.
+    """Lists the shell's variables that configure a training, whether passed on or dropped.
 
     A dropped flag that the plan or an option sets for every phase is not listed.
     """
@@ -113,8 +113,8 @@ def _shell(case: Case) -> Found:
         )
     if foreign:
         parts.append(
-            f"not handed to the training: {clean(', '.join(foreign))}; a launch hands on only what "
-            f"`{process.program()} flags` lists"
+            f"not handed to the training: {clean(', '.join(foreign))}; a launch can set only the "
+            f"flags that `{process.program()} flags` lists"
         )
     return "unknown" if known or foreign else "pass", "; ".join(parts) or "the shell sets no flag"
 

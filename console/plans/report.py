@@ -1,7 +1,7 @@
 """Writes the report of a launch or run as Markdown, with charts as SVG.
 
-Each figure has its file and its window. Text from the run directory is cleaned, escaped and
-shortened. A separate section lists what was not measured.
+Text from the run directory is cleaned and shortened; in tables it is also escaped. A separate
+section lists what was not measured.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ def _files(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields notes, requests, answers and overrides of operators, at most the last `MAX_ROWS`."""
+    """Yields the events of `OF_OPERATORS` that operators caused, at most `MAX_ROWS`."""
     launch = source.launch_path if source.is_launch else None
     rows: list[Sequence[object]] = []
     for folder in (*([launch] if launch else []), *(each.path for each in phases)):
@@ -334,7 +334,7 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields unknown gates, figures without a value, and records that were not read."""
+    """Yields unknown gates, figures without a value, and the number of unreadable records."""
     rows: list[Sequence[object]] = []
     for each in phases:
         rows += [(each.name, f"gate {gate.name}", gate.why) for gate in each.state.gates

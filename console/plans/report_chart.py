@@ -15,7 +15,7 @@ MOST_POINTS = 1000
 def svg(title: str, unit: str, points: Sequence[tuple[float, float]]) -> str:
     """Returns a line chart of points (unix s, value), or "" for fewer than two finite points.
 
-    The points are in order of time.
+    The points must be in order of time.
     """
     known = [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
     known = known[:: max(1, math.ceil(len(known) / MOST_POINTS))]

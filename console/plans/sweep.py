@@ -3,8 +3,8 @@
 The runs of a sweep are interleaved, because other load on the machine changes the times of all
 runs. Load only makes steps longer. So the figure of a run is computed from its fast steps, and the
 figure of a variant from the faster half of its runs. An exact permutation test over the rounds
-decides whether two variants differ. It assumes that two variants without a difference could have
-exchanged their runs in any round.
+decides whether two variants differ. The test assumes that two variants without a difference could
+have exchanged their runs in any round.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FACTS: Mapping[str, tuple[str, ...]] = {
     "strategy": (), "comm_backend": ("train.device",), "comm_hook": ("ddp.",),
     "backend": ("attention.", "model.", "data.seq_len", "train.precision", "train.device"),
 }  # fmt: skip
-"""Keys of env.json that must agree, each with prefixes of settings that may change its value."""
+"""Keys of env.json that must agree; prefixes of settings and flags that may change each value."""
 
 
 @dataclass(frozen=True, slots=True)

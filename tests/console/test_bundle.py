@@ -32,7 +32,7 @@ SECRETS = (
     "https://ann:p@hunter22@host/x", "https://hooks.slack.com/services/T0/B0/hunter22",
     "nvapi-abcdefghijklmnop", "sk_live_abcdefghijklmnop",
     "eyJhbGciOiJIUzI1.hunter22abcd.hunter22", "password => hunter22",
-    "MIIabc\nabc\n-----END RSA PRIVATE KEY-----",
+    "MIIabc\nabc\n-----END RSA PRIVATE KEY-----", "db_passwd: hunter22",
 )  # fmt: skip
 PARTS = ("abc", "ABC4", "hunter22", "0123456789", "def456")
 PLAIN = (

@@ -147,11 +147,11 @@ SHELL_CASES = [
     ({"NSA_LR": "3e-4", "NCCL_DEBUG": "INFO", "NCCL_FOO": "1", "CUDA_DEVICE_ORDER": "x"}, "unknown",
      "handed to the training: NSA_LR; not handed to the training: NCCL_DEBUG; to set one, add "
      "--flag NCCL_DEBUG=VALUE; not handed to the training: CUDA_DEVICE_ORDER, NCCL_FOO; a launch "
-     "hands on only what `nsa-console flags` lists"),
+     "can set only the flags that `nsa-console flags` lists"),
     ({"CUDA_HOME": "/x", "NCCL_VERSION": "2.29", "CUDA_VISIBLE_DEVICES": "0"}, "pass",
      "handed to the training: CUDA_VISIBLE_DEVICES"),
     ({"CONFIG": "configs/tiny_cpu.yaml"}, "unknown", "not handed to the training: CONFIG; a launch "
-     "hands on only what `nsa-console flags` lists"),
+     "can set only the flags that `nsa-console flags` lists"),
 ]  # fmt: skip
 
 
