@@ -37,15 +37,15 @@ def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
 def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[str, Tensor]:
     """Returns statistics of one layer's selection from p_sel `[B, G, S, blocks]` and the indices.
 
-    Two statistics of the queries that see a compressed block. They are absent if the sequence is
-    shorter than a compressed block:
+    Two statistics describe the queries that see a compressed block. They are absent if the sequence
+    is shorter than a compressed block:
 
     - `sel_entropy`: entropy of p_sel over blocks, nats;
     - `sel_forced_share`: the fraction of p_sel on the forced blocks, which are always selected.
 
-    Three statistics of the free picks (selected blocks that are not forced) of queries with more
-    than n blocks to select from. They are absent if the sequence has fewer than two such queries,
-    or if n allows no free pick:
+    Three statistics describe the free picks (selected blocks that are not forced) of queries with
+    more than n blocks to select from. They are absent if the sequence has fewer than two such
+    queries, or if n allows no free pick:
 
     - `sel_distance_mean`: tokens from the query back to the end of the block;
     - `sel_distance_hist`: fractions with a distance of 2-3, 4-7, 8-15, … blocks;

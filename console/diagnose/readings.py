@@ -56,7 +56,7 @@ class Readings:
     checkpoint_gib: float | None = None
     newest_ts: float | None = None
     stall_doubt: str = "no second source was read"
-    """Why the records do not confirm a stall, or "" if they confirm it."""
+    """Why no second source confirms a stall, or "" if a second source confirms it."""
     csv: Progress | None = None
     """The newest row of training.csv."""
     env: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class History:
         self.rate_ratio: float | None = None
         """An upper bound of new ÷ old throughput, according to the records."""
         self.pace_ratio: float | None = None
-        """Pace of the last minute ÷ earlier pace, from the pulses and the clock of this host."""
+        """Pace of the last minute ÷ earlier pace, from the ranks' steps and this host's clock."""
         self.growth_mib_s: dict[int, float] = {}
         self.truth = TruthHistory()
         self.ecc: dict[int, Counter] = {}
