@@ -1,7 +1,4 @@
-"""The table of kernels by branch, and the switches of the operator.
-
-Standard library only. `effective` returns which kernels a forward of a given shape runs, and why.
-"""
+"""The table of routes by branch, and the switches of the operator. Standard library only."""
 
 import functools
 import importlib.util

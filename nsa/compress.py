@@ -130,7 +130,7 @@ def weights_in_chunks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields p_cmp (eq. 8), summed over each group's heads (eq. 10), for one chunk after the other.
 
-    Eq. 10 sums p_slc, which eq. 9 computes from p_cmp by a linear map; so p_cmp can be summed
+    Eq. 10 sums p_sel. Eq. 9 computes p_sel from p_cmp by a linear map, so p_cmp can be summed
     first. The scores have the factor 1 / sqrt(Dk) of the attention, which eq. 8 omits.
 
     Each item has two values: the slice of the tokens, and p_cmp `[B, G, tokens, n]` in float32 or

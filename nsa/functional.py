@@ -62,9 +62,9 @@ def nsa_attention(
     Compressed branch: `phi` maps each block of l unrotated keys to one key, and each block of l
     values to one value (eq. 7). The default is the mean; `nsa.compress.make_phi` makes the modules
     for an MLP. The configuration's `compress`, `gate` and `gate_hidden` apply only to the layer
-    `NSAttention`. Keys are compressed before the rotary embedding, because
-    averaging or mixing rotated keys would cancel their fast components. A compressed key is then
-    rotated to the position of its block's last token; queries from this position on see the key.
+    `NSAttention`. Keys are compressed before the rotary embedding, because averaging or mixing
+    rotated keys would cancel their fast components. A compressed key is then rotated to the
+    position of its block's last token; queries from this position on see the key.
     Selected branch: the attention weights of the compressed keys (eq. 8) give scores of blocks of
     l' tokens (eq. 9), summed over the heads of a group (eq. 10); each query attends to the n best
     blocks (eq. 11, 12). Window branch: the last w tokens.

@@ -249,10 +249,10 @@ def rate_ratio(logs: list[float]) -> float | None:
 
 
 def steady_growth(points: list[tuple[float, float]]) -> float:
-    """Returns the steady growth of a figure per second; 0 if it is constant or rose in one jump.
+    """Returns the steady growth of a figure per second, or 0 if the figure does not grow.
 
     The points are reduced to the medians of three thirds. The result is the lowest slope between
-    two of the medians, or 0 if that slope is negative.
+    two of the medians, because one jump is not steady growth.
     """
     third = len(points) // 3
     parts = (points[:third], points[third:-third], points[-third:])

@@ -109,7 +109,7 @@ def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
 
 
 def _culprits(stall: Stall) -> list[Suspect]:
-    """Returns the ranks to blame: ranks that cannot run, or else ranks that most sources name.
+    """Returns the ranks to blame: ranks that cannot run, or else those that the most sources name.
 
     Ranks that cannot run are not the cause if at least two sources name only ranks that can run. If
     every rank can run and no source names a rank, returns the only rank, or [] for several.
