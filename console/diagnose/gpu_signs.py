@@ -95,8 +95,8 @@ def kernel_words(rows: Sequence[Gpu]) -> str:
 def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
     """Returns the ranks whose GPU differs from the GPUs of the other ranks.
 
-    If a GPU is lost, these are the ranks with a lost GPU. Otherwise returns () unless each GPU is
-    idle, or runs a kernel and its power draw is known. If some GPUs are idle and others are not,
+    If a GPU is lost, these are the ranks with a lost GPU. Otherwise each GPU must be idle, or run a
+    kernel with a known power draw; if not, returns (). If some GPUs are idle and others are not,
     these are the ranks with an idle GPU. If no GPU is idle, some GPUs compute, and others run a
     kernel that computes little (perhaps a wait for a peer), these are the ranks whose GPU computes.
     """

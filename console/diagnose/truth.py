@@ -174,8 +174,8 @@ def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | N
 def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the median share of time in which the GPUs are busy.
 
-    Returns None unless there are enough samples, and the recorded phase times add up to 70-101 % of
-    the step time.
+    Returns None unless there are enough steps, and rank 0's newest phase times add up to 70-101 %
+    of its step time.
     """
     busy, progress = history.truth.busy, now.progress.get(0)
     if progress is None or not progress.step_s or len(busy) < LEAST_BUSY:
