@@ -1,6 +1,6 @@
 """Native Sparse Attention (arXiv 2502.11089) in PyTorch.
 
-The names below are imported when they are used, so `import nsa` and `nsa.config` load no torch.
+The names below are imported when they are used, so `import nsa.config` does not load torch.
 """
 
 from __future__ import annotations

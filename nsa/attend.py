@@ -52,8 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
     """Causal attention of the last S of T tokens to the T tokens; shapes as in `attend`.
 
-    With `folded`, the heads of a group are rows of one product, which is faster for few tokens (see
-    `Route.folded`).
+    With `folded`, if S = T, the heads of a group are rows of one product (see `Route.folded`).
     """
     count, total = q.shape[2], k.shape[2]
     if count < total:
@@ -115,9 +114,9 @@ class _Folded(torch.autograd.Function):
 def _cut(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yields three values for each fold: its rows, its keys, and the mask.
 
-    The keys are those that at least one row of the fold sees. If the fold begins at token w or
-    later, one more key precedes these; the window hides that key from all rows. With w = 512, the
-    number of keys of a whole fold is a multiple of 64.
+    The keys are those that at least one row of the fold sees. With a window, one more key may
+    precede these keys, and the mask hides that key from all rows. So for w = 512, the number of
+    keys of a whole fold is a multiple of 64.
     """
     heads = q.shape[1] // k.shape[1]
     for begin in range(0, q.shape[2], FOLDED_TOKENS):

@@ -52,7 +52,7 @@ class NSAttention(nn.Module):
         self.stats: dict[str, Tensor] = {}
         self.fallbacks: Counter[str] = Counter()
         keys, values = config.n_kv_groups * config.d_k, config.n_kv_groups * config.d_v
-        # Checkpoints have these names: "slc" is the branch that is named "sel" elsewhere.
+        # Old checkpoints have these names: "slc" is the branch that is named "sel" elsewhere.
         widths = {"q": config.n_heads * config.d_k, "k_cmp": keys, "k_slc": keys, "k_win": keys}
         widths |= {"v_cmp": values, "v_slc": values, "v_win": values}
         self.qkv = Projection(config.dim, widths)

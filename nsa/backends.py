@@ -1,8 +1,4 @@
-"""The table of kernels by branch, and the switches of the operator.
-
-Standard library only. `effective` returns which kernels a forward of a given shape runs, and why.
-The layer calls `effective` in each forward, and `env.json` records the result.
-"""
+"""The table of routes by branch, and the switches of the operator. Standard library only."""
 
 import functools
 import importlib.util
@@ -79,7 +75,7 @@ class Case:
     """Name of the dtype of queries, keys and values as in torch: "bfloat16"."""
     switches: Switches
     flash_attn: bool
-    """True where the package flash-attn can be imported."""
+    """True where the package flash-attn is installed."""
     first: int = 0
     """Position of the first of the `seq_len` queries; the keys begin at position 0."""
     batch: int = 1
@@ -215,7 +211,7 @@ def _sdpa_refusal(case: Case, route: str) -> str:
 
 
 def in_words(routes: Mapping[str, Route]) -> dict[str, str]:
-    """Returns a text for each route, for env.json and the screen: name, and any fallback."""
+    """Returns a text for each route, for env.json and the screen."""
     return {
         branch: f"{route.name}{', heads folded' if route.folded else ''}"
         f"{f' ({route.fallback})' if route.fallback else ''}"

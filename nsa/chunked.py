@@ -2,10 +2,10 @@
 
 Every query selects block 0, its current block and the block before the current block. The keys of
 these three blocks are its near keys. The other pairs of a query and a selected block are sorted by
-their blocks, and cut into tiles. A tile has rows (queries times heads of a group) of one block, so
-it is one product of dense matrices. The near keys of a query give one part of its output, and each
-tile with this query gives another part. The parts are combined by their log-sum-exps. The backward
-computes the parts again from the saved indices.
+their blocks, and cut into tiles. A tile has queries that selected the same block, so it is one
+product of dense matrices. The near keys of a query give one part of its output, and each tile with
+this query gives another part. The parts are combined by their log-sum-exps. The backward computes
+the parts again from the saved indices.
 
 A tile may have more slots than queries. After the rows of its queries, a chunk has one spare row,
 which belongs to no query. The spare slots contain this row.
@@ -32,8 +32,9 @@ from nsa.select import attend_selected
 CHUNK = 8192
 """Tokens in a chunk."""
 TILE_ROWS = 384
-"""Most rows in a tile. Fewer rows make the products slow, and more rows leave more slots empty. A
-tile has at most as many slots as a block has pairs on average, but at least 8."""
+"""Most slots of a tile, times the heads of a group. A lower number makes the products slow, and a
+higher number leaves more slots empty. A tile has at most as many slots as a block has pairs on
+average, but at least 8."""
 PART_BYTES = 32 << 20
 """Memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU, all sizes
 from 32 to 256 MiB are equally fast; smaller sizes are slower, because they need more calls. The
@@ -50,8 +51,8 @@ def attend_chunked(
     """Causal attention to the selected blocks (eq. 12); shapes as in `nsa.select.attend_selected`.
 
     `blocks` may lack the tokens t < n · l' of the sequence. `flash` allows torch's flash kernel for
-    the parts. The queries in chunks must begin with the first token of a block. The queries
-    before this token use plain causal attention if they select all blocks, or else a mask.
+    the parts. The first chunk must begin with the first token of a block. The queries before this
+    token use plain causal attention if they select all blocks, or else a mask.
     """
     size, (count, total) = config.select_block_size, (q.shape[2], k.shape[2])
     past, all_seen = total - count, config.n_select * size
@@ -77,7 +78,7 @@ def attend_chunked(
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, flash: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output `[B, S, H, Dv]` and the log-sum-exp `[B, S, H]` in float32 or wider.
+    """Returns the output `[B, S, H, Dv]`, and its log-sum-exp `[B, S, H]`, float32 or wider.
 
     This is a custom operator, because the number of tiles depends on the data, and torch.compile
     cannot trace such a number.
@@ -162,11 +163,10 @@ _tiled.register_autograd(_backward, setup_context=_keep)
 class _Joined:
     """Sums the weighted outputs of the parts of each query, one part after the other.
 
-    So only one part is in memory, and the largest log-sum-exp of a query is known only at the end.
-    A weight is exp(log-sum-exp of the part - reference). At first, the reference
-    is the log-sum-exp of the near keys. On a CPU, the reference is raised only if a part is
-    more than `FARTHEST_AHEAD` above it. On a GPU, where the host does not wait for this check, the
-    reference is raised for every part that is above it.
+    So the largest log-sum-exp of a query is known only at the end. A weight is exp(log-sum-exp of
+    the part - reference). At first, the reference is the log-sum-exp of the near keys. On a CPU,
+    the reference is raised only if a part is more than `FARTHEST_AHEAD` above it. On a GPU, where
+    the host does not wait for this check, the reference is raised for every part that is above it.
     """
 
     def __init__(self, near: Tensor, near_lse: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The compressed branch: attention to summaries of blocks (eq. 7), and its scores (eq. 8, 10).
 
-The scores decide which blocks are selected. Therefore this branch, which is the smallest, computes
-in float32 or wider, whatever the dtype of the model, and also under autocast.
+The scores decide which blocks are selected. Therefore this branch computes in float32 or wider,
+whatever the dtype of the model, and also under autocast.
 """
 
 from collections.abc import Callable, Iterator
@@ -105,8 +105,7 @@ def attend_compressed(
     """Attention of tokens first, first + 1, … to the compressed blocks that they see.
 
     `q` `[B, H, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B, G, N, Dv]` → `[B, H, S, Dv]`, computed in
-    float32 or wider. Tokens t < size - 1 see no block, so their rows are exactly 0 and have no
-    gradient.
+    float32 or wider. Tokens t < size - 1 see no block, so their rows are exactly 0.
     """
     seeing = list(_seeing(q, k, size, stride, first, CHUNK))
     # All slices come from one split, because the gradient of each separate slice would be as large
@@ -131,7 +130,7 @@ def weights_in_chunks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields p_cmp (eq. 8), summed over each group's heads (eq. 10), for one chunk after the other.
 
-    Eq. 10 sums p_slc, which eq. 9 computes from p_cmp by a linear map; so p_cmp can be summed
+    Eq. 10 sums p_sel. Eq. 9 computes p_sel from p_cmp by a linear map, so p_cmp can be summed
     first. The scores have the factor 1 / sqrt(Dk) of the attention, which eq. 8 omits.
 
     Each item has two values: the slice of the tokens, and p_cmp `[B, G, tokens, n]` in float32 or

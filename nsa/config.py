@@ -137,7 +137,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
     Embedding look-up, norms, rotary embedding, softmax and the optimizer are not counted, nor is
     recomputation.
 
-        6 · (weights that multiply each token, head included)
+        6 · (weights that multiply each token, output head included)
       + 6 · phi's weights · G · compressed blocks / seq_len                    (NSA, phi = mlp)
       + per layer and head, attention:
           causal=False: 6 · (d_k + d_v) · seq_len — the usual uncorrected figure (PaLM, App. B),

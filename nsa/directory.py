@@ -105,7 +105,7 @@ def _with_weights(config: ModelConfig, weights: dict[str, Tensor]) -> Transforme
 
 
 def model_config(values: Any, kind: type = ModelConfig) -> Any:
-    """Returns the configuration that plain data, as from JSON, describe. Raises ValueError."""
+    """Returns a configuration made from plain data, for example from JSON. Raises ValueError."""
     types, found = get_type_hints(kind), dict(values if isinstance(values, dict) else {})
     for name in [name for name in types if name in found]:
         hint, value, choices = types[name], found[name], get_args(types[name])

@@ -34,10 +34,9 @@ class Execution:
     """The way to compute `nsa_attention`.
 
     Only the switches `force_branch` and `uniform_gate` change the result by more than rounding.
-    These two replace the gates.
-    `observe` is called with the rotated queries and compressed keys, if there are queries and
-    `first` is 0. `nvtx` marks the branches as ranges for Nsight Systems. `routes` replaces the
-    table of `nsa.backends`.
+    These two replace the gates. `observe` is called with the rotated queries and compressed keys,
+    if there are queries and `first` is 0; of packed documents, only for the longest. `nvtx` marks
+    the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
     """
 
     switches: Switches = field(default_factory=Switches)
@@ -56,16 +55,16 @@ def nsa_attention(
 
     Each branch is attention to its own keys and values (eq. 3, 4). `q` is `[B, H, S, Dk]`. `k` and
     `v` have three tensors each: keys `[B, G, T, Dk]` and values `[B, G, T, Dv]` of the compressed,
-    selected and window branch (section 3.3.3); head h belongs to group h // (H/G). They have the
-    dtype of `q`. `gates` is `[B, S, H, 3]`, with the branches in this order. Queries and keys are
+    selected and window branch (section 3.3.3), in the dtype of `q`. Head h belongs to group
+    h // (H/G). `gates` is `[B, S, H, 3]`, with the branches in the same order. Queries and keys are
     not rotated yet.
 
     Compressed branch: `phi` maps each block of l unrotated keys to one key, and each block of l
-    values to one value (eq. 7). The default is the mean, also for `compress="mlp"`: then pass the
-    modules of `nsa.compress.make_phi`. The configuration's `compress`, `gate` and `gate_hidden`
-    apply only to the layer `NSAttention`. Keys are compressed before the rotary embedding, because
-    averaging or mixing rotated keys would cancel their fast components. A compressed key is then
-    rotated to the position of its block's last token; queries from this position on see the key.
+    values to one value (eq. 7). The default is the mean; `nsa.compress.make_phi` makes the modules
+    for an MLP. The configuration's `compress`, `gate` and `gate_hidden` apply only to the layer
+    `NSAttention`. Keys are compressed before the rotary embedding, because averaging or mixing
+    rotated keys would cancel their fast components. A compressed key is then rotated to the
+    position of its block's last token; queries from this position on see the key.
     Selected branch: the attention weights of the compressed keys (eq. 8) give scores of blocks of
     l' tokens (eq. 9), summed over the heads of a group (eq. 10); each query attends to the n best
     blocks (eq. 11, 12). Window branch: the last w tokens.
@@ -117,7 +116,7 @@ def _extended(
         raise ValueError(f"the cache is for {cache.config}, not for {config}; make a new cache.")
     old, was_empty = compressed_blocks(config, cache.length), cache.length == 0
     k_cmp, v_cmp, *kv = cache.append(new)
-    # An empty cache stores its blocks even if there are 0.
+    # The first call stores blocks even if there are 0, because that makes the buffers.
     if compressed_blocks(config, cache.length) > old or was_empty:
         needed = cache.length - old * config.block_stride  # rows from the start of block `old` on
         keys, values = (x[:, :, x.shape[2] - needed :] for x in (k_cmp, v_cmp))
@@ -126,7 +125,7 @@ def _extended(
 
 
 def _check_shapes(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor) -> None:
-    """Raises ValueError unless the shapes are those that `nsa_attention` names."""
+    """Raises ValueError unless shapes and dtypes are those that `nsa_attention` names."""
     found, wanted, groups = [list(x.shape) for x in (q, *k, *v, gates)], None, 0
     if len(k) == len(v) == N_BRANCHES and {len(shape) for shape in found} == {4}:
         (batch, heads, count, width), groups, total = found[0], *found[1][1:3]
@@ -176,7 +175,7 @@ def _branches(
     """Returns the outputs of the compressed, selected and window branch, `[B, H, S, Dv]` each.
 
     The S queries have the positions first, first + 1, …; `kv` are rotated keys and values of the
-    selected and the window branch. Both end with the last query; the selected branch begins at 0.
+    selected and the window branch, up to the last query. Those of the selected branch begin at 0.
     """
     k_sel, v_sel, k_win, v_win = kv
     assert how.routes is not None

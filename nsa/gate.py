@@ -12,8 +12,8 @@ class Gate(nn.Module):
     """Branch weights per token and head from the layer's input, in the order cmp, sel, win.
 
     With "sigmoid" (the paper) the branches are independent. With "softmax" the weights add up to 1.
-    The logits are linear in the input. With `hidden` above 0, they are an MLP of the input with one
-    hidden layer of that width (the paper, section 3.2).
+    If `hidden` is 0, the logits are linear in the input; otherwise they are an MLP of the input
+    with one hidden layer of that width (the paper, section 3.2).
     """
 
     def __init__(self, dim: int, n_heads: int, kind: str, hidden: int = 0) -> None:

@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         return [module for module in self.modules() if isinstance(module, NSAttention)]
 
     def caches(self, capacity: int = 0) -> list[Cache]:
-        """Returns an empty decoding cache for each layer, with memory for `capacity` tokens."""
+        """Returns an empty decoding cache for each layer; `capacity` is that of `Cache`."""
         return [layer.new_cache(capacity) for layer in self.attention_layers()]
 
     def fallbacks(self) -> Counter[str]:

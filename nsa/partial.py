@@ -1,10 +1,10 @@
 """Attention to a part of the keys, forward and backward, for callers that combine the parts.
 
-A part returns its output and its log-sum-exp, from which the caller computes the part's weight.
-Besides its inputs, the backward of a part needs only the log-sum-exp and the output over *all*
-keys, because the probabilities are exp(score - lse). On the CPU both directions use torch's flash
-kernels, if the caller allows them and they support the shapes; all other cases use plain matrix
-products.
+The forward of a part returns its output and its log-sum-exp, from which the caller computes the
+part's weight. Besides its inputs, the backward of a part needs only the log-sum-exp and the output
+over *all* keys, because the probabilities are exp(score - lse). On the CPU both directions use
+torch's flash kernels, if the caller allows them and they support the shapes; all other cases use
+plain matrix products.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def _operator(name: str) -> Any:
 
 _flash, _flash_backward = _operator(""), _operator("_backward")
 FLASH_PARTS = _flash is not None and _flash_backward is not None
-"""False where torch lacks the flash kernels for parts; `nsa.backends` then reports a fallback."""
+"""False where torch lacks the flash kernels for parts."""
 
 
 def attend_part(

@@ -1,6 +1,6 @@
 """Named ranges of the branches in a profiler's trace, for example `nsa.sel.chunked`.
 
-The route of merged ranges is `nsa.sel.ranges_v2`, because the operators' tools expect this name.
+The route `ranges` has the name `nsa.sel.ranges_v2`, because the operators' tools expect this name.
 """
 
 from collections.abc import Iterator

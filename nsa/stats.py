@@ -35,20 +35,20 @@ def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[str, Tensor]:
-    """Returns statistics of one layer's selection from p_sel `[B, G, S, blocks]` and the indices.
+    """Returns statistics of one layer's selection from p_sel `[B, G, S, blocks]` and block indices.
 
-    Two statistics of the queries that see a compressed block. They are absent if the sequence is
-    shorter than a compressed block:
+    Two statistics describe the queries that see a compressed block. They are absent if the sequence
+    is shorter than a compressed block:
 
     - `sel_entropy`: entropy of p_sel over blocks, nats;
     - `sel_forced_share`: the fraction of p_sel on the forced blocks, which are always selected.
 
-    Three statistics of the free picks (selected blocks that are not forced) of queries with more
-    than n blocks to select from. They are absent if the sequence has fewer than two such queries,
-    or if n allows no free pick:
+    Three statistics describe the free picks (selected blocks that are not forced) of queries with
+    more than n blocks to select from. They are absent if the sequence has fewer than two such
+    queries, or if n allows no free pick:
 
     - `sel_distance_mean`: tokens from the query back to the end of the block;
-    - `sel_distance_hist`: fractions with a distance of 2-3, 4-7, 8-15, … blocks;
+    - `sel_distance_hist`: fractions of picks 2-3, 4-7, 8-15, … blocks before the query's block;
     - `sel_overlap`: the fraction of picks that the previous query selected too.
     """
     found = {}
@@ -84,7 +84,7 @@ def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
 def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Returns a model's statistics: the means over its layers.
 
-    For the entropy, the result also has the minimum and the value of each layer.
+    For the entropy, the result also has the value of each layer, and the lowest value of all.
     """
     together = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     entropy = together.pop("gate_entropy")

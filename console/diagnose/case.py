@@ -1,7 +1,4 @@
-"""The ranks at one moment (`Case`: running, slowest, exited), and the phrases of verdicts.
-
-`diagnose` returns a verdict only if the case is stalled (`Case.is_stalled`).
-"""
+"""The ranks at one moment (`Case`: running, slowest, exited), and the phrases of verdicts."""
 
 from __future__ import annotations
 

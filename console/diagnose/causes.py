@@ -52,8 +52,8 @@ def _loader(of: Suspect) -> str:
     )  # fmt: skip
     if not (kind == "loader" or waits or by_thread):
         return ""
-    # Programs often leave ended children. An ended child counts only if it has the name of the rank
-    # or of a worker.
+    # Programs often leave ended children. An ended child counts only if it has the name of the
+    # rank's process or of a worker.
     names = {thread.name for thread in of.after.threads[:1]} if of.after else set()
     ill = [f"worker {child.pid} ({child.name}) is in state {child.state}"
            for child in (of.after.children if of.after else ())
@@ -140,8 +140,8 @@ CAUSES: tuple[Cause, ...] = (
 )  # fmt: skip
 """The first rule that applies to a rank gives its cause."""
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
-"""Causes that can have the confidence "high" without a stack of the rank. The other rows of
-`CAUSES` need the stack and the evidence from the process."""
+"""Causes that can have the confidence "high" without a stack of the rank. For this confidence, the
+other rows of `CAUSES` need the stack and the evidence from the process."""
 OF_LIBRARY = ("loader", "socket")
 """Classes of stacks that show what a `poll` call waits for; the call itself does not show it."""
 ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")

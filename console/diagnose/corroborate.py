@@ -1,8 +1,7 @@
 """The second sources of the watch rules that may interrupt or end a run.
 
-The second source must confirm such a rule before the rule interrupts or ends the run. A
-`Corroborate` returns "" if its source confirms the rule, or else why the source does not confirm
-it. No function here reads a file.
+A `Corroborate` returns "" if its source confirms the rule, or else why the source does not confirm
+the rule. No function here reads a file.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from console.sources.pace import Progress
 
 Corroborate = Callable[[Readings, History], str]
 PACE_LOST = 0.5
-"""Pulses confirm a drop of throughput if their pace is at most this share of the earlier pace."""
+"""A drop of throughput is confirmed if the pace is at most this share of the earlier pace."""
 
 
 def kernel(_now: Readings, _history: History) -> str:
@@ -29,11 +28,11 @@ def records(now: Readings, _history: History) -> str:
 
 
 def pulses(_now: Readings, history: History) -> str:
-    """Confirms a drop of throughput from the steps in the pulses and the clock of this host."""
+    """Confirms a drop of throughput from the steps of the ranks and the clock of this host."""
     if history.pace_ratio is None:
-        return "the pulses do not show a pace yet"
+        return "the steps of the ranks do not show a pace yet"
     if history.pace_ratio > PACE_LOST:
-        return f"the pulses show {history.pace_ratio:.0%} of the earlier pace"
+        return f"the steps of the ranks show {history.pace_ratio:.0%} of the earlier pace"
     return ""
 
 
@@ -73,7 +72,8 @@ gate = _recorded(gate_collapsed)
 def loss(now: Readings, history: History) -> str:
     """Confirms a non-finite loss from records.
 
-    If the run has one rank and training.csv has no loss, a count above 0 in the pulse confirms it.
+    If the run has one rank, and the newest row of training.csv has no loss, a count above 0 in the
+    pulse confirms the non-finite loss.
     """
     alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
     if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None):

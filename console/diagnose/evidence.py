@@ -21,7 +21,7 @@ from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import Stack
 
 HELD = ("disk", "lock", "pipe", "child")
-"""Kinds of waits. If no rank computes during start-up, the ranks with such a wait are named."""
+"""Kinds of waits by which a rank may delay the start-up of the other ranks."""
 NO_WHERE = Where("none", None, None, "")
 UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
 """Matches functions whose calls the flight records do not show."""
@@ -29,10 +29,7 @@ UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monit
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The ranks that one source names as the cause of the stall; () if it names no rank.
-
-    `text` is "" if the source is not available or shows nothing.
-    """
+    """The ranks that one source names as the cause of the stall, and what the source shows."""
 
     source: str
     ranks: tuple[int, ...]
@@ -43,7 +40,7 @@ class Sign:
 class Evidence:
     """Two samples of the processes, and the stacks, flight records and GPUs of the ranks.
 
-    Each part may be missing. `gaps` has sentences about evidence that is not available.
+    Each part may be missing. `gaps` names evidence that is not available.
     """
 
     before: Mapping[int, ProcessEvidence] = field(default_factory=dict)
@@ -52,9 +49,9 @@ class Evidence:
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
     gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
-    """The result of `gpu_signs.own_gpus`: the row of a rank's own GPU, or () if it is not known."""
+    """The result of `gpu_signs.own_gpus`."""
     ts: float = 0.0
-    """Time at which the evidence was complete (unix s). Each later sample sets it again."""
+    """Time at which the evidence was complete, or of the newest later sample (unix s)."""
 
     @cached_property
     def places(self) -> Mapping[int, Where]:
@@ -66,15 +63,15 @@ class Evidence:
         return {}
 
     def difference(self, ranks: tuple[int, ...]) -> Difference:
-        """Returns the first difference between the flight records of these ranks."""
+        """Returns the result of comparing the flight records of these ranks."""
         if ranks not in self._compared:
             self._compared[ranks] = flight.compare(self.flights, ranks)
         return self._compared[ranks]
 
     def as_of(self, source: str) -> str:
-        """Returns the time of a source's oldest dump, `ts` for the processes, or "" if not known.
+        """Returns a text such as " as of 14:03:22", or "" if no time is known for the source.
 
-        The text has the form " as of 14:03:22".
+        The time is that of the source's oldest dump, or `ts` for the processes.
         """
         dumps = {"flight records": self.flights, "stacks": self.stacks}.get(source, {})
         times = [each.ts for each in dumps.values()] + [self.ts] * (source == "processes")
@@ -104,8 +101,8 @@ class Stall:
     def is_together(self) -> bool:
         """True if all ranks wait for each other, and none is behind.
 
-        This is the case if every rank has a flight record, every stack waits for peers, and the
-        flight records show no difference, but a collective in which ranks wait.
+        This is the case if every rank has a flight record and a stack that waits for peers, and the
+        flight records show a wait in a collective and no difference.
         """
         found = self.difference
         return found.kind == "same" and found.number is not None and all(
@@ -126,10 +123,7 @@ class Stall:
         return waits and bool(odd and others) and not odd & others
 
     def silent(self, known: Mapping[int, object]) -> tuple[int, ...]:
-        """Returns the ranks without a key in `known`, if none of them could write its evidence.
-
-        Otherwise returns (). The returned ranks are the cause if all other ranks only wait.
-        """
+        """Returns the ranks without a key in `known`, or () if one of them could write evidence."""
         found = [each for each in self.suspects if each.number not in known]
         for each in found:
             frame = each.where.frame
@@ -156,11 +150,11 @@ class Stall:
         return found
 
     def _find_difference(self) -> Difference:
-        """Returns the first difference between the flight records of the ranks.
+        """Returns the result of comparing the flight records of the ranks, checked by the stacks.
 
-        Ranks with fewer recorded calls are not behind if each waits in its last call, which all
-        other ranks have made. If all ranks wait for peers, and these ranks wait in calls that are
-        never recorded, then the calls differ (a mismatch).
+        Ranks with fewer recorded calls are not behind if the stack of each waits for peers, and
+        each still waits in its last recorded call. If instead all ranks wait for peers, and these
+        ranks wait in calls that flight records do not show, the result is a mismatch.
         """
         found = self.evidence.difference(tuple(each.rank for each in self.ranks))
         late = {each.number: each.where for each in self.suspects
@@ -242,8 +236,8 @@ def _of_stacks(stall: Stall) -> Sign:
 
     The groups are: ranks whose native code holds the GIL; ranks that do not wait for peers, for a
     GPU or to join; ranks that may wait for a GPU that is not known to run a kernel; if every rank
-    has a stack, ranks that wait to join. If all stacks wait for peers, the last group is the ranks
-    that could not write a stack.
+    has a stack, ranks that wait to join; if all stacks wait for peers, ranks that could not write
+    a stack.
     """
     places = stall.places()
     native = [rank for rank, place in places.items() if place.kind == "native"]

@@ -63,7 +63,7 @@ def is_running(rows: Sequence[Gpu]) -> bool:
 
 
 def words(rows: Sequence[Gpu]) -> str:
-    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W", followed by `Gpu.why` if it is set."""
+    """Returns a text such as "GPU 0 at 100 %, 120 of 700 W"."""
     return ", ".join(_words(gpu) for gpu in rows[:8])
 
 
@@ -95,10 +95,10 @@ def kernel_words(rows: Sequence[Gpu]) -> str:
 def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
     """Returns the ranks whose GPU differs from the GPUs of the other ranks.
 
-    If a GPU is lost, these are the ranks with a lost GPU. If none is lost, but some are idle and
-    all others run a kernel, these are the ranks with an idle GPU. If none is idle, but some compute
-    and all others run a kernel that computes little (it waits for a peer), these are the ranks
-    whose GPU computes. Otherwise, returns ().
+    If a GPU is lost, these are the ranks with a lost GPU. Otherwise each GPU must be idle, or run a
+    kernel with a known power draw; if not, returns (). If some GPUs are idle and others are not,
+    these are the ranks with an idle GPU. If no GPU is idle, some GPUs compute, and others run a
+    kernel that computes little (perhaps a wait for a peer), these are the ranks whose GPU computes.
     """
     groups: dict[str, list[int]] = {}
     for rank, rows in gpus.items():

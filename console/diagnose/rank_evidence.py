@@ -1,8 +1,7 @@
-"""The evidence about one rank: its position, its stall limit, and whether records confirm it.
+"""The evidence about one rank: its position, its stall limit, and whether records confirm a stall.
 
 The stall limit of a rank is max(floor, 5 × p99 of its phase). Start-up with the first step,
-evaluation and saving have their own limits. `Case.is_stalled` says when a run is stalled. No file
-is read here.
+evaluation and saving have their own limits. No file is read here.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ OVERDUE = 2.0
 class RankEvidence:
     """Evidence about one rank at one time, from its pulse, or else from `by_records`.
 
-    Without both, `phase` is "". `unchanged_s` is the time since the pulse changed, or an estimate
+    Without either, `phase` is "". `unchanged_s` is the time since the pulse changed, or an estimate
     if there is no pulse. `state` is the kernel's letter, "gone", or "?" if it is not known. `p99_s`
     is the 99th percentile of the times of the rank's phase, or of its steps if the phase has no
     times; `by_records` uses the gaps between records instead.
@@ -54,13 +53,16 @@ class RankEvidence:
     code: int | None = None
     """The exit code of a rank that has exited, if it is known."""
     records_s: float | None = None
-    """Time since a new step was read in the rank's records, or None if the rank has no record."""
+    """Time since a new step was read in the rank's records, infinite if no step was new.
+
+    None for a rank without a pulse or without records.
+    """
     records_gap_s: float = 0.0
     """Longest recent gap between records with a new step, or 0 until a gap is known."""
     doubt: Doubt = ""
     """Why the pulse is ignored, as a key of `DOUBTS`, or "" if the pulse is used."""
     nonfinite_steps: int = -1
-    """Number of steps with a non-finite loss, or -1 if the pulse does not count such steps."""
+    """Number of steps with a non-finite loss according to the pulse, or -1 if not known."""
     start_ticks: int | None = None
     """The start time of the process (clock ticks), which shows whether the pid was reused."""
 
@@ -82,12 +84,12 @@ class RankEvidence:
 def with_records(
     rank: RankEvidence, head: LatestRecords, attempt: int, lagging: bool = False
 ) -> RankEvidence:  # fmt: skip
-    """Returns a rank with the figures of its records: p99, first step, exit code, ages and doubt.
+    """Returns a rank with figures from its records: p99, first step, exit code, times and doubt.
 
     `lagging` says that the pulse is an older sample, so the records may be ahead of it.
     """
-    # A recorded first step is wrong if it is later than the next step of the pulse. After a
-    # restart, the present step is used as the first step until a step is recorded.
+    # A recorded first step more than one step ahead of the pulse is wrong. After a restart, the
+    # present step is used as the first step until a step is recorded.
     first_step = head.first_step if head.first_step <= rank.step + 1 else FIRST_STEP
     ahead = head.progress is not None and head.progress.record["step"] > rank.step and not lagging
     return replace(
@@ -125,7 +127,7 @@ def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
     """Returns the ranks with the lowest position; ranks that exit or have a `doubt` do not count.
 
     A phase that is not reported may be before or after the reported phases of its step. So if a
-    rank at the lowest step does not report its phase, all these ranks at that step are returned.
+    rank at the lowest step does not report its phase, all ranks at that step are returned.
     """
     running = [each for each in ranks if each.phase != "exit" and not each.doubt]
     first = min((each.step for each in running), default=0)
@@ -136,7 +138,7 @@ def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
 
 
 def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
-    """Returns sorted numbers as ranges: ["0-2", "4"]."""
+    """Returns numbers as sorted ranges: ["0-2", "4"]."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:

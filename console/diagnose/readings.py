@@ -56,7 +56,7 @@ class Readings:
     checkpoint_gib: float | None = None
     newest_ts: float | None = None
     stall_doubt: str = "no second source was read"
-    """Why the records do not confirm a stall, or "" if they confirm it."""
+    """Why no second source confirms a stall, or "" if a second source confirms it."""
     csv: Progress | None = None
     """The newest row of training.csv."""
     env: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class History:
         self.rate_ratio: float | None = None
         """An upper bound of new ÷ old throughput, according to the records."""
         self.pace_ratio: float | None = None
-        """Pace of the last minute ÷ earlier pace, from the pulses and the clock of this host."""
+        """Pace of the last minute ÷ earlier pace, from the ranks' steps and this host's clock."""
         self.growth_mib_s: dict[int, float] = {}
         self.truth = TruthHistory()
         self.ecc: dict[int, Counter] = {}
@@ -249,10 +249,10 @@ def rate_ratio(logs: list[float]) -> float | None:
 
 
 def steady_growth(points: list[tuple[float, float]]) -> float:
-    """Returns the steady growth of a figure per second; 0 if it is constant or rose in one jump.
+    """Returns the steady growth of a figure per second, or 0 if the figure does not grow.
 
     The points are reduced to the medians of three thirds. The result is the lowest slope between
-    two of the medians, or 0 if that slope is negative.
+    two of the medians, because one jump is not steady growth.
     """
     third = len(points) // 3
     parts = (points[:third], points[third:-third], points[-third:])

@@ -159,10 +159,7 @@ def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts all Xids of each GPU that had an Xid within `RECENT_XID_S`.
-
-    An Xid of a former attempt raises an alert too, but never causes a strong action.
-    """
+    """Counts all Xids of GPUs that had an Xid within `RECENT_XID_S`, even in a former attempt."""
     if not now.gpus:
         return None
     recent = {i: xids for i, xids in history.xids.items() if now.mono - xids.at < RECENT_XID_S}

@@ -101,16 +101,16 @@ class Where:
 
 
 def where(stack: Stack) -> Where:
-    """Returns the class of a stack.
+    """Returns the class of a stack: "none" without frames.
 
-    Without frames it is "none". If the dump of the rank has only one thread, it is "native".
+    If the dump has only one thread, and py-spy did not make the dump, the class is "native".
     """
     frames = _deciding(stack)
     own = _own(frames)
     if not frames:
         return Where("none", None, None, "has no stack")
     if len(stack.threads) == 1 and not stack.path.endswith(BY_PY_SPY):
-        # Other dumps have the contract's threads too.
+        # A rank that gets the GIL also dumps the contract's threads.
         place = (own or frames[0]).short
         return Where("native", frames[0], own, f"runs native code that holds the GIL, in {place}")
     if (found := _wait(frames)) is not None:

@@ -77,10 +77,7 @@ class Suspect:
 
     @property
     def in_futex(self) -> bool:
-        """True if the main thread waits in a futex that the program's own code called.
-
-        The futex belongs to a lock or to the GIL.
-        """
+        """True if the main thread waits in a futex (perhaps the GIL's) in the program's code."""
         return self.main.kind == "futex" and self.where.kind == "own"
 
     @property
@@ -110,8 +107,8 @@ class Suspect:
     def runs(self) -> bool:
         """True if the rank uses a core, and its stack shows no wait for peers or for its GPU.
 
-        False without a stack, because CUDA and NCCL also use a core while they wait. Also false if
-        the main thread waits in a system call other than a futex.
+        False without a stack, because CUDA and NCCL also use a core while they wait. False too if
+        the main thread is known to wait in a system call other than a futex.
         """
         blocked = self.main.kind not in ("none", "futex")
         return self.where.kind not in FOR_PEERS and not blocked and self.uses_a_core
@@ -120,7 +117,7 @@ class Suspect:
     def runs_python(self) -> bool | None:
         """True if the main thread runs Python code, False for native code, None if not known.
 
-        Native code never waits for the GIL: it holds the GIL, or has released it for the watcher.
+        Native code never waits for the GIL: it holds the GIL, or has released the GIL.
         Python's threads have the name of the main thread; threads of libraries rarely have it.
         """
         before, after = self.before, self.after

@@ -152,7 +152,7 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
 
 
 def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Returns the larger ÷ the smaller of two sizes: the model's, and that in the config's name."""
+    """Returns the larger ÷ the smaller of two sizes: of the model, and in the config's name."""
     count = jsonl.number(now.env, "parameters") or 0.0
     counted = jsonl.number(now.env, "parameters_counted") or count
     name = jsonl.text(now.env, "config").rpartition("/")[2]
@@ -174,8 +174,8 @@ def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | N
 def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the median share of time in which the GPUs are busy.
 
-    Returns None unless there are enough samples, and the recorded phase times add up to 70-101 % of
-    the step time.
+    Returns None unless there are enough steps, and rank 0's newest phase times add up to 70-101 %
+    of its step time.
     """
     busy, progress = history.truth.busy, now.progress.get(0)
     if progress is None or not progress.step_s or len(busy) < LEAST_BUSY:
@@ -195,7 +195,7 @@ def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | No
 def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns power draw ÷ power limit of the GPUs, or 1 if their utilisation is below `BUSY`.
 
-    Returns None while there are too few samples, or if the power of a sample is not known.
+    Returns None while there are too few steps, or if the power in a step is not known.
     """
     busy, power = history.truth.busy, history.truth.power
     if len(power) < LEAST_BUSY or len(power) < len(busy):
@@ -211,9 +211,9 @@ def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | Non
 def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the slowest rank's time in fetch and forward ÷ the time of the other ranks.
 
-    In these phases a rank does not wait for other ranks, except in the forward phase of FSDP. With
-    FSDP, only fetch is compared. The same applies to a foreign program on a GPU: its forward time
-    is only the time in which the host starts the forward pass.
+    In these phases a rank does not wait for other ranks, except in the forward phase of FSDP. So
+    with FSDP, only fetch is compared. For a foreign program on a GPU, only fetch is compared too,
+    because its forward time is only the time in which the host starts the forward pass.
     """
     truth, strategy = history.truth, history.value("train.strategy")
     own = ("fetch", "forward")

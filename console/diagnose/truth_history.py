@@ -30,7 +30,7 @@ STEPPING = frozenset((*TIMED_PHASES, "log", "step"))
 WARM_STEPS, RATED_EVERY_S = 5, 10.0
 KEPT_BUSY, LEAST_BUSY = 120, 20
 HALF_BITS = 11
-"""A figure with at most this many bits may have half precision, so it may also repeat by chance."""
+"""A figure with at most this many significant bits may be rounded to half precision."""
 SHORTEST_S, LARGEST_LOSS, LARGEST_LOAD = 1e-9, 1e6, 10.0
 """Bounds of valid figures: the shortest time, the largest loss, the largest power ÷ power limit."""
 

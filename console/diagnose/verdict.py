@@ -109,7 +109,7 @@ def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
 
 
 def _culprits(stall: Stall) -> list[Suspect]:
-    """Returns the ranks to blame: ranks that cannot run, or else the ranks with the most sources.
+    """Returns the ranks to blame: ranks that cannot run, or else those that the most sources name.
 
     Ranks that cannot run are not the cause if at least two sources name only ranks that can run. If
     every rank can run and no source names a rank, returns the only rank, or [] for several.
@@ -134,7 +134,7 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
     of, difference = culprits[0], stall.difference
     first, numbers = of.number, {each.number for each in culprits}
     contrary = [sign for sign in stall.signs if sign.ranks and first not in sign.ranks]
-    # Incomplete flight records name no rank, but contradict the verdict if another rank differs.
+    # Incomplete flight records name no rank that differs, but contradict a verdict on another rank.
     disagree = max(len(contrary), bool(difference.ranks) and first not in difference.ranks)
     agree = sum(first in sign.ranks for sign in stall.signs)
     everyone = len(culprits) == len(stall.suspects) > 1
@@ -153,15 +153,15 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
 
 
 def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
-    """Returns whether another cause is possible although the evidence names the right rank."""
+    """Returns whether the verdict may be wrong although two sources name its rank."""
     kind = of.where.kind
     waits = (
         ("queue", "thread", "lock", "process")
         if of.main.kind in ("futex", "none")
         else ("queue", "thread")
     )
-    # A stack can stand for different objects, and a library may have made the system call. So the
-    # verdict needs the stack and the process.
+    # A stack can stand for different objects, and a library may have made the system call. So
+    # both the stack and the process are needed.
     by_process = of.main.kind != "none" or of.uses_a_core
     is_seen = of.has_stack and (by_process or (of.after is not None and kind in OF_LIBRARY))
     return (
@@ -185,7 +185,7 @@ def _alike(stall: Stall) -> Verdict:
     """Returns the verdict for a stall in which no source names a rank."""
     case, why, lost = stall.case, "", ""
     kinds = {each.where.kind for each in stall.suspects}
-    name, sure, last = "all-ranks", "low", "the pulses show no rank behind another"
+    name, sure, last = "all-ranks", "low", "no rank is seen behind another"
     if stall.difference.kind == "mismatch":
         name, sure = "mismatch", "medium"
     elif stall.is_together:

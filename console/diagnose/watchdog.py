@@ -2,9 +2,8 @@
 
 An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
 a severe value, a condition that has lasted three times as long, and the confirmation of the rule's
-second source. Until the confirmation, the action is withheld; this is reported at most once until
-the rule is cleared. Of the time in which the watchdog was stopped, at most `LONGEST_GAP_S` or two
-intervals count. Until a raised rule is cleared, its action becomes due at most once.
+second source. Until the confirmation, the action is withheld. Until a raised rule is cleared, a
+withheld action is reported at most once, and its action is returned at most once.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ Kind = Literal["raise", "clear", "act", "withhold"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of one rule. The kind `act` says that `action` is due.
+    """A change of one rule. The kind `act` says that `action` is due and not withheld.
 
-    The kind `withhold` says that the action would be due if the second source confirmed it; the
-    text says why the source does not.
+    The kind `withhold` says that `action` is due, but not confirmed; `text` says why.
     """
 
     kind: Kind
@@ -59,7 +57,7 @@ class _State:
     raised_at: float = 0.0
     """Time at which the rule was last raised or raised again."""
     severe_s: float = 0.0
-    """Observed time for which the value has been bad enough for a strong action."""
+    """Observed time for which the value of the raised rule has been severe."""
 
 
 @dataclass(slots=True)
@@ -98,7 +96,7 @@ class Watchdog:
         return changes
 
     def restore(self, raised: Iterable[str]) -> None:
-        """Marks as raised the rules that a former watchdog of the same attempt had raised."""
+        """Marks the rules with these names as raised; ignores other names."""
         for name in self._states.keys() & set(raised):
             self._states[name] = _State(raised=True)
 
@@ -141,7 +139,7 @@ class Watchdog:
     def _act(
         self, rule: Rule, state: _State, measured: Measured, now: Readings
     ) -> Iterator[Change]:  # fmt: skip
-        """Yields the action of a raised rule when it is due, or says why the action is withheld."""
+        """Yields the due action of a raised rule, or the reason why this action is withheld."""
         if state.acted or rule.action == "warn":
             return
         doubt = ""

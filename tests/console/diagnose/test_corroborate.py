@@ -172,9 +172,9 @@ def paced(pace_by_pulses):
     ("pace", "text"),
     [
         pytest.param(0.01, "", marks=decision("act-on-figure", "true")),
-        pytest.param(1.0, "the pulses show 100% of the earlier pace",
+        pytest.param(1.0, "the steps of the ranks show 100% of the earlier pace",
                      marks=decision("act-on-figure", "lie")),
-        pytest.param(None, "the pulses do not show a pace yet",
+        pytest.param(None, "the steps of the ranks do not show a pace yet",
                      marks=decision("act-on-figure", "absent")),
     ],
 )  # fmt: skip

@@ -83,8 +83,8 @@ SENTENCES = {
     ),
     "all at the same place": (
         (rank(0, "backward"), rank(1, "backward")), ("all-ranks", None, "low"),
-        f"ranks 0-1 have been stalled in backward of step 41 since {SINCE}; the pulses show no "
-        f"rank behind another{DUMP}",
+        f"ranks 0-1 have been stalled in backward of step 41 since {SINCE}; no rank is "
+        f"seen behind another{DUMP}",
     ),
     "exited before the others": (
         (EXITED, rank(1, "backward", step=6), rank(2, "backward", step=6)),
