@@ -136,10 +136,11 @@ def _candidates(root: Path) -> list[Path]:
 def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     """Returns the launch or run with this name.
 
-    `name` is a directory, an id (`<launch>` or `<launch>/<n>-<phase>`), a unique prefix of an id,
-    or `latest`. Raises NotFoundError if nothing matches, and UsageError if several launches match.
-    For an action (`act`), an id and `latest` are checked: raises RefusedError if `check_in_place`
-    does, or if another launch may be the latest.
+    `name` is a directory, `latest`, or an id: `<launch>`, or `<launch>/` with the number, the phase
+    or the name `<n>-<phase>` of a run. A unique prefix of `<launch>` is enough. Raises
+    NotFoundError if nothing matches, and UsageError if several launches match. For an action
+    (`act`), an id and `latest` are checked: raises RefusedError if `check_in_place` does, or if
+    another launch may be the latest.
     """
     path = Path(name)
     there = path.is_dir()

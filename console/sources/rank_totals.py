@@ -54,7 +54,7 @@ class LastPulse:
     attempt: int
     rank: int
     records: int
-    """The number of the rank's last record, or 0 if it wrote no record."""
+    """The number of the newest record that the rank queued, or 0 if it queued none."""
     nonfinite_steps: int
     """-1 if the program does not count these steps."""
     step: int
@@ -389,7 +389,7 @@ class RankTotals:
 def _worst(
     found: float | None, value: float | None, worst: Callable[[float, float], float]
 ) -> float | None:
-    """Returns the worse of two values; a value that is not a number is the worst."""
+    """Returns the worse of two values; nan is the worst value."""
     if value is None or found is None:
         return found if value is None else value
     return found if math.isnan(found) else value if math.isnan(value) else worst(found, value)

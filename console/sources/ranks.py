@@ -134,10 +134,7 @@ def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
 
 
 def _exit_pulse(record: Record) -> Pulse | None:
-    """Returns a pulse made from a rank's exit record, or None if the record is of another kind.
-
-    The rank's sample may be older than the exit record.
-    """
+    """Returns a pulse made from a rank's exit record, or None if the record is of another kind."""
     if record.get("msg") != "exit":
         return None
     age_s, step = liveness.age(jsonl.number(record, "ts")) or 0.0, record["step"]

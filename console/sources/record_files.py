@@ -19,7 +19,7 @@ MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 1 << 20
 MAX_PART_BYTES = 64 << 20
-"""The most text that `read_line` unpacks to find a line in a compressed part."""
+"""`read_line` stops after about this many unpacked bytes of a compressed part."""
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
 
 
@@ -117,7 +117,7 @@ def _any(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class RecordFile:
-    """Follows one file of records through its parts, the oldest part first.
+    """Follows one file of records from part to part.
 
     When the growing file is long, it becomes a part, and a new file continues it.
     """
@@ -157,7 +157,7 @@ class RecordFile:
         return behind + sum(map(jsonl.size_bytes, (*later, self.path)))
 
     def cursor(self) -> Cursor:
-        """Returns how far the file was read; the hash of a first line is computed once per part."""
+        """Returns how far the file was read."""
         if not self._head or self.tail.generation != self._of:
             self._head, self._of = head(self.tail.path), self.tail.generation
         return Cursor(self._head, Place(self.tail.part, self.tail.line_at), self.skipped)
@@ -177,7 +177,7 @@ class RecordFile:
         return found, limit_bytes - left
 
     def _next_part(self) -> bool:
-        """Opens the next part if this part no longer grows; returns whether a part was opened."""
+        """Opens another file if reading continues there; returns whether a file was opened."""
         if self.tail.unread:
             return False
         there, part = parts(self.path), self.tail.part

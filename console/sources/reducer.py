@@ -184,8 +184,6 @@ class Events:
 class Reducer:
     """The state of a run from its records: totals in `summary`, newest records in `all_heads`.
 
-    The present attempt is the attempt in supervisor.json, or else the newest attempt with two
-    records, or else 1.
     `series` receives the charted values. A head is the `LatestRecords` of a rank in an attempt.
     With `timed` the heads have a pace, for the stall detection.
     """

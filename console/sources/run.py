@@ -23,7 +23,7 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 WHOLE_BYTES = 1 << 30
-"""The most bytes that one poll reads if no user waits for the poll."""
+"""The default of `limit_bytes`: one poll reads all records of most runs."""
 
 
 class RunSource:

@@ -1,4 +1,4 @@
-"""Stores the time series of one run, for the charts, the step percentiles and the ETA.
+"""Stores the time series of one run, for example for the charts and the ETA.
 
 The newest records of a file are stored as points. Older points are reduced to the smallest and the
 largest value in each span of 10 s, 1 min, 10 min and 2 h; every reader gets the same spans.

@@ -21,7 +21,7 @@ from trainers.contract import jsonl
 from trainers.contract.pulse import Pulse
 
 MAX_LOADED, MAX_OVERRIDES, LATEST_S = 1024, 64, 1 << 36
-NO_STEP = "no step remained after the resume, so this run has no figures"
+NO_STEP = "rank 0 recorded no step before it exited, so this run has no figures"
 NO_END = "the number of records after"
 EVERY_S = 1.0
 STEPPING = ("fetch", "forward", "backward", "optimizer", "log", "step")
@@ -157,7 +157,7 @@ class Summary:
         self.attempts, self.stalls, self.stalls_seen = attempts, stalls, stalls or 0
 
     def take_end(self, attempt: int, rank: int, found: Pulse | None) -> None:
-        """Adds the last pulse of a process that has ended; `found` is None if it has no pulse."""
+        """Adds the last pulse of a process that has ended, or None if it wrote no pulse."""
         counts = (found.records, found.nonfinite_steps, found.step) if found else (0, 0, 0)
         self.ends[attempt, rank] = LastPulse(attempt, rank, *counts)
 
@@ -209,8 +209,8 @@ class Summary:
         """
         if not self.of_rank(0).progress:
             newest = self.of_attempt(0, self.of_rank(0).newest)
-            has_none_left = newest is not None and newest.start and newest.exit
-            return NO_STEP if has_none_left else "no progress record of rank 0"
+            has_exited = newest is not None and newest.start and newest.exit
+            return NO_STEP if has_exited else "no progress record of rank 0"
         if self.attempts is None:
             return "the number of attempts is not available"
         if self.attempts > MAX_ATTEMPTS:

@@ -52,8 +52,8 @@ class Tail:
     `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
     `begin_at`. If `begin_at` is 0, reading starts at most `recent_bytes` before the end, or, if
-    `recent_bytes` is None, at the start. Long holes are skipped. If the file is replaced, the new
-    file is read as if `begin_at` were 0, unless `stays` is set.
+    `recent_bytes` is None, at the start. Long holes are skipped. If the file is replaced or
+    truncated, it is read as if `begin_at` were 0; with `stays`, a replaced file is not read.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Tail:
             self._carry, self._overlong = b"", False
 
     def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
-        """Starts reading a new file at the path; a partial first line is left out.
+        """Starts reading the file at the path; a partial first line is left out.
 
         Reading begins one byte early, because a newline there shows that the first line is
         complete.
