@@ -41,7 +41,7 @@ def spare_bytes() -> int | None:
 
 
 def _number_in(folder: str, name: str) -> int | None:
-    """Returns the number that is the whole content of a file, or None for another content."""
+    """Returns the number that is the whole content of a file, or None if it is no number."""
     text = read_text(f"{folder}/{name}").strip()
     return int(text) if text.isdecimal() else None
 

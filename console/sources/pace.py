@@ -225,7 +225,7 @@ class Pace:
                 self._keep(phase, [min(mean_s * len(steps_s), max(steps_s))])
 
     def _keep(self, phase: str, durations_s: list[float]) -> None:
-        """Adds durations, each cut to `SAFETY` times the present p99, because it may be a stall."""
+        """Adds durations, each cut to `SAFETY` times the present p99: a stall may be among them."""
         kept, ordered = self._durations.setdefault(phase, (deque(), []))
         most_s = (SAFETY * _p99(ordered) if ordered else 0.0) or LONGEST_STEP_S
         for duration_s in durations_s:

@@ -49,7 +49,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LastPulse:
-    """The last pulse of a rank in one attempt, read after the rank ended, or zeros for no pulse."""
+    """The last pulse of a rank in one attempt; without a pulse, the last three fields are 0."""
 
     attempt: int
     rank: int
@@ -189,7 +189,7 @@ class Saved(NamedTuple):
 
 
 class Live(NamedTuple):
-    """The values of `FIGURES` after a record; `at` is the step of `LIVE_STEPS` that it reached."""
+    """The values of `FIGURES` after a record; `at` is the reached step of `LIVE_STEPS`."""
 
     step: int
     at: int
@@ -263,7 +263,7 @@ class RankTotals:
 
     @property
     def saved_count(self) -> float | None:
-        """The number of checkpoints that no attempt has to repeat, None if the number is lost."""
+        """The number of checkpoints that no attempt has to repeat, or None if it is lost."""
         return (
             self.saved.rows[-1].number if self.saved.rows else None if self.saved.dropped else 0.0
         )
@@ -312,7 +312,7 @@ class RankTotals:
         fetch = jsonl.number(record, "dt_fetch_s")
         self.fetches += fetch is not None
         self.fetch_max_s = _worst(self.fetch_max_s, fetch, max)
-        self.live.cut(step)  # drops rows of later steps, for example of an absurd step
+        self.live.cut(step)  # an earlier record may have had an absurd, later step
         if not self.rank:
             self._take_figures(record, step, loss)
         for at in LIVE_STEPS:

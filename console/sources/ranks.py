@@ -122,7 +122,7 @@ def gpu_index(devices: str, local: int) -> int | None:
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
-    """Returns the pulse of a rank's living process in shared memory, or None if there is none."""
+    """Returns the pulse in shared memory of a rank's living process, or None if there is none."""
     found = pulse.read(rundir.pulse(live, rank)) if live else None
     if found is None or (pid and found.pid != pid) or rundir.start_ticks(found.pid) is None:
         return None

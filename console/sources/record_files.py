@@ -25,7 +25,7 @@ HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The place up to which a file was read; `head` is the hash of the file's first line.
+    """The place up to which a file was read; `head` is the hash of the first line of its part.
 
     `skipped` counts the lines before this place that are not records.
     """
@@ -149,7 +149,8 @@ class RecordFile:
         """The number of bytes left to read; for a compressed part, the compressed bytes."""
         tail = self.tail
         size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
-        has_begun = tail.generation or tail.path.suffix == GZIP  # its `line_at` is of unpacked text
+        # The `line_at` of a compressed part counts unpacked bytes.
+        has_begun = tail.generation or tail.path.suffix == GZIP
         behind = max(0, size_bytes - max(tail.offset, 0 if has_begun else tail.line_at))
         if tail.path == self.path:
             return behind

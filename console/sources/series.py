@@ -142,10 +142,10 @@ class Series:
         """The open spans of each file."""
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._built: dict[str, tuple[int, Points]] = {}
-        """The newest result of `points`, and the number of records that it contains."""
+        """The number of records of the file when `points` was built, and the points."""
         self.durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps = 0
-        """The number of durations that were added since the start of this reader."""
+        """The number of durations that `add_steps` has added."""
         self.ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
         """The time and the step of the newest records with steps."""
 

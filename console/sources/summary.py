@@ -88,7 +88,7 @@ class Summary:
         self.stalls_seen = stalls or 0
         """Number of counted stalls, even if the count of an earlier supervisor is lost."""
         self.stalled_ts = 0.0
-        """`Events.stalled_ts` when this supervisor began; a former supervisor counted the stall."""
+        """`Events.stalled_ts` at this supervisor's start; a former supervisor counted that stall."""
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None
@@ -107,7 +107,7 @@ class Summary:
         self.loaded_step = 0
         """The step of the checkpoint that all ranks of a continuing run have loaded, or 0."""
         self.loss_unit = ""
-        """As in `loss_unit` of console.model."""
+        """The unit of the loss, or "" for a foreign program."""
         self.name = ""
         """A note in `Gate.window` that these totals belong to an earlier run, or ""."""
         self.ends: dict[tuple[int, int], LastPulse] = {}

@@ -63,7 +63,7 @@ class Tail:
         self.path, self.part = path, part
         self._stays = stays
         self.generation = 0
-        """Number of times reading started; a replaced or truncated file is read again."""
+        """Number of times that reading started."""
         self.is_replaced = False
         """True if `stays` is set and another file is at the path; that file is not read."""
         self.line_at = self._begin_at = begin_at
@@ -147,7 +147,7 @@ class Tail:
         return data
 
     def _skip_hole(self, fd: int, size_bytes: int) -> None:
-        """Continues reading after a hole, if there is one. Raises OSError."""
+        """Skips a hole at the offset, if there is one. Raises OSError."""
         try:
             data_at = os.lseek(fd, self.offset, os.SEEK_DATA)
         except OSError as error:
