@@ -25,7 +25,7 @@ HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The place up to which a file was read; `head` is the hash of the first line of its part.
+    """The place up to which a file was read; `head` is the hash of the part's first line.
 
     `skipped` counts the lines before this place that are not records.
     """

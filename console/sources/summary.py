@@ -22,7 +22,7 @@ from trainers.contract.pulse import Pulse
 
 MAX_LOADED, MAX_OVERRIDES, LATEST_S = 1024, 64, 1 << 36
 NO_STEP = "rank 0 recorded no step before it exited, so this run has no figures"
-NO_END = "the number of records after"
+NO_END = "the number of records after record"
 EVERY_S = 1.0
 STEPPING = ("fetch", "forward", "backward", "optimizer", "log", "step")
 
@@ -88,7 +88,7 @@ class Summary:
         self.stalls_seen = stalls or 0
         """Number of counted stalls, even if the count of an earlier supervisor is lost."""
         self.stalled_ts = 0.0
-        """`Events.stalled_ts` at this supervisor's start; a former supervisor counted that stall."""
+        """The time of an open stall that a former supervisor has counted, or 0."""
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None
