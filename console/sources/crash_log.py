@@ -54,8 +54,6 @@ class Crash:
 
 
 class _Raised(NamedTuple):
-    """One exception in a log."""
-
     error: str
     place: str = ""
     is_fatal: bool = True

@@ -291,7 +291,6 @@ def _unusual(
 
 
 def _difference(group: str, members: _Members) -> Difference:
-    """Returns the result of comparing the ranks of one group."""
     lowest = min(member.last for member in members.values())
     waits = {rank: m.waits for rank, m in members.items() if m.waits is not None}
     number = min((each for each in waits.values() if each > lowest), default=None)

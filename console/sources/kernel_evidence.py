@@ -56,7 +56,7 @@ _EPOLL_PWAIT2, _UNTIL = 441, 1
 _OTHER_END = {os.O_RDONLY: "writer", os.O_WRONLY: "reader"}
 _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup.freeze", "1"),
             ("cgroup.events", "frozen 1"))  # fmt: skip
-"""Files of a cgroup, each with its line while the cgroup is frozen or is being frozen."""
+"""Files of a cgroup, each with the line that says that the cgroup is, or is being, frozen."""
 _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
 """Kernel functions that show a freeze even in a container that does not see its cgroup."""
 

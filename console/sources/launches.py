@@ -168,7 +168,6 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
 
 
 def _matches(wanted: str, known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
-    """Returns the launches with this id, or else the launches whose id starts with it."""
     exact = [each for each in known if each.id == wanted]
     return exact or [each for each in known if wanted and each.id.startswith(wanted)]
 

@@ -232,7 +232,6 @@ class Device:
         )  # fmt: skip
 
     def _missing(self) -> str:
-        """Returns the sensors in `_refused` as text, grouped by reason."""
         by_reason: dict[str, list[str]] = {}
         for sensor, reason in self._refused.items():
             by_reason.setdefault(reason, []).append(sensor)

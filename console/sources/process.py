@@ -122,7 +122,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 class Handle:
-    """A reference to one process that no reused pid can replace: pidfd, pid and start time."""
+    """One process: its pidfd, pid and start time. A later process with the same pid is another."""
 
     def __init__(self, pid: int, fd: int, start_ticks: int):
         self.pid, self.fd, self.start_ticks = pid, fd, start_ticks

@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 1000
 KEPT_MISSING = 16
 LAST_STEPS, KEPT_STEPS, KEPT_CHECKPOINTS = 50, 128, 64
 LIVE_STEPS = (100, 500, 1000, 5000)
-"""The values of `FIGURES` are stored at these steps, for gates of these steps."""
+"""Steps at which the values of `FIGURES` are stored for the gates."""
 FIGURES: Mapping[str, tuple[str, str, str]] = {
     "steps": ("steps", "newest steps whose durations are complete", ""),
     "toks_per_s": ("tok/s", "last {steps} steps, tokens divided by time", ""),

@@ -267,7 +267,6 @@ class Reducer:
             self._chart(name, line.record)
 
     def _chart(self, name: str, record: Mapping[str, Any]) -> None:
-        """Adds the charted values of a record to the series."""
         at, values = jsonl.number(record, "ts"), _charted(name, record)
         if at is not None and values is not None:
             self.series.add(name, at, values)
@@ -329,7 +328,6 @@ def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the charted values of a sample."""
     values: dict[str, float | None] = {}
     for entry in jsonl.entries(sample, "gpus")[: json_documents.MAX_GPUS]:
         index = jsonl.integer(entry, "index")

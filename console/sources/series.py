@@ -168,7 +168,6 @@ class Series:
             self._add_spans(file, span.level, [span])
 
     def _add_spans(self, file: str, level: int, spans: Sequence[Span]) -> None:
-        """Adds ended spans of one file and resolution."""
         if not self.keeps:
             self.ended += spans
             return
@@ -211,7 +210,6 @@ class Series:
         return self._built[name][1]
 
     def _build(self, name: str, rows: Collection[Values], thinner: Thinner) -> Points:
-        """Returns the points of a series from its newest records and its spans."""
         points = [(at, values[name]) for at, values in rows if name in values]
         until = points[-1][0] + AHEAD_S if points else math.inf
         points.sort()
