@@ -52,7 +52,7 @@ _WCHANS = {
 """Kernel functions in which a thread waits, grouped by the object that it waits on."""
 _LOCK = re.compile(r"([0-9]+): +(-> )?(\S+) +\S+ +\S+ +(-?[0-9]{1,9}) (?:\S+:([0-9]{1,19})|\S+) ")
 _EPOLL_PWAIT2, _UNTIL = 441, 1
-"""The number of epoll_pwait2, whose timeout is a pointer, and the flag TIMER_ABSTIME."""
+"""The number of epoll_pwait2, whose timeout is a pointer, and TIMER_ABSTIME."""
 _OTHER_END = {os.O_RDONLY: "writer", os.O_WRONLY: "reader"}
 _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup.freeze", "1"),
             ("cgroup.events", "frozen 1"))  # fmt: skip

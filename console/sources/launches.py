@@ -35,7 +35,7 @@ class KnownLaunch:
     written_ts: float
 
     def claim_against(self, newest: KnownLaunch) -> str:
-        """Returns why this launch may be newer than `newest`, or "" if there is no sign of it."""
+        """Returns why this launch may be newer than `newest`, or "" if it seems older."""
         if self.written_ts > newest.written_ts:
             return f"a newer {rundir.PLAN}"
         return "the same creation time" if self.created_ts == newest.created_ts else ""

@@ -79,7 +79,7 @@ class AttemptTotals:
     """Why the records cannot be counted, or "" if they can."""
     holes: list[Missing] = field(default_factory=list)
     start: int | None = None
-    """The first step: one after the loaded checkpoint, or else the first recorded step."""
+    """The first step: one after the checkpoint of the resume, or else the first recorded step."""
     at: int = 0
     """The step of the newest record, apart from records of the kinds in `OF_EARLIER_STEPS`."""
     step: int = 0
@@ -227,7 +227,7 @@ class RankTotals:
     empty: int = 0
     """Number of progress records without figures, such as the last record of a foreign program."""
     loads: int = 0
-    """Number of attempts that loaded a checkpoint; the first attempt does not count."""
+    """Number of attempts after the first that resumed from a checkpoint."""
     steps: Rows[Step] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_STEPS)))
     """The newest steps of rank 0."""
     saved: Rows[Saved] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_CHECKPOINTS)))

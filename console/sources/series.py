@@ -232,7 +232,7 @@ class Series:
     def newest_steps_s(self, warm_up: int) -> list[float]:
         """Returns the durations of the newest steps.
 
-        The steps of a snapshot, and the first `warm_up` steps that were added, are left out.
+        Steps from a snapshot, and the first `warm_up` steps that were added, are left out.
         """
         left_out = max(0, warm_up - (self._steps - len(self.durations_s)))
         return list(self.durations_s)[left_out:]
