@@ -1,6 +1,6 @@
 """Accumulates values over the records of one rank: the largest value, and the newest rows.
 
-`cut` removes the steps that a later attempt repeats.
+`cut` drops the values of one step and of later steps, for example when an attempt repeats them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Window:
             self.losses = len(self.first)
 
     def last(self, name: str, count: int) -> list[float] | None:
-        """Returns up to `count` newest values of a figure, or None if some of them were dropped."""
+        """Returns up to `count` newest values of a figure, or None if some may be missing."""
         values = (getattr(each, name) for each in self.newest.rows)
         found = [value for value in values if value is not None][-count:]
         return None if self.newest.dropped and len(found) < count else found

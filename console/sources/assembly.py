@@ -1,4 +1,4 @@
-"""Assembles the `RunState` of one run from what was read of the run."""
+"""Assembles the `RunState` of one run from its documents and records."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Assembly:
     trouble: str
     """Why the newest content of supervisor.json cannot be shown, or ""."""
     troubles: Sequence[Alert]
-    """An alert for each document that cannot be shown."""
+    """An alert for each document whose newest content cannot be shown."""
 
     def __post_init__(self) -> None:
         supervisor = self.supervisor or self.by_launch
@@ -87,7 +87,7 @@ class Assembly:
         return self.by_launch
 
     def run_state(self) -> RunState:
-        """Returns the state of the run, made from the documents and records."""
+        """Returns the state of the run."""
         records, supervisor, run_json = self.records, self._newest, self.run_json
         flags = json_documents.flag_field(run_json, "value")
         ranks = read_ranks(supervisor, records, self._live, flags.get(DEVICES, ""), self._has_ended)
@@ -171,7 +171,7 @@ class Assembly:
         return alerts if others == alerts or liveness.has_lost_rank(self._newest) else others
 
     def _reader_alerts(self) -> list[Alert]:
-        """Returns alerts on a missing supervisor, doubtful documents, and what was not read."""
+        """Returns alerts on a missing supervisor, doubtful documents, and unread records."""
 
         def add(name: str, level: Level, text: str, key: str = "") -> None:
             found.append(Alert(name, time.time(), level, text, key, observed=True))

@@ -26,7 +26,7 @@ _WITHOUT_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): .*$")
 _USAGE = re.compile(r"[\w.\-]+: error: .*$")
 """The last line of a usage error of argparse, for example for an unknown torchrun option."""
 _USES = "usage: "
-"""Start of the lines that argparse prints before the last line of a usage error."""
+"""Start of argparse's usage text, which comes before the error."""
 _NOT_FATAL = ("Exception ignored in", "Exception in thread")
 """Markers of a traceback that is printed without ending the process."""
 _OF_TORCHRUN = ("ChildFailedError", "SignalException")
@@ -54,8 +54,6 @@ class Crash:
 
 
 class _Raised(NamedTuple):
-    """One exception in a log."""
-
     error: str
     place: str = ""
     is_fatal: bool = True

@@ -53,15 +53,16 @@ def pipe_wait(link: str, is_full: bool) -> BlockedOn:
 def poll_wait(pid: int) -> BlockedOn:
     """Returns the process's only unfinished connection, or else its only socket, or else `NOTHING`.
 
-    The kernel does not show which descriptors a poll has. A connected socket is therefore named
-    only if at most `MAX_DESCRIPTORS` descriptors above stderr are open, and none of them is a pipe.
+    The kernel does not show which descriptors a poll has. A socket without an unfinished connection
+    is therefore named only if at most `MAX_DESCRIPTORS` descriptors above stderr are open, and none
+    of them is a pipe.
     """
     fds = [fd for fd in numbers_in(f"/proc/{pid}/fd") if fd > 2]
     return _only(pid, len(fds), {link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]})
 
 
 def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
-    """Returns the highest descriptor of a select if it is a socket or a pipe, else `NOTHING`."""
+    """Returns a select's highest descriptor if it is a socket, a pipe or a FIFO, else `NOTHING`."""
     link = link_of(pid, f"fd/{highest}")
     if link.startswith("socket:["):
         return replace(socket_wait(pid, link[8:-1], False), unsure=True)
@@ -133,8 +134,8 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
     """Returns a socket as the object that a system call waits for.
 
-    If the kernel's tables have the socket, the text contains the path of a local socket or the
-    address of a TCP peer. With `accepts`, it contains the address of the socket itself.
+    As far as the kernel's tables have them, the text contains the path of a local socket, or the
+    address of a TCP socket's peer. With `accepts`, a TCP socket is named by its own address.
     """
     here, peer, state = tcp_entry(socket_tables(pid), inode)
     if not state:

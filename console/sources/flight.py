@@ -1,9 +1,9 @@
 """Reads the collective flight records of ranks, and finds the ranks that differ.
 
-A rank writes torch's record of its last collectives with every dump. The record has at most 2,000
-entries, or as many as `TORCH_FR_BUFFER_SIZE` says (0 turns the record off). Collectives are
-numbered within their process group, and in a correct program a collective has the same number on
-all ranks of the group. Point-to-point operations are left out, because they are numbered
+After a dump of its stacks, a rank writes torch's record of its last collectives. The record has at
+most 2,000 entries, or as many as `TORCH_FR_BUFFER_SIZE` says (0 turns the record off). Collectives
+are numbered within their process group, and in a correct program a collective has the same number
+on all ranks of the group. Point-to-point operations are left out, because they are numbered
 separately. `pg_status` is left out, because its last number may be that of a point-to-point
 operation.
 
@@ -112,7 +112,8 @@ class Difference:
 def _signature(op: str, sizes: str, group: str) -> str:
     """Returns a text that must be equal on all ranks.
 
-    It contains the operation, and the number of elements if that must be equal too (`_SAME_SIZE`).
+    It contains the operation. For the operations in `_SAME_SIZE` it also contains the number and
+    the type of the elements.
     """
     same = _SAME_SIZE_GLOO if group.startswith("gloo ") else _SAME_SIZE
     return op + (_SHAPE.sub(_elements, sizes) if same.fullmatch(op) else "")
@@ -290,7 +291,6 @@ def _unusual(
 
 
 def _difference(group: str, members: _Members) -> Difference:
-    """Returns the result of comparing the ranks of one group."""
     lowest = min(member.last for member in members.values())
     waits = {rank: m.waits for rank, m in members.items() if m.waits is not None}
     number = min((each for each in waits.values() if each > lowest), default=None)
@@ -350,9 +350,9 @@ def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
     """Returns the difference that explains the differences in the other groups.
 
     It is a mismatch, or the difference of ranks that are behind in one group and wait in no other
-    group. If all ranks that are behind wait in other groups, it is usually a mismatch. Its `ranks`
-    are the ranks that wait alone in a group, or () if these are many. If there is no such
-    difference, returns the difference of a group in which ranks wait, or else of any group.
+    group. If all ranks that are behind wait in other groups, the result is usually a mismatch, with
+    the ranks that wait alone in a group as `ranks`, or () if these are many. Otherwise, returns the
+    difference of a group in which ranks wait, or else of any group.
     """
     circular: list[str] = []
     found = {group: _difference(group, members) for group, members in groups.items()}

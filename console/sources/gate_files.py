@@ -1,7 +1,7 @@
 """Reads logs, the newest checkpoint, and the speed of an earlier phase, for the gates.
 
 All sizes are bounded, and a file that is a link is not read. If a log cannot be read completely,
-the result of its gate is unknown, unless the part that was read has an error.
+the gate `no_log_errors` is unknown, unless the part that was read has an error.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from console.sources import json_documents, record_parts
 from console.sources.rank_totals import LAST_STEPS, MAX_ATTEMPTS, RankTotals
 from console.sources.record_files import read_end
 from console.sources.sanitize import clean
-from console.sources.tail import Tail
+from console.sources.tail import READ_CHUNK_BYTES, Tail
 from trainers.contract import heartbeat, jsonl, rundir
 
-LOG_BYTES, ALL_BYTES, SPEED_BYTES = 2 << 20, 64 << 20, 1 << 20
+LOG_BYTES, ALL_BYTES, SPEED_BYTES = 2 << 20, 64 << 20, READ_CHUNK_BYTES - 1
 MAX_FILES, SPEED = 4096, "toks_per_s_50_above"
 ERROR = re.compile(
     r"CUDA error|CUDA driver error|cudaError|CUBLAS_STATUS_|CUDNN_STATUS_|device-side assert|"
@@ -47,7 +47,7 @@ class GateFiles:
 
 
 def read(run: Path, attempts: int, world: int) -> GateFiles:
-    """Returns what the logs of all attempts, the newest checkpoint and an earlier phase show."""
+    """Returns facts from the logs of all attempts, the newest checkpoint and an earlier phase."""
     name, left = json_documents.latest_checkpoint(run), ""
     size_bytes = 0
     if name:
@@ -86,7 +86,7 @@ def _last_speed(run: Path) -> float | None:
     """Returns the speed (tok/s) of the last `LAST_STEPS` steps, or None if fewer are known."""
     totals = RankTotals(0)
     tail = Tail(rundir.heartbeat(run, 0), heartbeat.accept, SPEED_BYTES)
-    for record in tail.poll(SPEED_BYTES):
+    for record in tail.poll():
         if record["rank"] == 0:
             totals.add(record)
     figures = totals.figures()

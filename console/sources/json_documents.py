@@ -97,7 +97,7 @@ def _readers(kind: Any) -> dict[str, Any]:
 
 
 def read(kind: Callable[..., T], record: Mapping[str, Any], **known: Any) -> T:
-    """Returns an object of the model; its fields come from a JSON object or from `known`.
+    """Returns an object of the dataclass `kind`; its fields come from `record` or from `known`.
 
     A field whose type is not in `READERS` must be in `known`.
     """

@@ -1,4 +1,4 @@
-"""Reads the kernel's evidence about one process: its state and the object its main thread waits on.
+"""Reads the kernel's evidence about one process, for example the object that it waits for.
 
 The only sources are /proc and the cgroup file systems, and no read can block. The holder of a file
 lock is found in /proc/locks, by the pid of the waiting process. If a process asks for a lock again
@@ -52,11 +52,11 @@ _WCHANS = {
 """Kernel functions in which a thread waits, grouped by the object that it waits on."""
 _LOCK = re.compile(r"([0-9]+): +(-> )?(\S+) +\S+ +\S+ +(-?[0-9]{1,9}) (?:\S+:([0-9]{1,19})|\S+) ")
 _EPOLL_PWAIT2, _UNTIL = 441, 1
-"""The number of epoll_pwait2, whose timeout is a pointer, and the flag TIMER_ABSTIME."""
+"""The number of epoll_pwait2, whose timeout is a pointer, and TIMER_ABSTIME."""
 _OTHER_END = {os.O_RDONLY: "writer", os.O_WRONLY: "reader"}
 _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup.freeze", "1"),
             ("cgroup.events", "frozen 1"))  # fmt: skip
-"""Files of a cgroup, each with its line while the cgroup is frozen or is being frozen."""
+"""Files of a cgroup, each with the line that says that the cgroup is, or is being, frozen."""
 _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
 """Kernel functions that show a freeze even in a container that does not see its cgroup."""
 
@@ -96,9 +96,8 @@ class ProcessEvidence:
     """One reading of a process at the monotonic time `mono`.
 
     `state` is the kernel's letter of the main thread, "gone", or "?" if only the main thread has
-    ended.
-    `wchan` is "" if there is none or it is hidden. `cpu_ticks` is the CPU time of all threads.
-    `tracer` is the pid and the name of the process that traces this process, or None.
+    ended. `wchan` is "" if there is none or it is hidden. `cpu_ticks` is the CPU time of all
+    threads. `tracer` is the pid and the name of the process that traces this process, or None.
     """
 
     pid: int
@@ -119,7 +118,7 @@ def collect(
 ) -> ProcessEvidence | None:
     """Returns the evidence about a process; its state is "gone" if the process does not exist.
 
-    `tables` caches the sockets of each network namespace for the other processes of one sample.
+    `tables` caches the TCP tables of each network namespace for other processes of the sample.
     Returns None if the process cannot be read, or if another process, with other `start_ticks`, has
     the pid now.
     """
@@ -255,7 +254,7 @@ def _polled(
         )
     forever = 0 if call == _EPOLL_PWAIT2 else 0xFFFFFFFF
     found = descriptors.epoll_wait(pid, first, arguments[3] & 0xFFFFFFFF != forever)
-    # An event loop may wait for a child in another thread.
+    # In an event loop, another thread may wait for the child.
     reaps = any(re.match(_WCHANS["child"], thread.wchan) for thread in threads[1:])
     if children and (
         found == descriptors.LOOP_EVENT or (found == descriptors.LOOP_TIMER and reaps)
@@ -318,7 +317,7 @@ def _holder(locks: str, waiting: int) -> int | None:
 
 
 def _waited_pid(pid: int, name: str, arguments: tuple[int, ...]) -> int:
-    """Returns the pid of the child that a process waits for, or 0 if it is not one known child."""
+    """Returns the pid of the child that a process waits for, or 0 if no single child is known."""
     first, second = (each & 0xFFFFFFFF for each in arguments[:2])
     if name == "waitid" and first == os.P_PIDFD:
         return number_after(read_text(f"/proc/{pid}/fdinfo/{second}"), "Pid") or 0

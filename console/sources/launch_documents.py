@@ -63,7 +63,7 @@ def launch_state(
 
 
 def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
-    """Returns two values: the phases of the two documents, and an error of a directory's name.
+    """Returns two values: the phases of the two documents, and an error in a directory's name.
 
     The error is "" if every name is valid.
     """

@@ -36,7 +36,7 @@ class KnownLaunch:
     written_ts: float
 
     def claim_against(self, newest: KnownLaunch) -> str:
-        """Returns why this launch may be newer than `newest`, or "" if there is no sign of it."""
+        """Returns why this launch may be newer than `newest`, or "" if it seems older."""
         if self.written_ts > newest.written_ts:
             return f"a newer {rundir.PLAN}"
         return "the same creation time" if self.created_ts == newest.created_ts else ""
@@ -161,10 +161,11 @@ def _directories(root: Path) -> Iterator[tuple[Path, list[str]]]:
 def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     """Returns the launch or run with this name.
 
-    `name` is a directory, an id (`<launch>` or `<launch>/<n>-<phase>`), a unique prefix of an id,
-    or `latest`. Raises NotFoundError if nothing matches, and UsageError if several launches match.
-    For an action (`act`), an id and `latest` are checked: raises RefusedError if `check_in_place`
-    does, or if another launch may be the latest.
+    `name` is a directory, `latest`, or an id: `<launch>`, or `<launch>/` with the number, the phase
+    or the name `<n>-<phase>` of a run. A unique prefix of `<launch>` is enough. Raises
+    NotFoundError if nothing matches, and UsageError if several launches match. For an action
+    (`act`), an id and `latest` are checked: raises RefusedError if `check_in_place` does, or if
+    another launch may be the latest.
     """
     path = Path(name)
     there = path.is_dir()
@@ -192,7 +193,6 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
 
 
 def _matches(wanted: str, known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
-    """Returns the launches with this id, or else the launches whose id starts with it."""
     exact = [each for each in known if each.id == wanted]
     return exact or [each for each in known if wanted and each.id.startswith(wanted)]
 

@@ -69,7 +69,7 @@ class _Heartbeats:
 def end(run: Path, records: Collection[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the end of a run as a `state` event, or {} if there is none.
 
-    `records` are the newest records of the ranks; an older metrics.json is ignored. This
+    `records` are the newest records of the ranks; a metrics.json older than these is ignored. The
     file is written when a run completes, halts or meets a non-finite loss, but it does not say
     which of these happened. The run therefore gets the state "completed" only if a record shows all
     planned steps.

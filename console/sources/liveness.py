@@ -83,7 +83,7 @@ def is_supervised(supervisor: Record) -> bool:
 
 
 def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, Any]:
-    """Returns supervisor.json with the newest state from the document or from `others`.
+    """Returns the document `supervisor` with the newest state that it or one of `others` has.
 
     If a disk is full or does not answer, the document is late; the last `state` event or the
     supervisor heartbeat is then newer. An end in the document is final. Times in the future are

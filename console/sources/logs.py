@@ -1,6 +1,6 @@
 """Merges the logs of one attempt in the order in which lines are read, safe for a terminal.
 
-Lines of ranks carry no time. So the order between sources is known only by arrival.
+Lines of ranks carry no time, so no other order between sources is known.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Log:
         return lines
 
     def _begin(self, status: os.stat_result) -> None:
-        """Sets the offset when the file is new, was replaced or was truncated."""
         if self._offset < 0:
             self._offset = max(0, status.st_size - BACKLOG_BYTES)
             before = BACKLOG_BYTES - status.st_size

@@ -74,7 +74,7 @@ def opened_by(pid: int, proc: str = "/proc") -> frozenset[int] | None:
 
 
 def visible_devices(pid: int) -> str:
-    """Returns the CUDA_VISIBLE_DEVICES of a process at its start, or "" if there is none."""
+    """Returns the CUDA_VISIBLE_DEVICES of a process at its start, or "" if not available."""
     return process.environment(pid).get("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -107,7 +107,7 @@ class XidLog:
         """The GPU of each handle that was ever opened, because an event may come late."""
 
     def listen(self, index: int, handle: Any) -> Any:
-        """Returns the event set of a GPU, or None after an error: the GPU may report no Xids."""
+        """Returns a new event set, or None after an error; some GPUs report no Xids."""
         nvml, self._addresses[_address(handle)] = self._nvml, index
         with contextlib.suppress(nvml.NVMLError):
             events = nvml.nvmlEventSetCreate()
@@ -232,7 +232,6 @@ class Device:
         )  # fmt: skip
 
     def _missing(self) -> str:
-        """Returns the sensors in `_refused` as text, grouped by reason."""
         by_reason: dict[str, list[str]] = {}
         for sensor, reason in self._refused.items():
             by_reason.setdefault(reason, []).append(sensor)
@@ -285,8 +284,8 @@ def kernel_count(root: Path = Path("/")) -> int | None:
 class Nvml:
     """Samples the GPUs that NVML finds; `rows` never waits. `root` is the parent of /proc.
 
-    NVML is not shut down after it has found a GPU. While a process uses NVML, the kernel neither
-    unloads the driver nor resets a GPU.
+    NVML is not shut down. While a process uses NVML, the kernel neither unloads the driver nor
+    resets a GPU.
     """
 
     def __init__(
@@ -308,7 +307,7 @@ class Nvml:
     def rows(self) -> list[Gpu]:
         """Returns the newest row of each GPU; if a GPU does not answer, `why` says for how long.
 
-        If the initialisation of NVML does not end, returns one row.
+        If no row is known, and the initialisation of NVML does not end, returns one error row.
         """
         now = time.monotonic()
         rows = []

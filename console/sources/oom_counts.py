@@ -19,7 +19,7 @@ def snapshot(pid: int | str = "self") -> OomCounts:
 
 
 def since(before: OomCounts) -> OomEvidence:
-    """Returns the counts `before` and the present counts of the same cgroup."""
+    """Returns the counts `before`, and the present counts of the same cgroup and of the host."""
     return OomEvidence(before, _counts(before.path))
 
 
@@ -27,8 +27,8 @@ def spare_bytes() -> int | None:
     """Returns the memory that is left until the kernel kills all processes of our cgroup.
 
     An out-of-memory kill ends all processes if memory.oom.group is 1, as Kubernetes sets it.
-    Returns None if memory.oom.group is not 1, if there is no memory limit, or if a file cannot be
-    read.
+    Returns None if memory.oom.group is not 1, if there is no memory limit, or if the limit or the
+    use cannot be read.
     """
     folder = _counting_folder("self")
     if not folder or _number_in(folder, "memory.oom.group") != 1:
@@ -41,7 +41,7 @@ def spare_bytes() -> int | None:
 
 
 def _number_in(folder: str, name: str) -> int | None:
-    """Returns the number that is the whole content of a file, or None for another content."""
+    """Returns the number that is the whole content of a file, or None if it is no number."""
     text = read_text(f"{folder}/{name}").strip()
     return int(text) if text.isdecimal() else None
 

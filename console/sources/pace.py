@@ -134,7 +134,7 @@ class Pace:
             self._take_durations(record, steps_s)
 
     def mark_old(self, mono: float) -> None:
-        """Marks all records so far as old; later durations come from the times of reading."""
+        """Marks all records so far as old; later gaps are measured between the times of reading."""
         self._new_step_at, self._live_since = -math.inf, mono
 
     def take_fresh(self) -> list[Progress]:
@@ -148,8 +148,8 @@ class Pace:
     def _add_step(self, step: int, first_step: int, mono: float, written: float) -> None:
         """Adds a new step.
 
-        The duration comes from the times of reading. While older records are still being read, it
-        comes from the times in the records.
+        The time since the last new step comes from the times of reading. If that step is older than
+        `live_since`, the time comes from the records.
         """
         live = self._new_step_at > -math.inf
         took_s = _span(mono - self._new_step_at if live else written - self._new_step_ts)
@@ -189,10 +189,11 @@ class Pace:
     # --- times of steps and phases -------------------------------------------------------------
 
     def _possible(self, steps_s: list[float], mono: float) -> list[float]:
-        """Returns the step times, or [] if their sum cannot be true.
+        """Returns the step times, or [] if they cannot be true.
 
-        The sum cannot exceed the time since `live_since`, plus a margin. The steps of the first
-        record may have begun before `live_since`, so only each single step time is limited.
+        The sum of all step times since `live_since` is limited to the elapsed time plus a margin.
+        The steps of the first record may have begun earlier. They are left out of the sum, and each
+        of them is cut to the limit.
         """
         most_s = mono - self._live_since + RECORDS_LATE_S
         if self._live_since == math.inf or not steps_s:
@@ -210,8 +211,8 @@ class Pace:
         """Adds step times, and the longest time that each phase can have lasted in these steps.
 
         A record contains the mean time of a phase. In one of n steps the phase lasted at most n
-        times the mean, and not longer than the longest step. Times of a GPU say nothing about the
-        phases of the host.
+        times the mean, and not longer than the longest step. For a rank with a GPU only `fetch` is
+        used; the other times are those of the GPU.
         """
         warm = steps_s[max(0, WARM_UP_STEPS - self._timed_steps) :]
         self._timed_steps += len(steps_s)
@@ -224,7 +225,7 @@ class Pace:
                 self._keep(phase, [min(mean_s * len(steps_s), max(steps_s))])
 
     def _keep(self, phase: str, durations_s: list[float]) -> None:
-        """Adds durations. A stall is added only up to the limit that the stall exceeded."""
+        """Adds durations, each cut to `SAFETY` times the present p99: a stall may be among them."""
         kept, ordered = self._durations.setdefault(phase, (deque(), []))
         most_s = (SAFETY * _p99(ordered) if ordered else 0.0) or LONGEST_STEP_S
         for duration_s in durations_s:

@@ -107,10 +107,8 @@ def environment(pid: int, proc: str = "/proc") -> dict[str, str]:
 def with_token(token: str, home: str = "") -> list[int]:
     """Returns the pids of the processes that were started with this token.
 
-    Processes whose environment this user cannot read are left out.
-
-    With `home`, the environment must also contain this run directory, because a token may be
-    copied.
+    Processes whose environment this user cannot read are left out. With `home`, the environment
+    must also contain this run directory, because a token may be copied.
     """
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if (variables := environment(pid)).get(environ.TOKEN) == token
@@ -124,7 +122,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 class Handle:
-    """A reference to one process that no reused pid can replace: pidfd, pid and start time."""
+    """One process: its pidfd, pid and start time. A later process with the same pid is another."""
 
     def __init__(self, pid: int, fd: int, start_ticks: int):
         self.pid, self.fd, self.start_ticks = pid, fd, start_ticks
@@ -196,9 +194,9 @@ def open_named(
 ) -> Handle | None:
     """Opens the process that a document names, then checks it; returns None if a check fails.
 
-    Such a process has overwritten its environment, for example with setproctitle. A document may
-    name any process, so the process must belong to this user and write its output into one of the
-    run's `logs`. If some processes have the token and the RANK of the named process (`family`), one
+    The process need not have a token; setproctitle, for example, overwrites it. A document may name
+    any process, so the process must belong to this user and write its output into one of the run's
+    `logs`. If some processes have the token and the RANK of the named process (`family`), one
     of them must be this process or descend from it. If `logs` is None, this supervisor wrote the
     document, so only pid and start time are checked.
     """

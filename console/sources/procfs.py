@@ -1,7 +1,7 @@
 """Reads files of the kernel about processes and cgroups; no function raises an error.
 
-No read can block, because the target of a descriptor is read with readlink. A stat would ask the
-file system of the target, which may hang.
+The target of a descriptor is read with readlink, which cannot block. A stat would ask the file
+system of the target, which may hang.
 """
 
 from __future__ import annotations

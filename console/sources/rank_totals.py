@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 1000
 KEPT_MISSING = 16
 LAST_STEPS, KEPT_STEPS, KEPT_CHECKPOINTS = 50, 128, 64
 LIVE_STEPS = (100, 500, 1000, 5000)
-"""The values of `FIGURES` are stored at these steps, for gates of these steps."""
+"""Steps at which the values of `FIGURES` are stored for the gates."""
 FIGURES: Mapping[str, tuple[str, str, str]] = {
     "steps": ("steps", "newest steps whose durations are complete", ""),
     "toks_per_s": ("tok/s", "last {steps} steps, tokens divided by time", ""),
@@ -49,12 +49,12 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LastPulse:
-    """The last pulse of a rank in one attempt, read after the rank ended, or zeros for no pulse."""
+    """The last pulse of a rank in one attempt; without a pulse, the last three fields are 0."""
 
     attempt: int
     rank: int
     records: int
-    """The number of the rank's last record, or 0 if it wrote no record."""
+    """The number of the newest record that the rank queued, or 0 if it queued none."""
     nonfinite_steps: int
     """-1 if the program does not count these steps."""
     step: int
@@ -79,7 +79,7 @@ class AttemptTotals:
     """Why the records cannot be counted, or "" if they can."""
     holes: list[Missing] = field(default_factory=list)
     start: int | None = None
-    """The first step: one after the loaded checkpoint, or else the first recorded step."""
+    """The first step: one after the checkpoint of the resume, or else the first recorded step."""
     at: int = 0
     """The step of the newest record, apart from records of the kinds in `OF_EARLIER_STEPS`."""
     step: int = 0
@@ -189,7 +189,7 @@ class Saved(NamedTuple):
 
 
 class Live(NamedTuple):
-    """The values of `FIGURES` after a record; `at` is the step of `LIVE_STEPS` that it reached."""
+    """The values of `FIGURES` after a record; `at` is the reached step of `LIVE_STEPS`."""
 
     step: int
     at: int
@@ -227,7 +227,7 @@ class RankTotals:
     empty: int = 0
     """Number of progress records without figures, such as the last record of a foreign program."""
     loads: int = 0
-    """Number of attempts that loaded a checkpoint; the first attempt does not count."""
+    """Number of attempts after the first that resumed from a checkpoint."""
     steps: Rows[Step] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_STEPS)))
     """The newest steps of rank 0."""
     saved: Rows[Saved] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_CHECKPOINTS)))
@@ -263,7 +263,7 @@ class RankTotals:
 
     @property
     def saved_count(self) -> float | None:
-        """The number of checkpoints that no attempt has to repeat, None if the number is lost."""
+        """The number of checkpoints that no attempt has to repeat, or None if it is lost."""
         return (
             self.saved.rows[-1].number if self.saved.rows else None if self.saved.dropped else 0.0
         )
@@ -312,7 +312,7 @@ class RankTotals:
         fetch = jsonl.number(record, "dt_fetch_s")
         self.fetches += fetch is not None
         self.fetch_max_s = _worst(self.fetch_max_s, fetch, max)
-        self.live.cut(step)  # drops rows of later steps, for example of an absurd step
+        self.live.cut(step)  # an earlier record may have had an absurd, later step
         if not self.rank:
             self._take_figures(record, step, loss)
         for at in LIVE_STEPS:
@@ -389,7 +389,7 @@ class RankTotals:
 def _worst(
     found: float | None, value: float | None, worst: Callable[[float, float], float]
 ) -> float | None:
-    """Returns the worse of two values; a value that is not a number is the worst."""
+    """Returns the worse of two values; nan is the worst value."""
     if value is None or found is None:
         return found if value is None else value
     return found if math.isnan(found) else value if math.isnan(value) else worst(found, value)

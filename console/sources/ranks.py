@@ -53,8 +53,8 @@ def read_ranks(
 ) -> tuple[Rank, ...]:
     """Returns the ranks in supervisor.json, in the samples and in the records.
 
-    `devices` is CUDA_VISIBLE_DEVICES, `live` the run's directory in shared memory. Ranks of a run
-    that has `ended` have no age and no figures of CPU and memory.
+    `devices` is CUDA_VISIBLE_DEVICES, and `live` is the live directory. Ranks of a run that has
+    `ended` have no age and no figures of CPU and memory.
     """
     gpus: dict[int | None, Gpu] = {gpu.index: gpu for gpu in records.gpus}
     return tuple(
@@ -64,7 +64,6 @@ def read_ranks(
 
 
 def _by_rank(supervisor: Record, records: RunRecords) -> list[_Sources]:
-    """Returns the sources of each rank, in the order of the ranks."""
     workers = _entries(supervisor, "workers")
     sampled = {rank: (entry, sample) for sample in records.samples.values()
                for rank, entry in _entries(sample, "ranks").items()}  # fmt: skip
@@ -77,7 +76,6 @@ def _by_rank(supervisor: Record, records: RunRecords) -> list[_Sources]:
 
 
 def _entries(record: Record, key: str) -> dict[int, Record]:
-    """Returns the entries of a list that have a valid rank. The key is the rank."""
     return {
         rank: entry for entry in jsonl.entries(record, key)
         if (rank := jsonl.integer(entry, "rank")) is not None and 0 <= rank < MAX_RANKS
@@ -93,7 +91,7 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None, ended: bool) ->
     sampled_s, state = sources.sample_age_s, json_documents.line(entry, "state", "")
     exit_words = liveness.exit_words(worker, record)
     is_present = not (ended or exit_words) and sampled_s is not None and sampled_s <= FRESH_SAMPLE_S
-    if not is_present:  # an old sample does not show the present use
+    if not is_present:
         gpu = gpu and replace(gpu, util_pct=None, power_w=None)
     return Rank(
         rank=sources.rank,
@@ -122,7 +120,7 @@ def gpu_index(devices: str, local: int) -> int | None:
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
-    """Returns the pulse of a rank's living process in shared memory, or None if there is none."""
+    """Returns the pulse in shared memory of a rank's living process, or None if there is none."""
     found = pulse.read(rundir.pulse(live, rank)) if live else None
     if found is None or (pid and found.pid != pid) or rundir.start_ticks(found.pid) is None:
         return None
@@ -134,10 +132,7 @@ def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
 
 
 def _exit_pulse(record: Record) -> Pulse | None:
-    """Returns a pulse made from a rank's exit record, or None if the record is of another kind.
-
-    The rank's sample may be older than the exit record.
-    """
+    """Returns a pulse made from a rank's exit record, or None if the record is of another kind."""
     if record.get("msg") != "exit":
         return None
     age_s, step = liveness.age(jsonl.number(record, "ts")) or 0.0, record["step"]

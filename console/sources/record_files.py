@@ -19,13 +19,13 @@ MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 1 << 20
 MAX_PART_BYTES = 64 << 20
-"""The most text that `read_line` unpacks to find a line in a compressed part."""
+"""`read_line` stops after about this many unpacked bytes of a compressed part."""
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The place up to which a file was read; `head` is the hash of the file's first line.
+    """The place up to which a file was read; `head` is the hash of the part's first line.
 
     `skipped` counts the lines before this place that are not records.
     """
@@ -117,7 +117,7 @@ def _any(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class RecordFile:
-    """Follows one file of records through its parts, the oldest part first.
+    """Follows one file of records from part to part.
 
     When the growing file is long, it becomes a part, and a new file continues it.
     """
@@ -149,7 +149,8 @@ class RecordFile:
         """The number of bytes left to read; for a compressed part, the compressed bytes."""
         tail = self.tail
         size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
-        has_begun = tail.generation or tail.path.suffix == GZIP  # its `line_at` is of unpacked text
+        # The `line_at` of a compressed part counts unpacked bytes.
+        has_begun = tail.generation or tail.path.suffix == GZIP
         behind = max(0, size_bytes - max(tail.offset, 0 if has_begun else tail.line_at))
         if tail.path == self.path:
             return behind
@@ -157,7 +158,7 @@ class RecordFile:
         return behind + sum(map(jsonl.size_bytes, (*later, self.path)))
 
     def cursor(self) -> Cursor:
-        """Returns how far the file was read; the hash of a first line is computed once per part."""
+        """Returns how far the file was read."""
         if not self._head or self.tail.generation != self._of:
             self._head, self._of = head(self.tail.path), self.tail.generation
         return Cursor(self._head, Place(self.tail.part, self.tail.line_at), self.skipped)
@@ -177,7 +178,7 @@ class RecordFile:
         return found, limit_bytes - left
 
     def _next_part(self) -> bool:
-        """Opens the next part if this part no longer grows; returns whether a part was opened."""
+        """Opens another file if reading continues there; returns whether a file was opened."""
         if self.tail.unread:
             return False
         there, part = parts(self.path), self.tail.part

@@ -16,7 +16,7 @@ PART = re.compile(r"\.([0-9]{4,9})(\.gz)?")
 
 
 def part(path: Path, number: int) -> Path:
-    """Returns the uncompressed path (without `.gz`) of part `number` of a record file."""
+    """Returns the path of part `number` of a record file while the part is not compressed."""
     return path.with_name(f"{path.name}.{number:04d}")
 
 

@@ -184,8 +184,6 @@ class Events:
 class Reducer:
     """The state of a run from its records: totals in `summary`, newest records in `all_heads`.
 
-    The present attempt is the attempt in supervisor.json, or else the newest attempt with two
-    records, or else 1.
     `series` receives the charted values. A head is the `LatestRecords` of a rank in an attempt.
     With `timed` the heads have a pace, for the stall detection.
     """
@@ -269,7 +267,6 @@ class Reducer:
             self._chart(name, line.record)
 
     def _chart(self, name: str, record: Mapping[str, Any]) -> None:
-        """Adds the charted values of a record to the series."""
         at, values = jsonl.number(record, "ts"), _charted(name, record)
         if at is not None and values is not None:
             self.series.add(name, at, values)
@@ -331,7 +328,6 @@ def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the charted values of a sample."""
     values: dict[str, float | None] = {}
     for entry in jsonl.entries(sample, "gpus")[: json_documents.MAX_GPUS]:
         index = jsonl.integer(entry, "index")

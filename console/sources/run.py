@@ -23,7 +23,7 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 WHOLE_BYTES = 1 << 30
-"""The most bytes that one poll reads if no user waits for the poll."""
+"""The default of `limit_bytes`: one poll reads all records of most runs."""
 
 
 class RunSource:
@@ -209,14 +209,12 @@ class RunSource:
         return document.read()
 
     def _troubles(self) -> list[Alert]:
-        """Returns an alert for each document with a `trouble`."""
         return [
             Alert(f"document {path.name}", time.time(), "warn", document.trouble, observed=True)
             for path, document in self._documents.items() if document.trouble
         ]  # fmt: skip
 
     def _without_run(self, launch: LaunchState | None) -> RunState:
-        """Returns the state of a launch that has no run yet."""
         state: State = "lost" if launch and launch.state == "unsupervised" else "queued"
         return RunState(
             launch.id if launch else "", str(self.launch_path or ""), state,

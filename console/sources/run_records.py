@@ -27,10 +27,11 @@ Reads = Literal["all", "recent", "charts", "end"]
 """The records to read.
 
 - `all`: every record.
-- `recent`: the records after the snapshot; if there is no snapshot, the ends of the files.
-- `charts`: the records after the snapshot, and the series before it. If there is no snapshot, or
+- `end`: all events, and the ends of the other files, from which the usual durations of steps are
+  learnt.
+- `recent`: the records after the snapshot. Without a valid snapshot: the same records as `end`.
+- `charts`: the records after the snapshot, and the series before it. Without a valid snapshot, or
   for a short run: every record.
-- `end`: the ends of the files, from which the usual durations of steps are learnt.
 """
 Records = Mapping[int, Mapping[str, Any]]
 """For each rank, the newest progress record with figures, or else its newest progress record."""
@@ -88,11 +89,10 @@ class RunRecords:
     def alerts(self, status: Mapping[str, Any], more: Sequence[Alert]) -> tuple[Alert, ...]:
         """Returns the open alerts of the run and those in `more`, the worst first.
 
-        Acknowledged alerts follow after all others.
-
-        `status` is the supervisor heartbeat, or {} if there is none. The heartbeat lists all open
-        alerts, including those whose event could not be written to the disk. While the heartbeat is
-        recent, older events neither raise nor clear an alert.
+        Acknowledged alerts follow after all others. `status` is the supervisor heartbeat, or {} if
+        there is none. The heartbeat lists all open alerts, including those whose event could not be
+        written to the disk. While the heartbeat is recent, older events neither raise nor clear an
+        alert.
         """
         by_events, event_ts = self.reducer.events.open(), self.reducer.events.alert_ts
         by_status = {name: alert_of(name, record) for record in jsonl.entries(status, "alerts")

@@ -1,4 +1,4 @@
-"""Stores the time series of one run, for the charts, the step percentiles and the ETA.
+"""Stores the time series of one run, for example for the charts and the ETA.
 
 The newest records of a file are stored as points. Older points are reduced to the smallest and the
 largest value in each span of 10 s, 1 min, 10 min and 2 h; every reader gets the same spans.
@@ -142,10 +142,10 @@ class Series:
         """The open spans of each file."""
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._built: dict[str, tuple[int, Points]] = {}
-        """The newest result of `points`, and the number of records that it contains."""
+        """The number of records of the file when `points` was built, and the points."""
         self.durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps = 0
-        """The number of durations that were added since the start of this reader."""
+        """The number of durations that `add_steps` has added."""
         self.ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
         """The time and the step of the newest records with steps."""
 
@@ -168,7 +168,6 @@ class Series:
             self._add_spans(file, span.level, [span])
 
     def _add_spans(self, file: str, level: int, spans: Sequence[Span]) -> None:
-        """Adds ended spans of one file and resolution."""
         if not self.keeps:
             self.ended += spans
             return
@@ -211,7 +210,6 @@ class Series:
         return self._built[name][1]
 
     def _build(self, name: str, rows: Collection[Values], thinner: Thinner) -> Points:
-        """Returns the points of a series from its newest records and its spans."""
         points = [(at, values[name]) for at, values in rows if name in values]
         until = points[-1][0] + AHEAD_S if points else math.inf
         points.sort()
@@ -234,7 +232,7 @@ class Series:
     def newest_steps_s(self, warm_up: int) -> list[float]:
         """Returns the durations of the newest steps.
 
-        The steps of a snapshot, and the first `warm_up` steps that were added, are left out.
+        Steps from a snapshot, and the first `warm_up` steps that were added, are left out.
         """
         left_out = max(0, warm_up - (self._steps - len(self.durations_s)))
         return list(self.durations_s)[left_out:]

@@ -30,7 +30,7 @@ VERSION = 2
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
 """The largest size of a snapshot, and the largest size per rank for more than 16 ranks."""
 HISTORY_BYTES = 4 << 20
-"""Bytes that are read of each history file; a longer file is renamed to `.1`."""
+"""The most bytes read of a history file and its `.1`; a file of this size is renamed to `.1`."""
 WARM_UP_BYTES = 256 << 10
 """Bytes before the snapshot from which a reader learns how long steps usually take."""
 INVALID = AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError
@@ -206,7 +206,7 @@ def _read(kind: Any, value: Any, file: Path | None = None, empty: Any = None) ->
 
 
 def _object(kind: Any, saved: Mapping[str, Any], file: Path | None, empty: Any) -> Any:
-    """Returns an object of the dataclass `kind`; in `Rows[Step]`, Step is the type of a field."""
+    """Returns an object of the dataclass `kind`; in `Rows[Step]`, Step is the type of each row."""
     origin, args, values = get_origin(kind) or kind, get_args(kind), {}
     for each in fields(origin):
         if each.name in saved and each.compare:

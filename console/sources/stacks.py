@@ -64,7 +64,7 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The dump of one rank for one request, the main thread first."""
+    """One dump of one rank, the main thread first."""
 
     rank: int
     ts: float

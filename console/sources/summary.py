@@ -21,8 +21,8 @@ from trainers.contract import jsonl
 from trainers.contract.pulse import Pulse
 
 MAX_LOADED, MAX_OVERRIDES, LATEST_S = 1024, 64, 1 << 36
-NO_STEP = "no step remained after the resume, so this run has no figures"
-NO_END = "the number of records after"
+NO_STEP = "rank 0 recorded no step before it exited, so this run has no figures"
+NO_END = "the number of records after record"
 EVERY_S = 1.0
 STEPPING = ("fetch", "forward", "backward", "optimizer", "log", "step")
 
@@ -88,7 +88,7 @@ class Summary:
         self.stalls_seen = stalls or 0
         """Number of counted stalls, even if the count of an earlier supervisor is lost."""
         self.stalled_ts = 0.0
-        """`Events.stalled_ts` when this supervisor began; a former supervisor counted the stall."""
+        """The time of an open stall that a former supervisor has counted, or 0."""
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None
@@ -107,7 +107,7 @@ class Summary:
         self.loaded_step = 0
         """The step of the checkpoint that all ranks of a continuing run have loaded, or 0."""
         self.loss_unit = ""
-        """As in `loss_unit` of console.model."""
+        """The unit of the loss, or "" for a foreign program."""
         self.name = ""
         """A note in `Gate.window` that these totals belong to an earlier run, or ""."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
@@ -157,7 +157,7 @@ class Summary:
         self.attempts, self.stalls, self.stalls_seen = attempts, stalls, stalls or 0
 
     def take_end(self, attempt: int, rank: int, found: Pulse | None) -> None:
-        """Adds the last pulse of a process that has ended; `found` is None if it has no pulse."""
+        """Adds the last pulse of a process that has ended, or None if it wrote no pulse."""
         counts = (found.records, found.nonfinite_steps, found.step) if found else (0, 0, 0)
         self.ends[attempt, rank] = LastPulse(attempt, rank, *counts)
 
@@ -209,8 +209,8 @@ class Summary:
         """
         if not self.of_rank(0).progress:
             newest = self.of_attempt(0, self.of_rank(0).newest)
-            has_none_left = newest is not None and newest.start and newest.exit
-            return NO_STEP if has_none_left else "no progress record of rank 0"
+            has_exited = newest is not None and newest.start and newest.exit
+            return NO_STEP if has_exited else "no progress record of rank 0"
         if self.attempts is None:
             return "the number of attempts is not available"
         if self.attempts > MAX_ATTEMPTS:

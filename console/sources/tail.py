@@ -52,8 +52,8 @@ class Tail:
     `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
     `begin_at`. If `begin_at` is 0, reading starts at most `recent_bytes` before the end, or, if
-    `recent_bytes` is None, at the start. Long holes are skipped. If the file is replaced, the new
-    file is read as if `begin_at` were 0, unless `stays` is set.
+    `recent_bytes` is None, at the start. Long holes are skipped. If the file is replaced or
+    truncated, it is read as if `begin_at` were 0; with `stays`, a replaced file is not read.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Tail:
         self.path, self.part = path, part
         self._stays = stays
         self.generation = 0
-        """Number of times reading started; a replaced or truncated file is read again."""
+        """Number of times that reading started."""
         self.is_replaced = False
         """True if `stays` is set and another file is at the path; that file is not read."""
         self.line_at = self._begin_at = begin_at
@@ -147,7 +147,7 @@ class Tail:
         return data
 
     def _skip_hole(self, fd: int, size_bytes: int) -> None:
-        """Continues reading after a hole, if there is one. Raises OSError."""
+        """Skips a hole at the offset, if there is one. Raises OSError."""
         try:
             data_at = os.lseek(fd, self.offset, os.SEEK_DATA)
         except OSError as error:
@@ -160,7 +160,7 @@ class Tail:
             self._carry, self._overlong = b"", False
 
     def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
-        """Starts reading a new file at the path; a partial first line is left out.
+        """Starts reading the file at the path; a partial first line is left out.
 
         Reading begins one byte early, because a newline there shows that the first line is
         complete.

@@ -18,13 +18,13 @@ from trainers.contract import jsonl, rundir
 
 MAX_VERDICT_BYTES = 1 << 16
 MAX_LAUNCHES, MAX_RUNS, MAX_PER_RUN, MAX_SEARCH_BYTES = 50, 16, 8, 4 << 20
-"""Bounds of the search for a verdict in other runs; `MAX_PER_RUN` verdicts of a run are read."""
+"""Bounds of the search in other runs; at most `MAX_PER_RUN` verdicts of a run are read."""
 _NAME = re.compile(r"([0-9]{1,16})\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A verdict of another run that has the same cause at the same line of code."""
+    """A verdict of another run with the same cause and line of code as the present verdict."""
 
     run: str
     verdict: Verdict

@@ -285,7 +285,7 @@ def test_a_phase_whose_end_was_lost_passes_by_the_records_of_its_steps(begin, tm
     record["settings"]["train.seed"]["value"] = 99  # the records of another training prove nothing
     rundir.write_json(started.run() / rundir.RUN, record)
     confirmed = poll_confirmed(RunSource(again.path, reads="all"))
-    assert "no step remained after the resume" in confirmed.alerts[0].text
+    assert "recorded no step before it exited" in confirmed.alerts[0].text
 
 
 @pytest.mark.slow

@@ -64,3 +64,18 @@ def test_the_speed_of_one_rank_is_that_of_its_records_and_its_phase_is_planned(t
         assert speed(wrong).single_toks_per_s is None, wrong
     directory.document(tmp_path / rundir.PLAN, {"phases": [{"name": "zero"}, {"name": "two"}]})
     assert speed(1000.0, phase="0-x").single == "", "no phase of the plan"
+
+
+def test_the_newest_record_of_a_long_heartbeat_counts_for_the_speed(tmp_path):
+    directory.document(tmp_path / rundir.PLAN, {"phases": [{"name": "one"}, {"name": "two"}]})
+    run = tmp_path / "0-one"
+    run.mkdir(mode=0o700)
+    (tmp_path / "1-two").mkdir()
+    directory.document(run / rundir.RUN, {"world": 1})
+    for step in range(1, 401):
+        speed = 1000.0 if step < 400 else 2000.0
+        directory.beat(run, 0, step, toks_per_s=speed, steps_dt_s=[0.1], n=step, pad="x" * 3000)
+    assert rundir.heartbeat(run, 0).stat().st_size > gate_files.SPEED_BYTES
+    gate = {"name": "toks_per_s_50_above", "result": "pass", "value": 1020.0}
+    directory.document(run / rundir.GATES, {"gates": [gate]})
+    assert gate_files.read(tmp_path / "1-two", 1, 2).single_toks_per_s == pytest.approx(1020)
