@@ -74,7 +74,7 @@ ALONE = "torch.distributed is disabled"
 def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:
     """Returns the result of `work` on this rank; all ranks must call this function.
 
-    If `work` fails on a rank, all ranks raise CheckpointError with the message of the first failed
+    If `work` fails on a rank, all ranks raise CheckpointError with the message of the lowest failed
     rank.
     """
     results, failure, reason = [], None, ""
@@ -268,7 +268,7 @@ def _compare(path: Path, state: State, index: Metadata) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns one sentence for an error; for DCP's exception, that of the first failed rank."""
+    """Returns one sentence for an error; for DCP's exception, that of the lowest failed rank."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, CheckpointException):

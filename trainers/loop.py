@@ -136,7 +136,7 @@ def report_dead_parameters(t: Training) -> None:
     if dead:
         names = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
         t.report.record_event(
-            "dead_parameters", 1, f"no gradient in step 1: {names}", parameters=dead[:64]
+            "dead_parameters", 1, f"no or zero gradient in step 1: {names}", parameters=dead[:64]
         )
 
 

@@ -56,8 +56,8 @@ class Member:
     """One rank in one attempt of one run.
 
     After the start, only `close` makes its caller wait for the disk. `halt_reason` is the reason
-    why this rank wants to halt, or "" if there is none. All ranks must agree on the step before they
-    halt; `Joined.step` does that for programs with a collective in every step.
+    why this rank wants to halt, or "" if there is none. All ranks must agree on the step before
+    they halt; `Joined.step` does that for programs with a collective in every step.
     """
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
