@@ -1,8 +1,8 @@
 """The settings that a resumed training may change, and the refusal of other changes.
 
-A resumed training may change the settings outside `GROUPS`, those in `FREE`, and the groups that
-`checkpoint.allow_change` allows. The number of ranks may change if the number of sequences per step
-stays the same or the group `batch` is allowed. This module needs no torch.
+A resumed training may change the values in `FREE`, the values in no group of `GROUPS`, and the
+groups that `checkpoint.allow_change` allows. The number of ranks may change if the number of
+sequences per step stays the same or the group `batch` is allowed. This module needs no torch.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ torch.distributed.checkpoint (DCP) reads and writes the state. The state is a se
 weights, AdamW's averages, loss scale, window of `Spikes`, generators. It can be restored on another
 number of ranks and with another strategy. Loading a checkpoint runs no code from it: tensors are
 loaded with `weights_only=True`, and DCP's index, a pickle, may contain only the classes in
-`_INDEX_CLASSES`. `trainers.manifest` describes and
-verifies the directory of a checkpoint.
+`_INDEX_CLASSES`. `trainers.manifest` describes and verifies the directory of a checkpoint.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ ALONE = "torch.distributed is disabled"
 def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:
     """Returns the result of `work` on this rank; all ranks must call this function.
 
-    If `work` fails on a rank, all ranks raise CheckpointError with the message of the first failed
+    If `work` fails on a rank, all ranks raise CheckpointError with the message of the lowest failed
     rank.
     """
     results, failure, reason = [], None, ""
@@ -101,7 +100,7 @@ def choose_on_all_ranks(
 
     Returns three values: the path and the manifest of the checkpoint, and the errors of the
     checkpoints that rank 0 skipped. Returns None if `choose` returns None. Raises CheckpointError
-    on all ranks if a rank finds no checkpoint, or another one, at this path.
+    on all ranks if `choose` fails, or if a rank finds no or another checkpoint at this path.
     """
 
     def decide() -> tuple[Path, list[CheckpointError], str] | None:
@@ -229,7 +228,7 @@ _INDEX_CLASSES = {
 
 
 class _Index(pickle.Unpickler):
-    """Unpickles only the classes that DCP's index contains."""
+    """Unpickles only the classes in `_INDEX_CLASSES`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _INDEX_CLASSES.get(module, ()):
@@ -270,7 +269,7 @@ def _compare(path: Path, state: State, index: Metadata) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns one sentence for an error; for DCP's exception, that of the first failed rank."""
+    """Returns one sentence for an error; for DCP's exception, that of the lowest failed rank."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, CheckpointException):

@@ -1,6 +1,6 @@
 """Measures the devices, the data and the attention of a plan before its launch.
 
-`python -m trainers.device_probe REQUEST` reads the settings of all phases from a JSON file. Each
+`python -m trainers.device_probe REQUEST` reads the settings of the phases from a JSON file. Each
 rank is one process. Rank 0 prints a JSON line when a check begins, and another with its result.
 """
 
@@ -118,7 +118,7 @@ def compared(speeds: Sequence[float], kind: str, on_cuda: bool) -> Found:
 
 
 def all_reduce(phase: Phase, world: int) -> Found:
-    """Times a sum over all ranks, and checks it; passes if there is only one rank."""
+    """Checks a sum over all ranks, and times it; passes if there is only one rank."""
     if world == 1:
         return "pass", "one rank has nothing to reduce", {}
     mib = LARGEST_MIB[phase.device.type]
@@ -134,7 +134,7 @@ def all_reduce(phase: Phase, world: int) -> Found:
 
 
 def first_batch(phases: Sequence[Phase]) -> Found:
-    """Fetches batches with the loader and the tokenizer of each phase."""
+    """Fetches batches, once for all phases with the same data settings and batch size."""
     texts = []
     for phase in distinct(phases, lambda of: (of.settings.data, of.settings.train.batch_size)):
         data = phase.settings.data
@@ -249,9 +249,9 @@ def parity(phases: Sequence[Phase]) -> Found:
 
 
 def difference(phase: Phase) -> float:
-    """Returns how far a layer's outputs are from float64 on the CPU, relative to its norm.
+    """Returns the difference of a layer's output from float64, relative to the norm in float64.
 
-    In float64 the tokens are computed one by one through the cache. Every block is selected,
+    In float64 the CPU computes the tokens one by one through the cache. Every block is selected,
     because rounding could change a selection. The window is shorter than the sequence, except on
     the route `causal`, which has no window.
     """

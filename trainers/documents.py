@@ -1,7 +1,7 @@
 """Lists files of documents, separates the held-out part, and reads the documents of each format.
 
-A file is read as pieces `(cursor, data, ends)`: the place of the piece in its file, its bytes as
-stored, and whether a document ends with the piece. Reading from a cursor skips the earlier part of
+A file is read as pieces `(cursor, data, ends)`: the place of the piece in its file, its text as
+bytes, and whether a document ends with the piece. Reading from a cursor skips the earlier part of
 the file, except that gzip is read from its start and parquet from the start of the row group.
 """
 

@@ -78,7 +78,7 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
     run, variables = open_run(arguments.run_dir or _default_run(arguments, variables, resolved))
     mine = rundir.heartbeat(run, int(variables.get("RANK", "0")))
     if resumes:
-        # Each rank reads the number of earlier attempts before any rank writes.
+        # Each rank reads the number of earlier attempts before rank 0 writes env.json again.
         earlier = jsonl.integer(rundir.read_json(run / rundir.ENV) or {}, "attempt") or 0
         variables = variables | {environ.ATTEMPT: str(earlier + 1)}
     elif not supervised and mine.exists():
@@ -113,7 +113,7 @@ def _started_at(pid: int) -> float | None:
 
 
 def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry: str) -> int:
-    """Writes one sentence to stderr, and to the heartbeat of the run that the environment names.
+    """Writes one sentence to stderr and, if the environment names a run, to its heartbeat.
 
     Returns the exit code.
     """

@@ -1,4 +1,4 @@
-"""Errors that end a training or a command early, with their exit codes. Needs no torch."""
+"""Errors of a training or a command, with their exit codes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DONE, BUG, NONFINITE, OUT_OF_MEMORY, DATA, CONFIG, COLLECTIVE, CHECKPOINT = (
 
 
 class TrainingError(Exception):
-    """Training cannot continue; the message is one sentence for the operator."""
+    """An error of a training; the message is one sentence for the operator."""
 
     exit_code = BUG
 
@@ -25,7 +25,7 @@ class NonFiniteError(TrainingError):
 
 
 class DataError(TrainingError):
-    """The source of data is empty, broken or too slow."""
+    """The data are missing, unusable or too late."""
 
     exit_code = DATA
 

@@ -93,7 +93,7 @@ class _Drills:
         self._last: dict[Drill, int] = {}
 
     def happen(self, place: Place, step: int, on: Any) -> Any:
-        """Records and calls the drills that are due; returns `on`, or the logits that they return.
+        """Calls the drills that are due; returns `on`, or the logits that the drills return.
 
         `on` is the second argument of the functions in `DRILLS`.
         """

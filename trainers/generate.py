@@ -48,7 +48,8 @@ def _continue(arguments: argparse.Namespace) -> str:
     name = str(manifest.read(path).settings.get("data.tokenizer", "byte"))
     if model.config.vocab_size not in VOCABULARIES.get(name, ()):
         raise CheckpointError(
-            f"{path} has {model.config.vocab_size} tokens; the tokenizer {name!r:.80} does not"
+            f"{path} has a vocabulary of {model.config.vocab_size} tokens, which does not fit its "
+            f"tokenizer {name!r:.80}"
         )
     words = tokenizer.build(name, b"")
     encoded = words.encode(arguments.prompt.encode(errors="replace"))

@@ -1,9 +1,8 @@
 """Clips gradients, steps AdamW, and detects non-finite steps, spikes and target leaks.
 
-All ranks detect and skip a non-finite step before the optimizer runs. A rank with a non-finite loss
-makes its gradients NaN, so after the reduction every rank has the same non-finite gradient norm.
-This needs no extra collective. With the fused optimizer it needs no wait for the GPU either,
-because that optimizer itself skips the step.
+A rank with a non-finite loss makes its gradients NaN, so after the reduction every rank has the
+same non-finite gradient norm, and all ranks skip the step without an extra collective. The fused
+optimizer skips the step on the device, so the host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
-    """Steps the optimizer unless `nonfinite` is 1; the fused kernel reads this on the device."""
+    """Steps the optimizer unless `nonfinite` is 1, then deletes the gradients."""
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = nonfinite  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.step()

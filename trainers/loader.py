@@ -1,8 +1,8 @@
 """Loads batches in a thread from a global stream of sequences that the ranks divide.
 
-Sequence i belongs to rank i % world. So the data of a step depends only on the global batch, and a
-position in the stream is valid for any number of ranks. A thread reads ahead into a bounded queue;
-the training waits for a batch for a limited time.
+Sequence i belongs to rank i % world. So the number of ranks does not change the order of the
+sequences, and a position in the stream is valid for any number of ranks. A thread reads ahead into
+a bounded queue; the training waits for a batch for a limited time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Loader:
         self._thread.start()
 
     def wait_for_first(self) -> None:
-        """Waits for the first batch, so that a broken source fails before step 1."""
+        """Waits for the first batch, so that a broken source fails before the first step."""
         self._first = self._wait()
 
     def fetch(self, count: int = 1) -> list[Batch]:
@@ -184,7 +184,7 @@ def to_skip(steps: str, sequences: int, resumed: Manifest | None) -> Mapping[str
 def document_offsets(inputs: Tensor, end_token: int) -> tuple[int, ...]:
     """Returns the offsets of documents in `[B, S]` tokens, one row after the other.
 
-    A document ends with its end token or with its row. It does not continue in another row.
+    A document ends with its end token or with its row.
     """
     last = inputs == end_token
     last[:, -1] = True

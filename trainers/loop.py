@@ -136,15 +136,15 @@ def report_dead_parameters(t: Training) -> None:
     if dead:
         names = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
         t.report.record_event(
-            "dead_parameters", 1, f"no gradient in step 1: {names}", parameters=dead[:64]
+            "dead_parameters", 1, f"no or zero gradient in step 1: {names}", parameters=dead[:64]
         )
 
 
 def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
-    """Starts to reduce this step's figures. Returns the rows that all ranks have finished.
+    """Starts to reduce this step's figures. Returns the rows whose sums are due.
 
-    At a progress step, these include the row of this step. Otherwise rows come one step late, so
-    that no rank waits for the slowest rank.
+    If this step has a progress record, the row of this step is due too. Otherwise a row is due one
+    step later, so that no rank waits for the slowest rank.
     """
     # Ranks see a file at different steps, so only rank 0 requests a checkpoint or profile.
     requests = frozenset() if t.parallel.rank else t.member.new_requests()
@@ -271,7 +271,7 @@ def save_final(t: Training) -> None:
 
 
 def finish_save(t: Training) -> None:
-    """Waits for a background save after an error, for a limited time."""
+    """Waits for a background save that still runs, for a limited time."""
     if t.saver.busy:
         t.member.pulse.set(t.report.steps_done, "save")
     report_save(t, t.report.steps_done, *t.saver.finish())

@@ -1,4 +1,4 @@
-"""Completes, lists, verifies and removes checkpoints by their manifests. Needs no torch.
+"""Completes, lists, verifies and removes checkpoints. Needs no torch.
 
 A save writes into `.step_{N:08d}.tmp`, then writes `manifest.json` with size and SHA-256 of every
 other file, then renames the directory to `step_{N:08d}` and updates `latest`. So a directory with
@@ -84,7 +84,7 @@ def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
     _sync(temporary)
     replaced = target.with_name(f".{target.name}{ASIDE}")
     if target.exists():
-        # The checkpoint of an earlier attempt is removed only after this one is complete.
+        # The former checkpoint of this step is removed only after the new one is complete.
         target.rename(replaced)
     try:
         temporary.rename(target)
@@ -212,7 +212,7 @@ def _fingerprint(path: Path) -> tuple[int, str]:
 
 
 def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)  # which may be a link to another disk
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)  # may be a link to another disk
     try:
         os.fsync(fd)
     finally:

@@ -1,8 +1,8 @@
 """Strategies for one or several ranks: single process, DDP, FSDP2.
 
 A strategy wraps the model, selects when gradients are reduced and sums small vectors over ranks.
-`scale` is the factor for a rank's loss sum; with it, the reduced gradient is the gradient of the
-token-weighted mean loss over all ranks.
+`scale` is the factor for a rank's loss sum; with this factor, the reduced gradient is the gradient
+of the token-weighted mean loss over all ranks.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ class Ddp(Group):
 class Fsdp(Group):
     """FSDP2: shards parameters, gradients and optimizer state.
 
-    Each block is one unit; the other layers together are one unit.
-    With bf16 or fp16, the ranks gather the weights of the blocks in this type and reduce the
-    gradients in fp32. Activations between the layers stay in fp32, as with DDP.
+    Each block is one unit; the other layers together are one unit. With bf16 or fp16, the ranks
+    gather the weights of the blocks in this type and reduce the gradients in fp32. Activations
+    between the blocks stay in fp32, as with DDP.
     """
 
     name, sharded = "fsdp", True

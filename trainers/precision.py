@@ -62,8 +62,8 @@ def allow_tf32(allowed: bool) -> None:
 class LossScale:
     """The dynamic scale of an fp16 loss, stored and updated on the device; no step waits for it.
 
-    The rule is that of `torch.amp.GradScaler`, which does not support an overflow in another rank's
-    shard. Without fp16 the scale is always 1.
+    The rule is that of `torch.amp.GradScaler`, with the lower limit `LEAST_SCALE`; that class does
+    not support an overflow in another rank's shard. Without fp16 the scale is always 1.
     """
 
     def __init__(self, settings: ScalerSettings, active: bool, device: torch.device):

@@ -61,7 +61,7 @@ class Profiler:
             self._close(step)
 
     def close(self) -> None:
-        """Closes an open window before its end; waits at most `EXPORT_TIMEOUT_S` for a file."""
+        """Closes an open window early; waits at most `EXPORT_TIMEOUT_S` for the newest trace."""
         if self._open is not None:
             self._close(self._report.steps_done)
         if self._exporting is not None:

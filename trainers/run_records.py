@@ -38,7 +38,7 @@ CSV_COLUMNS: Mapping[str, tuple[str, ...]] = {
 """The columns of each CSV file after `step`. Scripts of the runbooks average the fourth column of
 training.csv."""
 IN_SHARDS = ("k_stats.csv", "fallback_counters.csv")
-"""Files whose names contain `_fsdp` in the FSDP trainer."""
+"""Files whose names contain `_fsdp` with FSDP."""
 
 
 class Csv:
@@ -60,7 +60,7 @@ class Csv:
 
 
 class TensorBoard:
-    """Writes every number of a record as a scalar, on the recorder's thread; lists are left out."""
+    """Writes every number of a record as a scalar, on the recorder's thread."""
 
     def __init__(self, member: Member):
         from torch.utils.tensorboard import SummaryWriter
@@ -206,7 +206,7 @@ class Report:
     ) -> float | None:
         """Writes the progress record of a step. Returns the fraction of right bytes (recall only).
 
-        `figures` (skipped steps, attention gate statistics, GPU memory) are added unchanged.
+        `figures` are added unchanged.
         """
         fields = self._fields(loss, phases_s) | figures
         self._member.record("progress", step, **fields)

@@ -1,8 +1,7 @@
 """Writes checkpoints in the foreground or in a background thread; rank 0 completes them.
 
-All ranks must make the same calls. If the write fails on one rank, the save fails on all ranks. In
-a background save, each wait for other ranks ends within the timeout of a separate process group.
-After an error of the training, the wait for the save is at most `FINISH_S`.
+If the write fails on one rank, the save fails on all ranks. In a background save, each wait for
+other ranks ends within the timeout of a separate process group.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from trainers.manifest import Manifest
 from trainers.schema import CheckpointSettings
 
 FINISH_S = 25.0
-"""Longest wait for a background save after an error; torchrun kills a halting rank after 30 s."""
+"""Longest wait for a background save after an error; torchrun may kill a rank after 30 s."""
 
 
 class Saver:
@@ -72,13 +71,13 @@ class Saver:
         target, state = self._begin(position)
         writer = FileSystemWriter(_temporary(target))
         copy = self._alike(target, lambda: writer.stage(state))
-        # The future finishes with any exception, so waiting for it always ends.
+        # The worker stores any exception in the future, also a BaseException such as DCP's.
         written = self._worker.submit(self._write, copy, writer, position, target)
         self._pending = written, target
 
     @property
     def busy(self) -> bool:
-        """True from the start of a background save until its result was returned."""
+        """True from the start of a background save until its result is collected."""
         return self._pending is not None
 
     def collect(self, wait_s: float | None = 0) -> list[Path | CheckpointError]:
@@ -128,7 +127,7 @@ class Saver:
     def _write(
         self, state: State, writer: FileSystemWriter, position: Manifest, target: Path
     ) -> Path:
-        """Writes and seals one checkpoint. An error on rank 0 is raised on all ranks."""
+        """Writes and seals one checkpoint."""
         try:
             state_dict_saver.save(
                 state, storage_writer=writer, process_group=self._group,

@@ -1,7 +1,7 @@
-"""The settings: every key with its type, default, limits and help. Needs no torch.
+"""The settings: type, default and limits of every key, help of most keys. Needs no torch.
 
 A key is one field of a section of `Settings`. Its type is the annotation (`Literal` for choices);
-`key` returns a field with the other facts. `keys` returns all facts to flags, options and messages.
+`key` returns a field with the other facts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class DataSettings:
     recall_span: int = key(48, "Bytes in the span; all but the first are scored.", 2, 1 << 20)
     recall_distance: int = key(64, "Bytes to the repetition; must exceed the window.", 1, 1 << 20)
     skip: str = key("", "Skip the data of steps A:B (B excluded) of the resumed training.")
-    prefetch: int = key(4, "Batches that the loader reads ahead.", 1, 1024)
-    timeout_s: float = key(60.0, "Longest wait for one batch, in seconds.", 0.01, 86_400)
+    prefetch: int = key(4, "Micro-batches that the loader reads ahead.", 1, 1024)
+    timeout_s: float = key(60.0, "Longest wait for one micro-batch, in seconds.", 0.01, 86_400)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class TrainSettings:
     min_lr_ratio: float = key(
         1.0, "Final learning rate as a fraction of `lr`; 1: constant after the warm-up.", 0, 1
     )
-    schedule_steps: int = key(0, "Length of the cosine schedule in steps; 0: `steps`.")
+    schedule_steps: int = key(0, "Step at which the cosine schedule ends; 0: `steps`.")
     seed: int = key(1337, "Seed of weights and data.", 0, (1 << 63) - 1)
     strategy: Literal["ddp", "fsdp"] = key(
         "ddp", "Strategy for several ranks; `-m trainers.fsdp` sets fsdp. One rank uses neither."
@@ -79,7 +79,7 @@ class TrainSettings:
     recompute: str = key("none", "Blocks that the backward computes again: none, all, or A:B.")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Device; auto: CUDA where available.")
     max_nonfinite_steps: int = key(
-        5, "Stop after N consecutive non-finite steps that do not lower the loss scale of fp16.", 1
+        5, "Stop after N non-finite steps in a row (not overflows that lower the loss scale).", 1
     )
     stop_at_bytes_right: float = key(0.0, "Stop at this fraction of right bytes; 0: never.", 0, 1)
     drill: str = key("", "Faults for practice, KIND@STEP:RANK:SECONDS,…; see docs/guide.md.")

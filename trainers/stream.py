@@ -1,4 +1,4 @@
-"""Joins documents into one endless token stream with a small, exact position.
+"""Joins documents into an endless stream of sequences with a small, exact position.
 
 Each document is tokenised and followed by the end token, if there is one. The documents are then
 joined and cut into sequences of S + 1 tokens that overlap by one token. With gpt2, `<|endoftext|>`
@@ -97,8 +97,7 @@ class Lane:
 class Stream(Source):
     """Documents in `lanes` parallel streams: sequence i comes from lane i % lanes.
 
-    A batch therefore mixes files. Each rank reads all lanes and uses only its part, so a position
-    is valid for any number of ranks.
+    Each rank reads all lanes and uses its part, so a position is valid for any number of ranks.
     """
 
     def __init__(self, data: DataSettings, seed: int, scratch: Path, held_out: bool = False):

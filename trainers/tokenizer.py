@@ -50,9 +50,9 @@ def gpt2(encoding: Any) -> Tokenizer:
 
 
 def build(name: str, end_of_document: bytes) -> Tokenizer:
-    """Returns a tokenizer. Raises DataError if gpt2 is not installed, not cached or damaged.
+    """Returns a tokenizer; `end_of_document` follows each document of the byte tokenizer.
 
-    `end_of_document` follows each document of the byte tokenizer.
+    Raises DataError if tiktoken is not installed, or its files of gpt2 are missing or damaged.
     """
     if name == "byte":
         return Tokenizer(torch.uint8, end_of_document, lambda text: text)

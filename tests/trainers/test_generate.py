@@ -113,7 +113,7 @@ def test_a_checkpoint_of_gpt2_tokens_generates_text_or_says_what_is_missing(
         changed = record["settings"] | {"data.tokenizer": name}
         file.write_text(json.dumps(record | {"settings": changed}))
         assert main(words) == 15
-        assert "50304 tokens; the tokenizer" in capsys.readouterr().err
+        assert "50304 tokens, which does not fit its tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

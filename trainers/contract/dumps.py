@@ -2,15 +2,13 @@
 
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
 in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
-the stacks of at most 100 threads; then torch writes the flight record of the collectives. The
+the stacks of at most 100 threads; then torch returns the flight record of the collectives. The
 helper creates no frame object.
 
 If a rank holds the GIL in native code, the helper cannot run. For this case there is a second
 signal, `LAST_RESORT`: faulthandler writes the stack of the main thread in the signal handler
 itself. Send `LAST_RESORT` only if SIGUSR1 had no effect and the rank makes no progress, because the
 frames of the rank must not change during the dump.
-
-The dumper owns this process's SIGUSR1, `LAST_RESORT` and wake-up descriptor.
 
 Two other methods killed healthy trainings, as core files show (CPython 3.11.7, each in about one of
 50,000 dumps):
@@ -85,7 +83,7 @@ def _flight_record() -> str:
 
 
 class StackDumper:
-    """Owns SIGUSR1 and `LAST_RESORT` of this process; install it in the main thread.
+    """Owns SIGUSR1, `LAST_RESORT` and the wake-up descriptor; install it in the main thread.
 
     The dump goes to a file in `live`, a directory in memory, so a frozen run directory cannot block
     the dump. `later` runs a function that may block; that function copies the dump to the run

@@ -1,4 +1,4 @@
-"""The only module that reads os.environ; lists the contract's and the inherited variables."""
+"""The only module of nsa, trainers and console that reads os.environ."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ ATTEMPT = "NSA_CONSOLE_ATTEMPT"
 LIVE_DIR = "NSA_CONSOLE_LIVE_DIR"
 TOKEN = "NSA_CONSOLE_TOKEN"
 CONFIG = "CONFIG"
-"""Variable with the YAML file of a trainer that is started by hand without `--config`."""
+"""Variable with the YAML file of a trainer that is started without `--config`."""
 CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
-"""Variables that the supervisor sets for torchrun; they identify the run for its ranks."""
+"""Variables that the supervisor sets for torchrun, from which the ranks know their run."""
 
 ALERT_PREFIX = "NSA_ALERT_"
 ALERT_NAMES = tuple(
@@ -26,7 +26,7 @@ INHERITED = (
     "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TIKTOKEN_CACHE_DIR",
     "XDG_CACHE_HOME",
 )  # fmt: skip
-"""All variables that a training inherits from the launcher, apart from its flags."""
+"""The variables that a training inherits from the operator's shell, besides flags."""
 
 
 def snapshot() -> dict[str, str]:

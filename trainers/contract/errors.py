@@ -1,4 +1,4 @@
-"""Errors for the operator. A message says what failed, on what, why, and what to do."""
+"""Errors for the operator. A message says what failed, on what and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NotFoundError(ContractError):
 
 
 class RefusedError(ContractError):
-    """A valid request is rejected; nothing was changed."""
+    """An action, or the start of a trainer, is rejected."""
 
     exit_code = 4
 

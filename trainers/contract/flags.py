@@ -1,8 +1,8 @@
-"""The registry of environment flags, which the trainers, the forms and the help read.
+"""The registry of environment flags.
 
 A flag of this project overrides one key of the settings: a row in `OWN` names the flag and the key,
-and `trainers.schema` has the type, limits, default and help of the key. Flags of libraries (NCCL,
-CUDA, OpenMP) are passed to the training and recorded.
+and `trainers.schema` has the type, limits, default and help of the key. Flags of libraries
+(for example of NCCL) are passed to the training and recorded.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def parse(name: str, text: str) -> Value:
 
 
 def expected(flag: Flag) -> str:
-    """Returns a text with the values that a flag accepts."""
+    """Returns a short description of the values that a flag accepts."""
     if flag.setting == DRILL:
         return drill_kinds.GRAMMAR
     key = flag.key

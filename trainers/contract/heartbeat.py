@@ -1,7 +1,4 @@
-"""Encodes and validates heartbeat records of version 1.
-
-Each rank has one file. Each line is one JSON object of at most 4 KiB.
-"""
+"""Encodes and validates heartbeat records of version 1: JSON lines of at most 4 KiB."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from trainers.contract import VERSION, jsonl
 
 REQUIRED_INTEGERS = ("v", "rank", "step", "attempt")
 LARGEST: Mapping[str, int] = {"rank": 10**6, "attempt": 10**6, "step": 10**12}
-"""Upper limits; a record with a larger value is skipped as unreadable."""
+"""Upper limits; `accept` returns None for a record with a larger value."""
 TRIMMABLE = ("steps_dt_s", "gate_entropy_layers")
 """Lists that grow with the number of steps or layers; in a long line they are shortened first."""
 

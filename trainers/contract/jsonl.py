@@ -1,8 +1,4 @@
-"""Encodes and decodes JSON lines, opens files safely, and reads typed fields.
-
-The writers append each line with one `os.write`. `console.sources.tail` follows files of such
-lines.
-"""
+"""Encodes and decodes JSON lines, opens files safely, and reads typed fields."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ def _foreign(value: Any) -> Any:
 def encode(record: Mapping[str, Any]) -> bytes:
     """Returns one line with its newline; non-finite floats become "nan", "inf", "-inf".
 
-    A value of an unknown type raises no error, because the thread that writes must continue.
+    A value of an unknown type becomes a number or text, so that the writing thread continues.
     """
     try:
         text = json.dumps(record, separators=(",", ":"), allow_nan=False, default=_foreign)

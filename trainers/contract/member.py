@@ -9,9 +9,9 @@ A torchrun program needs only these lines:
         loss = …  # the program's own step
     run.end_step(loss=loss)  # the loss of the last step
 
-The console then shows the ranks of the program, dumps their stacks and halts them at the same step.
-Two more lines report a phase. A verdict then names the phase, and an evaluation or a save has its
-own stall limit:
+The console then shows the ranks of the program and dumps their stacks. If every step has a
+collective of all ranks, the ranks halt at the same step. Two more lines report a phase. A verdict
+then names the phase, and an evaluation or a save has its own stall limit:
 
         with run.phase("eval"):
             evaluate()
@@ -53,11 +53,11 @@ _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 
 
 class Member:
-    """One rank in one attempt of one run. After the start, only `close` waits for the disk.
+    """One rank in one attempt of one run.
 
-    `halt_reason` is the reason why this rank wants to halt, or "" if there is none. All ranks must
-    agree on the step before they halt; `Joined.step` does that for programs with a collective in
-    every step.
+    After the start, only `close` makes its caller wait for the disk. `halt_reason` is the reason
+    why this rank wants to halt, or "" if there is none. All ranks must agree on the step before
+    they halt; `Joined.step` does that for programs with a collective in every step.
     """
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
@@ -101,7 +101,7 @@ class Member:
         self._watcher.start()
 
     def record(self, msg: str, step: int, /, **figures: Any) -> None:
-        """Records one heartbeat; `figures` are the fields of docs/run-directory.md.
+        """Queues one heartbeat record; `figures` are additional fields.
 
         A dropped record also uses up its number, so the gap in the numbers is visible.
         """
@@ -119,7 +119,7 @@ class Member:
             self.recorder.put(self._heartbeat, figures)
 
     def log(self, text: str) -> None:
-        """Queues one line for this rank's log."""
+        """Queues one line for stdout."""
         self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
 
     def close(self, step: int, phase: str = "", **figures: Any) -> bool:
@@ -138,7 +138,7 @@ class Member:
         return written
 
     def _attach_log(self) -> None:
-        """Redirects stdout and stderr to this rank's log; both append to the log."""
+        """Redirects stdout and stderr to the end of this rank's log."""
         path = rundir.rank_log(self.run, self.attempt, self.rank)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -173,7 +173,7 @@ class Member:
                 self.recorder.call(self._mirror_pulse)
 
     def _mirror_pulse(self) -> None:
-        """Copies a private pulse into the run directory if there is no shared memory."""
+        """Copies the private pulse into the run directory."""
         path = rundir.pulse(self.run, self.rank)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as file:
@@ -217,7 +217,7 @@ class Joined(Member):
         self._in_step = False
         self._reason = "done"
         self._raised_in = ""
-        """The phase in which the newest exception was raised, "" after a new step or phase."""
+        """The phase in which an exception was raised; "" again after a new step or phase."""
         self.pulse.nonfinite_steps = 0
         self.start()
         self.record("boot", 0)
@@ -253,7 +253,7 @@ class Joined(Member):
     def phase(self, name: str) -> Iterator[None]:
         """Marks a phase of this step (for example "fetch" or "eval") during a `with` block.
 
-        Evaluation and saving have their own stall limits. Raises UsageError for an unknown phase.
+        Raises UsageError for an unknown phase.
         """
         if name not in STEP_PHASES:
             raise UsageError(f"there is no phase {name!r}{did_you_mean(name, STEP_PHASES)}")
@@ -276,8 +276,8 @@ class Joined(Member):
     def _count(self, loss: object) -> None:
         """Counts a non-finite loss.
 
-        The first loss that is not a plain number ends the count, because reading it could wait for
-        a device.
+        The first loss that is not a plain number ends the count, because reading such a loss could
+        wait for a device.
         """
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1
@@ -289,7 +289,7 @@ class Joined(Member):
             self.pulse.nonfinite_steps += not finite
 
     def _exit(self) -> None:
-        """Writes the exit record, and before it the last step if no exception ended the program."""
+        """Records the last step if no exception ended the program, then writes the exit record."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end_step({})
@@ -302,8 +302,8 @@ class Joined(Member):
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Returns two values: the run directory of this process, and the environment variables.
 
-    The environment names the directory; otherwise the directory is `run`. Raises UsageError if both
-    are missing, and RefusedError if the directory cannot be used.
+    If the environment names no directory, the directory is `run`. Raises UsageError if both are
+    missing, and RefusedError if the directory cannot be used.
     """
     variables = environ.snapshot()
     named = variables.get(environ.RUN_DIR)
@@ -318,5 +318,5 @@ def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
 
 
 def join(run: Path | None = None) -> Joined:
-    """Joins the run that the environment names, or else `run`. Call it once, in the main thread."""
+    """Joins the run that the environment names, or `run`. Call `join` once, in the main thread."""
     return Joined(*open_run(run))

@@ -30,7 +30,7 @@ PHASES = (
 """The phases by code; "step" is a step whose phase the program has not reported."""
 CODES = {phase: code for code, phase in enumerate(PHASES)}
 ORDER = {p: place for place, p in enumerate((*PHASES[:2], "step", *PHASES[2:-1]))}
-"""The order of the phases in a step; "step" (not reported) comes before the reported phases."""
+"""The order of the phases; "step" (not reported) comes before "fetch"."""
 _BODY = struct.Struct("<IIqqqddqqqqq152x")
 _SEQUENCE = struct.Struct("<Q")
 _END = SIZE_BYTES - _SEQUENCE.size
@@ -40,8 +40,8 @@ _END = SIZE_BYTES - _SEQUENCE.size
 class Pulse:
     """The position of one rank. `since` and `beat` are CLOCK_MONOTONIC seconds of its host.
 
-    `records` is the number of the newest queued heartbeat. `nonfinite_steps` is the number of steps
-    with a non-finite loss in this process, or -1 if they are not counted.
+    `records` is the number of the newest heartbeat record. `nonfinite_steps` is the number of steps
+    with a non-finite loss in this process, or -1 if these steps are not counted.
     """
 
     rank: int
@@ -71,9 +71,8 @@ def mapped(path: Path, size: int) -> mmap.mmap:
 class PulseWriter:
     """Writes this rank's pulse into `path`, or into private memory if `path` is None.
 
-    One `set` makes three copies into memory and no system call, so it cannot block if the
-    file is in memory. A single `struct.pack_into` would first clear its target, and readers would
-    see zeros.
+    `set` only copies bytes into memory, so it does not wait for a disk if the file is in memory.
+    A single `struct.pack_into` would first clear its target, and readers could see zeros.
     """
 
     def __init__(self, path: Path | None, rank: int):
@@ -103,7 +102,7 @@ class PulseWriter:
         self._write(self._since)
 
     def count_collective(self) -> None:
-        """Counts one more collective in the current phase."""
+        """Counts one more collective."""
         self.collectives += 1
         self._write(time.monotonic())
 

@@ -1,7 +1,6 @@
 """Writes heartbeats and log lines of a rank in a thread, so that no step waits for these writes.
 
-Records wait in a bounded queue. When the queue is full or a write fails, records are dropped and
-counted. A frozen filesystem blocks only this thread.
+Records wait in a queue. When the queue is full or a write fails, records are dropped and counted.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Item = tuple[Path, Any]
 
 
 class Recorder:
-    """Appends whole records to files from one daemon thread.
+    """Appends records to files from one daemon thread.
 
     `put` only inserts into a queue. Heartbeats are queued as dicts, and the thread encodes them.
     `is_ours` returns False while another directory or none is at the path of the run. Open files
@@ -67,7 +66,7 @@ class Recorder:
         return time.monotonic() - since if since else 0.0
 
     def put(self, path: Path, record: dict[str, Any] | bytes, keep: bool = False) -> bool:
-        """Queues one record for `path`; if the queue is full or closed, drops it and returns False.
+        """Queues one record for `path`; drops it and returns False if the queue is full or closed.
 
         With `keep`, a full queue does not drop the record.
         """
@@ -82,7 +81,7 @@ class Recorder:
         self._queue.put(work)
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Waits until all records are written; returns False after `timeout_s`."""
+        """Waits until the queue is empty; returns False if this takes longer than `timeout_s`."""
         self._closed = True
         self._queue.put(None)
         self._thread.join(timeout_s)

@@ -1,7 +1,7 @@
 """Paths of launches and runs, safe file access, and the identity of processes.
 
-A launch directory contains one run directory per phase. Other users may have written the files in
-it, so links are not followed, only regular files are read, and sizes are limited.
+Other users may have written the files of a launch, so its files are opened without following
+links, only regular files are read, and sizes are limited.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT, ANOMALY = (
     "requests", "verdicts", "checkpoints", "latest", ".HALT", ".anomaly_type",
 )  # fmt: skip
 REQUEST_FILES = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
-"""Files that request a checkpoint or profile when they appear or get a new modification time."""
+"""Files that request a checkpoint or profile when they appear or change."""
 TORCHRUN_LOG, TRAINING_CSV = "torchrun.log", "training.csv"
 LIVE_STATUS = "supervisor_status.json"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
 MAX_DOCUMENT_BYTES, PROC_BYTES = 4 << 20, 4096
 RUN_NAME = re.compile(r"[0-9]{1,4}-[a-z0-9][a-z0-9_.-]{0,47}")
-"""Pattern of the name of a run directory; documents that name another directory are ignored."""
+"""Pattern of the name of a run directory."""
 
 
 def heartbeat(run: Path, rank: int) -> Path:
@@ -194,7 +194,7 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _lines(value: object, indent: str, levels: int) -> str:
-    """Returns indented JSON, ten times faster than `json.dumps` with an indent."""
+    """Returns indented JSON, faster than `json.dumps` with an indent."""
     if not (levels and value and isinstance(value, dict)):
         return json.dumps(value)
     inner = (
@@ -205,7 +205,7 @@ def _lines(value: object, indent: str, levels: int) -> str:
 
 
 def open_append(path: Path) -> int:
-    """Opens a regular file to append records; follows no link. Raises OSError."""
+    """Opens or creates a regular file to append records; follows no link. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     try:
@@ -218,9 +218,9 @@ def open_append(path: Path) -> int:
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory and its parents with mode 0700; an existing directory gets this mode too.
+    """Creates a directory and its missing parents with mode 0700.
 
-    Raises RefusedError.
+    Closes an existing `path` to other users. Raises RefusedError.
     """
     try:
         for folder in reversed((path, *path.parents)):

@@ -46,7 +46,7 @@ def _convert(value: Any, kind: Kind) -> Any:
         return text in TRUE
     if kind is str and isinstance(value, str) and all(ord(c) >= 32 for c in value):
         return value
-    # Text is converted too, because YAML 1.1 reads 1e-3 as text.
+    # The values of flags are text, and YAML 1.1 reads 1e-3 as text.
     if kind is int and not isinstance(value, bool | float):
         return int(value)
     if kind is float and not isinstance(value, bool):
@@ -55,7 +55,7 @@ def _convert(value: Any, kind: Kind) -> Any:
 
 
 def accepted_values(kind: Kind, low: float = -math.inf, high: float = math.inf) -> str:
-    """Returns a text with the values that `convert` accepts."""
+    """Returns a short description of the values that `convert` accepts."""
     if isinstance(kind, tuple):
         return " or ".join(kind) if len(kind) == 2 else "one of " + ", ".join(kind)
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]

@@ -32,8 +32,7 @@ def load_chain(
     """Returns a file and the files that it builds on, with their content; `path` comes last.
 
     In each file, the value of `key` names the file that it builds on, and `places` returns where
-    this file may be.
-    Raises UsageError.
+    this file may be. Raises UsageError.
     """
     found: list[tuple[Path, dict[str, Any]]] = []
     while True:
@@ -58,7 +57,7 @@ def parse(data: bytes | str, name: str) -> dict[str, Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A SafeLoader that rejects duplicate keys and, to limit the size of the data, aliases."""
+        """Rejects duplicate keys, deep nesting and, to limit the size of the data, aliases."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
