@@ -104,7 +104,7 @@ TABLE: tuple[Decision, ...] = (
                "for loss, gradient norm and attention gate: the record of another rank;",
                "for these figures, if no other rank records them: training.csv;",
                "for the loss of a run with one rank, if training.csv has no loss: the pulse;",
-               "for throughput: the pace of the pulses by the clock of this host;",
+               "for throughput: the pace of the steps by the clock of this host;",
                "for memory and disk of the host: no other source, because the kernel of this "
                "host measures these figures.")),
              "Only an alert is raised.", "Only an alert is raised."),

@@ -206,10 +206,10 @@ def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
 
 
 def _signs(stall: Stall) -> tuple[Sign, ...]:
-    pulses = _of_pulses(stall.ranks)
+    places = _of_places(stall.ranks)
     if stall.difference.kind == "mismatch" or stall.is_together:
-        pulses = replace(pulses, ranks=())  # the rank that is ahead may be the cause
-    return _of_flights(stall), _of_stacks(stall), _of_processes(stall), _of_gpus(stall), pulses
+        places = replace(places, ranks=())  # the rank that is ahead may be the cause
+    return _of_flights(stall), _of_stacks(stall), _of_processes(stall), _of_gpus(stall), places
 
 
 def _odd(odd: Sequence[int], stall: Stall) -> tuple[int, ...]:
@@ -296,12 +296,12 @@ def _of_gpus(stall: Stall) -> Sign:
     return Sign("GPUs", _odd(odd, stall), said)
 
 
-def _of_pulses(ranks: Sequence[RankEvidence]) -> Sign:
+def _of_places(ranks: Sequence[RankEvidence]) -> Sign:
     found = slowest(ranks)
     running = [each for each in ranks if each.phase != "exit" and not each.doubt]
     if not found or len(found) == len(running) > 1:
-        return Sign("pulses", (), "all ranks are at the same place")
+        return Sign("places", (), "all ranks are at the same place")
     return Sign(
-        "pulses", tuple(each.rank for each in found),
+        "places", tuple(each.rank for each in found),
         f"{names(found)} at the earliest place, {found[0].place}",
     )  # fmt: skip

@@ -164,9 +164,7 @@ def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
         return None
     recent = {i: xids for i, xids in history.xids.items() if now.mono - xids.at < RECENT_XID_S}
     text = "; ".join(_xids_of(gpu, now.ts) for gpu in now.gpus if gpu.index in recent)
-    is_new = any(xids.increase for xids in recent.values())
-    count = float(sum(xids.last for xids in recent.values()))
-    return Measured(count, text, lasted_s=math.inf if is_new else -1.0)
+    return Measured(float(sum(xids.last for xids in recent.values())), text)
 
 
 def _xids_of(gpu: Gpu, now_ts: float) -> str:

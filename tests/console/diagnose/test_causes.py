@@ -274,7 +274,7 @@ def test_evidence_that_names_another_rank_is_shown_and_lowers_the_confidence():
     found = explained(replace(CASES["sleep"], flights={}), rank(0), rank(1, step=42))
     assert found.rank == 1
     assert found.sure == "medium"
-    assert any(sign.startswith("pulses: rank 0") for sign in found.against), found.against
+    assert any(sign.startswith("places: rank 0") for sign in found.against), found.against
 
 
 @pytest.mark.decision("verdict-cause", "absent")
@@ -501,7 +501,7 @@ def test_a_lock_with_another_holder_is_the_same_wait_and_evidence_has_its_time()
     at = time.strftime("%H:%M:%S", time.localtime(NOW))
     for source in ("stacks", "flight records", "processes"):
         assert any(line.startswith(f"{source} as of {at}: ") for line in verdict.evidence), source
-    assert any(line.startswith("pulses: ") for line in verdict.evidence)
+    assert any(line.startswith("places: ") for line in verdict.evidence)
 
 
 def test_a_process_that_ended_is_not_described_by_a_stranger_with_its_pid():
