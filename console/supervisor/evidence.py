@@ -1,4 +1,4 @@
-"""Collects the evidence about a stall: stacks, flight records and samples of the processes."""
+"""Collects the evidence about a stall: stacks, flight records, samples of processes and GPUs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Collector:
         self.complete: Evidence | None = None
         """The evidence about the ranks at their present positions; None until it is collected."""
         self.wants_dump: frozenset[int] = frozenset()
-        """The ranks whose stacks are needed; the caller dumps the stacks and clears this set.
+        """The ranks whose stacks are needed; a supervisor dumps these ranks and clears this set.
 
         A rank without a pulse is left out, because its signal handler may not be installed yet.
         """
@@ -91,7 +91,7 @@ class Collector:
         self.wants_dump = frozenset()
 
     def poll(self, ranks: Sequence[RankEvidence]) -> None:
-        """Collects the next part of the evidence about ranks that are stalled."""
+        """Collects the next part of the evidence about `ranks`, which make no progress."""
         places, now = _places(ranks), time.monotonic()
         if places != self._places:
             self.complete = None
@@ -178,7 +178,7 @@ class Collector:
         self.complete = replace(found, gaps=tuple(gaps), ts=time.time(), gpus=gpus)
 
     def _own_gpus(self) -> dict[int, tuple[Gpu, ...]]:
-        """Returns the newest rows of each rank's own GPUs, as `gpu_signs.own_gpus` does."""
+        """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}
         visible = {rank: visible_devices(pid) for rank, pid in pids.items()}

@@ -23,7 +23,7 @@ class AttemptEnd:
 
     `checkpoint` is the step of the newest checkpoint at that time, or 0 if there was none.
     `signature` is the error without its variable parts, or "" if the end predicts nothing (see the
-    function `signature`). `hopeless` says that each further attempt would fail with the same error.
+    function `signature`). `hopeless` says that a further attempt probably has the same error.
     """
 
     state: State
