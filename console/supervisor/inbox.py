@@ -78,7 +78,7 @@ def disk_ns(place: int) -> int:
 def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
     """Returns the requests in the mailbox of a run or launch, at most `MAX_REQUESTS_A_POLL`.
 
-    Regular files come first, so that other entries never delay a request. A mailbox that is a link
+    Regular files come first, so that other entries do not delay a request. A mailbox that is a link
     is not read.
     """
     box = folder / rundir.REQUESTS

@@ -352,7 +352,7 @@ class Owner:
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun if this process started it, or else to processes of the attempt.
+        """Sends TERM to torchrun if it is this process's child, or else to processes with the token.
 
         If there is no process yet, the child handles the signal later.
         """

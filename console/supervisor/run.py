@@ -32,7 +32,7 @@ from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
-"""Seconds between two ticks: during fast changes, normally, and while nothing changes."""
+"""Seconds between two ticks: during fast changes, normally, and while little changes."""
 REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
 CODE_CHANGED = "code-changed"
 

@@ -139,7 +139,7 @@ class Directory(Recorder):
             raise RefusedError(f"{run} belongs to another run; no further attempt starts")
 
     def set_run(self, run: Path) -> None:
-        """Makes a directory the directory of the current run. Raises OSError."""
+        """Makes `run` the current run. Raises OSError."""
         former, self._home = self._home, rundir.OpenDirectory(run)
         if former is not None:
             former.close()
