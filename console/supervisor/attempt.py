@@ -96,7 +96,7 @@ class Attempt:
     # --- what the run calls --------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Does the work that is due; never waits."""
+        """Does the work that is due."""
         if self.stage == "run":
             self._watch_processes()
         elif self.stage != "over" and time.monotonic() >= self._again_at:

@@ -112,7 +112,7 @@ def confirmed_flags(
 def check_run(
     run: Path, spec: LaunchSpec, index: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Returns three values: run.json, supervisor.json, and warnings about ignored entries.
+    """Returns three values: run.json, supervisor.json, and warnings about their entries.
 
     After a halt, stop or kill that was requested before, no further attempt starts.
     Raises RefusedError, for example if plan.json or a process that is alive contradicts run.json.

@@ -22,9 +22,9 @@ from console.sources.stacks import BY_PY_SPY, Stack
 APART_S = 2.0
 """Time between the two samples of each process."""
 DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 8.0
-"""Stacks and flight records are read again until every rank has both, or the collection has lasted
-`DUMPED_AFTER_S`. If the collection has not ended after `UNREAD_AFTER_S`, the evidence has what was
-read so far."""
+"""Stacks and flight records are read again until each sampled rank has both, or the collection has
+lasted `DUMPED_AFTER_S`. If the collection has not ended after `UNREAD_AFTER_S`, the evidence has
+what was read so far."""
 READ_EVERY_S = 0.5
 PY_SPY_S = 2.0
 """Longest time in which py-spy reads the stacks of the ranks that wrote no dump."""
@@ -39,7 +39,7 @@ OFTEN_S, SELDOM_S = 120.0, 60.0
 Their states can still change, for example when a debugger detaches or the holder of a lock exits.
 """
 MAX_RANKS = 64
-"""The processes of at most this many ranks are sampled; the slowest ranks come first."""
+"""At most this many ranks are sampled; the slowest ranks come first."""
 
 Places = tuple[tuple[int, str, tuple[int, int, int]], ...]
 

@@ -32,7 +32,7 @@ class FormerRun:
     is_stored: bool
     """True: the documents come from the owner. False: they were read from disk and checked."""
     warnings: Sequence[str]
-    """A sentence on each ignored entry of the documents."""
+    """Sentences on entries of the documents that an operator must know."""
     flags: Mapping[str, FlagValue]
     number: int
     """The newest attempt."""

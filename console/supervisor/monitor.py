@@ -197,7 +197,7 @@ class Monitor:
             text = f"{unusable}: no stall of these ranks is detected, and {then}"
             self._alerts.raise_(PULSE, text, "crit")
         elif not doubtful:
-            self._alerts.clear(PULSE, "the pulse of every rank agrees with its records")
+            self._alerts.clear(PULSE, "no pulse is in doubt")
 
     def _unchanged(self, seen: Sequence[RankEvidence]) -> str:
         """Returns which pulse has not changed since a late supervisor started, or ""."""

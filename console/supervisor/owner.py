@@ -352,7 +352,7 @@ class Owner:
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun, or to processes of the attempt if torchrun is no child (any more).
+        """Sends TERM to torchrun if it is a child, or else to processes of the attempt.
 
         If there is no process yet, the child handles the signal later.
         """

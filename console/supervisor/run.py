@@ -188,7 +188,7 @@ class Run:
         return QUIET_S if whole and self.state == "running" and not attempt.behind else IDLE_S
 
     def tick(self) -> None:
-        """Does the work that is due; never waits."""
+        """Does the work that is due."""
         if self._next_at is not None:
             self._wait()
         elif not self.over:
