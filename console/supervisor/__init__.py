@@ -1,5 +1,4 @@
 """The detached supervisor of a launch: an owner process and its working process.
 
-Each launch has one supervisor, without a terminal. The owner starts torchrun and the working
-process.
+The owner starts torchrun and the working process.
 """

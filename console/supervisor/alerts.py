@@ -27,7 +27,7 @@ class Alerts:
     def restore(
         self, former: Mapping[str, dict[str, Any]], has_ended: Callable[[str], bool]
     ) -> None:  # fmt: skip
-        """Opens the alerts of a former process again, and clears those that no longer apply."""
+        """Opens former alerts again; clears those for which `has_ended` is true."""
         self._open |= former
         for name in filter(has_ended, former):
             self.clear(name, "it concerned a working process that was replaced")

@@ -33,7 +33,7 @@ COLLECT_S = 60.0
 """Once this time has passed since the end of an attempt, no further part of its records is read."""
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
-"""Records confirm the pulses for this time after the records were last read."""
+"""Records that were last read longer ago than this do not confirm the pulses."""
 
 
 class Attempt:
@@ -77,7 +77,7 @@ class Attempt:
         self._again_at = math.inf
         """The time at which failed work in the run directory is tried again (monotonic s)."""
         self._is_ours = False
-        """True if the directory belongs to this run. A RefusedError may then be temporary."""
+        """True after a successful `prepare` of the run. A later RefusedError may be temporary."""
         if former is None or link.has_no_processes(self.path, context.home, number):
             self._begin_preparing()
         else:
@@ -96,7 +96,7 @@ class Attempt:
     # --- what the run calls --------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Does the work that is due; never waits."""
+        """Does the work that is due."""
         if self.stage == "run":
             self._watch_processes()
         elif self.stage != "over" and time.monotonic() >= self._again_at:
@@ -106,18 +106,20 @@ class Attempt:
     def end(self, action: str, by: str) -> str:
         """Halts, restarts, stops or kills the ranks; returns the answer.
 
-        No signal is sent if the ranks have ended, or if this action or a stronger one is already in
-        progress. For a halt, the caller has already written `.HALT`, so the request is only
-        recorded.
+        No signal is sent before torchrun starts or after all processes have ended, or if this
+        action or a stronger one is already in progress. For a halt, the caller has already written
+        `.HALT`, so the request is only recorded.
         """
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
-            return "the ranks have ended already; no further phase starts"
+            return "the ranks have ended already; no further attempt or phase starts"
         asked, grace_s = self.known.requested, self._grace_s
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
             return f"{asked} is in progress, requested by {self.known.by}"
         self._learn(requested=action, by=by)
         self._run.publish()  # first, because the next child must know of the request
+        if self.stage == "prepare":
+            return "no rank is running; torchrun is not started"
         if action == "halt" and self.monitor.verdict:
             return (".HALT is written; the run is stalled, so it halts only when all ranks make "
                     "progress again; stop ends it now")  # fmt: skip
@@ -177,10 +179,7 @@ class Attempt:
             os.close(log_fd)
 
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
-        """Retries a restart after an error that may be temporary; otherwise ends the attempt.
-
-        If an action that ends the attempt was requested, nothing is retried.
-        """
+        """Retries a restart after an error that may be temporary; otherwise ends the attempt."""
         is_temporary = isinstance(error, OSError) or (
             self._is_ours and isinstance(error, RefusedError)
         )

@@ -1,7 +1,7 @@
 """Loads new checkpoints of a run in another process, and then runs the back-up of the plan.
 
 One program runs at a time, at the lowest priority. If several checkpoints wait, only the newest is
-loaded. A check that a former working process did not finish is repeated.
+loaded.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DAMAGED, AGAIN_S = 15, 1.0
 The second try excludes a temporary error of the disk, and a checkpoint that is being removed.
 """
 PROGRAM_BYTES = 512 << 20
-"""Memory that the loading program needs in addition to the size of the files.
+"""Memory that the loading program may need in addition to the size of the files.
 
-It was 294 MiB for 937 MiB of files, on x86.
+On x86 it needed 294 MiB for 937 MiB of files.
 """
 ALERTS: Mapping[str, str] = {"load": "checkpoint-load", "backup": "checkpoint-backup"}
 Outcome = tuple[Result, Level, str]
@@ -83,7 +83,7 @@ class CheckpointCheck:
         """Reports a program that has ended, and starts the next program; never waits.
 
         `newest` is the step of the newest checkpoint of this attempt, or 0. Raises RuntimeError or
-        OSError if no thread, process or descriptor is left; the result is then unknown.
+        OSError if no thread, process or descriptor is left; there is then no result.
         """
         self._seen = newest
         if self._job is not None:

@@ -1,6 +1,6 @@
 """The working process of a supervisor, which reads, writes and decides for a launch.
 
-The owner forks this process, and replaces it if it fails.
+The owner forks this process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
     """Runs the phases of a launch, from its start or from where a former process stopped.
 
     `adopt` contains the settings of the adopting operator as JSON, or is None without an adoption.
-    Raises ContractError, for example if plan.json cannot be used.
+    Raises ContractError, for example if plan.json cannot be used, or EOFError if the owner ends.
     """
     record = link.stored(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
     spec, former = launch_spec.load(path, record), link.stored(path / rundir.PLAN_STATE)

@@ -25,7 +25,7 @@ class Services:
 
     `directory` is the thread of the run directory, `poller` belongs to the main loop, `lock_token`
     is the token in the lock file, `since_ns` is the start of the supervisor by the clock of the
-    disk, and `link` is the connection to the owner.
+    file system, and `link` is the connection to the owner.
     """
 
     directory: Directory

@@ -25,7 +25,7 @@ GROWING = ("watch", "restart")
 
 
 class Evidence:
-    """The newest events of a launch and its runs."""
+    """The newest events of a launch and of `runs`."""
 
     def __init__(self, launch: Path, runs: Sequence[Path]):
         self._launch = launch
@@ -46,7 +46,7 @@ class Evidence:
     ) -> bool:
         """Returns whether an answered request set a flag to this value.
 
-        The request must name one of `phases` and all later phases. Without `only_all`, a request
+        The request must be for one of `phases` and all later phases. Without `only_all`, a request
         for the last of `phases` alone also confirms the flag.
         """
         texts = {set_words(name, value, phase, "all") for phase in phases}
@@ -112,9 +112,9 @@ def confirmed_flags(
 def check_run(
     run: Path, spec: LaunchSpec, index: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Returns three values: run.json, supervisor.json, and warnings about ignored entries.
+    """Returns three values: run.json, supervisor.json, and warnings about their entries.
 
-    A halt, stop or kill that was requested before is not continued, but no further attempt starts.
+    After a halt, stop or kill that was requested before, no further attempt starts.
     Raises RefusedError, for example if plan.json or a process that is alive contradicts run.json.
     """
     document, record = (
@@ -126,9 +126,10 @@ def check_run(
     check_flags(record, spec, index, evidence)
     warnings = []
     if (asked := jsonl.text(document, "asked")) in former_documents.STOPS:
+        # The ranks obey a `.HALT` of a former supervisor; TERM and KILL are not sent again.
+        again = "" if asked == "halt" else " and is not continued: request it again"
         warnings.append(
-            f"{asked} was requested from the former supervisor and is not continued: request it "
-            "again; no further attempt starts"
+            f"{asked} was requested from the former supervisor{again}; no further attempt starts"
         )
     if document.get("state") == "restarting" and not evidence.confirms_restart(run):
         warnings.append(f"only {rundir.SUPERVISOR} says that a restart is due, so none is started")
@@ -139,8 +140,8 @@ def check_run(
 def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
     """Raises RefusedError if the runs contradict the phase or the state in plan_state.json.
 
-    This is the case if a later phase has begun, if processes of another phase are alive, or if any
-    processes are alive while the plan is `waiting`.
+    This is the case if a later phase has begun, if processes of another phase are alive, or if
+    processes of any phase are alive while the plan is `waiting`.
     """
     for number, run in enumerate(runs):
         if number > index and (run / rundir.RUN).exists():
@@ -201,7 +202,7 @@ def _check_none(differ: Sequence[str], name: str) -> None:
 def check_flags(
     record: Mapping[str, Any], spec: LaunchSpec, index: int, evidence: Evidence
 ) -> None:  # fmt: skip
-    """Raises RefusedError if the plan or a running process contradicts the flags in run.json.
+    """Raises RefusedError if the plan or the running processes contradict the flags in run.json.
 
     The plan does not contain the flags that an operator set during the launch. For each such flag,
     the answer to the request or a running process must have the same value.

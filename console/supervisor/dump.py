@@ -1,4 +1,4 @@
-"""Dumps rank stacks: signals the ranks that catch SIGUSR1, then copies the files they wrote."""
+"""Dumps rank stacks: signals the ranks that catch SIGUSR1, then copies the written stacks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _RankDump:
 
 
 def why_not(pid: int) -> str:
-    """Returns why a process cannot dump its stack, or "" if it can."""
+    """Returns why a process cannot dump its stack, or "" if no reason is known."""
     state = process.state(pid)
     if state in ("Z", "X", process.GONE):
         return "has exited"
@@ -61,7 +61,7 @@ def why_not(pid: int) -> str:
 class Dumps:
     """Owns the dump in progress (at most one), and the requests that wait for the end of the dump.
 
-    Call `poll` while `busy` is true; no method waits.
+    Call `poll` while `busy` is true.
     """
 
     def __init__(self, directory: Directory):

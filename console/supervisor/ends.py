@@ -69,7 +69,7 @@ class Ends:
 
     def without_torchrun(self) -> str:
         """Returns a sentence if torchrun has exited while ranks still run, or "" otherwise."""
-        # `alive` still has a rank that has ended, until the owner reports its exit code.
+        # `alive` may still contain a rank that has just ended.
         left = [w.rank for w in self._tree.alive() if not w.handle.is_over()]
         if not (self._tree.agent_over and left):
             return ""
@@ -85,7 +85,7 @@ class Ends:
         """
         self._tree.take_log(log)
         self.crashes = crashes
-        if self._tree.agent_status is None:  # torchrun ended before the adoption
+        if self._tree.agent_status is None:  # the exit of torchrun was not observed
             self._tree.add_unseen({rank: x.last.record for rank, x in self._heads().items()})
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
         self._pulses.read_all(pids, self._tree.nproc)
@@ -93,7 +93,7 @@ class Ends:
         return no_rank_words(log) if has_none else ""
 
     def oom_kills(self) -> OomEvidence:
-        """Returns the kernel's out-of-memory kills since the start of the attempt."""
+        """Returns the kernel's out-of-memory kills since this object was created."""
         return oom_counts.since(self._oom_before)
 
     def documents(self, blamed: RankEnd | None) -> list[dict[str, Any]]:

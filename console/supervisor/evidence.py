@@ -1,4 +1,4 @@
-"""Collects the evidence about a stall: stacks, flight records and samples of the processes."""
+"""Collects the evidence about a stall: stacks, flight records, samples of processes and GPUs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from console.sources.stacks import BY_PY_SPY, Stack
 APART_S = 2.0
 """Time between the two samples of each process."""
 DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 8.0
-"""Stacks and flight records are read again until every rank has both, or the collection has lasted
-`DUMPED_AFTER_S`. If the collection has not ended after `UNREAD_AFTER_S`, the evidence has what was
-read so far."""
+"""Stacks and flight records are read again until each sampled rank has both, or the collection has
+lasted `DUMPED_AFTER_S`. If the collection has not ended after `UNREAD_AFTER_S`, the evidence has
+what was read so far."""
 READ_EVERY_S = 0.5
 PY_SPY_S = 2.0
 """Longest time in which py-spy reads the stacks of the ranks that wrote no dump."""
@@ -39,7 +39,7 @@ OFTEN_S, SELDOM_S = 120.0, 60.0
 Their states can still change, for example when a debugger detaches or the holder of a lock exits.
 """
 MAX_RANKS = 64
-"""The processes of at most this many ranks are sampled; the slowest ranks come first."""
+"""At most this many ranks are sampled; the slowest ranks come first."""
 
 Places = tuple[tuple[int, str, tuple[int, int, int]], ...]
 
@@ -80,7 +80,7 @@ class Collector:
         self.complete: Evidence | None = None
         """The evidence about the ranks at their present positions; None until it is collected."""
         self.wants_dump: frozenset[int] = frozenset()
-        """The ranks whose stacks are needed; the caller dumps the stacks and clears this set.
+        """The ranks whose stacks are needed; a supervisor dumps these ranks and clears this set.
 
         A rank without a pulse is left out, because its signal handler may not be installed yet.
         """
@@ -91,7 +91,7 @@ class Collector:
         self.wants_dump = frozenset()
 
     def poll(self, ranks: Sequence[RankEvidence]) -> None:
-        """Collects the next part of the evidence about ranks that are stalled."""
+        """Collects the next part of the evidence about `ranks`, which make no progress."""
         places, now = _places(ranks), time.monotonic()
         if places != self._places:
             self.complete = None
@@ -178,7 +178,7 @@ class Collector:
         self.complete = replace(found, gaps=tuple(gaps), ts=time.time(), gpus=gpus)
 
     def _own_gpus(self) -> dict[int, tuple[Gpu, ...]]:
-        """Returns the newest rows of each rank's own GPUs, as `gpu_signs.own_gpus` does."""
+        """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}
         visible = {rank: visible_devices(pid) for rank, pid in pids.items()}

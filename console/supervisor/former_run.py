@@ -32,7 +32,7 @@ class FormerRun:
     is_stored: bool
     """True: the documents come from the owner. False: they were read from disk and checked."""
     warnings: Sequence[str]
-    """A sentence on each ignored entry of the documents."""
+    """Sentences on entries of the documents that an operator must know."""
     flags: Mapping[str, FlagValue]
     number: int
     """The newest attempt."""
@@ -103,7 +103,7 @@ def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
 
 
 def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
-    """Returns the counts of the former attempts; the records themselves are read again.
+    """Returns a summary without records: the counts of attempts and stalls, and the last pulses.
 
     A count that supervisor.json lacks stays unknown. A known number of stalls is at least the
     number in the newest events of `run`, unless `run` is None.

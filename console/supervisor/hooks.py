@@ -54,7 +54,7 @@ class Hooks:
         return self._run is not None or self._count > 0
 
     def poll(self) -> None:
-        """Reports a hook that has ended, and starts the next hook when it is due; never waits."""
+        """Reports the end of the hook, and starts the hook when it is due; never waits."""
         if self._run is not None:
             if not self._run.done():
                 return

@@ -78,7 +78,7 @@ def disk_ns(place: int) -> int:
 def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
     """Returns the requests in the mailbox of a run or launch, at most `MAX_REQUESTS_A_POLL`.
 
-    Regular files come first, so that other entries never delay a request. A mailbox that is a link
+    Regular files come first, so that other entries do not delay a request. A mailbox that is a link
     is not read.
     """
     box = folder / rundir.REQUESTS
@@ -212,10 +212,10 @@ class _Found:
 
 
 class Poller:
-    """Polls the mailboxes of a launch, its `.HALT` and the files of the current attempt.
+    """Polls the mailboxes of a launch and of its runs, `.HALT` and the files of the attempt.
 
     One poll runs at a time, on the thread of the run directory. A poll is due at least once a
-    second, and at once when a watched file or a mailbox changes. Heartbeats are read once a second,
+    second, and when a watched file or a mailbox has changed. Heartbeats are read once a second,
     or by every poll while there is a backlog. `execute` is called with the requests; `halt` is
     called while a `.HALT` exists in the launch directory.
     """
@@ -305,10 +305,7 @@ class Poller:
             self._link.state.activity.write(FILES, "")
 
     def _has_changed(self) -> bool:
-        """Returns whether the stamps of the watched files differ from those of the last call.
-
-        If a file was changed, replaced, created or removed, its stamp has changed.
-        """
+        """Returns whether the stamps of the watched files differ from those of the last call."""
         stamps: list[object] = [rundir.stamp(path) for path in self._watched]
         if stamps == self._stamps:
             return False

@@ -79,7 +79,7 @@ class Launch:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next tick. Ticks that are 1 s apart start at full seconds."""
+        """Longest wait until the next tick (s). Ticks 1 s apart start at full monotonic seconds."""
         if self._quiet and not self._poller.is_polling:
             return 1 - time.monotonic() % 1
         return min(self._pace_s, IDLE_S)
@@ -96,10 +96,10 @@ class Launch:
         return self.run.pace_s if self.run else QUIET_S if self.state == "waiting" else IDLE_S
 
     def tick(self) -> None:
-        """Does the work that is due; never waits.
+        """Does the work that is due.
 
-        The result of a poll wakes the main loop. If nothing else is due, the work waits for the
-        tick after that wake-up.
+        While little changes, a tick that starts a poll does no other work. The end of the poll
+        wakes the main loop, and the next tick does the rest.
         """
         self._directory.deliver()
         self._report.poll()
@@ -366,7 +366,7 @@ class Launch:
         return self._directory.event(self.path, 1, kind, text, level, **more)
 
     def _steps(self, run: Run) -> int | None:
-        """Returns the number of completed steps, or its last known value until records are read."""
+        """Returns the number of completed steps, or its former value until the snapshot is read."""
         return gates.steps_done(run.summary) if run.is_read else self._phases[self._index]["steps"]
 
     def _publish(self, keeps_place: bool = False) -> None:

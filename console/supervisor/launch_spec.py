@@ -1,7 +1,4 @@
-"""The content of plan.json and run.json: plan, flags, settings, torchrun's command, git.
-
-The plan includes the changes that the options of the launch made, with their origins.
-"""
+"""The content of plan.json and run.json: plan, flags, settings, torchrun's command, commit."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class FlagValue:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """A launch as data; `plan` includes the changes by `--flag`, `--set` and `--nproc`."""
+    """A launch as data; `plan` includes the changes that the options of the launch made."""
 
     launch: str
     plan: Plan
@@ -201,7 +198,7 @@ def environment(
 
 
 def code_folder(phase: Phase) -> Path:
-    """Returns the folder that contains the code that a phase runs."""
+    """Returns the folder of a phase's script, or this project's folder for a module."""
     return Path(phase.script).absolute().parent if phase.script else PROJECT
 
 
@@ -231,7 +228,7 @@ esac
 def git_facts(folder: Path) -> dict[str, Any]:
     """Returns the commit of the code in a folder, or {} if git cannot report it.
 
-    `diff` is a hash of the local changes, or "" if there are none.
+    `diff` is a hash of the local changes to tracked files, or "" if there are none.
     """
     ended = program.run(["sh", "-c", ASK_GIT, str(folder)], inherited(), GIT_S, keeps_output=True)
     if ended.code != 0:

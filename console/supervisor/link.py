@@ -166,8 +166,7 @@ class ChildState:
 class Link:
     """The child's end of the socket; only `spawn` waits for an answer.
 
-    While the socket is full, for example because the owner is stopped, messages wait. The kernel
-    ends this process when its owner ends.
+    While the socket is full, for example because the owner is stopped, messages wait.
     """
 
     def __init__(self, channel: Channel, state: ChildState):

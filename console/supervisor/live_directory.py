@@ -32,7 +32,7 @@ class Live:
 
     A lock, released when this process ends, marks the directory as owned. The files of
     the ranks are created before the ranks start, so that either all ranks have files or none has.
-    With `adopt`, the directory of a former supervisor is opened.
+    With `adopt`, the directory of a former process is opened.
 
     Pulses are read through descriptors, because logind with `RemoveIPC=yes` removes the names at
     logout while the ranks still have the files mapped.

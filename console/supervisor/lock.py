@@ -53,7 +53,7 @@ def claim(fd: int, launch: str, user: str) -> None:
 def _write(fd: int, record: dict[str, Any]) -> None:
     """Replaces the content in place, because the flock belongs to the file.
 
-    One write replaces the whole content, so that readers never see half of it.
+    One write replaces the whole content, so that readers do not see half of it.
     """
     data = jsonl.encode(record)
     old = min(os.fstat(fd).st_size, MAX_BYTES)

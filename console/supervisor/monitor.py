@@ -71,9 +71,9 @@ class Monitor:
         self._doubtful_polls = 0
         self._late = late
         self._first_positions: dict[int, tuple[int, int, int]] = {}
-        """The position of each pulse at the first poll."""
+        """The position of each pulse when it was first seen."""
         self._changing: set[int] = set()
-        """The ranks whose pulse has changed since the first poll."""
+        """The ranks whose pulse has changed since it was first seen."""
         self._actions: list[Change] = []
         self._evaluated: set[str] = set()
         """The names of the gates with an `at` step that were already evaluated."""
@@ -193,10 +193,11 @@ class Monitor:
         self._doubtful_polls = self._doubtful_polls + 1 if doubtful else 0
         if self._doubtful_polls >= DOUBTFUL_POLLS:
             unusable = unusable_pulses(doubtful)
-            text = f"{unusable}: no stall of these ranks is detected, and no action is taken"
+            then = "no watch rule halts, stops or restarts the run on a stall"
+            text = f"{unusable}: no stall of these ranks is detected, and {then}"
             self._alerts.raise_(PULSE, text, "crit")
         elif not doubtful:
-            self._alerts.clear(PULSE, "the pulse of every rank agrees with its records")
+            self._alerts.clear(PULSE, "no pulse is in doubt")
 
     def _unchanged(self, seen: Sequence[RankEvidence]) -> str:
         """Returns which pulse has not changed since a late supervisor started, or ""."""
@@ -237,8 +238,8 @@ class Monitor:
     def _lasts(self, says: tuple[object, ...]) -> bool:
         """Returns whether a changed verdict is accepted.
 
-        The verdict is accepted if two samples agree on it, or if no new sample caused the change. A
-        rank that waits in a loop may show a different cause in each sample of its process.
+        If both verdicts have a sample, and the samples differ, then two samples must agree on the
+        new verdict: a rank that waits in a loop may show another cause in each sample.
         """
         evidence = self._evidence.complete
         if evidence is None or self._sampled_ts in (0.0, evidence.ts):
@@ -294,7 +295,7 @@ class Monitor:
 
 
 def _says(verdict: Verdict) -> tuple[object, ...]:
-    """Returns the parts of a verdict whose change makes a new verdict; times are left out."""
+    """Returns the parts of a verdict whose change makes a new verdict, without `_CHANGING`."""
     place, sentence = (
         (verdict.rank, verdict.phase, verdict.step),
         _CHANGING.sub("", verdict.sentence),

@@ -74,7 +74,7 @@ class Diagnoser:
         return state, self._source.of[0] if self._source.of else None, now
 
     def diagnose(self) -> Diagnosis:
-        """Diagnoses the run; takes about 4 s if this process collects the evidence itself."""
+        """Diagnoses the run; takes some seconds if this process collects the evidence itself."""
         state, run, now = self._poll()
         if self._source.over:
             return self._of_ended(state, run)
@@ -188,7 +188,7 @@ def _elsewhere(state: RunState) -> tuple[str, ...]:
 
 
 def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
-    """Returns two samples of the processes of ranks, and the dumps made since a rank last moved."""
+    """Returns the evidence about `ranks`; it has only dumps made since a rank last moved."""
     running = [each for each in ranks if each.phase != "exit"]
     still_s = min((each.unchanged_s for each in running), default=0.0)
     nvml = Nvml()

@@ -1,8 +1,7 @@
 """Polls a run's files into `Readings` without a supervisor, for `watchdog` and `diagnose`.
 
-Legacy run directories can be read. The state of a rank comes from its pulse, or from the
-supervisor's last sample if that is recent. If this fails for all ranks, it comes from the age of
-their records.
+Legacy run directories can be read. The evidence about a rank comes from its pulse, or from a
+recent sample of the supervisor. If no pulse can be used, the evidence comes from the records.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from trainers.contract.errors import UsageError
 WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
 """Files that a training writes besides its records, in new and in legacy run directories."""
 ENDING = frozenset(("halting", "stopping", "restarting"))
-"""In these states, ranks without progress are not stalled, because they are being ended."""
+"""In these states, ranks without progress are not stalled: they end or have ended."""
 
 
 def stall_doubt(run: Path) -> str:
-    """Returns why a run without new records may not be stalled, or "" if it may be stalled.
+    """Returns why the other files of a run do not confirm a stall, or "" if they confirm it.
 
     If a CSV file, log or checkpoint was written T s after the newest record, and T is more than
     `RECORDS_LATE_S`, then this file contradicts a stall for T s. If there is no such file, or no

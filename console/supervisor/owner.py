@@ -50,7 +50,7 @@ ChildMain = Callable[[Channel, ChildState], int]
 
 
 class Owner:
-    """Owns the processes of a launch; `run` returns when the launch has ended."""
+    """Owns the processes of a launch; `run` returns when the launch ends or the owner gives up."""
 
     def __init__(self, child_main: ChildMain):
         self._child_main = child_main
@@ -352,9 +352,9 @@ class Owner:
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun if this process started it, or else to processes of the attempt.
+        """Sends TERM to torchrun if it is a child, or else to processes of the attempt.
 
-        If there is no process yet, because the child is starting, the child sends TERM later.
+        If there is no process yet, the child handles the signal later.
         """
         if self._torchrun_lives:
             os.kill(self._state.torchrun_pid, signal.SIGTERM)

@@ -1,7 +1,7 @@
 """The processes of one attempt: torchrun, its ranks and everything that they started.
 
 The owner is the subreaper: a rank that outlives torchrun becomes a child of the owner, which then
-reads its exit code. If torchrun reaps a rank, the exit code comes from the pidfd of the rank.
+reads its exit code. If torchrun reaps a rank, the exit code comes from the handle of the rank.
 Processes are found by the token of the run in their environment. A known rank is still identified
 by its pidfd if it overwrites the token.
 """
@@ -324,10 +324,9 @@ class Tree:
     def take_log(self, log: bytes) -> None:
         """Reads the exits of ranks from the summary at the end of torchrun's log.
 
-        Only the log has the exit of a rank that ended before the rank was found. An exit from the
-        log never replaces an exit that the kernel reported. An exit from the log is confirmed
-        only if torchrun's own exit agrees. Exit code 0 of torchrun stands for code 0 of each rank
-        whose exit the kernel did not report.
+        An exit from the log does not replace an exit that the kernel reported. An exit from the
+        log is confirmed only if torchrun's own exit agrees. Exit code 0 of torchrun stands for
+        code 0 of each rank whose exit the kernel did not report.
         """
         for rank, code, pid, is_root in crash_log.failed_ranks(log):
             if rank >= self.nproc:

@@ -41,7 +41,7 @@ def run(
     """Runs a program and returns its end; the program gets TERM once `stopped` returns True.
 
     The process group of the program gets KILL before its leader is reaped, because the number of
-    the group could be reused after that.
+    the group could be reused after that. Raises OSError if no descriptor is left.
     """
     begun, tail = time.monotonic(), b""
     left_at = begun + limit_s + GRACE_S + SPARE_S

@@ -23,7 +23,7 @@ class AttemptEnd:
 
     `checkpoint` is the step of the newest checkpoint at that time, or 0 if there was none.
     `signature` is the error without its variable parts, or "" if the end predicts nothing (see the
-    function `signature`). `hopeless` says that each further attempt would fail with the same error.
+    function `signature`). `hopeless` says that a further attempt probably has the same error.
     """
 
     state: State
@@ -114,8 +114,7 @@ def signature(facts: Facts) -> str:
     """Returns the error that ended an attempt, without steps, pids, ranks, addresses and sizes.
 
     The result is "" for an end that predicts nothing about the next attempt: success, a request, a
-    signal from outside, a lost peer, an unknown exit. If two attempts in a row have the same
-    signature, without a checkpoint between them, a restart does not fix the error.
+    signal from outside, a lost peer, an unknown exit.
     """
     if not facts.over or decide(facts)[0] not in ("failed", "crashed"):
         return ""
@@ -129,7 +128,7 @@ def signature(facts: Facts) -> str:
 
 
 def is_permanent(facts: Facts) -> bool:
-    """Returns whether an attempt ended with an error of settings, usage or imports.
+    """Returns whether an attempt ended with an error that a restart probably cannot fix.
 
     After such an error, not even a first restart follows. Therefore the kernel must have reported
     the exit, and the rank must have written an error record. After an error that only a log shows,

@@ -98,7 +98,7 @@ class Rotation:
     def _copy_and_truncate(self, at: int, name: str, fd: int, start: int) -> None:
         """Moves the content of an open log to `.1`.
 
-        The log is copied, and the copy gets its name. Bytes written during the copying are added.
+        The log is copied, and the copy is renamed. Bytes written during the copying are added.
         Then the log is truncated.
         """
         temporary = f".{name}.copy"
@@ -118,7 +118,7 @@ class Rotation:
 
 
 def _copy(fd: int, out: int, start: int, end: int) -> int:
-    """Copies the bytes from `start` to at most `end`; returns the offset where it stopped."""
+    """Copies the bytes from `start` to about `end`; returns the offset where it stopped."""
     while start < end and (sent := os.sendfile(out, fd, start, CHUNK_BYTES)):
         start += sent
     return start
@@ -127,8 +127,7 @@ def _copy(fd: int, out: int, start: int, end: int) -> int:
 def divide(directory: Directory, path: Path, part_bytes: int = PART_BYTES) -> None:
     """Starts a new part of a file of records if the current part is long enough.
 
-    Also compresses at most one older part; after an interruption the next call repeats this. Runs
-    on the thread of the run directory. Raises OSError.
+    Also compresses at most one older part. Runs on the thread of the run directory. Raises OSError.
     """
     if jsonl.size_bytes(path) >= part_bytes:
         numbers = [number for number, _ in record_parts.parts(path)]

@@ -61,7 +61,7 @@ class Policy:
             self._end(action, by)
 
     def halt(self, run: Run, by: str, then: Callable[[Outcome], object]) -> None:
-        """Writes `.HALT` for the ranks and ends the plan; `then` gets the outcome of the write."""
+        """Writes `.HALT` for the ranks and ends the plan; `then` gets the outcome."""
 
         def report(why_not: str) -> None:
             if why_not:

@@ -32,7 +32,7 @@ from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
-"""Seconds between two ticks: during fast changes, normally, and while nothing changes."""
+"""Seconds between two ticks: during fast changes, normally, and while little changes."""
 REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
 CODE_CHANGED = "code-changed"
 
@@ -188,7 +188,7 @@ class Run:
         return QUIET_S if whole and self.state == "running" and not attempt.behind else IDLE_S
 
     def tick(self) -> None:
-        """Does the work that is due; never waits."""
+        """Does the work that is due."""
         if self._next_at is not None:
             self._wait()
         elif not self.over:
@@ -221,6 +221,7 @@ class Run:
 
     def end(self, action: str, by: str) -> str:
         """Halts, restarts, stops or kills the run as `Attempt.end` does; returns the answer."""
+        self._is_final = self._is_final or action in former_documents.STOPS
         if action in ("stop", "kill"):
             self._check.stop()
         if self._next_at is not None:
@@ -233,7 +234,7 @@ class Run:
         return answer
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-        """Appends an event to the run's events; alerts and crit states also reach the hook."""
+        """Appends an event to the run's events; also passes alerts and crit states to the hook."""
         record = self._directory.event(self.path, self.number, kind, text, level, **more)
         if kind in ("alert", "clear"):
             self._published_at = 0.0  # publish soon, because the next child needs the open alerts
@@ -299,7 +300,7 @@ class Run:
         facts = self.attempt.facts()
         former = self._ended[-1].checkpoint if self._ended else 0
         if state == "stopped" and not self.attempt.known.requested:
-            state = "crashed"  # only torchrun's log says that it was stopped
+            state = "crashed"  # only torchrun's log shows a stop
         return restart.AttemptEnd(
             state, why, self.attempt.checkpoint(former), restart.signature(facts),
             restart.is_permanent(facts), jsonl.text(self._git, "sha"),

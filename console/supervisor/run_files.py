@@ -38,7 +38,7 @@ class Poll:
     env: Mapping[str, Any] = field(default_factory=dict)
     """env.json of this attempt, or {} if there is none."""
     behind: bool = False
-    """True if more records wait than one poll reads."""
+    """True if the poll stopped at its limit, so more records may wait."""
     unread: str = ""
     """A sentence on a heartbeat file that exists and cannot be read, or "" if there is none."""
 

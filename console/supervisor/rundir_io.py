@@ -35,10 +35,10 @@ def event_record(
 class Directory(Recorder):
     """Writes events, documents and samples in the order of the calls.
 
-    The thread calls `on_done` after each job that has a result for `deliver`, and after it has
-    found a changed file (`changed`). `find_loss` returns why the path no longer leads to this
-    launch's directory, or "" while it does. In a lost directory nothing is read, executed, opened
-    or replaced.
+    The thread of this object calls `on_done` when `deliver` has a new result, and when
+    `check_for_changes` has found a change. `find_loss` returns why the path no longer leads to this
+    launch's directory, or "" while it does. In a lost directory nothing is executed, opened or
+    replaced.
     """
 
     check_every_s = 0.0
@@ -109,7 +109,7 @@ class Directory(Recorder):
             os.close(fd)
 
     def make_run(self, run: Path, record: Mapping[str, Any]) -> Path | None:
-        """Creates the directory of the current run. Raises OSError.
+        """Creates the directory of the current run. Raises OSError or RefusedError.
 
         If a `.HALT` existed before, it is renamed; returns its new path, or None.
         """
@@ -129,7 +129,7 @@ class Directory(Recorder):
     def check_token(self, run: Path, token: str) -> None:
         """Raises RefusedError if a run directory belongs to another run.
 
-        Raises OSError while run.json is missing or unreadable, which may be temporary.
+        Raises OSError if run.json is missing or unreadable; this may be temporary.
         """
         record = rundir.read_json(run / rundir.RUN)
         if record is None:
@@ -139,7 +139,7 @@ class Directory(Recorder):
             raise RefusedError(f"{run} belongs to another run; no further attempt starts")
 
     def set_run(self, run: Path) -> None:
-        """Makes a directory the directory of the current run. Raises OSError."""
+        """Makes `run` the current run. Raises OSError."""
         former, self._home = self._home, rundir.OpenDirectory(run)
         if former is not None:
             former.close()
@@ -240,7 +240,7 @@ class Directory(Recorder):
     def doubt(self, late_s: float) -> str:
         """Returns why the newest records may not be in the run directory, or "" without a reason.
 
-        A write that has waited for longer than `late_s` is in doubt.
+        A write that has not ended after `late_s` is a reason.
         """
         if self.failing:
             return f"cannot write records to the run directory ({self.failing})"
@@ -269,9 +269,8 @@ class Directory(Recorder):
     def document(self, path: Path, record: Mapping[str, Any], keeps_place: bool = False) -> None:
         """Replaces a JSON document; if several versions wait, only the newest is written.
 
-        A document gets the queue position of its newest call, so that documents are written in the
-        order of the calls. For example, plan_state.json says "ended" only after gates.json was
-        written. With `keeps_place`, this version is written even if a newer version waits.
+        A document gets the queue position of its newest call. With `keeps_place`, this version is
+        written even if a newer version waits.
         """
         if keeps_place:
             return self.call(lambda: self._write_version(path, dict(record)))

@@ -54,7 +54,7 @@ class Snapshots:
             self._run_job(self._add_history, None)
 
     def write(self) -> None:
-        """Replaces the snapshot, after writing the history lines to which the snapshot refers.
+        """Writes the history lines that are due, then replaces the snapshot.
 
         A snapshot that would be too long (because of absurd records) is not written. The last
         snapshot then stays valid.

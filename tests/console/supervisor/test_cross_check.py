@@ -74,8 +74,12 @@ def read_launch(launch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"), [("", ""), ("restart", ""), ("stop", "stop was requested"), ("x", "")]
-)
+    ("asked", "words"),
+    [
+        ("", ""), ("restart", ""), ("stop", "is not continued: request it again"),
+        ("halt", "halt was requested from the former supervisor; no further attempt"), ("x", ""),
+    ],
+)  # fmt: skip
 def test_an_end_that_was_requested_is_said_and_not_continued(launch, asked, words):
     change(launch / "0-one" / rundir.SUPERVISOR, asked=asked, asked_by="x")
     warnings = read_run(launch)[2]

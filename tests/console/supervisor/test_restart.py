@@ -16,6 +16,7 @@ from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import former_run, restart
 from console.supervisor.restart import AttemptEnd, NextAttempt
+from tests import broken
 from tests.launches import PROGRAMS, STUB, phase, sleeping
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
@@ -250,6 +251,25 @@ def test_a_halt_ends_the_wait_for_the_next_attempt(begin):
     assert started.ask("halt")["ok"]
     assert started.wait_end()["phases"][0]["state"] == "halted"
     assert not process.with_token(started.token())
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [
+        ("_spawn", "no rank is running; torchrun is not started"),
+        ("_read_rest", "the ranks have ended already; no further attempt or phase starts"),
+    ],
+)
+def test_a_stop_before_or_after_the_processes_starts_no_attempt(begin, tmp_path, method, answer):
+    harm = 'len(begun) == 1 and self._run.event("note", self._run.end("stop", "x"))'
+    started = begin(
+        phase("one", "member.py", 100_000, "leave"),
+        shell=broken.shell(tmp_path, f"attempt.Attempt.{method}", harm),
+        restart={"when": "crash", "attempts": 2, "backoff_s": 0},
+    )  # fmt: skip
+    started.wait_end()
+    assert started.state()["attempt"] == 1
+    assert answer in [event["text"] for event in started.events(0)]
 
 
 @pytest.mark.slow
