@@ -99,9 +99,11 @@ def resolve(
         if key := flags.FLAGS[name].setting:
             layers.append((key, value, f"flag {name}"))
     for key, value in (overrides or {}).items():
+        origin = named.get(key, COMMAND_LINE)
         if key not in known:
-            raise UsageError(f"--set {key}: there is no such setting{did_you_mean(key, known)}")
-        layers.append((key, value, named.get(key, COMMAND_LINE)))
+            where = _source(origin, key)
+            raise UsageError(f"{where}: there is no such setting{did_you_mean(key, known)}")
+        layers.append((key, value, origin))
     for key, value, origin in layers:  # from the weakest source to the strongest
         plain[key] = _convert(key, value, known[key], origin)
         found[key] = origin

@@ -55,10 +55,13 @@ def survey(limit_s: float = LIMIT_S) -> Survey:
     """
     if not nvml.has_library():
         return Survey()
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-c", f"{PROGRAM}; s.main()", str(ROOT)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", f"{PROGRAM}; s.main()", str(ROOT)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    except OSError as error:
+        raise ContractError(f"no process to read the GPUs can start: {error.strerror}") from None
     try:
         answer, _ = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired as late:

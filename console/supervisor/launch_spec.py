@@ -44,8 +44,6 @@ class LaunchSpec:
     set_origins: Origins = field(default_factory=dict)
     host: Mapping[str, Any] = field(default_factory=dict)
     git: Mapping[str, Any] = field(default_factory=dict)
-    created_ts: float = 0.0
-    """The time at which plan.json was written, 0 before that."""
     operator: Settings = field(default_factory=Settings)
     """Settings of the operator who started or adopted the launch; a plan does not contain them."""
 
@@ -140,7 +138,6 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
     return LaunchSpec(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
         *(jsonl.mapping(record, key) for key in mappings),
-        created_ts=jsonl.number(record, "created_ts") or 0.0,
         operator=settings_file.parse(operator, rundir.PLAN),
     )  # fmt: skip
 

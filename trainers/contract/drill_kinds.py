@@ -15,7 +15,7 @@ from trainers.contract.errors import UsageError, did_you_mean
 Place = Literal["forward", "logits", "loader"]
 FOREVER_S = 3600.0
 ALL = "all"
-GRAMMAR = "KIND@STEP, KIND@STEP:RANK or KIND@STEP:RANK:SECONDS, separated by commas"
+GRAMMAR = "KIND@STEP[:RANK[:SECONDS]][!], separated by commas (RANK: a number or all)"
 _WORD = re.compile(
     r"(?P<kind>\w+)@(?P<step>[1-9]\d{0,11})"
     r"(:(?P<rank>\d{1,5}|all)(:(?P<amount>\d{1,5}(\.\d{1,3})?))?)?(?P<every>!?)",

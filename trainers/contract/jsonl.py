@@ -32,7 +32,7 @@ def _foreign(value: Any) -> Any:
     """Returns a value that JSON cannot encode (for example a tensor) as a number, or as text."""
     try:
         return _plain(float(value))
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return str(value)[:200]
 
 

@@ -158,6 +158,13 @@ def test_nvml_that_cannot_be_initialised_is_reported_with_its_reason(machine):
     assert machine.check() == ("pass", "no GPU is needed, NVML counts 0")
 
 
+def test_a_process_that_cannot_start_is_reported_with_its_reason(machine, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    result, text = machine.check(gpus=1)
+    assert result == "fail"
+    assert text.startswith("no process to read the GPUs can start: No such file or directory")
+
+
 @pytest.mark.parametrize(
     ("devices", "leaves"),
     [("", 8), ("0,1", 2), ("0,9,1", 1), ("-1", 0), ("3,3", 1), ("GPU-fake-1, 2", 2)],
