@@ -37,7 +37,7 @@ class Plain(Widget):
 
 
 class Box(Plain):
-    """A container. Its own area is blank: it makes one blank line and repeats it."""
+    """A container whose own area is blank."""
 
     BLANK = True
 
@@ -114,7 +114,7 @@ class Lines(Plain):
 
 
 WHOLE = 200
-"""A height in rows for which panels shorten no text."""
+"""The height in rows with which panels are asked for their whole text."""
 Draw = Callable[[ScreenData, int, int], Sequence[Row]]
 """Returns the rows for a snapshot, a width and a height."""
 

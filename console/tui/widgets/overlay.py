@@ -12,7 +12,7 @@ from console.tui.widgets.lines import Box, Plain
 
 
 class Drawer(Box):
-    """Contains the overlays.
+    """Contains the message and the open overlay.
 
     It is always mounted, because mounting a widget in the screen itself repaints everything.
     """
