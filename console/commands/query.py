@@ -1,7 +1,7 @@
 """The commands runs, status, check, compare, report, logs, flags and plans.
 
-They only read, except that `check --end-leftovers` ends processes and `report --output` writes
-files.
+They change nothing, except that `check --end-leftovers` ends processes and `report --output`
+writes files.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _so_far(state: RunState) -> str:
 def _basis(run: RunSource, state: RunState, named: str) -> str:
     """Returns the files and records that the gates are based on, or "" for a run without gates.
 
-    For a run that ended early, the result also has the gates that the records do not confirm.
+    If a run ended early and no gate blocks, the result also says what the records do not confirm.
     """
     if not state.gates:
         return ""
@@ -326,7 +326,7 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def _must_have_rank(run: RunSource, state: RunState, rank: int) -> None:
-    """Raises NotFoundError for a rank that has neither records nor a log."""
+    """Raises NotFoundError for an unknown rank that has no log."""
     known = [each.rank for each in state.ranks]
     if run.run_path is None or rank in known:
         return

@@ -1,7 +1,4 @@
-"""`nsa-console watchdog`: evaluates the watch rules from a run's files; --halt may halt it.
-
-The command needs no supervisor.
-"""
+"""`nsa-console watchdog`: evaluates the watch rules from a run's files, without a supervisor."""
 
 from __future__ import annotations
 

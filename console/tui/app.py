@@ -127,7 +127,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             where = f"lost ({error.strerror})"
         what = clean(traceback.format_exc(limit=0).splitlines()[-1], 200)
         self.panic(
-            Text(f"nsa-console: the screen failed: {what}; runs continue; start it again; "
+            Text(f"nsa-console: the screen failed: {what}; runs continue; start the screen again; "
                  f"the traceback is {where}, please report it")
         )  # fmt: skip
 
