@@ -112,7 +112,7 @@ def follow(
 
 
 def check(options: argparse.Namespace) -> int:
-    """Prints go or no go: for a plan from its preflight, for a run from its gates."""
+    """Prints go or no go, for a plan or a run."""
     from console.plans import catalog
 
     if catalog.is_plan(options.run):
@@ -239,7 +239,7 @@ def _read_all(options: argparse.Namespace) -> RunSource:
 
 
 def _no_go(state: RunState, whole: bool) -> str:
-    """Returns "no go" with the state, the gates that did not pass, and a contradiction."""
+    """Returns "no go" with the state, the gates that did not pass, and any contradiction."""
     word, why = status_text.outcome(state) if whole else (state.state, state.why)
     name = state.launch.id if whole and state.launch and word != state.state else state.id
     missed = status_text.not_passed(state.gates) if word == state.state == "completed" else ""

@@ -293,8 +293,8 @@ DRILL = Command(
         option("--plain", action="store_true",
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
-               help="with --plain: longest wait for the verdict, and the same time again for "
-               "your reaction, in seconds (default: %(default)g; 400 s more for leak)"),
+               help="with --plain or --json: longest wait for the verdict, and the same time again "
+               "for your reaction, in seconds (default: %(default)g; 400 s more for leak)"),
     ), "React on the screen, or from another shell with stop RUN (RUN is the printed\n"
        "path) or kill -CONT PID. Then leave the screen with q; the drill stops the run\n"
        "and prints the score. Exit code 0: verdict and reaction were correct; 1: at\n"
@@ -316,7 +316,8 @@ ADOPT = Command(
                help="confirm that the command of the run may start again; needed after a reboot "
                "of the host"),
     ), "Live ranks continue under the new supervisor. If the ranks have already exited,\n"
-       "their exit records and pulses decide the result of the run. The plan continues.\n",
+       "their exit records and pulses decide the result of the run. The plan continues\n"
+       "if the phase passes its gates.\n",
     "control.adopt",
 )  # fmt: skip
 DO = Command(

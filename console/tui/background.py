@@ -68,8 +68,8 @@ def run_in_background(
 ) -> None:
     """Runs `work` in a thread; calls `then` with the result, or `failed` with an error sentence.
 
-    Without `failed` the screen shows the error. Until one of the two is called, `screen.pending`
-    has the action.
+    By default, `failed` shows the error. Until `then` or `failed` is called, `screen.pending` has
+    the action.
     """
     fail = failed or (lambda sentence: screen.say(sentence, "error"))
     pending = Pending(label, about, time.monotonic())

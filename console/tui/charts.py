@@ -32,7 +32,7 @@ class Chart:
     parts: tuple[str, ...] = ()
     """The series whose values the zoomed chart lists one by one."""
     measures: str = ""
-    """The measured quantity, if the unit does not show it: "GPU", "CPU" or "RSS"."""
+    """What is measured, if the unit does not show it: "GPU", "CPU" or "RSS"."""
     is_over: bool = False
     """True for a chart of ranks or GPUs whose run has ended, so that they have no present value."""
 

@@ -103,7 +103,7 @@ class Operator:
         self.send(path, choice.action, dict(choice.args))
 
     def send(self, path: Path, action: str, args: dict[str, Any]) -> None:
-        """Sends a request to a supervisor in the background, and shows the answer."""
+        """Requests an action in the background, and shows the answer."""
         self._screen.say(f"{action}: sent …", "wait")
         work = partial(self._request, path, action, args)
         run_in_background(self._screen, action, work, self._screen.say, about=path.name)

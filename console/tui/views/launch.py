@@ -113,7 +113,7 @@ class Launch(Scrolls, View):
         return [rule("training", width, detail="first phase"), *flowed(parts, width)][:height]
 
     def _line(self, snapshot: ScreenData) -> tuple[str, str]:
-        """Returns two values: a title, and the command of the live launch or else of the draft."""
+        """Returns two values: a title, and the command of a launch in progress or of the draft."""
         if live := live_launch(snapshot):
             state, launch = live
             ended = ", which ended" if launch.state == "waiting" else ""

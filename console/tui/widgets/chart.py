@@ -72,7 +72,7 @@ def _curves(
 
 
 def _crossed(line: str, cell: int | None) -> Row:
-    """Returns a line of the body with the crosshair in one cell."""
+    """Returns a line of the body, with the crosshair if there is one."""
     if cell is None:
         return ((line, "data"),)
     cross = line[cell] if line[cell : cell + 1].strip() else "│"
@@ -214,7 +214,7 @@ def part_rows(
 
 
 class ChartPanel(Panel):
-    """A chart. It is drawn again only if its points, its window or its options have changed.
+    """A chart that is drawn again only if its points, window, size or options have changed.
 
     A zoomed chart is also drawn again every second, because it shows an age.
     """

@@ -86,7 +86,7 @@ class Lines(Plain):
         self.redraw()
 
     def redraw(self) -> None:
-        """Draws the rows again for the current size."""
+        """Draws the rows again for the current size; by default does nothing."""
 
     def watch_has_focus(self, _has_focus: bool) -> None:
         """Draws the rows again; no style of CSS depends on the focus."""

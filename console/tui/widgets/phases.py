@@ -135,8 +135,8 @@ def grid(
 ) -> list[Row]:
     """Returns a heading and cells of (result, text), failed cells first.
 
-    The columns are wide enough for the longest text if all cells fit; otherwise texts are cut. With
-    `WHOLE` as height, no text is cut.
+    The columns are wide enough for the longest text, if all cells fit then. With `WHOLE` as height,
+    no text is cut.
     """
     rows = [rule(heading, width, note)]
     if not cells:
