@@ -77,7 +77,7 @@ def _report(change: Change, run: Path, halted: set[Path], options: argparse.Name
 
 
 def _halt(run: Path, anomaly: str) -> str:
-    """Writes `.HALT` and, if possible, `.anomaly_type`, unless `.HALT` exists; returns a sentence."""
+    """Writes `.HALT` and, if possible, `.anomaly_type`, unless `.HALT` exists."""
     if (run / rundir.HALT).exists():
         return f"{rundir.HALT} already exists"
     actions.halt(run, f"watchdog {actions.who()}")
