@@ -22,7 +22,7 @@ AUTO_MAX_S = 600
 LEAST_SPAN = 0.02
 """Least span of an axis, as a share of the largest absolute value: noise must not fill a chart."""
 TINY, HUGE = 1e-200, 1e200
-"""Limits of drawn values, because a record may have any float."""
+"""Smaller sizes are drawn as zero, larger sizes as `HUGE`, because a record may have any float."""
 _DOTS = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
 """Bits of the four dots in each column of a braille cell, the lowest dot first."""
 _BRAILLE = " " + "".join(map(chr, range(0x2801, 0x2900)))

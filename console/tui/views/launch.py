@@ -233,7 +233,7 @@ class Launch(Scrolls, View):
             self.do_open()
 
     def do_phases(self) -> None:
-        """Chooses whether changed flags are for the next phase or for all later phases."""
+        """Switches changed flags between the next phase and all later phases."""
         self._later = "next" if self._later == "all" else "all"
         self.fill()
 
