@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -22,7 +23,7 @@ from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, UsageError
 
 SPARE_S, SOON_S = 1.0, 2.0
-"""If no answer has come within `SOON_S`, a message names the supervisor's stopped processes."""
+"""If no answer comes within `SOON_S`, a message names stopped processes of the supervisor."""
 T = TypeVar("T")
 
 
@@ -87,7 +88,7 @@ def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
 
 
 def adopt(options: argparse.Namespace) -> int:
-    """Starts a new supervisor for a run whose supervisor has died."""
+    """Starts a new supervisor for a launch whose supervisor has died."""
     text = actions.adopt(launches.find(options.run, options.root, act=True), options.yes)
     show(options.json, {"ok": True, "text": text}, (clean(text),))
     return 0
@@ -110,23 +111,23 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     path = launches.find(options.run, options.root, act=True)
 
     def stopped() -> str:
-        """Names the stopped processes of the supervisor, with the command that resumes them."""
+        """Returns the stopped processes of the supervisor and how to resume them, or ""."""
         pids = " ".join(map(str, targets.host_and_stopped(path, ACTIONS[action])[1]))
         return f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it" * bool(pids)
 
-    def sent_and_answered() -> dict[str, Any] | None:
+    def sent() -> tuple[str, dict[str, Any] | None, str]:
         request = actions.send(path, action, args, actions.who())
-        soon = min(SOON_S, options.timeout)
-        event = actions.answer(path, request, soon)
-        if event is None and options.timeout > soon:
-            if why := stopped():
-                print_error(why)
-            event = actions.answer(path, request, options.timeout - soon)
-        return event
+        event = actions.answer(path, request, min(SOON_S, options.timeout))
+        return request, event, "" if event else stopped()
 
-    limit = f"within {options.timeout:g} s"
+    limit, until = f"within {options.timeout:g} s", time.monotonic() + options.timeout
     try:
-        event = within(options.timeout + SPARE_S, sent_and_answered)
+        request, event, why = within(options.timeout + SPARE_S, sent)
+        left_s = until - time.monotonic()
+        if event is None and left_s > 0:
+            if why:
+                print_error(why)
+            event = within(left_s + SPARE_S, lambda: actions.answer(path, request, left_s))
     except TimeoutError:
         raise ContractError(
             f"the file system of {path} does not answer {limit}: delivery of {action} unknown; "
@@ -152,8 +153,8 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
     Raises the error of `work`, or ContractError if the child dies.
 
-    Even KILL does not end a process that waits for a hung file system. So after `limit_s` seconds
-    this function sends KILL and raises TimeoutError, and does not wait for the child.
+    KILL may not end a process that waits for a hung file system. So after `limit_s` seconds this
+    function sends KILL and raises TimeoutError, and does not wait for the child.
     """
     reading, writing = Pipe(duplex=False)
     child = os.fork()

@@ -293,6 +293,6 @@ def _end(path: Path) -> None:
 
 
 def _is_left(path: Path) -> bool:
-    """Returns whether the supervisor of a launch has ended; it ends after all other processes."""
+    """Returns whether the supervisor of a launch, which normally ends last, has ended."""
     state = rundir.read_json(path / rundir.PLAN_STATE, below=path) or {}
     return not rundir.is_alive(jsonl.mapping(state, "supervisor"))

@@ -1,7 +1,7 @@
 """The commands runs, status, check, compare, report, logs, flags and plans.
 
-They only read, except that `check --end-leftovers` ends processes and `report --output` writes
-files.
+They change nothing, except that `check --end-leftovers` ends processes and `report --output`
+writes files.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def follow(
 
 
 def check(options: argparse.Namespace) -> int:
-    """Prints go or no go: for a plan from its preflight, for a run from its gates."""
+    """Prints go or no go, for a plan or a run."""
     from console.plans import catalog
 
     if catalog.is_plan(options.run):
@@ -204,7 +204,7 @@ def _so_far(state: RunState) -> str:
 def _basis(run: RunSource, state: RunState, named: str) -> str:
     """Returns the files and records that the gates are based on, or "" for a run without gates.
 
-    For a run that ended early, the result also has the gates that the records do not confirm.
+    If a run ended early and no gate blocks, the result also says what the records do not confirm.
     """
     if not state.gates:
         return ""
@@ -240,7 +240,7 @@ def _read_all(options: argparse.Namespace) -> RunSource:
 
 
 def _no_go(state: RunState, whole: bool) -> str:
-    """Returns "no go" with the state, the gates that did not pass, and a contradiction."""
+    """Returns "no go" with the state, the gates that did not pass, and any contradiction."""
     word, why = status_text.outcome(state) if whole else (state.state, state.why)
     name = state.launch.id if whole and state.launch and word != state.state else state.id
     missed = status_text.not_passed(state.gates) if word == state.state == "completed" else ""
@@ -327,7 +327,7 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def _must_have_rank(run: RunSource, state: RunState, rank: int) -> None:
-    """Raises NotFoundError for a rank that has neither records nor a log."""
+    """Raises NotFoundError for an unknown rank that has no log."""
     known = [each.rank for each in state.ranks]
     if run.run_path is None or rank in known:
         return

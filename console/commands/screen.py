@@ -1,6 +1,6 @@
 """The commands that open the screen.
 
-The modules that read a run are imported after the first picture, so that the picture appears early.
+Modules that the first picture does not need are imported later, so that the picture appears early.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ DRY_RUN = option(
 )
 ASSUME = option(
     "--assume-gpus", type=word, metavar="NxNAME",
-    help="check for these GPUs, e.g. 2xA100, not for the GPUs of this machine; start nothing",
+    help="check for these GPUs, e.g. 2xA100, not for the GPUs of this machine (launch: only with "
+    "--dry-run)",
 )  # fmt: skip
 
 
@@ -176,10 +177,10 @@ QUERIES: tuple[Command, ...] = (
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),
-       "If the supervisor has detected a stall, its verdict is printed. If ranks make no\n"
-       "progress and there is no such verdict, the command collects the evidence itself,\n"
-       "in about 4 s. + marks evidence for the verdict, - evidence for another rank,\n"
-       "? evidence that is not available.\n"
+       "If a live supervisor has detected a stall, its verdict is printed. Otherwise,\n"
+       "if ranks make no progress, the command collects the evidence itself, in about\n"
+       "4 s. + marks evidence for the verdict, - evidence for another rank, ? evidence\n"
+       "that is not available.\n"
        "Exit code 0: no stall; 1: stalled, or unknown. For a run that has ended, the\n"
        "exit code is that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
@@ -214,8 +215,8 @@ QUERIES: tuple[Command, ...] = (
              option("--yes", action="store_true", help="confirm --end-leftovers"),
              option("--full", action="store_true",
                     help="read all records of the run instead of its snapshot; may take minutes")),
-            "For a plan, this is the result of its preflight on this machine; for a run, the\n"
-            "result of its gates.\n", "query.check"),
+            "A plan is go if no check of its preflight failed. A run is go if it completed\n"
+            "and every gate passed or has an override.\n", "query.check"),
     Command("compare", "Compare the variants of the sweeps in a launch.",
             ("compare latest", "compare latest --json"), (_run("LAUNCH"),),
             "A sweep is a phase of the plan with variants and rounds, see the guide. Variants\n"
@@ -229,8 +230,8 @@ QUERIES: tuple[Command, ...] = (
         option("--output", type=path, metavar="FILE",
                help="write FILE (NAME.md), and its charts NAME-loss.svg and NAME-speed.svg"),
     ), "The report shows gates, speed, figures with file and window, environment, files,\n"
-       "and what was not measured. Each launch writes report.md at its end. Exit code 0:\n"
-       "the report was written; the result of the run does not change this code.\n"
+       "and what was not measured. When a plan ends, its supervisor writes report.md.\n"
+       "The exit code does not depend on the result of the run.\n"
        + LEGACY, "query.report"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
@@ -293,8 +294,8 @@ DRILL = Command(
         option("--plain", action="store_true",
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
-               help="with --plain: longest wait for the verdict, and the same time again for "
-               "your reaction, in seconds (default: %(default)g; 400 s more for leak)"),
+               help="with --plain or --json: longest wait for the verdict, and the same time again "
+               "for your reaction, in seconds (default: %(default)g; 400 s more for leak)"),
     ), "React on the screen, or from another shell with stop RUN (RUN is the printed\n"
        "path) or kill -CONT PID. Then leave the screen with q; the drill stops the run\n"
        "and prints the score. Exit code 0: verdict and reaction were correct; 1: at\n"
@@ -316,11 +317,12 @@ ADOPT = Command(
                help="confirm that the command of the run may start again; needed after a reboot "
                "of the host"),
     ), "Live ranks continue under the new supervisor. If the ranks have already exited,\n"
-       "their exit records and pulses decide the result of the run. The plan continues.\n",
+       "their exit records and pulses decide the result of the run. The plan continues\n"
+       "if the phase passes its gates.\n",
     "control.adopt",
 )  # fmt: skip
 DO = Command(
-    "do", "Send any action as a request.",
+    "do", "Send an action as a request.",
     tuple(each for action in action_table.TABLE if not action.verb for each in action.examples), (
         _run(),
         option("action", type=word, metavar="ACTION", help="name of an action from the list below"),

@@ -1,7 +1,4 @@
-"""`nsa-console watchdog`: evaluates the watch rules from a run's files; --halt may halt it.
-
-The command needs no supervisor.
-"""
+"""`nsa-console watchdog`: evaluates the watch rules from a run's files, without a supervisor."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ def _report(change: Change, run: Path, halted: set[Path], options: argparse.Name
 
 
 def _halt(run: Path, anomaly: str) -> str:
-    """Writes `.HALT` and `.anomaly_type` unless `.HALT` exists; returns a sentence."""
+    """Writes `.HALT` and, if possible, `.anomaly_type`, unless `.HALT` exists."""
     if (run / rundir.HALT).exists():
         return f"{rundir.HALT} already exists"
     actions.halt(run, f"watchdog {actions.who()}")

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 TICK_S = 1.0
 LEAVE = "ctrl+c"
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
-"""For each view except the Dashboard, its module (imported at first use) and its class."""
+"""The name of the module and of the class of each view except the Dashboard."""
 
 
 def bindings() -> list[Binding]:
-    """Returns the key bindings of the table of keys; ctrl+c always exits, even from a field."""
+    """Returns the key bindings of the table of keys; ctrl+c exits even from a field."""
     leave = Binding(LEAVE, "quit_now", keys.KEYS["leave"].help, show=False, priority=True)
     return [leave] + [
         Binding(name, f"key('{key.id}')", key.help, show=False)
@@ -114,7 +114,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.set_interval(TICK_S, self._tick)
 
     def exit(self, *given: Any, **named: Any) -> None:
-        """Exits, even if the terminal does not read."""
+        """Exits, even if the terminal reads nothing."""
         if isinstance(self._driver, TerminalDriver):
             self._driver.end_in_time()
         super().exit(*given, **named)
@@ -127,12 +127,12 @@ class ConsoleApp(App[int], inherit_bindings=False):
             where = f"lost ({error.strerror})"
         what = clean(traceback.format_exc(limit=0).splitlines()[-1], 200)
         self.panic(
-            Text(f"nsa-console: the screen failed: {what}; runs continue; start it again; "
+            Text(f"nsa-console: the screen failed: {what}; runs continue; start the screen again; "
                  f"the traceback is {where}, please report it")
         )  # fmt: skip
 
     def _painted(self) -> None:
-        """Starts the feed and the garbage collection, after the first picture has been drawn."""
+        """Starts what has waited for the first picture: feed, preload and garbage collection."""
         self.feed.start()
         threading.Thread(target=preload, name="preload", daemon=True).start()
         gc.freeze()
@@ -147,7 +147,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         if not self.is_running:
             return
         if self.snapshot is None and snapshot.state is None:
-            self.run_worker(self.show_view("launch"))  # no run: show what can be launched
+            self.run_worker(self.show_view("launch"))  # there is no run to show
         self.snapshot = snapshot
         if snapshot.state is not None and snapshot.state.launch is not None:
             self.draft.offer(snapshot.state.launch.plan)
@@ -167,7 +167,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             self.feed.nudge()
 
     def _tick(self) -> None:
-        """Clears an old message; updates the displayed ages while no new snapshot arrives."""
+        """Clears an old message; redraws header and alert line while no new snapshot arrives."""
         self.answer.tick()
         if self.snapshot and time.monotonic() - self.snapshot.at < PUNCTUAL_S:
             return
@@ -196,10 +196,10 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.call_after_refresh(self.feed.nudge)
 
     async def action_key(self, key_id: str) -> None:
-        """Calls the method of a key in an open overlay, or else in the view, app or operator.
+        """Executes a key: asks its `question`, or calls its method `do_<id>`.
 
-        If an open overlay lacks the method, the overlay may close first (`gives_way`). Without an
-        overlay, a key with a `question` asks this question.
+        While an overlay is open, only the overlay's method is called; an overlay without the method
+        may close first (`gives_way`). Otherwise the method of view, app or operator is called.
         """
         key = keys.KEYS[key_id]
         if self.overlay is not None:
@@ -222,7 +222,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             await result
 
     async def action_after(self, key_id: str) -> None:
-        """Closes the overlay, then calls the method of a key."""
+        """Closes the overlay, then executes a key."""
         await self._remove_overlay()
         await self.action_key(key_id)
 
@@ -279,7 +279,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         """Shows a message, for example the result of an action."""
         self.answer.say(text, level)
 
-    # --- the keys that mean the same in every view -----------------------------------------------
+    # --- the keys that work in every view --------------------------------------------------------
 
     do_dashboard = partialmethod(show_view, "dashboard")
     do_launch_view = partialmethod(show_view, "launch")
@@ -293,7 +293,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
 
     def follow(self, path: Path) -> None:
-        """Watches another launch or run; resumes a display that is paused on the former run."""
+        """Watches another launch or run; resumes a paused display."""
         if self.paused:
             self.set_paused(False)
         self.feed.follow(path)
@@ -305,7 +305,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.open_overlay(Chooser(self.draft.root, self._choose))
 
     def _choose(self, entry: Entry) -> None:
-        """Watches the chosen run, or prepares the launch of the chosen plan."""
+        """Watches the chosen launch or run, or prepares the launch of the chosen plan."""
         if entry.path is not None:
             self.follow(entry.path)
             return

@@ -23,11 +23,11 @@ from trainers.contract.errors import ContractError
 ANSWER_S = 300.0
 """Longest wait for a supervisor's answer; the screen shows an answer as soon as it comes."""
 LIMIT_S = 20.0
-"""After this time without a result, the alert line shows the action and the waiting time."""
+"""After this time without a result, a notice shows the action and the waiting time."""
 
 
 class Screen(Protocol):
-    """The part of the app that shows results and the actions in progress."""
+    """The part of the app that this module uses."""
 
     pending: list[Pending]
     feed: Feed
@@ -68,7 +68,8 @@ def run_in_background(
 ) -> None:
     """Runs `work` in a thread; calls `then` with the result, or `failed` with an error sentence.
 
-    Without `failed` the screen shows the error. Until `work` ends, `screen.pending` has the action.
+    By default, `failed` shows the error. Until `then` or `failed` is called, `screen.pending` has
+    the action.
     """
     fail = failed or (lambda sentence: screen.say(sentence, "error"))
     pending = Pending(label, about, time.monotonic())
@@ -98,7 +99,7 @@ def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
     """Sends a request by `nsa-console do` (or `adopt`) in another process; returns the answer.
 
     In this process, a write into a directory that does not answer could keep the console from
-    exiting. Raises ContractError if the request is rejected or not answered.
+    exiting. Raises ContractError if the other process fails, for example after a rejection.
     """
     from console.supervisor import launch_spec
 

@@ -1,8 +1,7 @@
 """Computes a chart as text: time window, columns, axis bounds, braille or block characters.
 
 A scrolling chart would be sent to the terminal completely at every sample. This chart fills from
-left to right and, when it is full, jumps left by a quarter of its width; so most samples change
-only a few columns.
+left to right and moves only when it is full, so most samples change only a few columns.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ Bin = tuple[float, float] | None
 SPANS_S = (60, 120, 300, 600, 1800, 7200, 43200)
 AUTO_MAX_S = 600
 LEAST_SPAN = 0.02
-"""An axis spans at least this share of its largest value, so that noise does not fill the chart."""
+"""Least span of an axis, as a share of the largest absolute value: noise must not fill a chart."""
 TINY, HUGE = 1e-200, 1e200
-"""Limits of drawn values, because a record may have any float."""
+"""Smaller sizes are drawn as zero, larger sizes as `HUGE`, because a record may have any float."""
 _DOTS = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
-"""Bits of the four dots of a braille cell in its two columns, the lowest dot first."""
+"""Bits of the four dots in each column of a braille cell, the lowest dot first."""
 _BRAILLE = " " + "".join(map(chr, range(0x2801, 0x2900)))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -49,7 +48,7 @@ def window_start(first: float, now: float, span: float) -> float:
 
 
 def bins(points: Sequence[Point], start: float, span: float, count: int) -> tuple[Bin, ...]:
-    """Returns the smallest and largest value per column; the points are in order of time."""
+    """Returns the smallest and largest value per column; points must be in order of time."""
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
     ats, values = zip(*points[first:end], strict=True) if first < end else ((), ())
     found: list[Bin] = [None] * count
@@ -65,7 +64,7 @@ def bins(points: Sequence[Point], start: float, span: float, count: int) -> tupl
 
 
 def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:
-    """Returns the band from the smallest to the largest value of several series."""
+    """Returns for each column the smallest and the largest value of several series."""
     if len(several) == 1:
         return several[0]
     merged: list[Bin] = []
@@ -101,7 +100,7 @@ def _round_step(step: float) -> float:
 def levels(
     held: Sequence[Bin], low: float, high: float, count: int
 ) -> list[tuple[int, int] | None]:
-    """Returns the lowest and highest dot of each column; closes the gaps between columns.
+    """Returns the lowest and highest dot of each column, so that a curve has no short gaps.
 
     Dot 0 is at the bottom.
     """

@@ -1,7 +1,4 @@
-"""The charts of the Dashboard: their series and units, and the choice of the charts to show.
-
-If the operator has chosen no charts, the charts with data are shown, in the order of `CATALOG`.
-"""
+"""The charts of the Dashboard: their series and units, and the choice of the charts to show."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ from console.model import LIVE_STATES, RunState
 BANDED = 16
 """One chart draws a band over at most this many GPUs or ranks."""
 DEFAULT = 4
-"""Number of charts that are shown while no series has a point."""
+"""Number of charts that are shown while no chart has data."""
 LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart: its title and its series. It draws one band over all series.
+    """One chart: its title and its series.
 
-    `each` is the kind of thing that has a separate series: "GPU", "rank" or "layer". A chart with
-    `each` "layer" draws a curve per series instead of the band.
+    `each` is the kind of thing that has a separate series: "GPU", "rank" or "layer", or "". A chart
+    of layers draws a curve for each of its `names`; any other chart draws one band over them.
     """
 
     title: str
@@ -35,7 +32,7 @@ class Chart:
     parts: tuple[str, ...] = ()
     """The series whose values the zoomed chart lists one by one."""
     measures: str = ""
-    """The measured quantity, if the unit does not show it: "GPU", "CPU" or "RSS"."""
+    """What is measured, if the unit does not show it: "GPU", "CPU" or "RSS"."""
     is_over: bool = False
     """True for a chart of ranks or GPUs whose run has ended, so that they have no present value."""
 
@@ -64,7 +61,7 @@ CATALOG = (
 
 
 def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
-    """Returns a chart with the series of this run's GPUs, ranks or layers, and its unit."""
+    """Returns a chart with the series and the unit that it has in this run."""
     if chart.title == ENTROPY:
         count = sum(name.startswith(LAYER) for name in recorded)
         return replace(chart, parts=tuple(f"{LAYER}{index}" for index in range(count)))

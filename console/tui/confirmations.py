@@ -25,8 +25,8 @@ class Choice:
 class Question:
     """The confirmation of one or more actions. The screen adds the button No.
 
-    If `typed` is not empty, a choice works only after the operator has typed this text. `path` is
-    the run or launch that a choice acts on, even if the screen then shows another run.
+    If `typed` is not empty, a choice works only after the operator has typed this text. A choice
+    acts on the run or launch `path`, even if the screen shows another run by then.
     """
 
     title: str
@@ -43,7 +43,7 @@ class CannotAsk(Exception):
 def question(state: RunState | None, *actions: Action) -> Question:
     """Returns the confirmation of actions on the displayed run, with one button per action.
 
-    While a launch waits between two phases, an action that ends a run halts the launch. Raises
+    While a launch waits between two phases, a halt or stop becomes a halt of the launch. Raises
     CannotAsk.
     """
     state, first = _shown(state), actions[0]
@@ -109,9 +109,11 @@ def _last_checkpoint(state: RunState) -> dict[str, str]:
 
 
 def _of_adopt(state: RunState) -> dict[str, str]:
-    """Returns the phases after an adoption. Raises CannotAsk if nothing is unsupervised."""
+    """Returns the phases after an adoption. Raises CannotAsk."""
     launch = state.launch
-    if launch is None or "unsupervised" not in (launch.state, state.state):
+    if launch is None:
+        raise CannotAsk(f"{state.id} belongs to no launch, so no supervisor can adopt it")
+    if "unsupervised" not in (launch.state, state.state):
         raise CannotAsk(f"{state.id} is {state.state}; adopt needs a run without a supervisor")
     return {"then": f"next phases: {', '.join(phase.name for phase in launch.rest) or 'none'}"}
 
@@ -129,8 +131,8 @@ def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
     """Returns the confirmation of `ack` for the alert with this id and text."""
     state, action = _shown(state), ACTIONS["ack"]
     if not alert:
-        clears = "this notice clears automatically, so it cannot be acknowledged"
-        raise CannotAsk(clears if text else "there is no alert to acknowledge")
+        stays = "this notice cannot be acknowledged; it remains while its condition lasts"
+        raise CannotAsk(stays if text else "there is no alert to acknowledge")
     facts = (("run", state.id), ("alert", text), action.cost)
     return Question("Acknowledge this alert?", facts, state.path, (_choice(action, alert=alert),))
 

@@ -1,4 +1,4 @@
-"""The launch that the operator prepares, and the flag values for a running launch's next phase."""
+"""The launch that the operator prepares, and the planned flag values of a launch's next phase."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from console.tui.confirmations import CannotAsk, Choice, Question
 
 
 def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
-    """Returns the planned value of each flag in the next phase, or {} if no phase is left.
+    """Returns the planned values of flags in the next phase, or {} if no phase is left.
 
     The values come from the flags of the phase, or else from its settings. Raises ContractError.
     """
@@ -36,7 +36,7 @@ class Draft:
 
     A launch from the screen waits for confirmation between phases unless the operator chooses `go`.
     `trouble` is the error of the newest check, or ""; `checked` has the options of that check.
-    `prepared` is the result of the newest check that could read the plan.
+    `prepared` is the result of the newest check without an error.
     """
 
     def __init__(self, plan_name: str, root: Path):
@@ -80,7 +80,7 @@ class Draft:
         return self.checked is not None and self.checked == self.options()
 
     def take(self, options: Any, prepared: Any, trouble: str) -> None:
-        """Stores the result of a check; after an error, the last readable plan remains."""
+        """Stores the result of a check; after an error, the former `prepared` remains."""
         self.checked, self.trouble = options, trouble
         self.prepared = prepared if prepared is not None else self.prepared
         if prepared is not None and not options.flags:
@@ -95,7 +95,7 @@ class Draft:
         return self.prepared.checks if self.prepared is not None else ()
 
     def planned_flags(self) -> Mapping[str, str]:
-        """Returns each flag's planned value in the first phase, from the plan or from settings."""
+        """Returns the planned values of flags in the first phase, from the plan or its settings."""
         known = self._unchanged or self.prepared
         if known is None:
             return {}
@@ -125,7 +125,7 @@ class Draft:
             ("plan", f"{plan.name}: {', '.join(phase.name for phase in plan.phases)}"),
             ("host", host),
             ("starts", f"{ranks} with torchrun; {asks if self.between == 'ask' else goes}"),
-            ("flags", ", ".join(f"{k}={v}" for k, v in self.flags.items()) or "as in the plan"),
+            ("flags", ", ".join(f"{k}={v}" for k, v in self.flags.items()) or "none changed"),
             ("writes", where),
             ACTIONS["launch"].cost,
         )

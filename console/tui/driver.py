@@ -1,8 +1,8 @@
-"""The Textual driver: paints on stdout, drops pasted keys, and exits if the loop is blocked.
+"""The Textual driver: paints on stdout, drops pasted keys, exits even if the loop is blocked.
 
 Textual's own driver paints on stderr, which may be a file. When the terminal goes away, Textual's
-writer thread dies, and after 30 further writes the event loop is blocked forever. So the exit must
-not depend on the loop.
+writer thread dies, and some writes later the event loop is blocked forever. So the exit must not
+depend on the loop.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from textual.drivers.linux_driver import LinuxDriver
 GRACE_S, RESTORE_S = 2.0, 0.5
 READ_BYTES = 4096
 POLL_S, IDLE_POLL_S, QUIET_S = 0.1, 0.5, 0.25
-"""The terminal is polled every `POLL_S`, or every `IDLE_POLL_S` after a second without input. A
-paste has ended when no input has arrived for `QUIET_S`."""
+"""The longest waits for input: during the second after an input, and later. Characters that follow
+pasted characters within `QUIET_S` count as pasted."""
 FEW, FIELD_CHARS = 8, 256
-"""The largest number of characters that one read returns while a person types: first for keys,
-then for text in a field."""
+"""The largest number of characters in one read that count as typed: as keys, and in a field."""
 IGNORED = "input ignored: keys that come together count as pasted; type them one by one"
 PASTE_BEGIN, PASTE_END = "\x1b[200~", "\x1b[201~"
 MARKED_OR_SEQUENCE = re.compile(
     r"\x1b\[200~.*?(?:\x1b\[201~|\Z)"  # a marked paste, which may end in a later read
-    r"|\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[\]P^_X].*?(?:\x07|\x1b\\)|.?)",  # a key, mouse, or answer
+    r"|\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[\]P^_X].*?(?:\x07|\x1b\\)|.?)",  # key, mouse or answer
     re.DOTALL,
 )
-"""Marked pastes and escape sequences; all other text of a read are characters."""
+"""Matches marked pastes and escape sequences; all other text consists of characters."""
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
 )
@@ -47,10 +46,9 @@ RESTORE = (
 
 
 class TerminalDriver(LinuxDriver):
-    """Exits at once when the terminal is gone; after `exit` or a signal, within about `GRACE_S`.
+    """Ends the process when the terminal is gone, or reads nothing after `exit` or a signal.
 
-    After `exit` or a signal it exits even if the terminal reads nothing. Such a terminal blocks the
-    writer, and the writer then blocks the event loop.
+    A terminal that reads nothing blocks the writer, and the writer then blocks the event loop.
     """
 
     def __init__(self, *given: Any, **named: Any):
@@ -82,7 +80,7 @@ class TerminalDriver(LinuxDriver):
         signal.signal(signal.SIGUSR1, lambda *_: None)
 
     def run_input_thread(self) -> None:
-        """Reads keys until the driver stops or the input ends; replaces bytes that are no UTF-8."""
+        """Reads input until the driver stops or the input ends. Bytes need not be UTF-8."""
         parser = XTermParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
         read_at = time.monotonic()
@@ -107,9 +105,9 @@ class TerminalDriver(LinuxDriver):
     def _typed(self, text: str) -> str:
         """Returns the text of one read without characters that were pasted and not typed.
 
-        Characters are pasted if one read returns more of them than a person types, if they come in
-        one read with a marked paste, or if they soon follow pasted characters. A marked paste and
-        other escape sequences are passed to Textual.
+        Characters count as pasted if one read has more of them than a person types, if the read
+        also has a marked paste, or if they soon follow pasted characters. Marked pastes and escape
+        sequences are passed to Textual.
         """
         before = PASTE_BEGIN if self._is_marked else ""
         kept = [match.group() for match in MARKED_OR_SEQUENCE.finditer(before + text)]
@@ -145,7 +143,7 @@ class TerminalDriver(LinuxDriver):
         self.end_in_time()
 
     def _end_now(self) -> None:
-        """Ends the process although the terminal reads nothing and blocks the event loop.
+        """Ends the process even if the terminal reads nothing and the event loop is blocked.
 
         Pending output is dropped, and the writer is redirected to /dev/null, so that the terminal
         has room for `RESTORE`. Typed input is dropped too, because the shell would run it.

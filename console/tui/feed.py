@@ -1,4 +1,4 @@
-"""Polls the run for the screen in one thread; delivers immutable snapshots, about one per second.
+"""Polls the run for the screen in one thread, and delivers the data of each poll as a snapshot.
 
 The thread is a daemon thread, so a directory that does not answer blocks neither the screen nor its
 exit. It belongs to no executor, because the interpreter waits for the threads of executors at exit.
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 GLANCE_S = 0.25
 LOOK_BYTES = 1 << 20
-"""Bytes of records read between two snapshots, so that a long run is shown while it is read."""
+"""The limit of `RunSource` for one poll, so that a long run is shown while it is read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
-"""Files that change when the state changes; they are checked four times a second."""
+"""Paths from the run directory. When one of these files changes, the next poll is due."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScreenData:
     """The data of one poll. `at` is a monotonic time, `now` is in unix seconds.
 
-    `recorded` has the names of all series of the run; `charts` has the points of the displayed
+    `recorded` has the names of all series of the run; `charts` has the points of the `wanted`
     series.
     """
 
@@ -83,8 +83,8 @@ def find_newest(root: Path) -> Path | None:
 class Feed:
     """Polls a run in a thread. In this thread it calls `deliver`, which must only pass data on.
 
-    The next snapshot is made only after `allow_next()`, so a slow screen skips samples and no queue
-    grows.
+    The next snapshot is made only after `allow_next()`, so a slow screen gets fewer snapshots, and
+    no queue grows.
     """
 
     def __init__(self, deliver: Callable[[ScreenData], object], path: Path | None, root: Path):
@@ -118,7 +118,7 @@ class Feed:
         self.nudge()
 
     def follow(self, path: Path) -> None:
-        """Shows another launch or run from now on."""
+        """Polls another launch or run from now on."""
         self._path = path
         self.nudge()
 
@@ -132,7 +132,7 @@ class Feed:
 
     @property
     def silent_s(self) -> float:
-        """Time for which the present read has waited for the run directory, or 0 between reads.
+        """Duration of the present read of the run directory, or 0 between reads.
 
         The feed's thread sets the start of the read, so a busy screen does not look like a silent
         directory.

@@ -1,6 +1,6 @@
 """The table of keys, from which bindings, footer, buttons, help and palette are made.
 
-The keys of actions are rows of `console.action_table`. Every other key of the views has a row here,
+The keys of actions come from `console.action_table`. Every other key of the views has a row here,
 and a method `do_<id>` in the app or in each view that uses the key. A question and the palette have
 a few more keys of their own.
 """
@@ -39,12 +39,12 @@ class Key:
 
     @property
     def shown(self) -> str:
-        """The name of the row's first key for the footer and the help."""
+        """The name of the row's first key, as the screen shows it."""
         return NAMES.get(self.keys[0], self.keys[0])
 
     @property
     def asks(self) -> str:
-        """The cost of the key's actions in short, or "" for a key that asks for no confirmation."""
+        """The cost of the key's first action in short, or "" for a key without actions."""
         if not self.actions:
             return ""
         word, text = self.actions[0].cost

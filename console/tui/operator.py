@@ -36,7 +36,7 @@ Request = Callable[[Path, str, Mapping[str, Any]], str]
 
 
 def preload(wait_s: float = 0.5) -> None:
-    """Imports the modules of `LATER` in a background thread; keys are handled in the pauses."""
+    """Imports the modules of `LATER`, with pauses in which keys are handled."""
     for name in LATER:
         time.sleep(wait_s)
         import_module(name)
@@ -64,8 +64,8 @@ class Console(background.Screen, Protocol):
 class Operator:
     """Asks questions, sends requests and starts launches; `do_<id>` executes the key `<id>`.
 
-    `actions` is `console.actions`, imported when it is first needed; `request` sends a request and
-    returns the answer.
+    By default, `actions` is the module `console.actions`. `request` sends a request and returns the
+    answer.
     """
 
     def __init__(self, screen: Console, request: Request = background.request, actions: Any = None):
@@ -77,7 +77,7 @@ class Operator:
 
     @property
     def _state(self) -> RunState | None:
-        """The displayed run."""
+        """The run of the newest snapshot, or None."""
         return self._screen.snapshot.state if self._screen.snapshot else None
 
     # --- confirmations and requests ------------------------------------------------------------
@@ -87,7 +87,7 @@ class Operator:
         make: Callable[[RunState | None], Question],
         then: Callable[[Choice], object] | None = None,
     ) -> None:
-        """Opens the question of `make` for the displayed run, or the text of its CannotAsk."""
+        """Opens the question that `make` returns, or shows the message of its CannotAsk."""
         from console.tui.widgets.confirm import Confirm
 
         try:
@@ -103,7 +103,7 @@ class Operator:
         self.send(path, choice.action, dict(choice.args))
 
     def send(self, path: Path, action: str, args: dict[str, Any]) -> None:
-        """Sends a request to a supervisor in the background, and shows the answer."""
+        """Requests an action in the background, and shows the answer."""
         self._screen.say(f"{action}: sent …", "wait")
         work = partial(self._request, path, action, args)
         run_in_background(self._screen, action, work, self._screen.say, about=path.name)
@@ -179,7 +179,7 @@ class Operator:
     def _launch(self, options: Any, plan: Any) -> None:
         """Launches the confirmed `plan`; a plan that has changed since its check is rejected.
 
-        Does nothing but show a message while another launch is starting.
+        While another launch is starting, only shows a message.
         """
         screen, actions = self._screen, self.actions
         if self._is_starting():

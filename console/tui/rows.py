@@ -77,7 +77,7 @@ def labelled(label: Span, lines: Iterable[str], style: str = "") -> list[Row]:
 
 
 def spread(left: Row, right: Row, width: int) -> Row:
-    """Returns two parts at the ends of a row; if both do not fit, `right` is left out."""
+    """Returns two parts at the ends of a row; if they do not both fit, `right` is left out."""
     gap = width - width_of(left) - width_of(right)
     if gap < 1:
         return clip(left, width)
@@ -178,7 +178,7 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
 def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
     """Returns where the cells that differ begin and end, or None if all cells are equal.
 
-    If a row has a character that is not one cell wide, the result covers the whole row.
+    If one of two different rows has a character that is not one cell wide, returns the whole row.
     """
     if old == new:
         return None

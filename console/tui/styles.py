@@ -1,4 +1,4 @@
-"""Styles by name, in the terminal's own sixteen colours; every state also has a word or a sign."""
+"""Styles by name, in the terminal's own sixteen colours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LEVEL_STYLE = {"info": "info", "warn": "warn", "crit": "crit"}
 PLAIN = str.maketrans(
     "─│…–·×→←↓↑↻◂▸›✓✗○●▏▎▍▌▋▊▉█°▁▂▃▄▅▆▇≥≤÷", "-|~-.x><v^@<>>+x.*::::####o_.-:=+*></"
 )  # fmt: skip
-"""An ASCII character for each of these special characters; `drawn` replaces all others by "?"."""
+"""An ASCII character for each of these characters; `drawn` shows other non-ASCII text as "?"."""
 ascii_only = False
 """True for a terminal without UTF-8."""
 

@@ -1,4 +1,4 @@
-"""The abilities of the terminal, read once from the environment."""
+"""The abilities of the terminal, read from the environment."""
 
 from __future__ import annotations
 

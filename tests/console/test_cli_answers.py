@@ -8,6 +8,7 @@ import os
 import pytest
 
 from console import actions, cli, status_text
+from console.commands import control
 from console.diagnose.watchdog import Watchdog
 from console.model import Gate
 from console.plan import Watch
@@ -225,6 +226,20 @@ def test_logs_of_the_supervisor_are_asked_for_as_the_screen_names_them(launch, c
 def test_a_run_that_was_started_by_hand_has_no_logs(tmp_path, capsys):
     code, _, err = said(capsys, "logs", directory.run(tmp_path / "mine"))
     assert (code, "mine has no logs; a run that was started by hand" in err) == (3, True)
+
+
+def test_stopped_processes_of_the_supervisor_are_named_before_the_answer(
+    launch, capsys, monkeypatch
+):
+    """The child that sends the request prints nothing: its descriptors lead to /dev/null."""
+    monkeypatch.setattr(control, "SOON_S", 0.05)
+    monkeypatch.setattr(control.targets, "host_and_stopped", lambda *_: ("", [41, 42]))
+    monkeypatch.setattr(actions, "send", lambda *_: "1")
+    late = {"ok": True, "text": "noted"}
+    monkeypatch.setattr(actions, "answer", lambda _path, _id, s: late if s > 0.05 else None)
+    code, out, err = said(capsys, "do", launch, "note", "text=x")
+    assert (code, "noted" in out) == (0, True)
+    assert "the supervisor (pid 41 42) is stopped, kill -CONT 41 42 resumes it" in err
 
 
 def test_an_answer_of_another_form_is_no_success_and_no_traceback(launch, capsys, monkeypatch):

@@ -67,8 +67,10 @@ def shape(width: int, height: int, ranks: int, available: int) -> Shape:
     per_row = 2 if width < 116 else 3 if width < 160 else 4
     rows = min(max(left * 3 // 4 // HIGH_CHART, 2), -(-available // per_row))
     count = min(available, rows * per_row)
-    log = max(5, left // 4) if tall else left - rows * LOW_CHART
-    if rows == 1 and not tall:
+    log = left - rows * LOW_CHART
+    if tall:
+        log = min(max(5, left // 4), left - rows * LEAST_CHART)
+    elif rows == 1:
         log = left - max(LOW_CHART, left * 3 // 5)
     return Shape(top, figures, count, min(per_row, count), log if log >= LEAST_LOG else 0)
 

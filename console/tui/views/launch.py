@@ -19,8 +19,8 @@ from trainers.contract import flags as registry
 FOREIGN = "foreign program: other NSA flags have no effect"
 WIDE = 110
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
-"""Least number of rows of the list of flags, with its heading; least height of a view that shows
-facts about the training."""
+"""Number of rows that other panels leave to the list of flags if possible, with its heading; least
+height of a view that shows facts about the training."""
 
 
 def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | None:
@@ -52,7 +52,7 @@ def command_rows(title: str, line: str, routes: str, width: int, height: int) ->
 
 
 class FlagList(Picker):
-    """The list of flags; its rows are made again when its width changes."""
+    """The list of flags; its rows are made again when its size changes."""
 
     def on_resize(self) -> None:
         super().on_resize()
@@ -75,7 +75,7 @@ class Launch(Scrolls, View):
         self.draft = console.draft
         self._items: list[flag_list.Item] = []
         self._later = "next"
-        """The phases for which changed flags are sent to a running launch."""
+        """The phases for which changed flags are sent to a launch in progress."""
         self._plan = Box(id="plan")
         self._phases = Panel("phases", self._phase_rows)
         self._training = Panel("training", self._training_rows)
@@ -113,7 +113,7 @@ class Launch(Scrolls, View):
         return [rule("training", width, detail="first phase"), *flowed(parts, width)][:height]
 
     def _line(self, snapshot: ScreenData) -> tuple[str, str]:
-        """Returns two values: a title, and the running command or else the command of the draft."""
+        """Returns two values: a title, and the command of a launch in progress or of the draft."""
         if live := live_launch(snapshot):
             state, launch = live
             ended = ", which ended" if launch.state == "waiting" else ""
@@ -130,14 +130,14 @@ class Launch(Scrolls, View):
     def _check_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         """Returns the gates of a launch in progress, or else the checks of the draft.
 
-        The gates of a launch that has ended are shown above the checks.
+        The gates of a run that has ended are shown above the checks.
         """
         state, rows = snapshot.state, []
         is_live = live_launch(snapshot) is not None
         if state is not None and (is_live or state.gates):
             is_of_plan = state.launch and state.launch.plan == self.draft.plan_name
             name = state.launch.current if state.launch and (is_live or is_of_plan) else state.id
-            height //= 1 if is_live else 2
+            height //= 1 if is_live or height >= WHOLE else 2
             rows = gate_rows(state.gates, state.bounds, width, height,
                              f"gates of {name}{'' if is_live else ', which ended'}")  # fmt: skip
         if is_live:
@@ -233,7 +233,7 @@ class Launch(Scrolls, View):
             self.do_open()
 
     def do_phases(self) -> None:
-        """Chooses whether changed flags are for the next phase or for all later phases."""
+        """Switches changed flags between the next phase and all later phases."""
         self._later = "next" if self._later == "all" else "all"
         self.fill()
 

@@ -74,7 +74,7 @@ class LogView(Scrolls, View):
 
     @property
     def end(self) -> int:
-        """The number of lines above the view's lower edge, but at least one full view."""
+        """The number of lines above the view's lower edge; the view is full if there are enough."""
         return max(min(self.seen, len(self._lines)), self._index(self.bottom))
 
     def scroll_to_line(self, end: int) -> None:

@@ -120,7 +120,7 @@ CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervis
 
 
 def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list[Row]:
-    """Returns the next step, then at most two lines for each sign of the verdict.
+    """Returns the operator's next step, then at most two lines for each sign of the verdict.
 
     The heading counts the signs that do not fit. With `WHOLE` as height, no sign is cut.
     """
@@ -139,7 +139,7 @@ def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list
 
 
 def no_dump(state: RunState) -> str:
-    """Returns that there is no dump, and the key that dumps the stacks of live ranks."""
+    """Returns a sentence that there is no dump; for a live run, with the key that dumps stacks."""
     can = "yet; D dumps the stacks of all ranks" if state.state in LIVE_STATES else "of this run"
     return f"no dump {can}"
 

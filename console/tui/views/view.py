@@ -14,17 +14,14 @@ from console.tui.widgets.lines import Box, Lines, Panel
 
 
 class Main(Screen[None], inherit_bindings=False):
-    """The only Textual screen. A change of focus repaints two widgets, not the whole screen.
-
-    The screen has only the keys of the table of keys; tab stays within an overlay.
-    """
+    """The only Textual screen. A change of focus repaints two widgets, not the whole screen."""
 
     BLANK = True
     focused = Reactive[Widget | None](None, repaint=False)
 
 
 class Body(Box):
-    """Contains the views, so that a change of view repaints nothing outside this widget."""
+    """Contains the views, so that a change of view does not repaint the whole screen."""
 
     DEFAULT_CSS = "Body { height: 1fr; width: 1fr; }"
 
@@ -33,7 +30,7 @@ class View(Box):
     """One of the four views between the alert line and the action bar.
 
     The method `do_<id>` executes the key `<id>`. The app looks for the method in the view first,
-    unless an overlay is open or the key asks for a confirmation.
+    unless an overlay is open or the key has a `question`.
     """
 
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"
@@ -60,12 +57,12 @@ class View(Box):
             self.draw_again()
 
     def draw_again(self) -> None:
-        """Draws the newest snapshot again."""
+        """Draws the last shown snapshot again."""
         if self.snapshot is not None:
             self.take(self.snapshot)
 
     def focus_default(self) -> None:
-        """Sets the focus when the view is opened."""
+        """Sets the focus, for example when the view is shown."""
 
     def copied(self) -> str:
         """Returns the text that the key `y` copies."""

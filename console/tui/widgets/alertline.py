@@ -94,7 +94,7 @@ def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
         return [] if is_stall_told else [Notice("crit", said, "3 diagnose")]
     if state.state == "unsupervised":
         why = state.why or "the supervisor is not running; ranks are alive"
-        return [Notice("crit", why, "R new supervisor")]
+        return [Notice("crit", why, "R new supervisor" if state.launch else "")]
     text = f"{state.state}: {state.why or 'no reason recorded'}"
     if state.state in BAD_STATES:
         return [Notice("crit", text, "4 shows logs")]
@@ -156,7 +156,7 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
 
 
 class AlertLine(Panel):
-    """Shows one notice; `A` acknowledges its alert. If notices change, the worst is shown again.
+    """Shows one notice; `A` acknowledges its alert. When notices come or go, the worst is shown.
 
     The alert line has as many lines as the notice needs, at most `MOST_LINES`.
     """

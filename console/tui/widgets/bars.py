@@ -55,7 +55,7 @@ class ActionBar(Box):
         yield from self._buttons.values()
 
     def take(self, snapshot: ScreenData) -> None:
-        """Disables the buttons whose actions are not possible now."""
+        """Disables the buttons whose `question` raises CannotAsk."""
         for key_id, button in self._buttons.items():
             if question := KEYS[key_id].question:
                 try:

@@ -17,7 +17,7 @@ from console.tui.widgets.lines import Panel
 
 LABEL = 6
 AXIS_HEIGHT = 7
-"""Least number of rows of a chart with a time axis. The title also shows the time span."""
+"""Least number of rows of a chart with a time axis."""
 WIDE = 50
 LEAST_HIGH = {"share": 0.1, "%": 100.0}
 """The smallest value at the upper end of the value axis, by unit."""
@@ -72,7 +72,7 @@ def _curves(
 
 
 def _crossed(line: str, cell: int | None) -> Row:
-    """Returns a line of the body with the crosshair in one cell."""
+    """Returns a line of the body, with the crosshair if there is one."""
     if cell is None:
         return ((line, "data"),)
     cross = line[cell] if line[cell : cell + 1].strip() else "│"
@@ -107,7 +107,7 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
 
 
 def scale_label(value: float, unit: str) -> str:
-    """Returns a value in a short form, for an axis."""
+    """Returns a value in a short form, for an axis or a title."""
     if unit == "share":
         return f"{value * 100:.0f}%"
     if unit == "%":
@@ -147,8 +147,8 @@ def zoomed_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns one chart for the whole view, with values below the chart.
 
-    The values are those at the crosshair: of the whole chart, and of each GPU, rank or layer.
-    Without a crosshair, the newest values of each GPU, rank or layer are shown.
+    The values at the crosshair are those of the whole chart and of its GPUs, ranks or layers.
+    Without a crosshair, the newest values of GPUs, ranks or layers are shown.
     """
     parts = part_rows(chart, series, at, width, height // 3)
     rows = chart_rows(chart, series, window, width, height - 1 - len(parts), mode, at)
@@ -214,7 +214,7 @@ def part_rows(
 
 
 class ChartPanel(Panel):
-    """A chart. It is drawn again only if its points, its window or its options have changed.
+    """A chart that is drawn again only if its points, window, size or options have changed.
 
     A zoomed chart is also drawn again every second, because it shows an age.
     """

@@ -23,13 +23,13 @@ class Item:
     flag: Flag | None
     now: str
     planned: str | None
-    """The planned value in the next phase, or None if there is no phase or no known value."""
+    """The planned value in the next phase, or None without a next phase or a known value."""
     held: str | None = None
     """The value that the operator set for the next phase, or None."""
 
     @property
     def following(self) -> str | None:
-        """The value in the next phase, or None if there is no next phase or it is unknown."""
+        """The value in the next phase, or None without a next phase or a known value."""
         return self.planned if self.held is None else self.held
 
     @property
@@ -67,7 +67,7 @@ def items(
 def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
     """Returns the rows of the list; only the first row of a group shows the name of the group.
 
-    A row shows the present value → the next value, and `when` a changed value takes effect.
+    A row shows now → next value and, in a wide list, `when` a changed value takes effect.
     """
     room = width - GROUP - NAME - len("→*") - 6
     when_width = min(14, room - 18) if room >= 24 else 0

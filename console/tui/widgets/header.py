@@ -14,7 +14,7 @@ from console.tui.widgets.lines import Panel
 AMBER_S, RED_S = 3.0, 10.0
 LONGEST, GAP = 999, 2
 PUNCTUAL_S = 2.5
-"""A snapshot is due each second. A delay that is longer than this is added to the shown age."""
+"""If the last snapshot is older than this, its age is added to the shown age of the data."""
 
 
 def header_row(snapshot: ScreenData, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
@@ -43,11 +43,7 @@ def _part(weight: int, style: str, *forms: str) -> Part:
 
 
 def _names(state: RunState) -> list[str]:
-    """Returns the forms of the run's name, the longest first.
-
-    In a launch, the name has plan, time and phase, or only plan and phase. For any other run it is
-    the run's id.
-    """
+    """Returns the forms of the run's name, the longest first."""
     launch = state.launch
     if launch is None or not launch.phases:
         return [cut(state.id or state.path, limit) for limit in (64, 30)]
@@ -72,7 +68,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns the time since the last change of the blamed rank's pulse, or else of any pulse."""
+    """Returns the time since the last change of a pulse, of the blamed rank if there is one."""
     blamed = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)

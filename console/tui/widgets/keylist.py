@@ -35,7 +35,7 @@ SKIPPED = frozenset(
 
 
 def matches(view: str, typed: str) -> list[Key]:
-    """Returns the keys of a view, except `SKIPPED`, whose texts contain all typed words."""
+    """Returns the keys of a view whose texts contain all typed words; leaves out `SKIPPED`."""
     words = typed.lower().split()
     return [
         key for key in for_view(view)

@@ -37,7 +37,7 @@ class Plain(Widget):
 
 
 class Box(Plain):
-    """A container. Its own area is blank: it makes one blank line and repeats it."""
+    """A container whose own area is blank."""
 
     BLANK = True
 
@@ -86,7 +86,7 @@ class Lines(Plain):
         self.redraw()
 
     def redraw(self) -> None:
-        """Draws the rows again for the current size."""
+        """Draws the rows again for the current size; by default does nothing."""
 
     def watch_has_focus(self, _has_focus: bool) -> None:
         """Draws the rows again; no style of CSS depends on the focus."""
@@ -114,7 +114,7 @@ class Lines(Plain):
 
 
 WHOLE = 200
-"""A height in rows for which panels shorten no text."""
+"""The height in rows with which panels are asked for their whole text."""
 Draw = Callable[[ScreenData, int, int], Sequence[Row]]
 """Returns the rows for a snapshot, a width and a height."""
 

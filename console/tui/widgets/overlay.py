@@ -12,7 +12,7 @@ from console.tui.widgets.lines import Box, Plain
 
 
 class Drawer(Box):
-    """Contains the overlays.
+    """Contains the message and the open overlay.
 
     It is always mounted, because mounting a widget in the screen itself repaints everything.
     """
@@ -50,7 +50,7 @@ class Overlay(Box):
         self.post_message(self.Closed(self))
 
     do_back = do_leave = close
-    """`q` closes the overlay; while an overlay is open, only ctrl+c leaves the console."""
+    """While an overlay is open, only ctrl+c leaves the console."""
 
     def do_right(self) -> None:
         self.screen.focus_next(f"#{self.id} *")

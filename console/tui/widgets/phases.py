@@ -11,7 +11,7 @@ from console.model import LIVE_STATES, Gate, PhaseState
 from console.sources import launch_documents
 from console.status_text import gate_value, gates_text
 from console.tui import format as fmt
-from console.tui.rows import Row, columns, fill, rule, width_of, wrap
+from console.tui.rows import Row, columns, fill, labelled, rule, width_of, wrap
 from console.tui.styles import STATE_STYLE
 from console.tui.widgets.lines import WHOLE
 
@@ -135,17 +135,22 @@ def grid(
 ) -> list[Row]:
     """Returns a heading and cells of (result, text), failed cells first.
 
-    The columns are wide enough for the longest text, or narrower if not all cells would fit.
+    The columns are wide enough for the longest text, if all cells fit then. With `WHOLE` as height,
+    no text is cut.
     """
     rows = [rule(heading, width, note)]
     if not cells:
         return [*rows, (("none yet", "dim"),)]
+    cells = sorted(cells, key=lambda cell: [*SIGNS].index(cell[0]))
     longest = max(len(text) for _, text in cells) + 4
+    if height >= WHOLE and longest > width:
+        for result, text in cells:
+            rows += labelled((f"{SIGNS[result][0]} ", SIGNS[result][1]), wrap(text, width - 2))
+        return rows
     per_row = max(1, width // min(longest, width))
     if -(-len(cells) // per_row) > height - 1:
         per_row = max(per_row, min(len(cells), max(1, width // 36)))
     each = width // per_row
-    cells = sorted(cells, key=lambda cell: [*SIGNS].index(cell[0]))
     for start in range(0, len(cells), per_row):
         row: list[tuple[str, str]] = []
         for result, text in cells[start : start + per_row]:

@@ -172,7 +172,7 @@ def wrong(rank: Rank) -> str:
 
 
 def place_cells(rank: Rank, base: str, style: str, end: str = "") -> Cells:
-    """Returns three cells of a rank: its step, its phase or error, and the time in this phase."""
+    """Returns three cells of a rank: its step, its phase or `end`, and the time in this phase."""
     pulse = rank.pulse
     step = fmt.whole(pulse.step) if pulse else fmt.DASH
     phase = end or (pulse.phase if pulse else fmt.DASH)

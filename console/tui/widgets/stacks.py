@@ -76,7 +76,7 @@ def stack_rows(
 def _column(
     ranks: Sequence[int], stack: Stack | None, is_old: bool, is_marked: bool, width: int, now: float
 ) -> list[tuple[str, str]]:
-    """Returns text and style of each cell: the ranks, what they wait for, and their frames."""
+    """Returns text and style of each cell: the ranks, what they do, and their frames."""
     head = f"rank{'s' * (len(ranks) > 1)} {','.join(spans(ranks, '–'))}"
     if stack is None:
         return [(head, "crit"), ("no dump of this group", "dim")]

@@ -134,6 +134,10 @@ def unsupervised() -> RunState:
     return running(state="unsupervised", why="the supervisor (pid 7) is gone; rank 0 still runs")
 
 
+def by_hand() -> RunState:
+    return running(id="by_hand", state="unsupervised", why="no supervisor", launch=None)
+
+
 def gates_failed() -> RunState:
     gates = (
         Gate("steps_done", 100.0, "steps", "run", "heartbeat", "≥ 100", "pass"),

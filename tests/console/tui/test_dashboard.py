@@ -13,7 +13,7 @@ from console import settings_file
 from console.sources.run import RunSource
 from console.tui import chartmath, charts
 from console.tui.rows import text_of, width_of
-from console.tui.views.dashboard import shape
+from console.tui.views.dashboard import LEAST_CHART, shape
 from console.tui.widgets.chart import chart_rows, zoomed_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
@@ -99,7 +99,8 @@ def test_the_dashboard_fills_its_height_whatever_it_is(width, height, ranks, ava
     now = shape(width, height, ranks, available)
     assert now.top >= 2
     assert now.top + now.log <= height
-    assert now.charts == 0 or height - now.top - now.log >= 3
+    rows = -(-now.charts // now.per_row) if now.charts else 0
+    assert height - now.top - now.log >= rows * LEAST_CHART
 
 
 def test_eight_ranks_leave_room_for_four_charts_on_the_smallest_screen():

@@ -134,7 +134,7 @@ def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
         assert lines(app)[1].endswith("a 2 of 2")
         assert "A ack" not in lines(app)[1]
         await pilot.press("A")
-        await until(pilot, lambda: "this notice clears automatically" in picture(app))
+        await until(pilot, lambda: "this notice cannot be acknowledged" in picture(app))
         await pilot.press("a", "A")
         await until(pilot, lambda: "Acknowledge this alert?" in picture(app))
         await pilot.press("escape")

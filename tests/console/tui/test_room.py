@@ -9,6 +9,7 @@ import time
 import pytest
 
 from console.model import PhaseState
+from console.plans.case import Check
 from console.tui import chartmath
 from console.tui.feed import ScreenData
 from console.tui.rows import text_of
@@ -16,7 +17,8 @@ from console.tui.views.stall import rank_rows as stall_rows
 from console.tui.widgets.alertline import notices
 from console.tui.widgets.chooser import ChartList, entries
 from console.tui.widgets.keylist import Commands
-from console.tui.widgets.phases import phase_rows
+from console.tui.widgets.lines import WHOLE
+from console.tui.widgets.phases import check_rows, phase_rows
 from console.tui.widgets.ranks import rank_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
@@ -77,6 +79,17 @@ def test_a_dead_supervisor_is_the_first_alert_of_a_stall():
     state = dataclasses.replace(recorded.unsupervised(), alerts=alerts)
     first, second = notices(ScreenData(0.0, NOW, state))[:2]
     assert (first.hint, second.alert) == ("R new supervisor", "stall-3")
+    assert not notices(ScreenData(0.0, NOW, recorded.by_hand()))[0].hint, "no launch to adopt"
+
+
+def test_a_long_check_is_cut_in_its_panel_and_whole_in_the_zoom():
+    checks = [Check("disk", "pass", "1 GiB free"), Check("data", "fail", "missing " * 20 + "end")]
+    low, whole = ([text_of(row) for row in check_rows(checks, 80, height)] for height in (3, WHOLE))
+    assert len(low) == 3
+    assert not any("end" in row for row in low)
+    assert [row[0] for row in whole[1:]] == ["✗", " ", " ", "✓"]
+    assert whole[3].endswith("missing end")
+    assert max(map(len, whole)) <= 80
 
 
 def test_z_on_launch_shows_the_help_of_every_flag():
