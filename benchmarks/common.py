@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def machine() -> str:
-    """Returns processor, cores, Python and the versions that the figures depend on."""
+    """Returns processor, cores, kernel and versions as text."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -59,7 +59,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def publish(name: str, title: str, body: str, notes: str = "", module: str = "") -> None:
-    """Prints a result and writes it to `results/<name>.md`; `module` is the module that ran."""
+    """Prints a result and writes it to `results/<name>.md`.
+
+    `module` is the module that ran, if this is not `name`.
+    """
     load = os.getloadavg()[0]
     text = (
         f"# {title}\n\n{body}\n\n{notes}\n\n"

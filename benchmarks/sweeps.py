@@ -81,7 +81,7 @@ class Load:
 
 
 def replayed(rng: random.Random, recorded_s: Sequence[float], rounds: int, factor: float) -> float:
-    """Returns the p-value of one sweep; the second variant's steps are longer by `factor`."""
+    """Returns the p-value of one sweep; the second variant's steps take `factor` times as long."""
     mean_s = sum(recorded_s) / len(recorded_s)
     load = Load(rng, 2 * rounds * (START_S + 3 * STEPS * mean_s))
     figures: tuple[list[float], list[float]] = ([], [])

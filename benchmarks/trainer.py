@@ -1,7 +1,7 @@
 """The cost of the loop compared with a bare PyTorch loop: `python -m benchmarks.trainer`.
 
 Pairs of runs train a dense model of the same shape on random bytes, in turn: our loop with
-heartbeats, pulse and guards, and a loop of twenty lines of PyTorch that only trains.
+heartbeats, pulse and guards, and a short loop of PyTorch that only trains.
 """
 
 from __future__ import annotations
