@@ -2,9 +2,9 @@
 
     python -m benchmarks.trace DIR [--ranks 8] [--no-gpus] [--seconds 60] [--backlog 600]
 
-Every second, the utilisation, power and temperature of each GPU change at random as on a machine.
-Each rank also writes a progress record every second, and rank 0 a log line every ten seconds. The
-seed is fixed, so all traces have the same random numbers.
+Every second, the utilisation, power and temperature of each GPU change at random. Each rank also
+writes a progress record every second, and rank 0 a log line every ten seconds. The seed is fixed,
+so all traces have the same random numbers.
 """
 
 from __future__ import annotations
