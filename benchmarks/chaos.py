@@ -88,7 +88,7 @@ class Chaos:
         return self.started.plan_state["supervisor"]["pid"]
 
     def memory_mib(self) -> float:
-        """Returns the MiB of both processes of the supervisor, or 0 if the supervisor has ended."""
+        """Returns the memory of both processes of the supervisor in MiB, or 0 if it has ended."""
         try:
             found = memory_mib(psutil.Process(self.supervisor))
         except psutil.NoSuchProcess:

@@ -59,10 +59,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def publish(name: str, title: str, body: str, notes: str = "", module: str = "") -> None:
-    """Prints a result and writes it to `results/<name>.md`.
-
-    `module` is the module that ran, if this is not `name`.
-    """
+    """Prints a result and writes it to `results/<name>.md`; `module` is the module that ran."""
     load = os.getloadavg()[0]
     text = (
         f"# {title}\n\n{body}\n\n{notes}\n\n"

@@ -46,7 +46,7 @@ def collected(path: Path) -> Inputs | None:
 
 
 def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
-    """Returns the ranks of a live run, or (). A rank without a phase never changed."""
+    """Returns the ranks of a live run, or (). A rank without a phase counts as never changed."""
     state, run, now = reader._poll()
     if run is None or now is None or reader._source.over:
         return ()

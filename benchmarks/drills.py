@@ -110,10 +110,7 @@ class Drill:
         return value
 
     def _inject(self) -> float:
-        """Waits until a rank is at the place of the fault; returns the time of the fault.
-
-        Injects the fault if the program cannot. Raises Unavailable if the place is not reached.
-        """
+        """Injects the fault when a rank is at its place, if the program cannot; returns its time."""
         mark = self._folder / "reached"
         self._until(lambda: mark.exists() or self._ended(), REACH_S)
         if not mark.exists():

@@ -110,10 +110,7 @@ def multiply(run: Path, count: int) -> None:
 
 
 def charted(run: Path) -> float:
-    """Returns the seconds in which a new screen reads the whole history after its first poll.
-
-    Raises SystemExit if a part of the history is missing.
-    """
+    """Returns the seconds in which a new screen reads the whole history after its first poll."""
     code = (
         "import sys, time; from pathlib import Path; from console.tui.feed import open_source; "
         "source = open_source(Path(sys.argv[1])); state = source.poll()\n"

@@ -266,7 +266,7 @@ def main() -> None:
         f"presses each. Load before: {load:.1f}. `bare` is benchmarks/bare.py, a Textual program "
         "with header, text and footer that reads nothing, measured by turns with the console; four "
         "of its six keys change the text, two the screen. Budgets with `×` are ratios to `bare`. "
-        "`frame` is the first picture, `data` the first picture with figures of the run. Bytes and "
+        "`frame` is the first picture, `data` the first with the state of the run. Bytes and "
         "memory are valid on a busy machine too, times only on a quiet machine.",
     )
 
