@@ -110,7 +110,7 @@ class Drill:
         return value
 
     def _inject(self) -> float:
-        """Waits until a rank is at the fault; injects it if the program cannot. Returns its time."""
+        """Waits for the fault, and injects it if the program cannot; returns the fault's time."""
         mark = self._folder / "reached"
         self._until(lambda: mark.exists() or self._ended(), REACH_S)
         if not mark.exists():
