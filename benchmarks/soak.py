@@ -66,7 +66,7 @@ IDLE_S, READ_EVERY_S = 0.25, 10.0
 HIDDEN = (rundir.HALT, ".metadata")
 """Hidden files that belong to a run: the request for a halt, and the index of a checkpoint."""
 CALM_S = (2.0, 6.0)
-"""Range of the random time between a recovery and the next fault."""
+"""Range of the random least time between a recovery and the next fault."""
 MAX_VERDICTS, MAX_EVENT_BYTES = 10_000, 64 << 20
 
 

@@ -31,7 +31,7 @@ SHAPE = {
 
 
 def bare(sets: Sequence[str], steps: int) -> None:
-    """Trains with the simplest loop, and prints the CPU and wall seconds of its steps."""
+    """Trains with the simplest loop, and prints the CPU and wall seconds of `steps` steps."""
     import torch
     import torch.nn.functional as F
     from torch import distributed as dist
@@ -72,7 +72,7 @@ def bare(sets: Sequence[str], steps: int) -> None:
 
 
 def ours(sets: Sequence[str], steps: int) -> None:
-    """Trains with the project's loop, and prints the CPU and wall seconds of its steps."""
+    """Trains with the project's loop, and prints the CPU and wall seconds of `steps` steps."""
     from trainers import entry, loop
 
     began: list[float] = []
