@@ -1,7 +1,7 @@
 """The time that an operator waits for an answer: `python -m benchmarks.answers`.
 
-Each time runs from the key or the signal until the text is on the screen of a real 80×24 terminal,
-on a real two-rank CPU run. The time of the halt runs until the files of the run show the halt.
+A time runs from the key or the signal until the answer is on the screen of an 80×24 terminal, on a
+two-rank CPU run. The time of the halt runs until the files of the run show the halt.
 """
 
 from __future__ import annotations

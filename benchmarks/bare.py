@@ -1,7 +1,7 @@
 """A bare Textual program, with which the times of the screen are compared.
 
 It has a header, a text and a footer of Textual, and reads no file. `r` changes the text, `s`
-changes the screen.
+changes between two pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LINES = "\n".join(f"line {number} of the text" for number in range(15))
 
 
 class Page(Screen[None]):
-    """One screen; `repaint` writes its text again with another first line."""
+    """One page; `repaint` writes its text again with another first line."""
 
     def __init__(self, title: str):
         super().__init__()
@@ -35,7 +35,7 @@ class Page(Screen[None]):
 
 
 class Bare(App[None]):
-    """The program, which has two screens."""
+    """The program, which has two pages."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("r", "screen.repaint", "Repaint"), ("s", "turn", "Screen"), ("q", "quit", "leave"),

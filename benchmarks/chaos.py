@@ -23,18 +23,18 @@ from trainers import manifest
 from trainers.contract import rundir
 
 EVERY = 80
-"""Number of steps from one checkpoint to the next; they take about five seconds."""
+"""Number of steps from one checkpoint to the next."""
 DISK_MIB = 2048
 LOOK_S, GUARD_S = 0.05, 180.0
 FIRST, LAST = 0.02, 0.92
-"""Faults are injected between these shares of the time; the time after `LAST` is for recovery."""
+"""Faults become due between these shares of the time; the rest is for recovery."""
 UNDONE = ("fetch", "forward", "backward", "optimizer")
 """A rank whose pulse shows one of these phases has not finished the step of the pulse."""
 
 
 @dataclass
 class Chaos:
-    """The launch under test, with its state in a console now and before the fault."""
+    """The launch under test, with its state now and before the fault."""
 
     started: Started
     rng: random.Random
@@ -46,7 +46,7 @@ class Chaos:
     met: int = 0
     """The last finished step when the fault was injected."""
     furthest: int = 0
-    """The last finished step at the fault or its `undo`; with `ends`, the last of the attempt."""
+    """The last finished step at the fault or its `undo`; with `Fault.ends`, that of the attempt."""
     most_mib: float = 0.0
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Chaos:
 
     @property
     def agent(self) -> int | None:
-        """The pid of torchrun, or None if torchrun has exited."""
+        """The pid of torchrun, or None if torchrun is not alive."""
         held = self.started.state().get("torchrun") or {}
         ticks = held.get("start_ticks")
         return held["pid"] if ticks and rundir.start_ticks(held["pid"]) == ticks else None
@@ -88,7 +88,7 @@ class Chaos:
         return self.started.plan_state["supervisor"]["pid"]
 
     def memory_mib(self) -> float:
-        """Returns the memory of both processes of the supervisor, or 0 without a supervisor."""
+        """Returns the memory of both processes of the supervisor in MiB, or 0 if it has ended."""
         try:
             found = memory_mib(psutil.Process(self.supervisor))
         except psutil.NoSuchProcess:
@@ -142,7 +142,7 @@ def saves(chaos: Chaos) -> bool:
 
 
 def restarted(chaos: Chaos) -> bool:
-    """Returns whether a later attempt has saved a new checkpoint and finished a new step."""
+    """Returns whether a later attempt has saved a new checkpoint and passed step `furthest`."""
     again = chaos.now.attempt > chaos.before.attempt and chaos.now.state == "running"
     return again and chaos.saved > saved_before(chaos) and chaos.step > chaos.furthest
 
@@ -157,9 +157,10 @@ def second(chaos: Chaos) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind of fault. When `holds` returns true, `undo` is called; then `recovered` is polled.
+    """One kind of fault. `undo`, if there is one, is called when `holds` returns true.
 
-    A fault with `ends` ends the attempt. A `harmless` fault is not counted as disruptive.
+    After that, `recovered` is polled. A fault with `ends` ends the attempt. A `harmless` fault is
+    not counted as disruptive.
     """
 
     name: str
@@ -223,9 +224,9 @@ class Injected:
 def schedule(
     rng: random.Random, count: int, span_s: float, full: bool
 ) -> list[tuple[float, Fault]]:
-    """Returns `count` disruptive faults, and harmless faults between them, with their times.
+    """Returns `count` disruptive faults and some harmless faults in random order, with times.
 
-    With a count of 0 there is no fault, and the run stays healthy.
+    With a count of 0 there is no fault. Without `full`, the fault `FULL` is left out.
     """
     order: list[Fault] = []
     while len(order) < count:

@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def machine() -> str:
-    """Returns processor, cores, Python and the versions that the figures depend on."""
+    """Returns processor, cores, kernel and versions as text."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.drill_faults import FAULTS, Fault
 
 FAULT_STEP = 6
-"""The step of the fault. All phases occur in this step, also `save`."""
+"""The step of the faults outside start-up. All phases occur in this step, also `save`."""
 BOOT = ("early", "late")
 """Places before the first step: at the start, and between the calls of init and join."""
 BOOT_PHASES = frozenset(("", "boot", "load"))

@@ -1,7 +1,7 @@
 """Collects the inputs of a verdict from a stalled run, stores them as JSON, and explains them.
 
-This process collects the inputs with the functions of `nsa-console diagnose`, shortly after the
-supervisor's verdict and from the same dumps.
+This process collects the inputs with the functions of `nsa-console diagnose`, after the wait for
+the supervisor's verdict.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def collected(path: Path) -> Inputs | None:
 
 
 def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
-    """Returns the ranks, () after the end. Without a phase, a rank is unchanged since the start."""
+    """Returns the ranks of a live run, or (). A rank without a phase counts as never changed."""
     state, run, now = reader._poll()
     if run is None or now is None or reader._source.over:
         return ()

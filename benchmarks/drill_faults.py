@@ -1,7 +1,7 @@
 """The faults of `make drills`: their true causes and the places where they are injected.
 
 Each text has the name of a fault, which is a mechanism and a phase, and then a word for each case:
-`2:0` is rank 0 of 2, `2:all` is every rank of 2. A trailing `-` means that the program joins with
+`2:0` is rank 0 of 2, `2:all` is every rank of 2. A word ends with `-` if the program joins with
 three lines and reports no phases.
 """
 

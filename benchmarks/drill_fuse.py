@@ -1,4 +1,4 @@
-"""A FUSE file system with one file. The file can be opened, but a read of it never ends."""
+"""FUSE file systems that answer nothing, or nothing more once a file was opened."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mount(path: Path, stack: ExitStack) -> int:
 
 
 def mount_stuck(folder: Path, stack: ExitStack) -> None:
-    """Mounts `bucket`. Its files can be opened, but they return no data."""
+    """Mounts `bucket`. One of its files can be opened; a read of the file waits."""
     fd, closing = mount(folder / "bucket", stack), threading.Event()
     serving = threading.Thread(target=_serve, args=(fd, closing), daemon=True)
     serving.start()

@@ -132,7 +132,7 @@ def _freeze(started: Started, rank: int, folder: Path, _stack: ExitStack) -> Non
 
 
 def _kill(started: Started, rank: int, _folder: Path, _stack: ExitStack) -> None:
-    """Stops torchrun, and then kills a rank, so that nobody reaps the rank."""
+    """Stops torchrun, so that it does not reap the rank, and then kills the rank."""
     os.kill(started.state()["torchrun"]["pid"], signal.SIGSTOP)
     os.kill(started.pids()[rank], signal.SIGKILL)
 
@@ -149,7 +149,4 @@ INJECT: dict[str, Callable[[Started, int, Path, ExitStack], None]] = {
     "kill": _kill,
     "disk": freeze_disk,
 }
-"""How this process injects a mechanism that the training program cannot produce itself.
-
-`drill_inject_more` adds the mechanisms of author 2.
-"""
+"""How this process injects a mechanism that the training program cannot produce itself."""

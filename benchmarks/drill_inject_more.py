@@ -71,14 +71,14 @@ def _hold_ledger(folder: Path, stack: ExitStack) -> None:
 
 
 def _listen_datagrams(folder: Path, stack: ExitStack) -> None:
-    """Receives datagrams, and sends no answer."""
+    """Opens a port for datagrams, and answers nothing."""
     server = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
     server.bind(("127.0.0.1", 0))
     (folder / "peer").write_text(f"127.0.0.1:{server.getsockname()[1]}")
 
 
 def _listen_full(folder: Path, stack: ExitStack) -> None:
-    """Listens with a full backlog, so that no other connection is ever accepted."""
+    """Listens with a full backlog, so that other connections wait."""
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
     for _ in range(4):
         client = stack.enter_context(socket.socket())
@@ -89,7 +89,7 @@ def _listen_full(folder: Path, stack: ExitStack) -> None:
 
 
 def _serve_slowly(folder: Path, stack: ExitStack) -> None:
-    """Answers one request with a single byte every `TRICKLE_S`."""
+    """Answers one request with a header, and then with a byte every `TRICKLE_S`."""
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     server.settimeout(TRICKLE_S)
     (folder / "peer").write_text(f"127.0.0.1:{server.getsockname()[1]}")
@@ -211,7 +211,7 @@ def _suspend(started: Started, rank: int, _folder: Path, _stack: ExitStack) -> N
 
 
 def _stop_group(started: Started, rank: int, _folder: Path, _stack: ExitStack) -> None:
-    """Stops a rank and its children."""
+    """Stops the process group of a rank. Raises Unavailable if the rank is not its leader."""
     pid = started.pids()[rank]
     if os.getpgid(pid) != pid:
         raise Unavailable("a rank shares its process group with others")
@@ -242,7 +242,7 @@ def _seize(which: str) -> Callable[[Started, int, Path, ExitStack], None]:
 
 
 def _inspect(started: Started, rank: int, _folder: Path, stack: ExitStack) -> None:
-    """Leaves a debugger attached."""
+    """Attaches a debugger for `HOLD_S`."""
     pid = started.pids()[rank]
     words = ["gdb", "-nx", "-batch", "-p", str(pid), "-ex", "echo attached\\n"]
     _tracer(pid, *words, "-ex", f"shell sleep {HOLD_S}", says="attached", stack=stack)

@@ -53,7 +53,7 @@ class Score:
 
     @property
     def wrong_high(self) -> bool:
-        """Returns whether a verdict of high confidence with this score is wrong."""
+        """True if the rank, the phase or the cause is wrong."""
         return not (self.rank and self.cause and self.phase is not False)
 
 
@@ -91,7 +91,7 @@ def wilson(right: int, of: int) -> tuple[float, float]:
 
 
 def share(marks: Sequence[bool]) -> tuple[str, str, str]:
-    """Returns "30/40", "75 %" and the interval "60–86 %"."""
+    """Returns three texts such as "30/40", "75 %" and, for the interval, "60–86 %"."""
     right, of = sum(marks), len(marks)
     low, high = wilson(right, of)
     percent = f"{100 * right / of:.0f} %" if of else ""
@@ -132,10 +132,7 @@ def by_author(results: Sequence[Result]) -> str:
 
 
 def confidence(results: Sequence[Result]) -> str:
-    """Returns a table: verdicts, those of high confidence, the wrong ones among those, times.
-
-    A verdict is wrong if its rank, its phase or its cause is wrong.
-    """
+    """Returns a table: verdicts, verdicts of high confidence, wrong ones among these, times."""
     said = [(score(truth(r.case), r.said), r.said) for r in results if r.said is not None]
     high = [marks for marks, each in said if each.sure == "high"]
     rows = [
@@ -164,7 +161,7 @@ def confusion(results: Sequence[Result]) -> str:
 
 
 def listing(results: Sequence[Result]) -> str:
-    """Returns a row for each case: its verdict, and the wrong parts of the verdict."""
+    """Returns a table with a row for each case: its verdict, and what is wrong in it."""
     rows = []
     for result in results:
         right, said = truth(result.case), result.said

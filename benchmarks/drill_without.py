@@ -49,7 +49,7 @@ def _ranks(change: Callable[[RankEvidence], RankEvidence]) -> Callable[[Inputs],
 
 
 def _without_states(of: Inputs) -> Inputs:
-    """Removes the states of processes and threads, and the state that the supervisor sampled."""
+    """Removes the states of ranks, processes, threads and children, the tracer and the freezer."""
     blank = _process(lambda p: replace(
         p, state="?", tracer=None, frozen=False,
         threads=tuple(replace(each, state="?") for each in p.threads),
@@ -64,7 +64,7 @@ def _without_calls(process: ProcessEvidence) -> ProcessEvidence:
 
 
 def _without_descriptors(process: ProcessEvidence) -> ProcessEvidence:
-    """Removes all facts that neither the system call nor the wchan shows."""
+    """Removes from `main` what neither the system call nor the wchan shows; drops connections."""
     main, wchan = process.main, process.wchan
     if main.kind in ("pipe", "network"):
         by_wchan = "pipe" in wchan or wchan == "wait_for_partner"
@@ -240,7 +240,7 @@ NOTES = (
     "Each case was recorded once, with all evidence, and then explained again without a kind of "
     "evidence. The table counts correct ranks, phases and causes. A verdict of high confidence is "
     "wrong if its rank, phase or cause is wrong. The first line is for all evidence. The functions "
-    "of `nsa-console diagnose` collected it when the supervisor's verdict was final. "
+    "of `nsa-console diagnose` collected this evidence after the supervisor's verdict. "
     "Without descriptors, a wait shows only its system call and its wchan. Cases whose run had "
     "ended are left out, because the reason of an end needs no such evidence. These runs had no "
     "GPU figures (no GPU) and no counts of collectives in pulses (the program counts none), so "

@@ -1,10 +1,10 @@
 """Injects one fault in each of many real runs, and scores the console's verdicts: `make drills`.
 
 `python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
-[--json FILE] [--record DIR] [--publish] [--list]`. Without a selection, or with `--publish`, it
-writes `benchmarks/results/diagnosis.md`. `--record` writes the inputs of each verdict for
-`benchmarks.drill_without`. Every run has a separate directory, and all processes of the runs
-are ended, also if this program is interrupted.
+[--json FILE] [--add FILE] [--record DIR] [--publish] [--list]`. Without a selection, or with
+`--publish`, it writes `benchmarks/results/diagnosis.md`. `--record` writes the inputs of each
+verdict for `benchmarks.drill_without`. All processes of the runs are ended, also if this program is
+interrupted.
 """
 
 from __future__ import annotations
@@ -157,12 +157,12 @@ class Drill:
         return said_by(found, after_s, after_s) if found else None
 
     def _goes_on(self) -> bool:
-        """Returns whether a rank has just logged a step."""
+        """Returns whether the run has not ended, and a rank has just logged a step."""
         written = [path.stat().st_mtime for path in self._folder.glob("log_rank*.txt")]
         return not self._ended() and time.time() - max(written, default=0.0) < FLOOR_S / 2
 
     def _end_reason(self) -> dict[str, Any] | None:
-        """Returns the rank that the reason for the end names, or None if the run has not ended."""
+        """Returns a verdict from the reason for the end, or None if the run has not ended."""
         if not self._ended():
             return None
         return ended_by(RunSource(self._started.path).poll().why)
@@ -180,7 +180,7 @@ def same(said: Said) -> tuple[object, ...]:
 
 
 def newest(run: Path, since: float) -> dict[str, Any] | None:
-    """Returns the newest document in `verdicts/`, or None if it is older than the fault."""
+    """Returns the newest document in `verdicts/`, or None if there is none since the fault."""
     names = sorted((run / rundir.VERDICTS).glob("*.json"), key=lambda path: int(path.stem))
     found = rundir.read_json(names[-1]) if names else None
     return found if found and found.get("ts", 0.0) >= since else None
@@ -228,7 +228,7 @@ def drill(case: Case, stop: threading.Event, record: Path | None = None) -> Resu
 def drill_all(
     cases: list[Case], jobs: int, heard: Callable[[Result], None], record: Path | None = None
 ) -> list[Result]:  # fmt: skip
-    """Runs cases at the same time; returns the results in the order of the cases."""
+    """Runs `jobs` cases at a time; returns the results in the order of the cases."""
     stop, found = threading.Event(), dict[Case, Result]()
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(drill, case, stop, record) for case in cases]
@@ -320,7 +320,7 @@ def main() -> int:
         return 0
     publish(
         "diagnosis", "Verdicts on injected faults (CPU, gloo)", report(results),
-        f"{len(results)} runs of a foreign DDP program with gloo on CPU, one fault each, "
+        f"{len(results)} cases of a foreign DDP program with gloo on CPU, one fault each, "
         f"`stall_floor_s` {FLOOR_S}. A verdict is final when it has not changed for "
         f"{STABLE_S:g} s. Without a verdict in time, the verdict of `nsa-console diagnose` or the "
         "reason for the end of the run is scored; a missing verdict, and the cause `unknown`, "

@@ -116,7 +116,7 @@ def _rows_of(item: pytest.Item) -> list[tuple[str, str]]:
 
 
 def report(cases: list[Case]) -> str:
-    """Returns the table, in the order of the list, with the rows that no test proves yet."""
+    """Returns the table in the order of `ROWS`, also with the rows that no test proves yet."""
     order = {row.number: place for place, row in enumerate(ROWS)}
     lines = [(order[case.row.number], case.cells()) for case in cases]
     for row in ROWS:

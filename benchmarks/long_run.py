@@ -2,7 +2,7 @@
 
 A run directory is written with the functions of the contract: 8 ranks, 8 GPUs, a sample each
 second, and a record of each rank every 20 steps of 0.3 s. Costs are CPU times, as multiples of the
-CPU time of `nsa-console flags`, which reads no run. Both are measured in turn.
+CPU time of `nsa-console flags`, which reads no run. The commands are measured in turn.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write(folder: Path, span_s: int) -> Path:
 
 
 def write_samples(path: Path, lines: Iterator[bytes]) -> None:
-    """Writes samples in the files of a supervisor: compressed parts, and the newest file."""
+    """Writes samples as a supervisor does: compressed parts, and the newest file."""
     part, size = [], 0
     for line in lines:
         part.append(line)
@@ -95,7 +95,7 @@ def in_child(work: Callable[..., Any], *given: Any) -> Any:
 
 
 def multiply(run: Path, count: int) -> None:
-    """Adds `count - 1` launches; each links the files of the run and has its own documents."""
+    """Adds `count - 1` launches: plan.json, plan_state.json, and links to the run's files."""
     launch = run.parent
     plan = rundir.read_json(launch / rundir.PLAN) or {}
     state = rundir.read_json(launch / rundir.PLAN_STATE) or {}

@@ -80,7 +80,7 @@ def models() -> dict[str, ModelConfig]:
 
 
 def train_step(config: ModelConfig, seq_len: int) -> Callable[[], None]:
-    """Returns a function that trains a new model for one step, on one sequence of random bytes."""
+    """Returns a function: one training step of a model, on one sequence of random bytes."""
     torch.manual_seed(0)
     model = Transformer(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -111,7 +111,7 @@ def layer_step(layer: nn.Module, seq_len: int, dim: int) -> Callable[[], None]:
 
 
 def in_turn(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, Times]:
-    """Returns wall and CPU seconds of each step; the first of the rounds is not counted."""
+    """Returns wall and CPU seconds of each step; a first round is added and not counted."""
     times: dict[str, Times] = {name: [] for name in steps}
     for count in range(rounds + 1):
         for name, step in steps.items():
@@ -143,7 +143,7 @@ def rows_of(
 
 
 def peak_mib(name: str, layers: int) -> float:
-    """Returns the peak RSS of a process that trains one model for two steps."""
+    """Returns the peak RSS (MiB) of a process that trains one model for two steps."""
     command = [sys.executable, "-m", "benchmarks.nsa_cpu", "--peak", name, "--layers", str(layers)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     return float(done.stdout)

@@ -1,7 +1,7 @@
 """NSA against dense attention on a GPU: layers by route, training steps, and where the time goes.
 
-The contenders take turns within one process, and times are medians between CUDA events. Products
-are bf16 under autocast over fp32 weights, as the trainers run them.
+The contenders run one after the other in one process; times are medians between CUDA events.
+Products are bf16 under autocast over fp32 weights, as the trainers run them.
 
     python -m benchmarks.nsa_gpu
 """
@@ -50,7 +50,7 @@ def layer_step(layer: nn.Module, seq_len: int, dim: int) -> Callable[[], None]:
 
 
 def train_step(config: ModelConfig, batch: int, compiled: bool) -> Callable[[], None]:
-    """Returns a function that trains a new model for one step on random bytes."""
+    """Returns a function: one training step of a model on random bytes."""
     torch.manual_seed(0)
     model = Transformer(config).cuda()
     if compiled:
@@ -141,7 +141,7 @@ def steps(rounds: int) -> str:
 
 
 def kernels(seq_len: int = STEP_TOKENS) -> str:
-    """Returns the table of the kernels of an NSA layer that use most time on the device."""
+    """Returns the table of the twelve kernels of an NSA layer that use most time on the device."""
     config = models()["nsa"]
     step = layer_step(NSAttention(config).cuda(), seq_len, config.dim)
     step()

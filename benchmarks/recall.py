@@ -1,7 +1,7 @@
 """Measures how fast the task recall is learned: `python -m benchmarks.recall`.
 
 The two cases are the whole layer and the window branch alone. Each case trains the shipped tiny
-configuration in one process; at most one process per core runs at a time.
+configuration in one process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHARED = {
 
 
 def curve(name: str) -> tuple[str, ...]:
-    """Trains one case; returns its row: bytes right at each mark, and the seconds of all steps."""
+    """Trains a case; returns its row: name, bytes right at each mark, seconds of all steps."""
     words = [part for key, value in SHARED.items() for part in ("--set", f"{key}={value}")]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"

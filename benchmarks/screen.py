@@ -4,8 +4,8 @@
 
 Each start measures processor time and wall time until the frame and until the data are on the
 terminal. The last start then measures bytes, processor time and memory while the screen idles, and
-the times of keys. A bare Textual program (bare.py) is measured in turn with the screen. The budgets
-of times are multiples of the times of the bare program, because these show how fast the machine is.
+the times of keys. A bare Textual program (bare.py) is measured in turn with the screen. Some
+budgets are multiples of the times of the bare program, because these show how fast the machine is.
 Bytes and memory are valid on a busy machine too; times only on a quiet machine.
 """
 
@@ -266,7 +266,7 @@ def main() -> None:
         f"presses each. Load before: {load:.1f}. `bare` is benchmarks/bare.py, a Textual program "
         "with header, text and footer that reads nothing, measured by turns with the console; four "
         "of its six keys change the text, two the screen. Budgets with `×` are ratios to `bare`. "
-        "`frame` is the first picture, `data` the first picture with figures of the run. Bytes and "
+        "`frame` is the first picture, `data` the first with the state of the run. Bytes and "
         "memory are valid on a busy machine too, times only on a quiet machine.",
     )
 

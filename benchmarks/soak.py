@@ -2,9 +2,9 @@
 
 Two ranks of `trainers.ddp` train on text; a seed decides the faults, their ranks and their times.
 `python -m benchmarks.soak [--minutes M] [--faults N] [--seed S]`; the exit code is 1 if a line
-of the result does not hold. With `--faults 0` the training stays healthy. In a short
-soak the faults follow each other too closely for the bound on the effective time. Such a soak with
-`--dry`, which writes no result, tests all other lines.
+of the result does not hold. With `--faults 0` no fault is injected. In a short soak the faults
+follow each other too closely for the bound on the effective time. Such a soak with `--dry`, which
+writes no result, tests all other lines.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ IDLE_S, READ_EVERY_S = 0.25, 10.0
 HIDDEN = (rundir.HALT, ".metadata")
 """Hidden files that belong to a run: the request for a halt, and the index of a checkpoint."""
 CALM_S = (2.0, 6.0)
-"""Range of the random time between a recovery and the next fault."""
+"""Range of the random least time between a recovery and the next fault."""
 MAX_VERDICTS, MAX_EVENT_BYTES = 10_000, 64 << 20
 
 
@@ -110,7 +110,7 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
         try:
             disk = stack.enter_context(ext4(folder, DISK_MIB))
         except pytest.skip.Exception as reason:
-            print(f"no full disk: {reason}")
+            print(f"the disk is not filled: {reason}")
             disk = None
         yield disk
 
@@ -153,7 +153,7 @@ def end(chaos: Chaos) -> str:
 
 
 def settle(found: list[Injected], done: list[steps.Step]) -> None:
-    """Fills in the time of the first step of the next attempt, and the lost steps."""
+    """Fills in when the first step of the next attempt ended, and the lost steps."""
     firsts = steps.firsts(done)
     ended = {(step.attempt, step.number): step.ts for step in done}
     for each in found:

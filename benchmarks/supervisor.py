@@ -78,7 +78,7 @@ class Launched:
         return sum(each.user + each.system for each in used)
 
     def records(self) -> int:
-        """Returns how many records all ranks have written, from the sizes of their files."""
+        """Estimates how many records all ranks have written, from the sizes of their files."""
         path = rundir.heartbeat(self.run, 0)
         if not path.exists() or not path.stat().st_size:
             return 0

@@ -1,9 +1,9 @@
 """How often a sweep finds a difference, false or true: `python -m benchmarks.sweeps`.
 
 Records the step times of a real run, then replays sweeps from them: each run draws its steps from
-the record, while random periods of other load make the steps in them longer. In a third of
-the sweeps, both variants do the same work. In the others, one variant is 15 % or 30 % slower.
-At the end, two variants with the same work run live beside processes that load all cores.
+the record, and random periods of other load make steps longer. In a third of the sweeps, both
+variants do the same work. In the others, the steps of one variant take 15 % or 30 % longer. At the
+end, two variants with the same work run live beside processes that load all cores.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Load:
 
 
 def replayed(rng: random.Random, recorded_s: Sequence[float], rounds: int, factor: float) -> float:
-    """Returns the p-value of one sweep; the second variant's steps are longer by `factor`."""
+    """Returns the p-value of one sweep; the second variant's steps take `factor` times as long."""
     mean_s = sum(recorded_s) / len(recorded_s)
     load = Load(rng, 2 * rounds * (START_S + 3 * STEPS * mean_s))
     figures: tuple[list[float], list[float]] = ([], [])

@@ -2,9 +2,9 @@
 
     python -m benchmarks.trace DIR [--ranks 8] [--no-gpus] [--seconds 60] [--backlog 600]
 
-Every second, the utilisation, power and temperature of each GPU change at random as on a machine.
-Each rank also writes a progress record every second, and rank 0 a log line every ten seconds. The
-seed is fixed, so all traces have the same random numbers.
+Every second, the utilisation, power and temperature of each GPU change at random. Each rank also
+writes a progress record every second, and rank 0 a log line every ten seconds. The seed is fixed,
+so all traces have the same random numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GATES = {"loss_finite": True}
 
 
 class Trace:
-    """Writes a launch with a second phase from `began_ts` on; `tick` adds a second of records."""
+    """Writes a launch whose second phase began at `began_ts`; `tick` adds a second of records."""
 
     def __init__(
         self, launch: Path, ranks: int = 8, gpus: bool = True, began_ts: float | None = None,
@@ -131,7 +131,7 @@ class Trace:
         }  # fmt: skip
 
     def progress(self, rank: int, number: int, at: float) -> dict[str, Any]:
-        """Returns the progress record of a rank with this number."""
+        """Returns the progress record `number` of a rank."""
         step, step_s, near = self.first_step + number * self.every, self.step_s, self._near
         return {
             "v": 1, "n": number, "run": self.name, "attempt": 1, "ts": at,

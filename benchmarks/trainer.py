@@ -1,7 +1,7 @@
 """The cost of the loop compared with a bare PyTorch loop: `python -m benchmarks.trainer`.
 
 Pairs of runs train a dense model of the same shape on random bytes, in turn: our loop with
-heartbeats, pulse and guards, and a loop of twenty lines of PyTorch that only trains.
+heartbeats, pulse and guards, and a short loop of PyTorch that only trains.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPE = {
 
 
 def bare(sets: Sequence[str], steps: int) -> None:
-    """Trains with the simplest loop, and prints the CPU and wall seconds of its steps."""
+    """Trains with the simplest loop, and prints the CPU and wall seconds of `steps` steps."""
     import torch
     import torch.nn.functional as F
     from torch import distributed as dist
@@ -72,7 +72,7 @@ def bare(sets: Sequence[str], steps: int) -> None:
 
 
 def ours(sets: Sequence[str], steps: int) -> None:
-    """Trains with the project's loop, and prints the CPU and wall seconds of its steps."""
+    """Trains with the project's loop, and prints the CPU and wall seconds of `steps` steps."""
     from trainers import entry, loop
 
     began: list[float] = []

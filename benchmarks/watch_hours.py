@@ -1,10 +1,10 @@
 """False stops of healthy runs by the watchdog: `python -m benchmarks.watch_hours`.
 
-First replays healthy histories through the real watchdog with --halt, one update a second. They
-have step times with heavy tails, where one phase of one rank is slow and the other ranks wait. They
-also have records every 1 or 20 steps; pauses for evaluation and saving; hours of a slow loader;
+First replays healthy histories through the watchdog with --halt, one update a second. Their step
+times have heavy tails: one phase of one rank is slow, and the other ranks wait. The histories also
+have records every 1 or 20 steps; pauses for evaluation and saving; a slow loader for up to an hour;
 drifting entropy; restarts; text or random bytes; fp16 that calibrates its loss scale; and busy or
-half idle GPUs. Then replays sick histories, each of which must raise the alert of its rule.
+half idle GPUs. Then replays sick histories, each of which should raise the alert of its rule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The table of decisions: the sources that each action, go, verdict and target needs.
 
-`python -m docs.decisions > docs/decisions.md` writes the page. Three tests prove each row, marked
-`decision(name, case)`: one source is wrong, one is missing, all are right.
+`python -m docs.decisions > docs/decisions.md` writes the page. Tests with the mark `decision(name,
+case)` prove each row in three cases: one source is wrong, one is missing, all are right.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ TEXT = """\
 # Decisions
 
 Generated from the table in `docs/decisions.py`. A decision is made only if all of its sources, (a),
-(b) and so on, agree. Below each decision, the page says what happens if a source is missing, and
-what happens if two sources disagree.
-
-Two sources are independent if no single faulty writer, file or clock produces both of them. An exit
-that was seen through a pidfd is a fact and needs no second source. The text of a log is never a
-source. [words.md](words.md) explains the words.
+(b) and so on, agree. No single faulty writer, file or clock should be able to produce all of them.
+An exit that was seen through a pidfd is a fact and needs no second source. The text of a log alone
+is never enough. [words.md](words.md) explains the words.
 """
 Source = str | tuple[str, ...]
 """One source, or a tuple: a sentence that ends with a colon, then the alternatives."""
@@ -52,7 +49,7 @@ TABLE: tuple[Decision, ...] = (
               ("One of these shows that the rank failed:",
                "the exit code or signal that the kernel reports;",
                "the exit record of the rank, if the kernel does not report the exit.")),
-             "The other ranks are not ended. The rule `stall` still watches them.",
+             "The supervisor does not end the other ranks. The rule `stall` still watches them.",
              "A line in a log is ignored if no exit confirms it."),
     Decision("stop", "act", "send TERM, and KILL after the grace time, on an operator's request",
              ("The pidfd, the start time and the token of the run identify each process. No other "
@@ -95,11 +92,11 @@ TABLE: tuple[Decision, ...] = (
              ("The pulses do not change, in memory that the supervisor opened. After an adoption, "
               "the supervisor must first have seen each pulse change.",
               "The heartbeats contain no new step."),
-             "Only an alert is raised.",
-             "Only an alert is raised, because records with new steps show progress."),
+             "An alert is raised, and the run is neither halted, stopped nor restarted.",
+             "The same happens as for a missing source, because new steps show progress."),
     Decision("act-on-figure", "act", "halt, stop or restart a run by a watch rule on its figures",
-             ("The figure reaches the threshold of the rule. For loss, gradient norm, attention "
-              "gate and throughput, this is the figure in the records of rank 0.",
+             ("The figure is severe for long enough. For loss, gradient norm, attention gate and "
+              "throughput, this is the figure in the records of rank 0.",
               ("A second source shows the same condition:",
                "for loss, gradient norm and attention gate: the record of another rank;",
                "for these figures, if no other rank records them: training.csv;",
@@ -110,7 +107,7 @@ TABLE: tuple[Decision, ...] = (
              "Only an alert is raised.", "Only an alert is raised."),
     Decision("next-phase", "act", "start the next phase",
              (("The phase completed, by one of these:",
-               "exit code 0 of torchrun and of all ranks, seen through pidfds;",
+               "exit code 0 of all ranks, or of torchrun for ranks whose exit was not seen;",
                "for an exit that no supervisor observed: the exit record, and also the pulse at "
                "the same step or a document of the dead supervisor."),
               "All gates without an override pass over numbered records without a gap. If no step "
@@ -172,12 +169,12 @@ TABLE: tuple[Decision, ...] = (
              "The action is rejected, and the message names both directories."),
     Decision("target-latest", "target", "find the run that `latest` names, for an action",
              ("The creation time in plan.json is later than that of all other launches.",
-              "The modification time of the plan file is later too."),
+              "No other plan.json has a later modification time."),
              "A missing creation time is replaced by the time in the name of the directory, or "
              "else by the modification time.",
              "The action is rejected, and the message names both launches."),
     Decision("target-supervisor", "target", "find the supervisor that accepts a request",
-             ("The process with the recorded pid, start time and boot is alive.",
+             ("On this host, the process with the recorded pid, start time and boot is alive.",
               ("The lock belongs to this supervisor:",
                "on this host: the lock is held and contains the recorded token;",
                "on another host: the lock contains the recorded token, and an answer comes.")),
