@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 State = Literal[
-    "queued", "preflight", "starting", "running", "stalled", "halting", "halted", "stopping",
+    "queued", "starting", "running", "stalled", "halting", "halted", "stopping",
     "stopped", "restarting", "completed", "failed", "crashed", "killed", "unsupervised", "lost",
 ]  # fmt: skip
 Level = Literal["crit", "warn", "info"]
@@ -22,7 +22,7 @@ RESULTS: tuple[Result, ...] = get_args(Result)
 """`LEVELS` and `RESULTS` both start with the worst value."""
 
 LIVE_STATES: frozenset[State] = frozenset(
-    ("queued", "preflight", "starting", "running", "stalled", "halting", "stopping", "restarting",
+    ("queued", "starting", "running", "stalled", "halting", "stopping", "restarting",
      "unsupervised")
 )  # fmt: skip
 """States of a run that has not ended."""

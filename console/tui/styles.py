@@ -27,7 +27,7 @@ STYLES: dict[str, Style] = {
 
 STATE_STYLE = {
     "running": "ok", "completed": "ok", "halted": "warn", "halting": "warn", "stopping": "warn",
-    "stopped": "warn", "waiting": "warn", "queued": "dim", "preflight": "dim", "starting": "info",
+    "stopped": "warn", "waiting": "warn", "queued": "dim", "starting": "info",
     "restarting": "warn", "unsupervised": "caution", "stalled": "alarm", "failed": "alarm",
     "crashed": "alarm", "killed": "alarm", "lost": "alarm",
 }  # fmt: skip

@@ -231,7 +231,9 @@ def test_many_xids_are_reported_a_few_times_with_their_number():
 
 def test_an_xid_that_ended_the_attempt_before_is_reported():
     """It came after the last update of that attempt."""
-    assert gpu_texts((with_xids(3, 79, second=-4),)) == [(0, "raise", f"Xid 79 on GPU 3 at {at(-4)}")]
+    assert gpu_texts((with_xids(3, 79, second=-4),)) == [
+        (0, "raise", f"Xid 79 on GPU 3 at {at(-4)}")
+    ]
     assert gpu_texts((with_xids(3, 79, second=-700),), (GPU,)) == []
 
 
