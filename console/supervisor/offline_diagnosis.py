@@ -139,7 +139,7 @@ class Diagnoser:
         elif silent:
             why = f"{names(silent)}: no pulse and no record shows progress"
         watch, age_s = self._source.watch, liveness.age(state.since_ts)
-        starts = state.state in ("queued", "preflight", "starting")
+        starts = state.state in ("queued", "starting")
         if why and not (starts and age_s is not None and age_s <= watch.startup_s):
             text = f"whether the run progresses is not known: {why}"
             return Diagnosis("unknown", state, text, None, "", ranks, missing, 1, run, watch)
