@@ -111,14 +111,19 @@ class Drill:
 
     def _inject(self) -> float:
         """Waits for the fault, and injects it if the program cannot; returns the fault's time."""
-        mark = self._folder / "reached"
-        self._until(lambda: mark.exists() or self._ended(), REACH_S)
-        if not mark.exists():
+        inject, rank = INJECT.get(self._mechanism), self._case.rank
+        # A rank that is stopped before its place would be stopped in another phase.
+        wanted = self._case.world if inject and rank is None else 1
+
+        def marks() -> list[Path]:
+            return list(self._folder.glob("reached.*"))
+
+        self._until(lambda: len(marks()) >= wanted or self._ended(), REACH_S)
+        if not marks():
             reason = RunSource(self._started.path).poll().why
             raise Unavailable(f"the fault was not reached: {reason or 'no reason given'}")
-        inject, rank = INJECT.get(self._mechanism), self._case.rank
         if inject is None:
-            return float(mark.read_text())
+            return max(float(mark.read_text()) for mark in marks())
         for each in range(self._case.world) if rank is None else (rank,):
             inject(self._started, each, self._folder, self._stack)
         return time.time()

@@ -1,8 +1,8 @@
 """A foreign DDP program (gloo, CPU) with one fault: `drilled_ddp.py FOLDER [--phases]`.
 
 `FAULT=<mechanism>-<phase>@<step>:<rank>` in the environment, or the same in `FOLDER/fault`, names
-the fault; the rank `all` means every rank. `FOLDER/reached` holds the unix time at which the fault
-begins. `FOLDER` is shared with the process that injects what a program cannot do to itself.
+the fault; the rank `all` means every rank. `FOLDER/reached.RANK` holds the unix time at which the
+fault begins. `FOLDER` is shared with the process that injects what a program cannot do to itself.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ def due(name: str, phase: str, step: int) -> bool:
     """Returns whether this rank has this fault here, and writes down when it begins."""
     if not (here(name, phase, step) and fault_rank in ("all", str(rank))):
         return False
-    scratch = folder / f"reached.{rank}"
+    scratch = folder / f"scratch.{rank}"
     scratch.write_text(f"{time.time()}")
-    scratch.rename(folder / "reached")
+    scratch.rename(folder / f"reached.{rank}")
     return True
