@@ -235,7 +235,8 @@ def _contradictions(
         if jsonl.mapping(entry, "gates") != bounds:
             yield f"{rundir.RUN} has other gates than its phase in {rundir.PLAN}"
         if phase.result not in ("", "pass"):
-            yield f"its gates are {RESULT_WORDS.get(phase.result, phase.result)} in {rundir.PLAN_STATE}"
+            word = RESULT_WORDS.get(phase.result, phase.result)
+            yield f"its gates are {word} in {rundir.PLAN_STATE}"
 
 
 def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
@@ -263,7 +264,8 @@ def _disagreement(written: Gate | None, own: Gate | None) -> str:
     if own.result != "pass":
         found = f"{status_text.gate_value(own)}, bound {own.bound}"
         why = f": {own.why}" if own.why else ""
-        return f"is passed in {rundir.GATES} and {RESULT_WORDS[own.result]} by the records ({found}){why}"
+        word = RESULT_WORDS[own.result]
+        return f"is passed in {rundir.GATES} and {word} by the records ({found}){why}"
     if written.bound != own.bound:
         return f"has the bound {written.bound} in {rundir.GATES} and {own.bound} in {rundir.RUN}"
     return ""

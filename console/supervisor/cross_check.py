@@ -86,7 +86,9 @@ def check_launch(
         for claim in unconfirmed
     ]
     if ended_by := jsonl.text(plan_state, "ended_by"):
-        warnings.append(f"{ended_by[:400]}, according to {rundir.PLAN_STATE}; no further phase starts")
+        warnings.append(
+            f"{ended_by[:400]}, according to {rundir.PLAN_STATE}; no further phase starts"
+        )
     return flags, warnings
 
 
