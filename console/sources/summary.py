@@ -254,8 +254,7 @@ class Summary:
             return part.trouble
         for gap in part.holes:
             if gap.step < until:
-                merged = f"{gap.count} of the " * bool(gap.present)
-                return merged + _missing_words(gap.first, gap.last)
+                return _missing_words(gap.first, gap.last)
         if part.missing_from >= until:
             return ""
         if part.exit is not None:
