@@ -201,7 +201,8 @@ def _halt_words(facts: Facts) -> str:
 
 def _completed_words(facts: Facts) -> str:
     early = f"; {facts.ranks_reason}" if facts.reason not in ("", LAST_STEP) else ""
-    return f"all ranks done after step {facts.step}{early}"
+    source = ", according to their exit records" * facts.is_reader
+    return f"all ranks done after step {facts.step}{source}{early}"
 
 
 def _failure_words(facts: Facts) -> str:

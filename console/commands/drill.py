@@ -36,7 +36,7 @@ READ_BYTES = 1 << 20
 MAX_VERDICTS = 256
 STARTUP_S, ENDED_S, ANSWER_S = 300.0, 60.0, 15.0
 BY = "drill"
-"""The requests that the drill itself sends have a sender that begins with this word."""
+"""The requests that the drill itself sends have a sender that begins with this word and a space."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -265,7 +265,7 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
     for each in events:
         after_s = (jsonl.number(each, "ts") or 0.0) - fault_ts
         kind, name = each.get("kind"), clean(jsonl.text(each, "action"), 40)
-        if kind == "request" and name and not jsonl.text(each, "by").startswith(BY):
+        if kind == "request" and name and not jsonl.text(each, "by").startswith(f"{BY} "):
             yield name, after_s
         elif (
             kind == "clear"

@@ -20,10 +20,10 @@ from console.sources import gate_files, liveness
 from console.sources.record_files import MAX_RANKS
 from console.sources.run import RunSource
 from console.sources.summary import Summary
+from console.status_text import RESULT_WORDS
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError
 
-WORDS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
 RESUME = "checkpoint.resume"
 FULL = "run nsa-console check --full"
 
@@ -235,7 +235,8 @@ def _contradictions(
         if jsonl.mapping(entry, "gates") != bounds:
             yield f"{rundir.RUN} has other gates than its phase in {rundir.PLAN}"
         if phase.result not in ("", "pass"):
-            yield f"its gates are {WORDS.get(phase.result, phase.result)} in {rundir.PLAN_STATE}"
+            word = RESULT_WORDS.get(phase.result, phase.result)
+            yield f"its gates are {word} in {rundir.PLAN_STATE}"
 
 
 def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
@@ -259,11 +260,12 @@ def _disagreement(written: Gate | None, own: Gate | None) -> str:
         has = f"has {'another' if written.override else 'no'} override in {rundir.GATES}"
         return "" if written.override == own.override else has
     if written.result != "pass":
-        return f"is {WORDS[written.result]} in {rundir.GATES}"
+        return f"is {RESULT_WORDS[written.result]} in {rundir.GATES}"
     if own.result != "pass":
         found = f"{status_text.gate_value(own)}, bound {own.bound}"
         why = f": {own.why}" if own.why else ""
-        return f"is passed in {rundir.GATES} and {WORDS[own.result]} by the records ({found}){why}"
+        word = RESULT_WORDS[own.result]
+        return f"is passed in {rundir.GATES} and {word} by the records ({found}){why}"
     if written.bound != own.bound:
         return f"has the bound {written.bound} in {rundir.GATES} and {own.bound} in {rundir.RUN}"
     return ""

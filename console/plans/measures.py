@@ -172,7 +172,7 @@ def _few(steps: float | None) -> str:
 
 def heartbeats(s: Summary) -> Measured:
     """Counts the record numbers that are missing between records, over all ranks and attempts."""
-    missing = sum(gap.last - gap.first + 1 for *_, part, _ in s.all_parts() for gap in part.holes)
+    missing = sum(gap.count for *_, part, _ in s.all_parts() for gap in part.holes)
     return Measured(float(missing) if s.of_rank(0).progress else None)
 
 

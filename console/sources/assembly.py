@@ -186,7 +186,8 @@ class Assembly:
             if launch.doubt and launch.doubt not in known:
                 add("documents", "crit", f"the state of the launch is unknown: {launch.doubt}")
         if missing := self._unreadable():
-            add("directory", "warn", f"{missing}; the run's state comes from {rundir.PLAN_STATE}")
+            others = f"{rundir.PLAN_STATE}, the live directory and earlier reads"
+            add("directory", "warn", f"{missing}; the run's state is the newest in {others}")
         if behind_bytes := self.behind_bytes:
             add("behind", "info", f"{status_text.size(behind_bytes)} of records are not read yet")
         return found

@@ -67,6 +67,12 @@ class Missing:
     first: int
     last: int
     step: int
+    present: int = 0
+    """The number of records from `first` to `last` that exist, because gaps were merged."""
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first + 1 - self.present
 
 
 @dataclass(slots=True)
@@ -137,7 +143,8 @@ class AttemptTotals:
     def _add_missing(self, gap: Missing) -> None:
         if len(self.holes) == KEPT_MISSING:
             before = self.holes.pop()
-            gap = Missing(before.first, gap.last, min(before.step, gap.step))
+            present = before.present + gap.first - before.last - 1
+            gap = Missing(before.first, gap.last, min(before.step, gap.step), present)
         self.holes.append(gap)
 
     def _take_count(self, count: int | None) -> None:

@@ -13,7 +13,7 @@ DROPPED, MOVED = "dropped", "own-directory"
 GATE_ALERT = "gate-"
 """Prefix of the alert on a gate that has an `at` step; the name of the gate follows."""
 SETTLED_S = 10.0
-"""The alert on dropped records is cleared after this time without a new dropped record."""
+"""The alert on failed writes is cleared after this time without a failed write."""
 
 
 class Alerts:
@@ -59,7 +59,7 @@ class Alerts:
         return dict(self._open)
 
     def check_directory(self) -> None:
-        """Updates the alerts on dropped records and a lost directory; reports replaced files."""
+        """Updates the alerts on failed writes and a lost directory; reports replaced files."""
         while self._directory.replaced:
             path = self._directory.replaced.popleft()
             self._event("note", f"{path.parent.name}/{path.name} {REPLACED}", "warn")
@@ -72,7 +72,7 @@ class Alerts:
         if dropped > self._dropped:
             self._dropped, self._dropped_at = dropped, now
             reason = self._directory.trouble or "the disk is too slow"
-            text = f"records are dropped ({reason}): figures and gates may be incomplete"
-            self.raise_(DROPPED, text)
+            text = f"writes to the run directory fail ({reason})"
+            self.raise_(DROPPED, f"{text}: figures and gates may be incomplete")
         elif now - self._dropped_at >= SETTLED_S:
-            self.clear(DROPPED, "records are written again")
+            self.clear(DROPPED, f"no write has failed for {SETTLED_S:g} s")

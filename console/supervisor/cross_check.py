@@ -68,7 +68,7 @@ def check_launch(
     plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
     evidence: Evidence,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Returns two values: confirmed flags for later phases, and a warning for each other flag.
+    """Returns two values: confirmed flags for later phases, and warnings about other entries.
 
     Raises RefusedError or UsageError, for example if plan.json or a run contradicts
     plan_state.json.
@@ -85,6 +85,10 @@ def check_launch(
         "so it is ignored"
         for claim in unconfirmed
     ]
+    if ended_by := jsonl.text(plan_state, "ended_by"):
+        warnings.append(
+            f"{ended_by[:400]}, according to {rundir.PLAN_STATE}; no further phase starts"
+        )
     return flags, warnings
 
 

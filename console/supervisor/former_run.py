@@ -38,12 +38,15 @@ class FormerRun:
     """The newest attempt."""
     ended: list[AttemptEnd]
     """The attempts that have ended. While a restart is due, the newest attempt is one of them."""
+    is_last: bool
+    """True if the end of the plan was requested."""
 
     @property
     def is_final(self) -> bool:
         """Returns whether the state, or a requested action, rules out a further attempt."""
         return (
-            jsonl.text(self.state, "state") in former_documents.FINAL
+            self.is_last
+            or jsonl.text(self.state, "state") in former_documents.FINAL
             or jsonl.text(self.state, "asked") in former_documents.STOPS
         )
 
@@ -56,10 +59,11 @@ class FormerRun:
         return former_documents.token(self.record)
 
 
-def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
+def read(link: Link, run: Path, spec: LaunchSpec, index: int, is_last: bool) -> FormerRun:
     """Returns a run from the documents that the owner stored, or else from those on disk.
 
-    Raises RefusedError or UsageError if the run cannot be adopted.
+    `is_last` says that the end of the plan was requested. Raises RefusedError or UsageError if the
+    run cannot be adopted.
     """
     stored, warnings = link.stored(run / rundir.RUN), []
     if stored is not None:
@@ -72,7 +76,7 @@ def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
     number = living or max(1, written)
     if living or jsonl.text(state, "state") != "restarting":
         del ended[number - 1 :]
-    return FormerRun(record, state, stored is not None, warnings, flags, number, ended)
+    return FormerRun(record, state, stored is not None, warnings, flags, number, ended, is_last)
 
 
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:

@@ -100,16 +100,16 @@ class Alive(Hooks):
     def beat(self, run: str, state: str) -> None:
         """Starts the hook if it is due; `run` is the name of the run or launch. Never waits."""
         if not self.busy and time.monotonic() >= self._next_at:
-            self._queue(run, state)
+            self._queue(run, state, f"the supervisor works; {run} is {state}")
         self.poll()
 
     def end(self, launch: str) -> None:
         """Runs the hook for the last time, with the state "ended", and waits for it."""
-        self._queue(launch, "ended")
+        self._queue(launch, "ended", f"the launch {launch} has ended")
         self.close()
 
-    def _queue(self, run: str, state: str) -> None:
-        words = {"text": f"the supervisor works; {run} is {state}", "run": run, "state": state}
+    def _queue(self, run: str, state: str, text: str) -> None:
+        words = {"text": text, "run": run, "state": state}
         self.alert({"kind": "alive", "level": "info", "ts": time.time(), **words})
 
 

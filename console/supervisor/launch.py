@@ -207,7 +207,7 @@ class Launch:
         if former.get("state") == "waiting" and not is_last:
             self.state, self.why = "waiting", jsonl.text(former, "why")[:400]
         elif link.stored(run / rundir.RUN) or (run / rundir.RUN).exists():
-            found = former_run.read(link, run, self.spec, self._index)
+            found = former_run.read(link, run, self.spec, self._index, bool(self._ended_by))
             self.run = Run(self._services, self.spec, self._index, run, {}, found)
         else:
             self._start(self._index)

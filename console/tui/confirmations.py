@@ -146,9 +146,9 @@ def proceed(state: RunState) -> Question:
     if launch is None or launch.state != "waiting":
         raise CannotAsk(f"{state.id} is {state.state}; no launch waits for confirmation")
     following = launch.rest[0] if launch.rest else None
-    name = following.name if following else "the next"
+    title = f"Start phase {following.name}?" if following else "Start the next phase?"
     changed = ", ".join(f"{flag.name}={flag.value}" for flag in launch.next_flags) or "none changed"
     facts = (("launch", launch.id), ("flags", changed),
              ("proves", following.proves if following else ""), action.cost)  # fmt: skip
-    choice = _choice(action, phase=name) if following else _choice(action)
-    return Question(f"Start phase {name}?", facts, launch.path, (choice,))
+    choice = _choice(action, phase=following.name) if following else _choice(action)
+    return Question(title, facts, launch.path, (choice,))

@@ -60,6 +60,11 @@ def test_output_that_is_lost_is_exit_code_6_and_one_sentence(launch, words, wher
     assert len(done.stderr.splitlines()) == err_lines
 
 
+def test_an_error_does_not_go_to_standard_output_where_standard_error_is_closed(tmp_path):
+    done = shell(f"{CONSOLE} --root {tmp_path} status none 2>&-")
+    assert (done.returncode, done.stdout) == (3, "")
+
+
 def test_a_reader_that_leaves_is_no_error_worth_a_word(launch):
     done = shell(f"(sleep 0.5; {CONSOLE} flags) | true")
     assert (done.returncode, done.stderr) == (6, "")

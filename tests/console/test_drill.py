@@ -127,7 +127,7 @@ def test_a_wrong_reaction_and_the_stop_of_the_drill_itself_do_not_pass(launched)
     say(launched, 9.0, 1, "stopped")
     ask(launched, 11.0, "stop", by="drill ann@host pid 1")
     assert score(launched).reaction is None
-    ask(launched, 12.0, "halt")
+    ask(launched, 12.0, "halt", by="driller@host pid 1")
     ask(launched, 14.0, "stop")
     found = score(launched)
     assert (found.reaction, found.passed) == (("halt", 12.0), False)

@@ -11,7 +11,7 @@ from console.model import LIVE_STATES, Gate, PhaseState
 from console.sources import launch_documents
 from console.status_text import gate_value, gates_text
 from console.tui import format as fmt
-from console.tui.rows import Row, columns, fill, labelled, rule, width_of, wrap
+from console.tui.rows import Row, columns, fill, labelled, rule, text_of, width_of, wrap
 from console.tui.styles import STATE_STYLE
 from console.tui.widgets.lines import WHOLE
 
@@ -35,7 +35,8 @@ def phase_rows(
     """Returns the phases with their states and what they prove.
 
     A low panel shows only the phases around the current phase, and at most what one phase proves:
-    the current phase, or the next phase if the current phase has completed.
+    the current phase, or the next phase if the current phase has completed. The reason for a state
+    is shown only if it fits beside the state; with `WHOLE` as height it is always shown.
     """
     words = {"ask": "L starts each next phase", "go": "starts the next phase if gates passed"}
     limit = 99 if height >= WHOLE else 2
@@ -57,10 +58,12 @@ def phase_rows(
     name = min(max(len(phase.numbered) for phase in phases), width - 34 - longest) if phases else 0
     for phase, lines, result in zip(shown, sentences[start:], results[start:], strict=False):
         is_current = phase.index == current
-        rows.append(_phase_row(
+        row = _phase_row(
             phase, is_current, width, now, step if is_current else None, result, max(12, name)
-        ))  # fmt: skip
-        rows += [((f"    {line}", "dim"),) for line in lines]
+        )
+        if height >= WHOLE and phase.why not in text_of(row):
+            lines = [*wrap(phase.why, width - 4), *lines]
+        rows += [row, *(((f"    {line}", "dim"),) for line in lines)]
     return rows[:height]
 
 

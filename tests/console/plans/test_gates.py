@@ -170,6 +170,15 @@ def with_files(*written: Written, use_pct: float = 95.0, **counted: int) -> Summ
     return found
 
 
+@pytest.mark.parametrize("gaps", [3, 40])
+def test_missing_records_are_counted_exactly_whatever_the_number_of_gaps(gaps):
+    written = attempt(1, range(1, 400))
+    written.records = [each for each in written.records if not (
+        each["n"] % 5 in (1, 2) and 5 < each["n"] < 5 * (gaps + 1))]  # fmt: skip
+    gate = result(summed(written), heartbeats_complete=True)
+    assert (gate.value, gate.result) == (2 * gaps, "unknown")
+
+
 PLANTED = {
     "gpu_mem_growth_below_mib": ("second half", {"gpu_mem_reserved": 50.0}),
     "toks_per_s_50_above": ("all", {"toks_per_s": 0.5}),

@@ -64,7 +64,8 @@ def test_a_run_with_an_unreadable_directory_has_the_state_in_its_launch(
     missing = f"{run} cannot be read"
     if how == "unreadable":
         missing = "supervisor.json of 1-second is missing"
-    assert words["directory"].startswith(missing)
+    newest = "plan_state.json, the live directory and earlier reads"
+    assert words["directory"] == f"{missing}; the run's state is the newest in {newest}"
     assert ("dropped" in words) == (expected == "stalled")
     assert status_text.exit_code(seen) == {"stalled": 1, "lost": 5, "stopped": 4}[expected]
 

@@ -212,6 +212,9 @@ def test_the_alive_hook_runs_at_its_interval_and_once_more_at_the_end(tmp_path):
     *before, last = found
     assert before == len(before) * [{"NAME": "alive", "RUN": "tested/0-one", "STATE": "running"}]
     assert last == {"NAME": "alive", "RUN": "tested", "STATE": "ended"}
+    texts = [record["env"]["NSA_ALERT_TEXT"] for record in t.records()]
+    assert texts[-2:] == ["the supervisor works; tested/0-one is running",
+                          "the launch tested has ended"]  # fmt: skip
     assert t.events == []
 
 

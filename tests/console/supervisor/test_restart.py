@@ -272,6 +272,23 @@ def test_a_stop_before_or_after_the_processes_starts_no_attempt(begin, tmp_path,
     assert answer in [event["text"] for event in started.events(0)]
 
 
+def test_a_stop_after_the_processes_also_counts_for_the_next_working_process(begin, tmp_path):
+    stop = """(self.run and self.run.attempt.stage == "collect"
+            and not self._services.link.state.former_end
+            and self.end("stop", "x") and os.kill(os.getpid(), 9))"""
+    started = begin(
+        phase("one", "member.py", 100_000, "leave"),
+        shell=broken.shell(tmp_path, "launch.Launch.tick", stop),
+        restart={"when": "crash", "attempts": 2, "backoff_s": 0},
+    )  # fmt: skip
+    started.wait_end()
+    assert started.alerts("supervisor-replaced")
+    assert (started.state()["attempt"], started.plan_state["ended_by"]) == (
+        1,
+        "stop requested by x",
+    )
+
+
 @pytest.mark.slow
 def test_a_supervisor_that_adopts_between_two_attempts_waits_on_and_knows_why(begin):
     started = waiting(begin, 4)

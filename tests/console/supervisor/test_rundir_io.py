@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 
+from console.supervisor.alerts import Alerts
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 
@@ -76,3 +77,16 @@ def test_a_document_is_not_written_before_work_that_was_queued_earlier(tmp_path)
     assert json.loads((run / "supervisor.json").read_text()) == {"n": 1}
     assert json.loads(state.read_text()) == {"n": 2}
     assert not directory.dropped
+
+
+def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_path):
+    directory, events = Directory(), []
+    alerts = Alerts(lambda *words, **more: events.append(words) or {}, directory)
+    path = tmp_path / "gone" / "gates.json"
+    directory.document(path, {"n": 1})
+    directory.call(path.parent.mkdir)
+    assert directory.close(20)
+    alerts.check_directory()
+    (text,) = (text for kind, text, *_ in events if kind == "alert")
+    assert text.startswith("writes to the run directory fail (No such file or directory: ")
+    assert rundir.read_json(path) == {"n": 1}

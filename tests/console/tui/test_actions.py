@@ -194,6 +194,13 @@ def test_proceed_names_the_phase_and_shows_the_phase_that_starts():
     assert asked.sent == [(LAUNCH, "proceed", {"phase": "recall"})]
 
 
+def test_proceed_without_a_known_next_phase_names_none():
+    state = recorded.waiting()
+    held = dataclasses.replace(state.launch, phases=state.launch.phases[:2], phase=1)
+    found = confirmations.proceed(dataclasses.replace(state, launch=held))
+    assert (found.title, found.choices[0].args) == ("Start the next phase?", {})
+
+
 def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
     asked = Asked()
     app = app_on(root=tmp_path, actions=asked)

@@ -155,6 +155,13 @@ def test_a_long_name_of_a_phase_is_not_cut_where_there_is_room():
     assert "12-gc-6-plateau later" in text_of(phase_rows(phases, 0, "ask", 59, 30, NOW)[-1])
 
 
+@pytest.mark.parametrize("why", ["short", f"{LONG} end of it"])
+def test_the_zoom_shows_once_why_a_phase_has_its_state(why):
+    held = dataclasses.replace(recorded.phases(0, "crashed")[0], why=why)
+    rows = phase_rows([held], 0, "ask", 80, WHOLE, NOW)
+    assert " ".join(" ".join(map(text_of, rows)).split()).count(why) == 1
+
+
 @pytest.mark.parametrize(
     ("state", "result", "says"),
     [("failed", "unknown", "gates|failed in 1-two"), ("completed", "fail", "gates fail.* in 1-two"),
