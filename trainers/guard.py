@@ -105,7 +105,7 @@ class Guard:
         self._chance_nats = chance_nats
         self._recent: deque[Row] = deque()
         self.skipped = self.nonfinite_loss = self.overflow = self.spikes = 0
-        """Numbers of steps of this process; `skipped` also has those before a resume."""
+        """Counts of steps in this process; `skipped` also counts steps before a resume."""
 
     def count(self, rows: list[Row]) -> None:
         """Counts skipped steps by cause; a non-finite step is not a spike."""

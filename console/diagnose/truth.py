@@ -268,7 +268,7 @@ ROWS: tuple[Rule, ...] = (
          1.0, 0.99, 0.0, _first_loss),
     Rule("rank_zero_gradient", "gradient norm of exactly zero on some ranks, not on all",
          "consecutive records", 3, 0, 0.0, _rank_zero_gradient),
-    Rule("dead_parameters", "parameters without a gradient in step 1", "parameters",
+    Rule("dead_parameters", "parameters whose gradient is missing or zero in step 1", "parameters",
          1, 0, 0.0, _dead_parameters),
     Rule("same_batch", "the same batch on several ranks", "consecutive records",
          3, 0, 0.0, _same_batch),

@@ -113,7 +113,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
     for each in runs:
         run = RunSource(each, reads="charts")
         run.read_all()
-        state = run.poll()  # with a snapshot, the series are read after the state
+        state = run.poll()  # with a snapshot, only this call reads the series
         if state.state in LIVE_STATES:
             state = replace(state, gates=so_far(run, state))
         born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))

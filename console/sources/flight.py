@@ -230,7 +230,7 @@ def _of_group(group: str) -> str:
 
 
 def _mismatch(group: str, members: _Members) -> Difference | None:
-    """Returns the first mismatch: different operations, or several roots. None if there is none."""
+    """Returns the first mismatch (other operation or size, several roots), or None."""
     for number in sorted({number for member in members.values() for number in member.calls}):
         calls = {r: m.calls[number] for r, m in members.items() if number in m.calls}
         roots = [rank for rank, call in calls.items() if any(each.is_root for each in call)]

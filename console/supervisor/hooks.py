@@ -70,7 +70,7 @@ class Hooks:
     def close(self) -> None:
         """Waits for the running hook, then runs the hook once more if alerts are waiting.
 
-        Returns at the latest after twice the longest time for which `program.run` waits.
+        Each of the two runs has the time limit of `program.run`.
         """
         self._next_at = 0.0
         until = time.monotonic() + 2 * (self._limit_s + program.GRACE_S + program.SPARE_S)

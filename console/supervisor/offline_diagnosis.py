@@ -1,6 +1,6 @@
 """Diagnoses the present state of a run, for `nsa-console diagnose`, even without a supervisor.
 
-If a supervisor is alive and has detected a stall, its newest verdict is used. For a run that has
+If a supervisor works and has detected a stall, its newest verdict is used. For a run that has
 ended, the last verdict is used. In other runs, if ranks that are not being ended make no progress,
 this process collects the evidence itself, with the code of the supervisor.
 """
