@@ -110,8 +110,8 @@ TABLE: tuple[Decision, ...] = (
                "exit code 0 of all ranks, or of torchrun for ranks whose exit was not seen;",
                "for an exit that no supervisor observed: the exit record, and also the pulse at "
                "the same step or a document of the dead supervisor."),
-              "The numbered records have no gap, and all gates without an override pass. If no step "
-              "was left after a resume, these are the records of the earlier run, whose last "
+              "The numbered records have no gap, and all gates without an override pass. If no "
+              "step was left after a resume, these are the records of the earlier run, whose last "
               "checkpoint all ranks loaded."),
              "The plan ends. A gate without its records is unknown, never passed. An exit that "
              "only one record shows is unknown too.",
