@@ -170,16 +170,18 @@ class Launch:
         link, runs = self._services.link, [self.path / entry["dir"] for entry in self._phases]
         self._index = min(max(0, jsonl.integer(former, "phase") or 0), len(self._phases) - 1)
         warnings: list[str] = []
+        self._ended_by = jsonl.text(former, "ended_by")[:400]
         if link.stored(self.path / rundir.PLAN_STATE) is None:
             flags, warnings = cross_check.check_launch(
                 former, self.spec, self._index, runs, cross_check.Evidence(self.path, runs)
             )
+            if self._ended_by:
+                warnings.append(f"{self._ended_by}; no further attempt or phase starts")
         else:
             flags = jsonl.mapping(former, "next_flags")
         self._next_flags.pending = flags
         for entry, progress in zip(self._phases, former_documents.phases(former), strict=False):
             entry |= progress
-        self._ended_by = jsonl.text(former, "ended_by")[:400]
         # This job must run before the first poll of the mailboxes.
         self._directory.job(
             lambda: cross_check.Evidence(self.path, runs).answered_requests(),
@@ -209,6 +211,8 @@ class Launch:
         elif link.stored(run / rundir.RUN) or (run / rundir.RUN).exists():
             found = former_run.read(link, run, self.spec, self._index)
             self.run = Run(self._services, self.spec, self._index, run, {}, found)
+            # supervisor.json does not show a stop that came after the ranks had ended.
+            self.run.is_final = self.run.is_final or bool(self._ended_by)
         else:
             self._start(self._index)
 

@@ -55,7 +55,8 @@ class Run:
         self.since_ts = time.time()
         self.number = former.number if former else 1
         self.over = False
-        self._is_final = former is not None and former.is_final
+        self.is_final = former is not None and former.is_final
+        """True if no further attempt may start."""
         self._services, self._directory, self._link = services, services.directory, services.link
         self._ended = former.ended if former else []
         self._next_at: float | None = None
@@ -221,7 +222,7 @@ class Run:
 
     def end(self, action: str, by: str) -> str:
         """Halts, restarts, stops or kills the run as `Attempt.end` does; returns the answer."""
-        self._is_final = self._is_final or action in former_documents.STOPS
+        self.is_final = self.is_final or action in former_documents.STOPS
         if action in ("stop", "kill"):
             self._check.stop()
         if self._next_at is not None:
@@ -313,7 +314,7 @@ class Run:
         if self.attempt.stage != "over":
             return self._become(state, why)
         known, ended = self.attempt.known, [*self._ended, self._ended_as(state, why)]
-        ending = self._is_final or known.halt_wanted or not self.attempt.tree.spawned
+        ending = self.is_final or known.halt_wanted or not self.attempt.tree.spawned
         again = "" if ending else restart.next_attempt(ended, self.spec.plan.restart)
         if isinstance(again, str) and (doing := self.observers.call(CHECK, self._poll_check, "")):
             return self._become("stopping", f"all processes have ended; {doing}")

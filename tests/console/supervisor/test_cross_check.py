@@ -297,6 +297,7 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin, tmp_path):
     assert all(process.state(pid) in "RSD" for pid in pids.values())
     notes = " ".join(e["text"] for i in (None, 0) for e in started.events(i) if e["kind"] == "note")
     assert "kill was requested from the former supervisor and is not continued" in notes
+    assert "stop requested by x; no further attempt or phase starts" in notes
     assert "plan_state.json sets NSA_LR=9.5 for later phases; no answer" in notes
     (tmp_path / "go").touch()
     ended = started.wait_end()

@@ -272,6 +272,24 @@ def test_a_stop_before_or_after_the_processes_starts_no_attempt(begin, tmp_path,
     assert answer in [event["text"] for event in started.events(0)]
 
 
+def test_the_next_working_process_keeps_to_a_stop_that_came_after_the_ranks_had_ended(
+    begin, tmp_path
+):
+    """The first working process dies after it has answered the stop."""
+    harm = (
+        'self.run and self.run.attempt.stage == "collect" and not os.path.exists("FLAG") '
+        'and (os.mkdir("FLAG"), self.end("stop", "x"), os._exit(9))'
+    ).replace("FLAG", str(tmp_path / "stopped"))
+    started = begin(
+        phase("one", "member.py", 100_000, "leave"),
+        shell=broken.shell(tmp_path, "launch.Launch.tick", harm),
+        restart={"when": "crash", "attempts": 2, "backoff_s": 0},
+    )  # fmt: skip
+    started.wait_end()
+    assert (tmp_path / "stopped").exists()
+    assert started.state()["attempt"] == 1
+
+
 @pytest.mark.slow
 def test_a_supervisor_that_adopts_between_two_attempts_waits_on_and_knows_why(begin):
     started = waiting(begin, 4)

@@ -90,6 +90,8 @@ def test_a_long_check_is_cut_in_its_panel_and_whole_in_the_zoom():
     assert [row[0] for row in whole[1:]] == ["✗", " ", " ", "✓"]
     assert whole[3].endswith("missing end")
     assert max(map(len, whole)) <= 80
+    wide = [text_of(row) for row in check_rows([Check("data", "pass", "数" * 60)], 80, WHOLE)]
+    assert sum(row.count("数") for row in wide) == 60
 
 
 def test_z_on_launch_shows_the_help_of_every_flag():
