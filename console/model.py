@@ -28,7 +28,7 @@ LIVE_STATES: frozenset[State] = frozenset(
 """States of a run that has not ended."""
 BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
 RANK_GONE = "rank-gone"
-"""The alert of a run that cannot continue, because a rank failed while others ran."""
+"""The alert of a rank that failed while others ran; the supervisor then ends the attempt."""
 STALL = "stall"
 """The alert and the watch rule of a run that makes no progress."""
 OPERATOR = "operator "

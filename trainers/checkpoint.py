@@ -39,7 +39,7 @@ from trainers.precision import LossScale, weights_dtype
 
 State = dict[str, Any]
 Result = TypeVar("Result")
-RANDOM, SPIKES, LOSS_SCALE = "random", "spikes", "loss_scale"
+RANDOM, SPIKES, LOSS_SCALE, FP16 = "random", "spikes", "loss_scale", "fp16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,13 @@ def load(path: Path, parts: Parts) -> None:
     The window of `Spikes` and the loss scale stay as they are if the checkpoint has none. Raises
     CheckpointError; if the model differs, the message names the parameter.
     """
-    state = parts.state()
+    state, precision = parts.state(), manifest.read(path).settings.get("train.precision", FP16)
     with _readable(path) as (reader, index):
         wholes = _use_saved_names(state, parts.model, index)
         _compare(path, state, index)
         saved = {name.partition(".")[0] for name in index.state_dict_metadata}
+        if precision != FP16:
+            saved.discard(LOSS_SCALE)  # older checkpoints have the scale 1 without fp16
         for absent in {SPIKES, LOSS_SCALE} - saved:
             state.pop(absent, None)
         state[RANDOM] = _empty(index, RANDOM)

@@ -121,17 +121,19 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
         return request, event, "" if event else stopped()
 
     limit, until = f"within {options.timeout:g} s", time.monotonic() + options.timeout
+    delivery = f"delivery of {action} unknown; send {action} again"
     try:
         request, event, why = within(options.timeout + SPARE_S, sent)
         left_s = until - time.monotonic()
+        delivery = f"{action} was sent; see {program()} status {options.run}"
         if event is None and left_s > 0:
             if why:
                 print_error(why)
             event = within(left_s + SPARE_S, lambda: actions.answer(path, request, left_s))
     except TimeoutError:
         raise ContractError(
-            f"the file system of {path} does not answer {limit}: delivery of {action} unknown; "
-            f"send {action} again when the file system answers"
+            f"the file system of {path} does not answer {limit}: {delivery} when the file system "
+            "answers"
         ) from None
     if event is None:
         host, _ = targets.host_and_stopped(path, ACTIONS[action])

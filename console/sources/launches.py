@@ -121,11 +121,15 @@ def _has_run(names: Iterable[str]) -> bool:
     return any(name == rundir.RUN or name.startswith("heartbeat_rank") for name in names)
 
 
-def _bare(found: Iterable[tuple[Path, list[str]]]) -> Iterator[tuple[float, Path]]:
-    for path, names in found:
+def _bare(directories: Iterable[tuple[Path, list[str]]]) -> list[tuple[float, Path]]:
+    """Returns each run without a launch after the time of its last change; no duplicates."""
+    found: dict[tuple[int, int], tuple[float, Path]] = {}
+    for path, names in directories:
         if rundir.PLAN not in names and _has_run(names) and not path.is_symlink():
             with contextlib.suppress(OSError):
-                yield path.lstat().st_mtime, path
+                status = path.lstat()
+                found.setdefault((status.st_dev, status.st_ino), (status.st_mtime, path))
+    return list(found.values())
 
 
 def _all(root: Path) -> list[KnownLaunch]:
@@ -149,7 +153,7 @@ def _known_in(directories: Iterable[tuple[Path, list[str]]]) -> list[KnownLaunch
 def _directories(root: Path) -> Iterator[tuple[Path, list[str]]]:
     """Yields the directories in `root`, and those one level below that are not in a launch.
 
-    Yields each with the names in it, links last.
+    Yields each with the names in it; links in `root` come last.
     """
     for top in sorted((root / name for name in _names(root)), key=Path.is_symlink):
         names = _names(top)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 
@@ -164,6 +165,7 @@ def test_the_list_names_runs_by_hand_among_the_launches(launch, capsys):
     for at_ts, name in ((4e9, "newer"), (1e9, "older")):
         run = directory.run(root / "tiny" / name)
         os.utime(run, (at_ts, at_ts))
+    (root / "link").symlink_to(root / "tiny")
     rows = json.loads(said(capsys, "--root", root, "runs", "--json")[1])
     ids = [str(root / "tiny" / "newer"), "toy-20261121-030000", str(root / "tiny" / "older")]
     assert [row["id"] for row in rows] == ids
@@ -240,6 +242,17 @@ def test_stopped_processes_of_the_supervisor_are_named_before_the_answer(
     code, out, err = said(capsys, "do", launch, "note", "text=x")
     assert (code, "noted" in out) == (0, True)
     assert "the supervisor (pid 41 42) is stopped, kill -CONT 41 42 resumes it" in err
+
+
+def test_a_request_that_was_sent_is_not_called_unknown(launch, capsys, monkeypatch):
+    """The file system hangs after the request was written: it must not be sent a second time."""
+    for name in ("SOON_S", "SPARE_S"):
+        monkeypatch.setattr(control, name, 0.2)
+    monkeypatch.setattr(control.targets, "host_and_stopped", lambda *_: ("", []))
+    monkeypatch.setattr(actions, "send", lambda *_: "1")
+    monkeypatch.setattr(actions, "answer", lambda *given: time.sleep(60 * (given[2] > 0.2)))
+    code, _, err = said(capsys, "do", launch, "note", "text=x", "--timeout", 0.5)
+    assert (code, "note was sent; see" in err, "unknown" in err) == (5, True, False)
 
 
 def test_an_answer_of_another_form_is_no_success_and_no_traceback(launch, capsys, monkeypatch):

@@ -303,3 +303,14 @@ def test_a_change_of_the_precision_starts_with_the_scale_of_the_new_precision(
     checkpoint.load(path, other)
     assert other.loss_scale.scale.item() == scale
     assert len(checkpoint.load_weights(path, checkpoint.LOSS_SCALE)) == 2 * first.loss_scale.active
+
+
+def test_a_loss_scale_that_was_saved_without_fp16_is_not_used(tmp_path):
+    """Checkpoints of before had a loss scale without fp16 too, and it was 1."""
+    parts, other = made(1), made(2)
+    parts.loss_scale.scale.fill_(1.0)
+    (tmp_path / "run").mkdir()
+    saver = Saver(tmp_path / "run", parts, CheckpointSettings())
+    path = saver.save(replace(at(1), settings={"train.precision": "fp32"}))
+    checkpoint.load(path, other)
+    assert other.loss_scale.scale.item() == 65536.0

@@ -145,6 +145,12 @@ def test_what_is_wrong_gets_one_sentence_that_names_it(case):
         assert word in sentence
 
 
+def test_an_unknown_setting_is_named_with_its_origin():
+    for origin, where in (("plan", "plan: train.stepz"), ("--set", "--set train.stepz")):
+        with pytest.raises(UsageError, match=f"^{where}: there is no such setting"):
+            settings.resolve(None, {}, {"train.stepz": 3}, origins={"train.stepz": origin})
+
+
 @pytest.mark.parametrize(
     ("yaml", "words"),
     [

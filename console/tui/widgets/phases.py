@@ -11,7 +11,17 @@ from console.model import LIVE_STATES, Gate, PhaseState
 from console.sources import launch_documents
 from console.status_text import gate_value, gates_text
 from console.tui import format as fmt
-from console.tui.rows import Row, columns, fill, labelled, rule, text_of, width_of, wrap
+from console.tui.rows import (
+    Row,
+    cell_len,
+    columns,
+    fill,
+    labelled,
+    rule,
+    text_of,
+    width_of,
+    wrap,
+)
 from console.tui.styles import STATE_STYLE
 from console.tui.widgets.lines import WHOLE
 
@@ -145,7 +155,7 @@ def grid(
     if not cells:
         return [*rows, (("none yet", "dim"),)]
     cells = sorted(cells, key=lambda cell: [*SIGNS].index(cell[0]))
-    longest = max(len(text) for _, text in cells) + 4
+    longest = max(cell_len(text) for _, text in cells) + 4
     if height >= WHOLE and longest > width:
         for result, text in cells:
             rows += labelled((f"{SIGNS[result][0]} ", SIGNS[result][1]), wrap(text, width - 2))

@@ -204,7 +204,7 @@ def test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed(tmp_
 
 def test_an_end_of_the_plan_that_only_the_document_says_is_in_a_note(launch):
     change(launch / rundir.PLAN_STATE, ended_by="stop requested by x")
-    expected = "stop requested by x, according to plan_state.json; no further phase starts"
+    expected = "stop requested by x, according to plan_state.json; no further attempt or phase starts"
     assert read_launch(launch)[1] == [expected]
 
 
@@ -303,6 +303,7 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin, tmp_path):
     assert all(process.state(pid) in "RSD" for pid in pids.values())
     notes = " ".join(e["text"] for i in (None, 0) for e in started.events(i) if e["kind"] == "note")
     assert "kill was requested from the former supervisor and is not continued" in notes
+    assert "stop requested by x, according to plan_state.json; no further" in notes
     assert "plan_state.json sets NSA_LR=9.5 for later phases; no answer" in notes
     (tmp_path / "go").touch()
     ended = started.wait_end()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from console.model import PhaseState
+from console.model import Gate, PhaseState
 from console.plans.case import Check
 from console.tui import chartmath
 from console.tui.feed import ScreenData
@@ -17,7 +17,7 @@ from console.tui.views.stall import rank_rows as stall_rows
 from console.tui.widgets.alertline import notices
 from console.tui.widgets.chooser import ChartList, entries
 from console.tui.widgets.keylist import Commands
-from console.tui.widgets.lines import WHOLE
+from console.tui.widgets.lines import WHOLE, Panel
 from console.tui.widgets.phases import check_rows, phase_rows
 from console.tui.widgets.ranks import rank_rows
 from tests.console.sources import directory
@@ -90,6 +90,8 @@ def test_a_long_check_is_cut_in_its_panel_and_whole_in_the_zoom():
     assert [row[0] for row in whole[1:]] == ["✗", " ", " ", "✓"]
     assert whole[3].endswith("missing end")
     assert max(map(len, whole)) <= 80
+    wide = [text_of(row) for row in check_rows([Check("data", "pass", "数" * 60)], 80, WHOLE)]
+    assert sum(row.count("数") for row in wide) == 60
 
 
 def test_z_on_launch_shows_the_help_of_every_flag():
@@ -101,6 +103,21 @@ def test_z_on_launch_shows_the_help_of_every_flag():
         await pilot.press("z", "G")
         name, flag = list(FLAGS.items())[-1]
         await see(pilot, name, flag.key.help.split()[-1], "esc closes")
+
+    drive(app, body)
+
+
+def test_the_zoom_of_launch_has_the_gates_of_an_ended_run_in_full():
+    gate = Gate("loss_falls", 0.4, "nats", "run", "heartbeat", f"≥ {LONG} end of it", "fail")
+    app = app_on(dataclasses.replace(recorded.crashed(), gates=(gate,)))
+
+    async def body(pilot):
+        await pilot.press("2")
+        await until(pilot, lambda: ", which ended" in picture(app))
+        for height, whole in ((9, False), (WHOLE, True)):
+            panels = app.query_one("#launch").query(Panel)
+            rows = [text_of(row) for p in panels for row in p.rows(app.snapshot, 80, height)]
+            assert ("end of it" in " ".join(" ".join(rows).split())) == whole
 
     drive(app, body)
 
