@@ -72,6 +72,14 @@ def test_the_folder_of_the_checkpoints_may_be_a_link_to_another_disk(tmp_path):
     assert latest_checkpoint(tmp_path) == newest
 
 
+def test_a_checkpoint_without_latest_is_complete_and_no_message_says_that_it_failed(tmp_path):
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="the checkpoint is complete, but") as raised:
+        saved(tmp_path, made(1), 1)
+    assert "failed" not in str(raised.value)
+    assert [manifest.verify(path).step for path in manifest.newest_first(tmp_path)] == [1]
+
+
 class Raises:
     """A value of the manifest that cannot be copied: it fails in the thread of the saver."""
 
