@@ -99,7 +99,7 @@ def test_a_flag_of_the_shell_does_not_replace_an_option_or_the_flag_of_an_operat
     assert second["NSA_TB_DISABLE"] == {"value": "1", "origin": "operator ann@host"}
     assert "NSA_TB_DISABLE" not in third
     assert third["NSA_SDPA_AUDIT"] == {"value": "1", "origin": "shell"}
-    assert said == [
+    assert sorted(said) == [
         "NSA_LR=0.9 of the shell is not used; the launch to resume has 0.5",
         "NSA_SDPA_AUDIT=1 of the shell is used; the launch to resume has no value",
         "NSA_TB_DISABLE=0 of the shell is not used; the launch to resume has 1 and no value",
