@@ -257,7 +257,7 @@ def _drop_shell_flags(
     found = list[str]()
     for name in [name for name, origin in origins.items() if origin == SHELL]:
         used = old_origins.get(name, SHELL) == SHELL
-        values = {(old.env | phase.flags).get(name, "no value") for phase in old.phases}
+        values = {{**old.env, **phase.flags}.get(name, "no value") for phase in old.phases}
         if values != {given[name]}:
             found.append(
                 f"{name}={given[name]} of the shell is {'' if used else 'not '}used; the launch to "
