@@ -135,7 +135,7 @@ def steps(rounds: int) -> str:
                     batch, "compiled" if compiled else "eager", name, f"{took_ms:.1f}",
                     f"{rate:,.0f}", *mfu, f"{peak_gib:.2f}",
                 ))  # fmt: skip
-    header = ("batch", "blocks", "model", "ms", "tok/s", "MFU % uncorrected", "MFU % exact pairs",
+    header = ("batch", "blocks", "model", "ms", "tok/s", "MFU % usual count", "MFU % exact pairs",
               "peak GiB")  # fmt: skip
     return table(header, rows)
 

@@ -114,15 +114,16 @@ class Prepared:
 def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -> Prepared:
     """Returns a launch with all its checks; writes nothing into the directory of the launch.
 
-    `said` gets a sentence when checks are late, and before the measurements. Raises UsageError for
-    an unknown plan, phase, flag, setting or gate, and for a wrong value. Raises RefusedError if the
-    working directory no longer exists, or if the launch to resume is rejected.
+    `said` gets a sentence when checks are late, before the measurements, and for each flag of the
+    shell that differs from the launch to resume. Raises UsageError for an unknown plan, phase,
+    flag, setting or gate, and for a wrong value. Raises RefusedError if the working directory no
+    longer exists, or if the launch to resume is rejected.
     """
     try:
         Path.cwd()
     except OSError:
         raise RefusedError("the working directory does not exist: cd to one that exists") from None
-    plan, flag_origins, set_origins = _plan(options)
+    plan, flag_origins, set_origins = _plan(options, said)
     directory = _directory(options, plan.name)
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
     spec = LaunchSpec(
@@ -173,7 +174,9 @@ def begin(prepared: Prepared, by: str) -> Path:
     return prepared.directory
 
 
-def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]:
+def _plan(
+    options: LaunchOptions, said: Callable[[str], None] | None
+) -> tuple[Plan, dict[str, str], dict[str, str]]:
     """Returns three values: the plan to launch, the origins of flags, the origins of settings."""
     if options.between and options.between not in BETWEEN:
         raise UsageError(f"--between {options.between!r}: it must be go or ask")
@@ -188,6 +191,10 @@ def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]
     else:
         plan, folder = _of_config(options.config, options.trainer), options.config.parent
     given, origins = _flags(options)
+    if options.resume is not None:
+        for sentence in _drop_shell_flags(plan, flag_origins, given, origins):
+            if said:
+                said(sentence)
     phases = tuple(
         replace(
             phase,
@@ -238,6 +245,27 @@ def _flags(options: LaunchOptions) -> tuple[dict[str, str], dict[str, str]]:
         given[flags.DEVICES] = _checked(flags.DEVICES, options.devices)
         origins[flags.DEVICES] = DEVICES_OPTION
     return given, origins
+
+
+def _drop_shell_flags(
+    old: Plan, old_origins: Mapping[str, str], given: dict[str, str], origins: dict[str, str]
+) -> list[str]:
+    """Drops the shell's flags that an option or the operator set in the old launch.
+
+    Returns a sentence for each flag of the shell whose value differs from that of the old launch.
+    """
+    found = list[str]()
+    for name in [name for name, origin in origins.items() if origin == SHELL]:
+        used = old_origins.get(name, SHELL) == SHELL
+        values = {{**old.env, **phase.flags}.get(name, "no value") for phase in old.phases}
+        if values != {given[name]}:
+            found.append(
+                f"{name}={given[name]} of the shell is {'' if used else 'not '}used; the launch to "
+                f"resume has {' and '.join(sorted(values))}"
+            )
+        if not used:
+            del given[name], origins[name]
+    return found
 
 
 def _checked(name: str, value: str) -> str:

@@ -159,16 +159,14 @@ class Redactor:
         self._home = re.compile(re.escape(home) + rb"(?![\w.-])") if len(home) > 1 else None
 
     def redact(self, data: bytes) -> tuple[bytes, int]:
-        """Returns two values: the bytes without the secrets found, and the number of replacements.
+        """Returns two values: the bytes without the secrets found, and the number of secrets.
 
-        `~` replaces the home directory.
+        `~` replaces the home directory. Secrets next to each other may be counted as one secret.
         """
-        removed = 0
+        before, parts, at = data.count(REMOVED.encode()), list[bytes](), 0
         for value in self._values:
-            removed += data.count(value)
             data = data.replace(value, REMOVED.encode())
-        data, count = _KEY.subn(REMOVED.encode(), data)
-        removed, parts, at = removed + count, list[bytes](), 0
+        data = _KEY.sub(REMOVED.encode(), data)
         for hint in _HINT.finditer(data.lower()):
             if hint.start() < at:
                 continue
@@ -176,11 +174,11 @@ class Redactor:
             end = len(data) if end < 0 else end
             line = data[begin:end]
             for pattern, instead in _FORMS:
-                line, count = pattern.subn(instead, line)
-                removed += count
+                line = pattern.sub(instead, line)
             parts += [data[at:begin], line]
             at = end
         data = b"".join((*parts, data[at:]))
+        removed = max(0, data.count(REMOVED.encode()) - before)
         return (self._home.sub(b"~", data) if self._home else data), removed
 
 

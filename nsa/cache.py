@@ -24,9 +24,11 @@ class Rows:
         self._begin = self._end = 0
 
     def append(self, new: Tensor) -> Tensor:
-        """Stores `new`. Returns the earlier rows, then `new`. Raises RuntimeError for gradients."""
+        """Returns the earlier rows, then `new`. Raises RuntimeError or ValueError."""
         if new.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a decoding cache stores no gradients; use torch.no_grad().")
+        if self._buffer is not None and self._buffer.shape[:2] != new.shape[:2]:
+            raise ValueError(f"the cache is for {len(self._buffer)} sequences, not {len(new)}.")
         if self._keep is not None and new.shape[2] > self._keep:
             both = torch.cat((self.rows, new), dim=2) if self._end else new
             self.clear()

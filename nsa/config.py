@@ -140,7 +140,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
         6 · (weights that multiply each token, output head included)
       + 6 · phi's weights · G · compressed blocks / seq_len                    (NSA, phi = mlp)
       + per layer and head, attention:
-          causal=False: 6 · (d_k + d_v) · seq_len — the usual uncorrected figure (PaLM, App. B),
+          causal=False: 6 · (d_k + d_v) · seq_len — the usual figure (PaLM, App. B),
                         which counts all keys for each query, for any kind of attention;
           causal=True:  6 · (d_k + d_v) · keys + 2 · d_k · compressed keys
                         where `keys` is the exact mean over the queries of the number of keys in

@@ -167,7 +167,7 @@ class Saver:
 
 
 def _not_written(target: Path) -> str:
-    return f"the save of the checkpoint {target} failed"
+    return f"an error in the save of the checkpoint {target}"
 
 
 def _failed(target: Path, reason: str) -> CheckpointError:

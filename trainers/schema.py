@@ -120,7 +120,9 @@ class DdpSettings:
     compress: Literal["none", "fp16", "bf16"] = key(
         "none", "Data type of gradients in the all-reduce; none: their own type."
     )
-    timeout_min: float = key(10.0, "Time limit of a collective in minutes.", 0.01, 10_000)
+    timeout_min: float = key(
+        10.0, "Time limit of a collective in minutes, also with FSDP; in a save: 30.", 0.01, 10_000
+    )
     disable_gc: bool = key(False, "Keep all activations under DDP; overrides `train.recompute`.")
     safe_mode: bool = key(False, "For debugging: buckets of 2 MB; gradients are no views of them.")
 

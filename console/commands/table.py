@@ -184,7 +184,7 @@ QUERIES: tuple[Command, ...] = (
        "Exit code 0: no stall; 1: stalled, or unknown. For a run that has ended, the\n"
        "exit code is that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
-    Command("bundle", "Write one archive of a run for a bug report, without secrets.",
+    Command("bundle", "Write an archive of a run for a bug report, without secrets of known forms.",
             ("bundle latest", "bundle latest --output run.tar.gz"), (
         _run(),
         option("--output", type=path, metavar="FILE",

@@ -101,7 +101,8 @@ def _shell(case: Case) -> Found:
     A dropped flag that the plan or an option sets for every phase is not listed.
     """
     variables = environ.snapshot()
-    passed = flags.from_shell(variables)
+    passed = {n: x for n, x in flags.from_shell(variables).items()
+              if all(p.flags.get(n) == x for p in case.plan.phases)}  # fmt: skip
     given = {*case.plan.env}.union(set.intersection(*(set(p.flags) for p in case.plan.phases)))
     known = sorted(n for n in flags.FLAGS if variables.get(n) and n not in given | passed.keys())
     foreign = sorted(name for name in variables if _is_foreign(name))

@@ -57,6 +57,14 @@ def test_text_without_a_secret_stays(text):
     assert Redactor({"HOME": "/root"}).redact(text.encode()) == (text.encode(), 0)
 
 
+@pytest.mark.parametrize("text", ["--token {}", '"A_TOKEN": "{}"', "Authorization: Bearer {}"])
+def test_a_secret_of_several_forms_is_counted_once(text):
+    secret = "hf_abcdefghijklmnop"
+    once, count = Redactor({"MY_KEY": secret}).redact(text.format(secret).encode())
+    assert (once.count(b"[removed]"), count) == (1, 1)
+    assert Redactor({}).redact(once)[1] == 0
+
+
 def test_values_of_secret_variables_and_the_home_directory_are_removed_anywhere():
     variables = {"MY_KEY": "correct horse", "HOME": "/home/ann", "NSA_LR": "0.0005"}
     found, _ = Redactor(variables).redact(b"correct horse in /home/ann/x, /home/annabel, 0.0005")

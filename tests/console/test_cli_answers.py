@@ -169,7 +169,9 @@ def test_the_list_names_runs_by_hand_among_the_launches(launch, capsys):
     rows = json.loads(said(capsys, "--root", root, "runs", "--json")[1])
     ids = [str(root / "tiny" / "newer"), "toy-20261121-030000", str(root / "tiny" / "older")]
     assert [row["id"] for row in rows] == ids
-    assert [row["launch"] is None for row in rows] == [True, False, True]
+    by_hand = [(row["launch"], row["plan"], row["phase"]) == (None, None, "-") for row in rows]
+    assert by_hand == [True, False, True]
+    assert rows[0].keys() == rows[1].keys()
     first = said(capsys, "--root", root, "runs", "--limit", 1)[1]
     assert (first.count("\n"), f"{ids[0]} by hand " in first) == (1, True)
     assert said(capsys, "status", ids[2])[0] == rows[2]["exit_code"]

@@ -151,7 +151,8 @@ def test_data_is_a_document_a_line_with_the_documented_names(launch, command):
 def test_every_command_with_data_is_in_the_document():
     assert {name.split()[0] for name, _, _ in DOCUMENTED} == {
         "launch", "check", "runs", "status", "watch", "logs", "dump", "halt", "stop", "do",
-        "flags", "plans", "adopt", "watchdog", "diagnose", "bundle", "drill", "report",
+        "flags", "plans", "adopt", "watchdog", "diagnose", "bundle", "drill", "report", "compare",
+        "resume", "override",
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 from console import plan
 from tests.console.plans.test_sweep import FACTS, PLAN
 from tests.console.sources import directory
+from tests.console.test_cli_output import DOCUMENTED
 from tests.console.test_go import PASSED, said
 from trainers.contract import rundir
 
@@ -49,6 +50,7 @@ def test_the_faster_variant_is_named_with_its_figures_and_routes(launch, capsys)
     assert out.startswith("bucket: mb50 is at least 20.0% faster than mb25\n")
     assert "9 runs; win:banded, hook none" in out
     (found,) = json.loads(said(capsys, "compare", launch, "--json")[1])
+    assert set(found) == next(names for name, _, names in DOCUMENTED if name == "compare LAUNCH")
     assert found["best"] == ["mb50"]
     assert found["p_values"] == [["mb50", "mb25", 2**-8]]
 

@@ -86,6 +86,29 @@ def test_flags_of_later_phases_are_repeated_if_an_answer_confirms_them(tmp_path)
     assert not any("NCCL_PROTO" in each["flags"] for each in (first, second, third))
 
 
+def test_a_flag_of_the_shell_does_not_replace_an_option_or_the_flag_of_an_operator(
+    tmp_path, monkeypatch
+):
+    flag = {"by": "ann@host", "ts": 1.0, "value": "1", "phases": "next"}
+    launch, said = ended(tmp_path, next_flags={"NSA_TB_DISABLE": flag}), list[str]()
+    for name, value in {"NSA_LR": "0.9", "NSA_TB_DISABLE": "0", "NSA_SDPA_AUDIT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    found = actions.prepare(LaunchOptions(resume=launch, root=launch.parents[1]), said.append)
+    first, second, third = (each["flags"] for each in found.phases)
+    assert first["NSA_LR"] == {"value": "0.5", "origin": "--flag"}
+    assert second["NSA_TB_DISABLE"] == {"value": "1", "origin": "operator ann@host"}
+    assert "NSA_TB_DISABLE" not in third
+    assert third["NSA_SDPA_AUDIT"] == {"value": "1", "origin": "shell"}
+    assert sorted(said) == [
+        "NSA_LR=0.9 of the shell is not used; the launch to resume has 0.5",
+        "NSA_SDPA_AUDIT=1 of the shell is used; the launch to resume has no value",
+        "NSA_TB_DISABLE=0 of the shell is not used; the launch to resume has 1 and no value",
+    ]
+    (shell,) = (check for check in found.checks if check.name == "shell")
+    assert shell.text.startswith("handed to the training: NSA_SDPA_AUDIT")
+    assert "NSA_LR" not in shell.text
+
+
 def test_a_phase_without_a_checkpoint_begins_anew(tmp_path):
     first = resumed(ended(tmp_path, checkpoint=False)).phases[0]
     assert first["settings"]["checkpoint.resume"]["value"] == ""

@@ -26,7 +26,8 @@ def test_the_comments_of_a_config_give_its_true_counts(name):
     assert counted == parameter_count(model)
     full, causal = (flops_per_token(model, seq_len, causal) for causal in (False, True))
     assert f"{counted:,}" in text
-    assert f"seq_len {seq_len}: {full:,.0f} uncorrected, {causal:,.0f} causal" in text
+    assert f"At seq_len {seq_len}, flops_per_token is {full:,.0f} and" in text
+    assert f"flops_per_token_exact is {causal:,.0f}." in text
 
 
 def test_the_control_differs_in_attention_and_mlp_only_and_has_as_many_parameters():

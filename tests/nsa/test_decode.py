@@ -127,6 +127,19 @@ def test_a_cache_of_another_configuration_is_refused():
         assert other.length == 0
 
 
+def test_a_cache_of_another_number_of_sequences_is_refused():
+    for attention in ("nsa", "dense"):
+        layer = Transformer(model_config(attention=attention)).blocks[0].attn
+        cache = layer.new_cache()
+        with torch.no_grad():
+            layer(torch.randn(2, 4, 16), cache)
+            for count in (1, 3):
+                with pytest.raises(ValueError, match="the cache is for 2 sequences"):
+                    layer(torch.randn(count, 1, 16), cache)
+            assert cache.length == 4
+            layer(torch.randn(2, 1, 16), cache)
+
+
 def test_a_cache_refuses_gradients():
     layer = routed(model_config(), "masked")
     with pytest.raises(RuntimeError, match="no gradients"):

@@ -54,6 +54,15 @@ def test_the_audit_tells_the_kernels_that_the_first_step_called_in_each_branch(a
     assert not asked.records(1, "sdpa_audit")
 
 
+def test_the_audit_counts_one_step_also_in_a_longer_profile(tmp_path):
+    changes = small(train__steps=3, report__profile="1:4")
+    run = Run(tmp_path, changes, nproc=1, flags={"NSA_SDPA_AUDIT": "1"}).done()
+    (audit,) = run.records(0, "sdpa_audit")
+    assert [sum(kernels.values()) for kernels in audit["called"].values()] == [1, 1, 1]
+    (profile,) = run.records(0, "profile")
+    assert profile["path"] == "profiles/steps1-3_rank0.json"
+
+
 def test_scalars_are_there_for_tensorboard(asked):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
