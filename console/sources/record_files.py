@@ -92,8 +92,10 @@ def parts(path: Path) -> dict[int, Path]:
 
 def _part_at(path: Path, number: int) -> Path | None:
     """Returns the path of a part, or None; a part without its own file is in the growing file."""
-    there = path if jsonl.size_bytes(path) else None
-    return parts(path).get(number, there) if number else there
+    plain = record_parts.part(path, number)
+    packed = plain.with_name(f"{plain.name}{GZIP}")
+    found = [each for each in (packed, plain) if number and each.exists()]
+    return next(iter(found), path if jsonl.size_bytes(path) else None)
 
 
 def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:

@@ -172,29 +172,37 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
+@cache
+def _origin_and_args(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the class of a type and its arguments; for a named tuple, the types of the fields."""
+    fields_of = tuple(_hints(kind).values()) if hasattr(kind, "_fields") else ()
+    return get_origin(kind) or kind, fields_of or get_args(kind)
+
+
 def _read(kind: Any, value: Any, file: Path | None = None, empty: Any = None) -> Any:
     """Returns an object of the type `kind` from the form in which `plain` returned it.
 
     Raises one of `INVALID` for any other value. `file` is the file that contains the lines. A deque
     gets the maximum length of `empty`.
     """
-    origin, args = get_origin(kind) or kind, get_args(kind)
-    if type(None) in args:
-        return None if value is None else _read(args[0], value, file, empty)
-    if kind is Line:
-        return _line(value, file)
+    if kind is float and type(value) is float:
+        return value  # most values of a snapshot
     if kind is float or kind is int:
         found = (jsonl.number if kind is float else jsonl.integer)({"": value}, "")
         if found is None:
             raise TypeError(f"{value!r} is not a number")
         return found
+    if kind is Line:
+        return _line(value, file)
+    origin, args = _origin_and_args(kind)
+    if type(None) in args:
+        return None if value is None else _read(args[0], value, file, empty)
     if is_dataclass(origin):
         return _object(kind, value, file, empty)
     if issubclass(origin, tuple):
-        kinds = args or tuple(_hints(kind).values())
-        kinds = (args[0],) * len(value) if ... in kinds else kinds
+        kinds = (args[0],) * len(value) if ... in args else args
         read = (_read(each, x, file) for each, x in zip(kinds, value, strict=True))
-        return kind(*read) if hasattr(kind, "_fields") else tuple(read)
+        return kind(*read) if origin is not tuple else tuple(read)
     if origin is dict:
         return {args[0](key): _read(args[1], each, file) for key, each in value.items()}
     if args and isinstance(value, list):
@@ -207,14 +215,21 @@ def _read(kind: Any, value: Any, file: Path | None = None, empty: Any = None) ->
 
 def _object(kind: Any, saved: Mapping[str, Any], file: Path | None, empty: Any) -> Any:
     """Returns an object of the dataclass `kind`; in `Rows[Step]`, Step is the type of each row."""
-    origin, args, values = get_origin(kind) or kind, get_args(kind), {}
-    for each in fields(origin):
-        if each.name in saved and each.compare:
-            hint = _hints(origin)[each.name]
-            hint = hint[args] if getattr(hint, "__parameters__", ()) else hint
+    values = {}
+    for each, hint in _kinds_of_fields(kind):
+        if each.name in saved:
             default = getattr(empty, each.name) if empty is not None else _default(each)
             values[each.name] = _read(hint, saved[each.name], file, default)
-    return replace(empty, **values) if empty is not None else origin(**values)
+    return replace(empty, **values) if empty is not None else kind(**values)
+
+
+@cache
+def _kinds_of_fields(kind: Any) -> list[tuple[Field[Any], Any]]:
+    """Returns the stored fields of a dataclass with their types."""
+    origin, args = _origin_and_args(kind)
+    hints = {name: hint[args] if getattr(hint, "__parameters__", ()) else hint
+             for name, hint in _hints(origin).items()}  # fmt: skip
+    return [(each, hints[each.name]) for each in fields(origin) if each.compare]
 
 
 def _line(ref: Any, file: Path | None) -> Line:
