@@ -85,7 +85,7 @@ def truth(case: Case) -> Truth:
     """Returns the right ranks, phases and cause of a case."""
     fault = BY_NAME[case.fault]
     ranks = {case.rank}
-    if fault.cause == "transport":  # a connection has two ends
+    if fault.cause == "transport":  # a connection has two ends, so no rank is right too
         ranks |= {None}
     if fault.mechanism in EITHER and case.world == 2:
         ranks |= {None, 0, 1}

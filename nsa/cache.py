@@ -73,12 +73,12 @@ class Rows:
 class Cache:
     """The cached keys and values of one layer.
 
-    `kv` are first the unrotated keys and values of the compressed branch, for its incomplete block,
-    and then the rotated keys and the values of the selected and of the window branch. Old rows
-    of the compressed and of the window branch are dropped from `kv`. `blocks` are the keys and
-    values of all complete compressed blocks. Without a `config`, `kv` are the rotated keys and the
-    values of dense attention. Memory for `capacity` tokens is reserved at the first append; a
-    longer sequence reserves more.
+    `kv` has six tensors: keys and values of the compressed, the selected and the window branch. The
+    keys of the compressed branch are not rotated. Rows of the compressed branch are kept until
+    their block is complete, rows of the window branch while the window contains them. `blocks` are
+    the keys and values of all complete compressed blocks. Without a `config`, `kv` are the rotated
+    keys and the values of dense attention. Memory for `capacity` tokens is reserved at the first
+    append; a longer sequence reserves more.
     """
 
     def __init__(self, config: NSAConfig | None, capacity: int = 0) -> None:

@@ -102,7 +102,7 @@ def summaries(
 def attend_compressed(
     q: Tensor, k: Tensor, v: Tensor, size: int, stride: int, first: int = 0
 ) -> Tensor:
-    """Attention of tokens first, first + 1, … to the compressed blocks that they see.
+    """Attention of the tokens from position `first` on to the compressed blocks that they see.
 
     `q` `[B, H, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B, G, N, Dv]` → `[B, H, S, Dv]`, computed in
     float32 or wider. Tokens t < size - 1 see no block, so their rows are exactly 0.

@@ -85,7 +85,7 @@ def best_s(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def matmul(phase: Phase, world: int, store: Path, rank: int) -> Found:
-    """Starts the process group of several ranks; times a matrix product on all ranks at once."""
+    """Starts the group if there are several ranks; times a matrix product on all ranks at once."""
     device, precision = phase.device, phase.settings.train.precision
     if device.type == "cuda":
         torch.cuda.set_device(device)

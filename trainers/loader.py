@@ -162,9 +162,9 @@ def read_batch(source: Source, count: int, rank: int, world: int, device: torch.
 def to_skip(steps: str, sequences: int, resumed: Manifest | None) -> Mapping[str, Any]:
     """Returns the positions `start` and `stop` (excluded) of the data that `data.skip` names.
 
-    The steps are those of the training that wrote the checkpoint; its number of `sequences` per
-    step may be different. The result is part of the state, so that a later resume with the same
-    `steps` skips the same data. It is {} if `steps` is empty.
+    The steps are counted as in the training that wrote the checkpoint, which may have had another
+    number of sequences per step than `sequences`. The result is part of the state, so that a later
+    resume with the same `steps` skips the same data. It is {} if `steps` is empty.
     """
     named = step_range(steps)
     if named is None:

@@ -168,7 +168,7 @@ def count_skipped(t: Training, rows: list[Row]) -> None:
 def log(
     t: Training, step: int, rows: list[Row], rate: float, norm: Tensor, stats: dict[str, Tensor]
 ) -> float | None:
-    """Writes a progress record; returns the share of right bytes since the last record (recall)."""
+    """Writes a progress record; returns the share of right bytes since the last one, or None."""
     extra: dict[str, Any] = dict(inventory.memory(t.parallel.device))
     extra |= {name: x.double().round(decimals=6).tolist() for name, x in stats.items()}
     if fallbacks := t.plain.fallbacks():

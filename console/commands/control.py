@@ -155,7 +155,7 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
     Raises the error of `work`, or ContractError if the child dies.
 
-    KILL may not end a process that waits for a hung file system. So after `limit_s` seconds this
+    A process that waits for a hung file system may survive KILL. So after `limit_s` seconds this
     function sends KILL and raises TimeoutError, and does not wait for the child.
     """
     reading, writing = Pipe(duplex=False)

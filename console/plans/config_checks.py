@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from console.plans import gpu_checks, launch_facts, sweep
+from console.plans import gates, gpu_checks, launch_facts, sweep
 from console.plans.case import Case, Found
 from console.status_text import size
 from trainers import settings
@@ -27,7 +27,7 @@ NEARLY_FULL = 0.9
 
 
 def config(case: Case, index: int) -> Found:
-    """Checks the facts that the plan expects of a phase, and the number of steps in a sweep.
+    """Checks the facts that the plan expects of a phase, and whether it has enough steps.
 
     If settings of `--set` may explain each wrong fact, the result is only a warning.
     """
@@ -38,6 +38,9 @@ def config(case: Case, index: int) -> Found:
     if phase.sweep and steps < least:
         text = f"train.steps is {steps}, and a run of a sweep needs at least {least} steps"
         return "fail", f"{text} to be compared; correct train.steps"
+    if steps < gates.LAST_STEPS and (names := gates.of_last_steps(phase.gates)):
+        text = f"train.steps is {steps}, and {', '.join(names)} needs {gates.LAST_STEPS} steps"
+        return "fail", f"{text}; correct train.steps, or remove the gate"
     found = _figures(case, index)
     text = (
         f"{len(resolved)} settings are valid: {found.parameters:,} parameters, sequences of "

@@ -163,6 +163,16 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
         _check_mapping(rule, value, wanted, where)
 
 
+def of_last_steps(bounds: Mapping[str, Any]) -> list[str]:
+    """Returns the gates that stay unknown in a run of fewer than `LAST_STEPS` steps."""
+    rules = (RULES[name] for name in bounds)
+    return [
+        rule.name
+        for rule in rules
+        if rule.figure in measures.OF_LAST_STEPS or rule.measure is measures.scaling
+    ]
+
+
 def _check_mapping(rule: Rule, value: Any, wanted: Demand, where: str) -> None:
     """Raises UsageError if a key of a mapping is not in `DEMAND_KEYS`, or if a value is wrong."""
     if not isinstance(value, Mapping):

@@ -29,9 +29,9 @@ WHOLE_BYTES = 1 << 30
 class RunSource:
     """Follows a run, or the current run of a launch. Only one thread at a time may call `poll`.
 
-    One `poll` reads about `limit_bytes` of records, or twice as many with `charts`; the state has
-    the number of bytes left. `reads` selects the records as in `RunRecords`. With `charts` the
-    first polls show the present state, and later polls add the older series.
+    `reads` selects the records as in `RunRecords`. One `poll` reads about `limit_bytes` of records;
+    the state has the number of bytes left. With `reads="charts"` a poll reads up to twice as many;
+    the first polls show the present state, and later polls add the older series.
     """
 
     def __init__(self, path: Path, limit_bytes: int = WHOLE_BYTES, reads: Reads = "recent"):

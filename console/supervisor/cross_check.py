@@ -87,7 +87,8 @@ def check_launch(
     ]
     if ended_by := jsonl.text(plan_state, "ended_by"):
         warnings.append(
-            f"{ended_by[:400]}, according to {rundir.PLAN_STATE}; no further attempt or phase starts"
+            f"{ended_by[:400]}, according to {rundir.PLAN_STATE}; "
+            "no further attempt or phase starts"
         )
     return flags, warnings
 

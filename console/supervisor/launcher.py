@@ -250,8 +250,8 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
         raise RefusedError(f"{launch} ran on {host}; its ranks may be alive there, adopt it there")
     if former.get("boot_id") != rundir.boot_id() and not sure:
         raise RefusedError(
-            f"{launch} was not supervised since this host booted, and its command may be started "
-            f"again: check it with {process.program()} status {directory}, and add --yes to confirm"
+            f"{launch} was not supervised since this host booted, so adopt may start its command "
+            f"again: look at {process.program()} status {directory}, and add --yes to confirm"
         )
     return state
 

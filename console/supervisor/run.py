@@ -300,7 +300,7 @@ class Run:
         facts = self.attempt.facts()
         former = self._ended[-1].checkpoint if self._ended else 0
         if state == "stopped" and not self.attempt.known.requested:
-            state = "crashed"  # only torchrun's log shows a stop
+            state = "crashed"  # nobody requested this stop, and only torchrun's log shows it
         return restart.AttemptEnd(
             state, why, self.attempt.checkpoint(former), restart.signature(facts),
             restart.is_permanent(facts), jsonl.text(self._git, "sha"),

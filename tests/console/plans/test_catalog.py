@@ -170,7 +170,8 @@ def test_the_variables_of_the_shell_are_named_as_passed_or_not(
 ):
     for name, value in variables.items():
         bare.setenv(name, value)
-    found = checks(case(tmp_path))["shell"]
+    prepared = actions.prepare(LaunchOptions(plan=written(tmp_path), root=tmp_path))
+    found = next(check for check in prepared.checks if check.name == "shell")
     assert (found.result, found.text) == (result, text)
 
 
@@ -245,6 +246,16 @@ def test_a_config_that_the_plan_does_not_mean_is_refused(tmp_path):
     halved = expected(tmp_path, phases=[{"name": "one", "set": {"data.seq_len": 64}}])
     assert (halved.result, "seq_len is 64" in halved.text) == ("fail", True)
     assert "tokens_per_step is 512, and the plan expects 1,024" in halved.text
+
+
+@pytest.mark.parametrize("steps", [49, 50])
+def test_a_phase_has_the_steps_that_its_gates_need(tmp_path, steps):
+    """A gate over the last 50 steps of 49 would stay unknown and end the plan."""
+    phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "set": {"train.steps": steps},
+             "gates": {"loss_finite": True, "toks_per_s_50_above": 1}}  # fmt: skip
+    found = expected(tmp_path, phases=[phase])
+    text = "train.steps is 49, and toks_per_s_50_above needs 50 steps"
+    assert (found.result == "pass", text in found.text) == (steps == 50, steps == 49)
 
 
 def test_a_difference_that_set_makes_is_a_warning(tmp_path):

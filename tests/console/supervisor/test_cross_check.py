@@ -204,7 +204,9 @@ def test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed(tmp_
 
 def test_an_end_of_the_plan_that_only_the_document_says_is_in_a_note(launch):
     change(launch / rundir.PLAN_STATE, ended_by="stop requested by x")
-    expected = "stop requested by x, according to plan_state.json; no further attempt or phase starts"
+    expected = (
+        "stop requested by x, according to plan_state.json; no further attempt or phase starts"
+    )
     assert read_launch(launch)[1] == [expected]
 
 
