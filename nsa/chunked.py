@@ -33,13 +33,10 @@ CHUNK = 8192
 """Tokens in a chunk."""
 TILE_ROWS = 384
 """Most slots of a tile, times the heads of a group. A lower number makes the products slow, and a
-higher number leaves more slots empty. A tile has at most as many slots as a block has pairs on
-average, but at least 8."""
+higher number leaves more slots empty."""
 PART_BYTES = 32 << 20
 """Memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU, all sizes
-from 32 to 256 MiB are equally fast; smaller sizes are slower, because they need more calls. The
-size changes no bit of the result on a CPU, unless a log-sum-exp is more than `FARTHEST_AHEAD` above
-its reference."""
+from 32 to 256 MiB are equally fast; smaller sizes are slower, because they need more calls."""
 FARTHEST_AHEAD = 40.0
 """Largest distance of a log-sum-exp above its reference (`_Joined`); exp overflows at 88."""
 

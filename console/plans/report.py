@@ -111,7 +111,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
     entries = jsonl.entries(plan, "phases")
     runs = launches.run_directories(path)[:MAX_PHASES] if source.is_launch else [path]
     for each in runs:
-        run = RunSource(each, reads="charts")
+        run = RunSource(each, reads="charts", only=dict(CHARTS))
         run.read_all()
         state = run.poll()  # with a snapshot, only this call reads the series
         if state.state in LIVE_STATES:

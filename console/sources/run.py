@@ -6,7 +6,7 @@ No content of a run directory raises an error here; unreadable content is counte
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,15 @@ class RunSource:
 
     `reads` selects the records as in `RunRecords`. One `poll` reads about `limit_bytes` of records;
     the state has the number of bytes left. With `reads="charts"` a poll reads up to twice as many;
-    the first polls show the present state, and later polls add the older series.
+    the first polls show the present state, and later polls add the older series. If `only` has
+    names, the series have only these quantities.
     """
 
-    def __init__(self, path: Path, limit_bytes: int = WHOLE_BYTES, reads: Reads = "recent"):
-        self._limit_bytes = limit_bytes
+    def __init__(
+        self, path: Path, limit_bytes: int = WHOLE_BYTES, reads: Reads = "recent",
+        only: Collection[str] = (),
+    ):  # fmt: skip
+        self._limit_bytes, self._only = limit_bytes, only
         self._reads: Reads = reads
         self.launch_path = launch_of(path)
         self.is_launch = is_launch(path)
@@ -95,7 +99,7 @@ class RunSource:
 
     def of_phase(self, run: Path) -> RunSource:
         """Returns a source that reads the same kinds of records, for another run of the launch."""
-        return RunSource(run, reads=self._reads)
+        return RunSource(run, reads=self._reads, only=self._only)
 
     def poll(self) -> RunState:
         """Returns the present state on disk and in shared memory."""
@@ -128,7 +132,7 @@ class RunSource:
             records, self._charts = self._begin(run), None
         elif self._reads == "charts" and self._charts is None and not self._is_away:
             has_all = not (records.files.left_out_bytes or records.has_snapshot)
-            self._charts = records if has_all else RunRecords(run, "charts")
+            self._charts = records if has_all else RunRecords(run, "charts", self._only)
         if not self._is_away:
             records.poll(attempt, world, self._limit_bytes)
             if self._charts is not None and self._charts is not records:
@@ -145,7 +149,7 @@ class RunSource:
         """
         self._began_away = self._is_away
         first: Reads = "recent" if self._reads == "charts" else self._reads
-        return RunRecords(run, "all" if self._is_away else first)
+        return RunRecords(run, "all" if self._is_away else first, self._only)
 
     def _behind_bytes(self, records: RunRecords) -> int:
         """Returns the number of bytes left to read, including those for the charts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,10 +38,13 @@ Records = Mapping[int, Mapping[str, Any]]
 
 
 class RunRecords:
-    """Follows heartbeats, samples and events of one run; `reads` selects the records."""
+    """Follows heartbeats, samples and events of one run; `reads` selects the records.
 
-    def __init__(self, run: Path, reads: Reads = "all"):
-        self.run, self.reducer = run, Reducer(Series(), timed=reads == "end")
+    If `only` has names, the series have only these quantities.
+    """
+
+    def __init__(self, run: Path, reads: Reads = "all", only: Collection[str] = ()):
+        self.run, self.reducer = run, Reducer(Series(only=only), timed=reads == "end")
         saved = None
         if reads == "recent" or (reads == "charts" and not _is_short(run)):
             saved = rundir.read_json(run / rundir.SNAPSHOT, below=run)

@@ -128,11 +128,12 @@ class _Spans:
 class Series:
     """The series of one run. Only one thread at a time may use it; `points` returns tuples.
 
-    Without `keeps` no points are stored, and ended spans wait in `ended` to be written.
+    Without `keeps` no points are stored, and ended spans wait in `ended` to be written. If `only`
+    has names, other quantities are ignored.
     """
 
-    def __init__(self, keeps: bool = True) -> None:
-        self.keeps = keeps
+    def __init__(self, keeps: bool = True, only: Collection[str] = ()) -> None:
+        self.keeps, self.only = keeps, only
         self._newest: dict[str, deque[Values]] = {}
         """The values of the newest records of each file."""
         self._files: dict[str, str] = {}
@@ -178,6 +179,8 @@ class Series:
                 saved.extend([span for span in spans if name in span.bands], name)
 
     def _is_in(self, name: str, file: str) -> bool:
+        if self.only and name not in self.only:
+            return False
         if name not in self._files and len(self._files) < MAX_SERIES:
             self._files[name] = file
         return self._files.get(name) == file

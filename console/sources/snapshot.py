@@ -10,7 +10,7 @@ An object is stored as a mapping from field names to values; default values are 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -261,15 +261,22 @@ def load_series(run: Path, reducer: Reducer) -> None:
     Call this function before other records are added to the reducer.
     """
     for level in range(len(SPANS_S)):
-        data = record_files.read_end(history(run, level), HISTORY_BYTES, run)
-        reducer.series.add_history(level, _spans(data))
+        reducer.series.add_history(level, _spans(run, level, reducer.series.only))
 
 
-def _spans(data: bytes) -> Iterator[Span]:
-    """Yields the valid spans of a history file, the newest first."""
-    for line in reversed(data.split(b"\n")):
+def _spans(run: Path, level: int, only: Collection[str]) -> Iterator[Span]:
+    """Yields the valid spans of a history file, the newest first, with the bands in `only`."""
+    data = record_files.read_end(history(run, level), HISTORY_BYTES, run)
+    stop = len(data)
+    while stop > 0:
+        start = data.rfind(b"\n", 0, stop) + 1
+        saved = jsonl.decode(data[start:stop]) or {}
+        stop = start - 1
+        if only:
+            bands = jsonl.mapping(saved, "bands")
+            saved["bands"] = {name: bands[name] for name in only if name in bands}
         try:
-            span = _read(Span, jsonl.decode(line) or {})
+            span = _read(Span, saved)
         except INVALID:
             continue
         if span.is_valid:
