@@ -27,7 +27,7 @@ def records(now: Readings, _history: History) -> str:
     return now.stall_doubt
 
 
-def pulses(_now: Readings, history: History) -> str:
+def pace(_now: Readings, history: History) -> str:
     """Confirms a drop of throughput from the steps of the ranks and the clock of this host."""
     if history.pace_ratio is None:
         return "the steps of the ranks do not show a pace yet"

@@ -234,7 +234,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("stall", "time without progress of the slowest rank ÷ its stall limit", "limits",
          1.0, 0.9999, 0.0, _stall, corroborate.records, "crit", anomaly="heartbeat_stall"),
     Rule("throughput_drop", "tok/s as a share of the run's earlier tok/s", "share",
-         0.7, 0.8, 60.0, _throughput_drop, corroborate.pulses, severe=0.1,
+         0.7, 0.8, 60.0, _throughput_drop, corroborate.pace, severe=0.1,
          anomaly="throughput_flatline"),
     Rule("non_finite", "loss that is not finite", "consecutive records",
          1, 0, 0.0, _non_finite, corroborate.loss, "crit", anomaly="nan_loss"),

@@ -94,7 +94,8 @@ def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
         return [] if is_stall_told else [Notice("crit", said, "3 diagnose")]
     if state.state == "unsupervised":
         why = state.why or "the supervisor is not running; ranks are alive"
-        return [Notice("crit", why, "R new supervisor" if state.launch else "")]
+        # Nothing went wrong if a run that was started by hand has no supervisor.
+        return [Notice("crit", why, "R new supervisor") if state.launch else Notice("warn", why)]
     text = f"{state.state}: {state.why or 'no reason recorded'}"
     if state.state in BAD_STATES:
         return [Notice("crit", text, "4 shows logs")]

@@ -79,7 +79,8 @@ def test_a_dead_supervisor_is_the_first_alert_of_a_stall():
     state = dataclasses.replace(recorded.unsupervised(), alerts=alerts)
     first, second = notices(ScreenData(0.0, NOW, state))[:2]
     assert (first.hint, second.alert) == ("R new supervisor", "stall-3")
-    assert not notices(ScreenData(0.0, NOW, recorded.by_hand()))[0].hint, "no launch to adopt"
+    alone = notices(ScreenData(0.0, NOW, recorded.by_hand()))[0]
+    assert (alone.level, alone.hint) == ("warn", ""), "no launch to adopt, and nothing went wrong"
 
 
 def test_a_long_check_is_cut_in_its_panel_and_whole_in_the_zoom():
