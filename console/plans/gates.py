@@ -164,8 +164,8 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
 
 
 def of_last_steps(bounds: Mapping[str, Any]) -> list[str]:
-    """Returns the gates that stay unknown in a run of fewer than `LAST_STEPS` steps."""
-    rules = (RULES[name] for name in bounds)
+    """Returns the gates without an override that need `LAST_STEPS` steps."""
+    rules = (RULES[name] for name, value in bounds.items() if not demand(value).override)
     return [
         rule.name
         for rule in rules

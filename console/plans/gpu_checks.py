@@ -140,14 +140,16 @@ def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
     """Returns the index of each GPU that CUDA sees with this CUDA_VISIBLE_DEVICES.
 
     A MIG slice, or a UUID that no GPU has, has the index None. The result ends before the first
-    entry that is repeated, or is neither a valid index nor a UUID.
+    entry that is neither a valid index nor a UUID. With a repeated entry, torch sees no GPU.
     """
     if not devices:
         return list(range(len(uuids)))
     words, found = [word.strip() for word in devices.split(",")], list[int | None]()
     for place, word in enumerate(words):
         named = word.isdecimal() and int(word) < len(uuids)
-        if not (named or word.startswith(BY_UUID)) or word in words[:place]:
+        if word in words[:place]:
+            return []
+        if not (named or word.startswith(BY_UUID)):
             break
         of_uuid = (i for i, uuid in enumerate(uuids) if uuid.startswith(word))
         found.append(int(word) if named else next(of_uuid, None))

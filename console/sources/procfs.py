@@ -107,7 +107,7 @@ def children(pid: int, threads: Iterable[int] | None = None) -> list[int]:
 
 
 def cgroup_folders(pid: int | str, controller: str = "") -> list[str]:
-    """Returns the directories of a process's cgroup and of its parents, the outermost first.
+    """Returns the directories of a process's cgroup and of its parent cgroups, outermost first.
 
     Returns [] if they are not available. Without a `controller`, the cgroup of version 2 is used.
     Some of the directories may not exist, because in a container the path of the cgroup and the

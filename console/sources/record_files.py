@@ -94,8 +94,9 @@ def _part_at(path: Path, number: int) -> Path | None:
     """Returns the path of a part, or None; a part without its own file is in the growing file."""
     plain = record_parts.part(path, number)
     packed = plain.with_name(f"{plain.name}{GZIP}")
-    found = [each for each in (packed, plain) if number and each.exists()]
-    return next(iter(found), path if jsonl.size_bytes(path) else None)
+    # The plain file first: the compressed file is complete before the plain one is removed.
+    found = [each for each in (plain, packed) if number and os.path.lexists(each)]
+    return found[-1] if found else path if jsonl.size_bytes(path) else None
 
 
 def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:

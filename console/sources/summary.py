@@ -254,7 +254,7 @@ class Summary:
             return part.trouble
         for gap in part.holes:
             if gap.step < until:
-                return _missing_words(gap.first, gap.last)
+                return _missing_words(gap.first, gap.last, gap.count)
         if part.missing_from >= until:
             return ""
         if part.exit is not None:
@@ -266,7 +266,7 @@ class Summary:
         if end.records < part.last:
             return f"its newest record has number {part.last}, its pulse counted {end.records}"
         if end.records > part.last and not tails:
-            return _missing_words(part.last + 1, end.records)
+            return _missing_words(part.last + 1, end.records, end.records - part.last)
         return ""
 
     def _starts_differ(self, ranks: range) -> str:
@@ -302,7 +302,8 @@ class Summary:
                     yield attempt, rank, part, self.ends.get((attempt, rank))
 
 
-def _missing_words(first: int, last: int) -> str:
-    return (
-        f"record {first} is missing" if first == last else f"records {first} to {last} are missing"
-    )
+def _missing_words(first: int, last: int, count: int) -> str:
+    if first == last:
+        return f"record {first} is missing"
+    some = "" if count > last - first else f"{count} of the "
+    return f"{some}records {first} to {last} are missing"

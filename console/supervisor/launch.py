@@ -209,6 +209,8 @@ class Launch:
         elif link.stored(run / rundir.RUN) or (run / rundir.RUN).exists():
             found = former_run.read(link, run, self.spec, self._index, bool(self._ended_by))
             self.run = Run(self._services, self.spec, self._index, run, {}, found)
+        elif self._ended_by:
+            self._end(self._ended_by)
         else:
             self._start(self._index)
 

@@ -200,7 +200,10 @@ class Monitor:
             self._alerts.clear(PULSE, "no pulse is in doubt")
 
     def _unchanged(self, seen: Sequence[RankEvidence]) -> str:
-        """Returns which pulse has not changed since a late supervisor started, or ""."""
+        """Names a rank whose pulse has not changed since this supervisor started, or returns "".
+
+        This matters if the supervisor started while the ranks already ran.
+        """
         for each in seen:
             first = self._first_positions
             if each.phase and first.setdefault(each.rank, each.position) != each.position:

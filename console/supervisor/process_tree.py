@@ -363,7 +363,7 @@ class Tree:
     def _record_end(self, worker: Worker) -> bool:
         """Records the end of a rank, and its exit when known; returns whether anything is new.
 
-        The kernel reports ranks that torchrun reaps; the owner reports ranks that it reaps itself.
+        For ranks that torchrun reaps, the kernel reports the exit; for the others, the owner does.
         """
         before, handle = (worker.over_ts, worker.observed, worker.unreaped), worker.handle
         code = None if worker.observed else self._link.state.exit_codes.get(handle.pid)

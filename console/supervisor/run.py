@@ -284,10 +284,12 @@ class Run:
             self._git = found
 
     def _wait(self) -> None:
-        """Starts the next attempt when it is due; a `.HALT` before that time ends the run."""
+        """Starts the next attempt when it is due; a `.HALT` or a stop before then ends the run."""
         self.attempt.tick()
         if self.attempt.known.halt_file:
             self._conclude(*decide(Facts(previous_end=self._ended[-1].why, halt_file=True)))
+        elif self._is_final:  # a former process was asked to end the run while it waited
+            self._conclude(self._ended[-1].state, self._ended[-1].why)
         elif self._next_at is not None and time.monotonic() >= self._next_at:
             self._next_at = None
             self.number += 1

@@ -103,7 +103,7 @@ class TerminalDriver(LinuxDriver):
                 self.process_message(message)
 
     def _typed(self, text: str) -> str:
-        """Returns the text of one read without characters that were pasted and not typed.
+        """Returns the text of one read without the characters that count as pasted.
 
         Characters count as pasted if one read has more of them than a person types, if the read
         also has a marked paste, or if they soon follow pasted characters. Marked pastes and escape

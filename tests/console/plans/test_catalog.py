@@ -256,6 +256,10 @@ def test_a_phase_has_the_steps_that_its_gates_need(tmp_path, steps):
     found = expected(tmp_path, phases=[phase])
     text = "train.steps is 49, and toks_per_s_50_above needs 50 steps"
     assert (found.result == "pass", text in found.text) == (steps == 50, steps == 49)
+    by_hand = expected(tmp_path, {"train.steps": "49"}, phases=[phase])
+    assert (by_hand.result, text in by_hand.text) == ("unknown", True)
+    phase["gates"]["toks_per_s_50_above"] = {"bound": 1, "override": "only a trial"}
+    assert expected(tmp_path, phases=[phase]).result == "pass"
 
 
 def test_a_difference_that_set_makes_is_a_warning(tmp_path):

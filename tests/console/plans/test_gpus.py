@@ -168,7 +168,7 @@ def test_a_process_that_cannot_start_is_reported_with_its_reason(machine, monkey
 
 @pytest.mark.parametrize(
     ("devices", "leaves"),
-    [("", 8), ("0,1", 2), ("0,9,1", 1), ("-1", 0), ("3,3", 1), ("GPU-fake-1, 2", 2)],
+    [("", 8), ("0,1", 2), ("0,9,1", 1), ("-1", 0), ("3,3", 0), ("GPU-fake-1, 2", 2)],
 )
 def test_cuda_stops_at_the_first_entry_that_names_no_gpu(devices, leaves):
     assert len(gpu_checks.visible(devices, [f"GPU-fake-{i}" for i in range(8)])) == leaves

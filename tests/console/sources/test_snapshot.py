@@ -374,6 +374,7 @@ def test_skipped_lines_are_counted_once(run):
 
 @pytest.mark.parametrize("change", [
     lambda held: held["heads"].clear(), lambda held: held["files"].clear(),
+    lambda held: held["files"].update({f"samples_{'x' * 300}": {"head": "x", "place": [1, 5]}}),
     lambda held: held["folds"].update({"7": held["folds"]["0"]}),
     lambda held: held["folds"]["0"].update(memory_mib={"found": [[1, None]]}),
     lambda held: held["folds"]["0"].update(newest=9),
