@@ -314,7 +314,7 @@ class RunState:
     launch: LaunchState | None = None
     skipped_records: int = 0
     skipped_in: str = ""
-    """Where `skipped_records` were counted ("in the newest …"), or "" for whole files."""
+    """The place of `skipped_records` ("in the newest …"), or "" for whole files."""
     behind_bytes: int = 0
     """Number of bytes of records that have not been read yet; these may have newer values."""
     directory_blocked_s: float = 0.0

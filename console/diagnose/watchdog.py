@@ -51,7 +51,7 @@ class _State:
     unconfirmed: int = 0
     """Number of updates at which an action was due and the second source did not confirm it."""
     breached_s: float | None = None
-    """For how long the breach was observed before the rule is raised; None without a breach."""
+    """Observed duration of the breach until the rule is raised; None without a breach."""
     value: float = math.inf
     """The value above which the alert is raised again, infinite if none is known."""
     raised_at: float = 0.0
