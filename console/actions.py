@@ -7,13 +7,14 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from console import access, rest_of_launch, settings_file, targets
 from console import plan as plans_module
 from console.action_table import ACTIONS, check
+from console.launch_options import LaunchOptions
 from console.plan import BETWEEN, Phase, Plan
 from console.plans import catalog, launch_facts, preflight
 from console.plans.case import Case, Check
@@ -35,32 +36,6 @@ ANSWER_BYTES = 1 << 20
 def who() -> str:
     """Returns the sender of a request as text: user, host and process."""
     return f"{process.user_name()}@{rundir.host_name()} pid {os.getpid()}"
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchOptions:
-    """The choices of an operator for a launch; an empty choice leaves the plan as it is.
-
-    The plan has one of four sources: its name, a YAML file, a `config` with a trainer of `TRAINERS`
-    (the plan then has a single phase), or the launch `resume` (its options and remaining phases).
-    """
-
-    plan: str = ""
-    config: Path | None = None
-    resume: Path | None = None
-    trainer: str = ""
-    phase: str = ""
-    flags: Mapping[str, str] = field(default_factory=dict)
-    sets: Mapping[str, str] = field(default_factory=dict)
-    nproc: int | None = None
-    devices: str = ""
-    run_dir: Path | None = None
-    between: str = ""
-    root: Path = launches.ROOT
-    assume_gpus: str = ""
-    """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
-    measure: bool | None = None
-    """True to measure devices, data and attention; None if the plan decides that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class Draft:
 
     def options(self) -> Any:
         """Returns the options of the launch. The check on the screen does not measure."""
-        from console.actions import LaunchOptions  # imported after the first picture
+        from console.launch_options import LaunchOptions  # imported after the first picture
 
         return LaunchOptions(
             plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root,

@@ -28,7 +28,6 @@ LATER = (
     "console.tui.views.launch",
     "console.tui.views.stall",
     "console.tui.views.logs",
-    "console.actions",
 )
 """Modules that the first picture does not need, but the next key may need."""
 
@@ -64,8 +63,8 @@ class Console(background.Screen, Protocol):
 class Operator:
     """Asks questions, sends requests and starts launches; `do_<id>` executes the key `<id>`.
 
-    By default, `actions` is the module `console.actions`. `request` sends a request and returns the
-    answer.
+    By default, `actions` is the module `console.actions`; the thread that needs it first imports
+    it, because it costs 50 ms and 3 MiB. `request` sends a request and returns the answer.
     """
 
     def __init__(self, screen: Console, request: Request = background.request, actions: Any = None):
@@ -140,7 +139,9 @@ class Operator:
             draft.take(options, prepared, trouble)
             screen.repaint_view()
 
-        work = partial(self.actions.prepare, options)
+        def work() -> Any:
+            return self.actions.prepare(options)
+
         run_in_background(screen, "check", work, ended, partial(ended, None), options.plan)
 
     def _pending(self, label: str) -> Pending | None:
@@ -181,7 +182,7 @@ class Operator:
 
         While another launch is starting, only shows a message.
         """
-        screen, actions = self._screen, self.actions
+        screen = self._screen
         if self._is_starting():
             return
         screen.say(f"launching {options.plan} …", "wait")
@@ -190,5 +191,7 @@ class Operator:
             screen.say(f"launched {options.plan} in {path}; q leaves, the run continues")
             screen.follow(path)
 
-        work = partial(actions.launch, options, actions.who(), plan)
+        def work() -> Path:
+            return self.actions.launch(options, self.actions.who(), plan)
+
         run_in_background(screen, "launch", work, launched, about=options.plan)
