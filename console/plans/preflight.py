@@ -196,7 +196,7 @@ class Row:
 
 
 PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
-DRIVER = "the NVIDIA driver"
+DRIVER, PROCESSES = "the NVIDIA driver", "the other processes"
 LIMIT_S: Mapping[str, float] = {DRIVER: gpu_survey.LIMIT_S + 2, NETWORK: 8.0}
 """Time limit of the rows, by their `needs`; `USUAL_S` is the limit of all other rows."""
 USUAL_S, SAID_S = 20.0, 2.0
@@ -205,7 +205,7 @@ TABLE: tuple[Row, ...] = (
     Row("python", _python), Row("torch", gpu_checks.torch), Row("device", gpu_checks.device, PLAN),
     Row("program", _programs, PLAN), Row("gpus", gpu_checks.gpus, DRIVER),
     Row("driver", gpu_checks.driver, DRIVER), Row("gpu memory", config_checks.gpu_memory, DRIVER),
-    Row("nccl", gpu_checks.nccl, PLAN), Row("leftovers", host_checks.leftovers),
+    Row("nccl", gpu_checks.nccl, PLAN), Row("leftovers", host_checks.leftovers, PROCESSES),
     Row("cores", _cores), Row("memory", _memory), Row("shm", host_checks.shm),
     Row("limits", host_checks.limits), Row("ports", host_checks.ports),
     Row("clock", host_checks.clock, DISK), Row("disk", config_checks.disk, DISK),
@@ -255,12 +255,16 @@ def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Fou
 
 
 def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check:
-    """Returns the result of a row; with assumed GPUs, a check of this machine can only warn."""
+    """Returns the result of a row; with assumed GPUs, a check of this machine can only warn.
+
+    A late answer of `PROCESSES` only warns: one process in state D can keep every reader waiting.
+    """
     limit_s = LIMIT_S.get(row.needs, USUAL_S)
     try:
         result, text = answer.result(max(0.0, begun + limit_s - time.monotonic()))
     except TimeoutError:
-        result, text = "fail", f"no answer from {row.needs} within {limit_s:g} s"
+        result = "unknown" if row.needs == PROCESSES else "fail"
+        text = f"no answer from {row.needs} within {limit_s:g} s"
     except ContractError:
         raise
     except Exception as error:  # a check may read files that other users wrote
