@@ -57,17 +57,17 @@ class Case:
         self, rank: RankEvidence | None, cause: str, sure: Sure, *parts: str
     ) -> Verdict:  # fmt: skip
         """Returns a verdict on `rank`, or on all ranks if it is None; `parts` form the sentence."""
-        place, sentence = rank or self.slowest[0], "; ".join(filter(None, parts))
+        of, sentence = rank or self.slowest[0], "; ".join(filter(None, parts))
         number = rank.rank if rank else None
         evidence = self._evidence(rank)
-        return Verdict(self.ts, sentence, cause, number, place.phase, place.step, sure, evidence)
+        return Verdict(self.ts, sentence, cause, number, of.phase, of.step, sure, evidence)
 
     def _evidence(self, first: RankEvidence | None) -> tuple[str, ...]:
         """Returns one line per rank without `doubt`, at most `EVIDENCE_LINES`; `first` is first."""
         ranks = sorted((*self.running, *self.exited), key=lambda each: each is not first)
         counted = any(each.collectives for each in ranks)
         return tuple(
-            f"rank {each.rank}: process state {each.state}, {each.place}, unchanged for "
+            f"rank {each.rank}: process state {each.state}, {each.position_text}, unchanged for "
             f"{each.unchanged_s:.0f} s, limit {limit_s(each, self.watch):.0f} s"
             + (f", {each.collectives} collectives" if counted else "")
             for each in ranks[:EVIDENCE_LINES]
@@ -90,7 +90,7 @@ def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
 
 def stalled(case: Case, ranks: Sequence[RankEvidence]) -> str:
     who, first = _verb(ranks, "has", "have"), ranks[0]
-    return f"{who} been stalled in {first.place} since {case.since(first)}"
+    return f"{who} been stalled in {first.position_text} since {case.since(first)}"
 
 
 def exits(ranks: Sequence[RankEvidence]) -> str:
@@ -115,10 +115,11 @@ def others(case: Case, named: Sequence[RankEvidence]) -> str:
     groups: dict[tuple[str, str, str], list[RankEvidence]] = {}
     for each in case.running:
         if each not in named:
-            place = each.phase if each.phase and each.step == first.step else each.place
-            groups.setdefault((*_doing(each, first), place), []).append(each)
-    return "; ".join(f"{_verb(ranks, one, many)} in {place}"
-                     for (one, many, place), ranks in groups.items())  # fmt: skip
+            same_step = each.phase and each.step == first.step
+            where = each.phase if same_step else each.position_text
+            groups.setdefault((*_doing(each, first), where), []).append(each)
+    return "; ".join(f"{_verb(ranks, one, many)} in {where}"
+                     for (one, many, where), ranks in groups.items())  # fmt: skip
 
 
 def _doing(rank: RankEvidence, named: RankEvidence) -> tuple[str, str]:
