@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from console.diagnose import gpu_signs
-from console.diagnose.case import Case
+from console.diagnose.moment import Moment
 from console.diagnose.rank_evidence import STARTING_PHASES, RankEvidence, names, slowest
 from console.diagnose.stack_classes import Where, is_of_torch, where
 from console.diagnose.suspect import FOR_PEERS, Suspect
@@ -83,8 +83,8 @@ class Evidence:
 class Stall:
     """A stall: its ranks with the evidence about them, and the signs of all sources."""
 
-    def __init__(self, case: Case, evidence: Evidence) -> None:
-        self.case, self.ranks, self.evidence = case, case.running, evidence
+    def __init__(self, moment: Moment, evidence: Evidence) -> None:
+        self.moment, self.ranks, self.evidence = moment, moment.running, evidence
         self.suspects = _with_gpus([_suspect(each, evidence) for each in self.ranks])
         self.difference = self._find_difference()
         if self.difference.kind == "mismatch":

@@ -1,4 +1,4 @@
-"""The ranks at one moment (`Case`: running, slowest, exited), and the phrases of verdicts."""
+"""The ranks at one moment (`Moment`: running, slowest, exited), and the phrases of verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVIDENCE_LINES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Moment:
     """The running ranks, the slowest of them, and the ranks in the phase "exit"."""
 
     running: tuple[RankEvidence, ...]
@@ -74,13 +74,13 @@ class Case:
         )
 
 
-def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
-    """Returns the case, or None if each rank has a `doubt` or is in the phase "exit"."""
+def moment_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Moment | None:
+    """Returns the moment, or None if each rank has a `doubt` or is in the phase "exit"."""
     usable = [each for each in ranks if not each.doubt]
     doubtful = tuple(each for each in ranks if each.doubt)
     running = tuple(each for each in usable if each.phase != "exit")
     exited = tuple(each for each in usable if each.phase == "exit")
-    return Case(running, slowest(running), exited, doubtful, watch, ts) if running else None
+    return Moment(running, slowest(running), exited, doubtful, watch, ts) if running else None
 
 
 def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
@@ -88,9 +88,9 @@ def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
     return f"{names(ranks)} {one if len(ranks) == 1 else many}"
 
 
-def stalled(case: Case, ranks: Sequence[RankEvidence]) -> str:
+def stalled(moment: Moment, ranks: Sequence[RankEvidence]) -> str:
     who, first = _verb(ranks, "has", "have"), ranks[0]
-    return f"{who} been stalled in {first.position_text} since {case.since(first)}"
+    return f"{who} been stalled in {first.position_text} since {moment.since(first)}"
 
 
 def exits(ranks: Sequence[RankEvidence]) -> str:
@@ -109,11 +109,11 @@ def resume(ranks: Sequence[RankEvidence]) -> str:
     return f"kill -CONT {pids} resumes {'it' if len(ranks) == 1 else 'them'}"
 
 
-def others(case: Case, named: Sequence[RankEvidence]) -> str:
+def others(moment: Moment, named: Sequence[RankEvidence]) -> str:
     """Returns what the running ranks outside `named` do, grouped by what they do and where."""
     first = named[0]
     groups: dict[tuple[str, str, str], list[RankEvidence]] = {}
-    for each in case.running:
+    for each in moment.running:
         if each not in named:
             same_step = each.phase and each.step == first.step
             where = each.phase if same_step else each.position_text
