@@ -115,8 +115,7 @@ def others(moment: Moment, named: Sequence[RankEvidence]) -> str:
     groups: dict[tuple[str, str, str], list[RankEvidence]] = {}
     for each in moment.running:
         if each not in named:
-            same_step = each.phase and each.step == first.step
-            where = each.phase if same_step else each.position_text
+            where = each.phase if each.phase and each.step == first.step else each.position_text
             groups.setdefault((*_doing(each, first), where), []).append(each)
     return "; ".join(f"{_verb(ranks, one, many)} in {where}"
                      for (one, many, where), ranks in groups.items())  # fmt: skip
