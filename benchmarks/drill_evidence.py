@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from console.diagnose.case import case_of
 from console.diagnose.evidence import Evidence
+from console.diagnose.moment import moment_of
 from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.verdict import diagnose
 from console.model import Verdict
@@ -42,7 +42,7 @@ def collected(path: Path) -> Inputs | None:
         return None
     evidence = collect(reader._source.of[0], ranks)
     found = Inputs(_ranks(reader), reader._source.watch, time.time(), evidence)
-    return found if case_of(found.ranks, found.watch, found.ts) else None
+    return found if moment_of(found.ranks, found.watch, found.ts) else None
 
 
 def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:

@@ -33,7 +33,7 @@ def check_parents(path: Path) -> None:
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
                 raise RefusedError(
                     f"every user can rename files in {parent}; chmod o-w {parent}, or pass "
-                    "another directory with --run-dir"
+                    "another directory with --root or --run-dir"
                 )
     except (OSError, RuntimeError) as error:
         raise RefusedError(f"cannot read the parents of {path}: {error}") from error

@@ -268,10 +268,10 @@ def _between_words(facts: Facts) -> str:
     return f"{request}; previous end: {facts.previous_end}"
 
 
-Rule = tuple[State | None, Callable[[Facts], bool], Callable[[Facts], str]]
+StateRule = tuple[State | None, Callable[[Facts], bool], Callable[[Facts], str]]
 """A state, its condition and its sentence. The state None means the supervisor's last state."""
 
-SAID_BY_SUPERVISOR: tuple[Rule, ...] = (
+SAID_BY_SUPERVISOR: tuple[StateRule, ...] = (
     (None, lambda f: f.view.has_supervisor and f.view.state is not None, lambda f: f.view.why),
     ("unsupervised", lambda f: f.view.state in EXIT_CODES and bool(f.view.living),
      lambda f: f"its documents say that the run is {f.view.state}, but {f.view.living}; "
@@ -286,7 +286,7 @@ SAID_BY_SUPERVISOR: tuple[Rule, ...] = (
 )  # fmt: skip
 """A reader's first rules: the state of a living supervisor, living processes, a recorded end."""
 
-NO_END_RECORDED: tuple[Rule, ...] = (
+NO_END_RECORDED: tuple[StateRule, ...] = (
     ("queued", lambda f: f.view.state is None and not f.view.newest_record,
      lambda f: "no record yet"),
     ("unsupervised", lambda f: f.view.state is None,
@@ -300,7 +300,7 @@ NO_END_RECORDED: tuple[Rule, ...] = (
 )  # fmt: skip
 """The rules of a reader if neither the supervisor nor the ranks recorded an end."""
 
-BETWEEN_ATTEMPTS: tuple[Rule, ...] = (
+BETWEEN_ATTEMPTS: tuple[StateRule, ...] = (
     ("killed", lambda f: f.requested == "kill", _between_words),
     ("stopped", lambda f: f.requested == "stop", _between_words),
     ("crashed", lambda f: f.requested == "restart", _between_words),
@@ -311,7 +311,7 @@ BETWEEN_ATTEMPTS: tuple[Rule, ...] = (
 )  # fmt: skip
 """The rules for the time between two attempts, in which no rank runs."""
 
-ENDED: tuple[Rule, ...] = (
+ENDED: tuple[StateRule, ...] = (
     ("crashed", lambda f: f.requested == "restart",
      lambda f: f"ended for a restart, requested by {f.by}"),
     ("killed", lambda f: f.requested == "kill", lambda f: f"killed, requested by {f.by}"),
@@ -329,7 +329,7 @@ ENDED: tuple[Rule, ...] = (
 )  # fmt: skip
 """The rules for a run whose processes have all ended."""
 
-LIVE: tuple[Rule, ...] = (
+LIVE: tuple[StateRule, ...] = (
     ("stopping", lambda f: f.collecting,
      lambda f: "all ranks have ended; their records are still being read"),
     ("stopping", lambda f: f.requested in ("restart", "stop", "kill"),
@@ -347,7 +347,7 @@ LIVE: tuple[Rule, ...] = (
 """The rules for a run that has not ended."""
 
 
-TABLES: tuple[tuple[Callable[[Facts], bool], tuple[Rule, ...]], ...] = (
+TABLES: tuple[tuple[Callable[[Facts], bool], tuple[StateRule, ...]], ...] = (
     (lambda f: f.is_reader, SAID_BY_SUPERVISOR),
     (lambda f: f.previous_end is not None, BETWEEN_ATTEMPTS),
     (lambda f: f.over, ENDED),

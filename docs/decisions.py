@@ -150,7 +150,7 @@ TABLE: tuple[Decision, ...] = (
     Decision("verdict-cause", "verdict", "name the cause of a stall from the collected evidence",
              (("The evidence names one rank, by one of these:",
                "two of the flight records, the stacks, the processes in /proc, the GPUs and the "
-               "places of the ranks name the same rank;",
+               "positions of the ranks name the same rank;",
                "the stacks or flight records of all ranks that wait name a rank, and the kernel "
                "shows that this rank cannot run;",
                "the flight records and the stacks name the rank, or the minority of ranks, that "

@@ -54,8 +54,8 @@ class Rows:
             self._buffer = self._buffer[sequences]
 
     def clear(self) -> None:
-        """Drops all rows; the buffer stays."""
-        self._begin = self._end = 0
+        """Drops all rows; the next rows may have any shape."""
+        self._buffer, self._begin, self._end = None, 0, 0
 
     def _larger(self, new: Tensor) -> Tensor:
         """Returns a buffer that begins with the stored rows and has room for the new rows."""

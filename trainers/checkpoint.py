@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,13 +120,13 @@ def choose_on_all_ranks(
     return path, on_all_ranks(parallel, read), skipped
 
 
-def load(path: Path, parts: Parts) -> None:
+def load(path: Path, parts: Parts, found: Manifest) -> None:
     """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
 
     The window of `Spikes` and the loss scale stay as they are if the checkpoint has none. Raises
     CheckpointError; if the model differs, the message names the parameter.
     """
-    state, precision = parts.state(), manifest.read(path).settings.get("train.precision", FP16)
+    state, precision = parts.state(), found.settings.get("train.precision", FP16)
     with _readable(path) as (reader, index):
         wholes = _use_saved_names(state, parts.model, index)
         _compare(path, state, index)
@@ -182,9 +182,8 @@ def load_weights(path: Path, section: str = "model") -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
-def load_model(path: Path) -> Transformer:
+def load_model(path: Path, saved: Mapping[str, Any]) -> Transformer:
     """Returns the model of a verified checkpoint, on the CPU. Raises CheckpointError."""
-    saved = manifest.read(path).settings
     try:
         shape = settings.section(ModelConfig, "model.", saved, MANIFEST)
         switches = settings.section(Switches, "attention.", saved, MANIFEST)

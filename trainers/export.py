@@ -51,7 +51,7 @@ def export(checkpoint: Path, target: Path) -> None:
         if target.suffix == ".safetensors":
             rundir.write_atomic(target, save(load_weights(checkpoint), facts))
             return
-        save_model(load_model(checkpoint), target, facts)
+        save_model(load_model(checkpoint, record.settings), target, facts)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}: {error}; export to a .safetensors file") from error
     except OSError as error:

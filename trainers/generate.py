@@ -44,8 +44,9 @@ def _continue(arguments: argparse.Namespace) -> str:
     from trainers import checkpoint, manifest, tokenizer
 
     path, _ = manifest.choose(arguments.checkpoint)
-    model = checkpoint.load_model(path)
-    name = str(manifest.read(path).settings.get("data.tokenizer", "byte"))
+    saved = manifest.read(path).settings
+    model = checkpoint.load_model(path, saved)
+    name = str(saved.get("data.tokenizer", "byte"))
     if model.config.vocab_size not in VOCABULARIES.get(name, ()):
         raise CheckpointError(
             f"{path} has a vocabulary of {model.config.vocab_size} tokens, which does not fit its "

@@ -38,7 +38,7 @@ def load(path: Path) -> str:
     from trainers import checkpoint
 
     torch.set_num_threads(1)
-    weights = list(checkpoint.load_model(path).named_parameters())
+    weights = list(checkpoint.load_model(path, found.settings).named_parameters())
     if bad := next((name for name, each in weights if not torch.isfinite(each).all()), ""):
         raise CheckpointError(f"{path} has a weight that is not finite, in {bad}")
     sections = ("optimizer", checkpoint.LOSS_SCALE, checkpoint.SPIKES, checkpoint.RANDOM)

@@ -18,7 +18,7 @@ from trainers.run_records import Report
 from trainers.schema import ReportSettings
 
 AUDITED = "nsa-audited"
-"""Range in a profile after each step while the audit is due; the audit ends at the first range."""
+"""Range in a profile after the step that the audit reports."""
 FOLDER, REQUESTED_STEPS, EXPORT_TIMEOUT_S = "profiles", 3, 60.0
 KERNELS = {
     "_scaled_dot_product_flash_attention": "flash",
@@ -60,7 +60,7 @@ class Profiler:
 
     def end(self, step: int) -> None:
         """Closes the profile window that ends with this step."""
-        if self._open is not None and self._audit:
+        if self._open is not None and self._audit and step == self._steps.start:
             with torch.profiler.record_function(AUDITED):
                 pass
         if self._open is not None and step == self._steps.stop - 1:

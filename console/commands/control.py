@@ -110,15 +110,17 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     """Sends one request and prints the answer. Raises ContractError if no answer comes in time."""
     path = launches.find(options.run, options.root, act=True)
 
-    def stopped() -> str:
-        """Returns the stopped processes of the supervisor and how to resume them, or ""."""
-        pids = " ".join(map(str, targets.host_and_stopped(path, ACTIONS[action])[1]))
-        return f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it" * bool(pids)
+    def seen() -> tuple[str, str]:
+        """Returns two texts: the host of the supervisor, and how to resume its processes."""
+        host, stopped = targets.host_and_stopped(path, ACTIONS[action])
+        pids = " ".join(map(str, stopped))
+        text = f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"
+        return f" from the supervisor on {host}" if host else "", text if pids else ""
 
     def sent() -> tuple[str, dict[str, Any] | None, str]:
         request = actions.send(path, action, args, actions.who())
         event = actions.answer(path, request, min(SOON_S, options.timeout))
-        return request, event, "" if event else stopped()
+        return request, event, "" if event else seen()[1]
 
     limit, until = f"within {options.timeout:g} s", time.monotonic() + options.timeout
     delivery = f"delivery of {action} unknown; send {action} again"
@@ -130,18 +132,16 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
             if why:
                 print_error(why)
             event = within(left_s + SPARE_S, lambda: actions.answer(path, request, left_s))
+        of, why = ("", "") if event else within(SPARE_S, seen)
     except TimeoutError:
         raise ContractError(
             f"the file system of {path} does not answer {limit}: {delivery} when the file system "
             "answers"
         ) from None
     if event is None:
-        host, _ = targets.host_and_stopped(path, ACTIONS[action])
-        of = f" from the supervisor on {host}" if host else ""
-        then = stopped() or f"see {program()} status {options.run}"
         raise ContractError(
             f"no answer to {action} {limit}{of}; the request remains and may still be executed; "
-            f"{then}"
+            f"{why or f'see {program()} status {options.run}'}"
         )
     detail = event.get("detail")
     more = (f"  {clean(str(line))}" for line in (detail if isinstance(detail, list) else ()))

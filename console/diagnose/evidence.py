@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from console.diagnose import gpu_signs
-from console.diagnose.case import Case
+from console.diagnose.moment import Moment
 from console.diagnose.rank_evidence import STARTING_PHASES, RankEvidence, names, slowest
 from console.diagnose.stack_classes import Where, is_of_torch, where
 from console.diagnose.suspect import FOR_PEERS, Suspect
@@ -83,8 +83,8 @@ class Evidence:
 class Stall:
     """A stall: its ranks with the evidence about them, and the signs of all sources."""
 
-    def __init__(self, case: Case, evidence: Evidence) -> None:
-        self.case, self.ranks, self.evidence = case, case.running, evidence
+    def __init__(self, moment: Moment, evidence: Evidence) -> None:
+        self.moment, self.ranks, self.evidence = moment, moment.running, evidence
         self.suspects = _with_gpus([_suspect(each, evidence) for each in self.ranks])
         self.difference = self._find_difference()
         if self.difference.kind == "mismatch":
@@ -206,10 +206,10 @@ def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
 
 
 def _signs(stall: Stall) -> tuple[Sign, ...]:
-    places = _of_places(stall.ranks)
+    positions = _of_positions(stall.ranks)
     if stall.difference.kind == "mismatch" or stall.is_together:
-        places = replace(places, ranks=())  # the rank that is ahead may be the cause
-    return _of_flights(stall), _of_stacks(stall), _of_processes(stall), _of_gpus(stall), places
+        positions = replace(positions, ranks=())  # the rank that is ahead may be the cause
+    return _of_flights(stall), _of_stacks(stall), _of_processes(stall), _of_gpus(stall), positions
 
 
 def _odd(odd: Sequence[int], stall: Stall) -> tuple[int, ...]:
@@ -296,12 +296,12 @@ def _of_gpus(stall: Stall) -> Sign:
     return Sign("GPUs", _odd(odd, stall), said)
 
 
-def _of_places(ranks: Sequence[RankEvidence]) -> Sign:
+def _of_positions(ranks: Sequence[RankEvidence]) -> Sign:
     found = slowest(ranks)
     running = [each for each in ranks if each.phase != "exit" and not each.doubt]
     if not found or len(found) == len(running) > 1:
-        return Sign("places", (), "all ranks are at the same place")
+        return Sign("positions", (), "all ranks are at the same position")
     return Sign(
-        "places", tuple(each.rank for each in found),
-        f"{names(found)} at the earliest place, {found[0].place}",
+        "positions", tuple(each.rank for each in found),
+        f"{names(found)} at the earliest position, {found[0].position_text}",
     )  # fmt: skip

@@ -72,8 +72,8 @@ class RankEvidence:
         return self.step, ORDER.get(self.phase, -1), self.collectives
 
     @property
-    def place(self) -> str:
-        """The phase and step of the rank in words: "forward of step 41"."""
+    def position_text(self) -> str:
+        """The position of the rank as text: "forward of step 41"."""
         if not self.phase:
             return "start-up (no pulse)"
         if self.phase == UNREPORTED:

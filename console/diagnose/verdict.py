@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.case import ENDED_STATES, Case, case_of, exits, others, resume, stalled
 from console.diagnose.causes import ALIKE, CAUSES, OF_LIBRARY, SEEN_BY_ONE, Cause, device
 from console.diagnose.evidence import Evidence, Stall
+from console.diagnose.moment import ENDED_STATES, Moment, exits, moment_of, others, resume, stalled
 from console.diagnose.rank_evidence import (
     SAVING_PHASES,
     UNREPORTED,
@@ -36,29 +36,29 @@ LOOK_AT_STACKS = "dump the stacks to see the cause"
 def diagnose(
     ranks: Sequence[RankEvidence], watch: Watch, ts: float, evidence: Evidence = NO_EVIDENCE
 ) -> Verdict | None:
-    """Returns the verdict at unix time `ts`, or None if the ranks do not form a stalled `Case`."""
-    case = case_of(ranks, watch, ts)
-    return explain(case, evidence) if case and case.is_stalled else None
+    """Returns the verdict at unix time `ts`, or None if the ranks do not stall."""
+    moment = moment_of(ranks, watch, ts)
+    return explain(moment, evidence) if moment and moment.is_stalled else None
 
 
-def explain(case: Case, evidence: Evidence) -> Verdict:
+def explain(moment: Moment, evidence: Evidence) -> Verdict:
     """Returns the verdict on a stall: its cause, the evidence for and against it, the next step.
 
     A rank whose pulse is ignored (`doubt`) is never blamed. If there is such a rank, the evidence
     is not used; the confidence is then "low", except for a cause in `KERNEL_CAUSES`.
     """
-    if not case.doubtful:
-        return _explain(case, evidence)
-    found = _explain(case, NO_EVIDENCE)
+    if not moment.doubtful:
+        return _explain(moment, evidence)
+    found = _explain(moment, NO_EVIDENCE)
     if found.cause in KERNEL_CAUSES:
         return found
-    sentence = f"{found.sentence}; {unusable_pulses(case.doubtful)}"
+    sentence = f"{found.sentence}; {unusable_pulses(moment.doubtful)}"
     return replace(found, sure="low", sentence=sentence)
 
 
-def _explain(case: Case, evidence: Evidence) -> Verdict:
-    stall, slow = Stall(case, evidence), case.slowest[0]
-    early = [each for each in case.exited if each.step <= slow.step]
+def _explain(moment: Moment, evidence: Evidence) -> Verdict:
+    stall, slow = Stall(moment, evidence), moment.slowest[0]
+    early = [each for each in moment.exited if each.step <= slow.step]
     # A rank that saves does not wait for a rank that exited.
     if early and slow.phase not in SAVING_PHASES and not any(s.cannot_run for s in stall.suspects):
         return _exited_early(stall, early)
@@ -69,22 +69,22 @@ def _explain(case: Case, evidence: Evidence) -> Verdict:
     cause = next((each for each in CAUSES if each.explain(of)), None)
     if cause is not None:  # keep the ranks with the same cause
         culprits = [each for each in culprits if cause.explain(each)]
-    ranks, alone = [each.rank for each in culprits], len(case.running) == 1
+    ranks, alone = [each.rank for each in culprits], len(moment.running) == 1
     sure = _sure(culprits, cause, stall)
-    if alone and cause is None and why_unconfirmed(case.running, case.watch):
+    if alone and cause is None and why_unconfirmed(moment.running, moment.watch):
         sure = "low"
-    everyone = len(culprits) == len(case.running) > 1
+    everyone = len(culprits) == len(moment.running) > 1
     calls = stall.difference.text if stall.difference.kind in ("behind", "mismatch") else ""
     native = of.where.kind == "native" and of.main.kind == "futex"
     frame = None if native else of.where.own or of.where.frame
     at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
     action = _action(cause, ranks, frame) if cause else ""
-    verdict = case.verdict(
+    verdict = moment.verdict(
         None if everyone else of.rank,
         cause.name if cause else "all-ranks" if alone else "slowest-rank", sure,
-        stalled(case, ranks) + (f": {who} {cause.explain(of)}" if cause else "") + at,
+        stalled(moment, ranks) + (f": {who} {cause.explain(of)}" if cause else "") + at,
         action if of.state == "T" else "", calls,
-        others(case, ranks), exits(case.exited), _advice(cause, evidence),
+        others(moment, ranks), exits(moment.exited), _advice(cause, evidence),
     )  # fmt: skip
     if of.where.own and not native:
         verdict = replace(verdict, place=of.where.own.place)
@@ -97,13 +97,13 @@ def _advice(cause: Cause | None, evidence: Evidence) -> str:
 
 def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
     """Returns the verdict on ranks that exited before the others were done."""
-    case = stall.case
-    slow, first = case.slowest[0], min(early, key=lambda each: (each.step, each.rank))
+    moment = stall.moment
+    slow, first = moment.slowest[0], min(early, key=lambda each: (each.step, each.rank))
     certain = first.step < slow.step and first.state in ENDED_STATES
-    verdict = case.verdict(
+    verdict = moment.verdict(
         first, "exited-early", "high" if certain else "medium",
         f"{exits(early)} at step {first.step} before the other ranks",
-        f"no progress since {case.since(slow)}", others(case, [first]),
+        f"no progress since {moment.since(slow)}", others(moment, [first]),
     )  # fmt: skip
     return _with_signs(verdict, stall, set())
 
@@ -183,7 +183,7 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
 
 def _alike(stall: Stall) -> Verdict:
     """Returns the verdict for a stall in which no source names a rank."""
-    case, why, lost = stall.case, "", ""
+    moment, why, lost = stall.moment, "", ""
     kinds = {each.where.kind for each in stall.suspects}
     name, sure, last = "all-ranks", "low", "no rank is seen behind another"
     if stall.difference.kind == "mismatch":
@@ -201,11 +201,11 @@ def _alike(stall: Stall) -> Verdict:
         text = words.pop() if len(words) == 1 else "waits for its GPU"
         name, sure, why = "device", "medium", f": each {text}"
     rule = next((each for each in (*CAUSES, ALIKE) if each.name == name), None)
-    verdict = case.verdict(
-        None, name, sure, stalled(case, case.running) + why, lost, exits(case.exited),
+    verdict = moment.verdict(
+        None, name, sure, stalled(moment, moment.running) + why, lost, exits(moment.exited),
         stall.difference.text if rule else last, _advice(rule, stall.evidence),
     )  # fmt: skip
-    return _with_signs(verdict, stall, set(), _action(rule, case.running, None) if rule else "")
+    return _with_signs(verdict, stall, set(), _action(rule, moment.running, None) if rule else "")
 
 
 def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "") -> Verdict:

@@ -88,7 +88,7 @@ def disk(case: Case) -> Found:
     if free < needed:
         return "fail", (
             f"{folder} has {size(free)} free, and the launch needs {size(needed)} "
-            f"({size(checkpoints)} for checkpoints); free space, or pass --run-dir"
+            f"({size(checkpoints)} for checkpoints); free space, or pass --root or --run-dir"
         )
     return "pass", f"{size(free)} free at {folder}, {size(needed)} are needed"
 

@@ -95,7 +95,8 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     run_json, document = (
         rundir.read_json(run / n, below=run) for n in (rundir.RUN, rundir.SUPERVISOR)
     )
-    if launch is not None and (run_json is None or document is None):
+    by_hand = launch is None and run_json is None and document is None
+    if not by_hand and (run_json is None or document is None):
         yield f"{rundir.RUN if run_json is None else rundir.SUPERVISOR} cannot be read"
         return
     run_json, document = run_json or {}, document or {}

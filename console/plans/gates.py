@@ -35,7 +35,7 @@ EVENTS, SAMPLES, SINGLE = "events.jsonl", "samples_*.jsonl", "gates.json of that
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class GateRule:
     """One row of the table of gates.
 
     With the bound "yes", the plan says `true`, and the measured count must be 0. With "fall", the
@@ -75,56 +75,57 @@ class Rule:
         return summary.gap(ranks, self.span == "surviving steps", self.tails or is_loaded)
 
 
-TABLE: tuple[Rule, ...] = (
-    Rule("steps_done", "steps", "at least", measures.steps_reached, "surviving steps", RANKS,
-         "no progress record"),
-    Rule("loss_finite", "steps", "yes", measures.loss_finite, "all attempts", RANKS,
-         "no loss was recorded", certain=True, tails=True),
-    Rule("grad_norm_above", "", "above", measures.grad_norm, "all attempts", RANK0,
-         "no grad_norm was recorded", certain=True),
-    Rule("no_stall", "stalls", "yes", measures.stalls, "all attempts", EVENTS, certain=True,
-         tails=True),
-    Rule("stalls_at_most", "stalls", "at most", measures.stalls, "all attempts", EVENTS,
-         certain=True, tails=True),
-    Rule("restarts_at_most", "restarts", "at most", measures.restarts, "all attempts", EVENTS,
-         certain=True, tails=True),
-    Rule("loss_falls", LOSS_UNIT, "fall", measures.loss_fall, "surviving steps", RANK0),
-    Rule("bytes_right", "share", "at least", measures.bytes_right, "surviving steps", RANK0,
-         "no bytes_right was recorded; only data.source recall records it"),
-    Rule("gpu_mem_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
-         "no gpu_mem_reserved was recorded", certain=True, figure="memory_mib"),
-    Rule("gpu_mem_growth_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
-         "no gpu_mem_reserved of the first half, or too many different values",
-         figure="memory_growth_mib"),
-    Rule("toks_per_s_50_above", "tok/s", "above", measures.figure, "surviving steps", RANK0,
-         NO_STEPS, figure="toks_per_s"),
-    Rule("step_ratio_below", "", "at most", measures.figure, "surviving steps", RANK0,
-         NO_STEPS, figure="step_ratio"),
-    Rule("entropy_above", "nats", "above", measures.figure, "all attempts", RANK0,
-         "no gate_entropy_mean was recorded", certain=True, figure="entropy_min"),
-    Rule("collapse_below", "share", "at most", measures.figure, "all attempts", RANK0,
-         "no gate_collapse_frac was recorded", certain=True, figure="collapse_max"),
-    Rule("fetch_below_s", "s", "at most", measures.figure, "all attempts", RANKS,
-         "no dt_fetch_s was recorded", certain=True, figure="fetch_max_s"),
-    Rule("heartbeats_complete", "records", "yes", measures.heartbeats, "all attempts", RANKS,
-         "no progress record"),
-    Rule("checkpoints_at_least", "checkpoints", "at least", measures.checkpoints,
-         "surviving steps", RANK0),
-    Rule("checkpoints_loaded_at_least", "loads", "at least", measures.loads, "all attempts", RANK0),
-    Rule("checkpoint_mib_above", "MiB", "above", measures.checkpoint_size, "surviving steps",
-         "checkpoints/"),
-    Rule("scaling_above", "", "above", measures.scaling, "surviving steps", SINGLE),
-    Rule("no_log_errors", "lines", "yes", measures.log_errors, "all attempts", "logs/",
-         certain=True),
-    Rule("comm_hook_active", "starts", "yes", measures.without_hook, "all attempts", RANKS,
-         "no rank recorded its communication hook", certain=True),
-    Rule("gpu_util_above_pct", "%", "above", measures.gpu_use, "all attempts", SAMPLES,
-         "no sample of a GPU while all ranks stepped"),
-    Rule("gpu_balance_below_pct", "%", "at most", measures.gpu_balance, "all attempts", SAMPLES,
-         "no sample of a GPU while all ranks stepped"),
+TABLE: tuple[GateRule, ...] = (
+    GateRule("steps_done", "steps", "at least", measures.steps_reached, "surviving steps", RANKS,
+             "no progress record"),
+    GateRule("loss_finite", "steps", "yes", measures.loss_finite, "all attempts", RANKS,
+             "no loss was recorded", certain=True, tails=True),
+    GateRule("grad_norm_above", "", "above", measures.grad_norm, "all attempts", RANK0,
+             "no grad_norm was recorded", certain=True),
+    GateRule("no_stall", "stalls", "yes", measures.stalls, "all attempts", EVENTS, certain=True,
+             tails=True),
+    GateRule("stalls_at_most", "stalls", "at most", measures.stalls, "all attempts", EVENTS,
+             certain=True, tails=True),
+    GateRule("restarts_at_most", "restarts", "at most", measures.restarts, "all attempts", EVENTS,
+             certain=True, tails=True),
+    GateRule("loss_falls", LOSS_UNIT, "fall", measures.loss_fall, "surviving steps", RANK0),
+    GateRule("bytes_right", "share", "at least", measures.bytes_right, "surviving steps", RANK0,
+             "no bytes_right was recorded; only data.source recall records it"),
+    GateRule("gpu_mem_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
+             "no gpu_mem_reserved was recorded", certain=True, figure="memory_mib"),
+    GateRule("gpu_mem_growth_below_mib", "MiB", "at most", measures.figure, "surviving steps",
+             RANKS, "no gpu_mem_reserved of the first half, or too many different values",
+             figure="memory_growth_mib"),
+    GateRule("toks_per_s_50_above", "tok/s", "above", measures.figure, "surviving steps", RANK0,
+             NO_STEPS, figure="toks_per_s"),
+    GateRule("step_ratio_below", "", "at most", measures.figure, "surviving steps", RANK0,
+             NO_STEPS, figure="step_ratio"),
+    GateRule("entropy_above", "nats", "above", measures.figure, "all attempts", RANK0,
+             "no gate_entropy_mean was recorded", certain=True, figure="entropy_min"),
+    GateRule("collapse_below", "share", "at most", measures.figure, "all attempts", RANK0,
+             "no gate_collapse_frac was recorded", certain=True, figure="collapse_max"),
+    GateRule("fetch_below_s", "s", "at most", measures.figure, "all attempts", RANKS,
+             "no dt_fetch_s was recorded", certain=True, figure="fetch_max_s"),
+    GateRule("heartbeats_complete", "records", "yes", measures.heartbeats, "all attempts", RANKS,
+             "no progress record"),
+    GateRule("checkpoints_at_least", "checkpoints", "at least", measures.checkpoints,
+             "surviving steps", RANK0),
+    GateRule("checkpoints_loaded_at_least", "loads", "at least", measures.loads, "all attempts",
+             RANK0),
+    GateRule("checkpoint_mib_above", "MiB", "above", measures.checkpoint_size, "surviving steps",
+             "checkpoints/"),
+    GateRule("scaling_above", "", "above", measures.scaling, "surviving steps", SINGLE),
+    GateRule("no_log_errors", "lines", "yes", measures.log_errors, "all attempts", "logs/",
+             certain=True),
+    GateRule("comm_hook_active", "starts", "yes", measures.without_hook, "all attempts", RANKS,
+             "no rank recorded its communication hook", certain=True),
+    GateRule("gpu_util_above_pct", "%", "above", measures.gpu_use, "all attempts", SAMPLES,
+             "no sample of a GPU while all ranks stepped"),
+    GateRule("gpu_balance_below_pct", "%", "at most", measures.gpu_balance, "all attempts", SAMPLES,
+             "no sample of a GPU while all ranks stepped"),
 )  # fmt: skip
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
+RULES: dict[str, GateRule] = {rule.name: rule for rule in TABLE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def of_last_steps(bounds: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _check_mapping(rule: Rule, value: Any, wanted: Demand, where: str) -> None:
+def _check_mapping(rule: GateRule, value: Any, wanted: Demand, where: str) -> None:
     """Raises UsageError if a key of a mapping is not in `DEMAND_KEYS`, or if a value is wrong."""
     if not isinstance(value, Mapping):
         return
@@ -202,14 +203,14 @@ def evaluate(
     return tuple(_gate(rule, wanted, summary, at) for rule, wanted, at in _each(bounds))
 
 
-def _each(bounds: Mapping[str, Any]) -> Iterator[tuple[Rule, Demand, int]]:
+def _each(bounds: Mapping[str, Any]) -> Iterator[tuple[GateRule, Demand, int]]:
     """Yields three values per evaluation of a gate: rule, demand, and step (0 means the end)."""
     for name, value in bounds.items():
         wanted = demand(value)
         yield from ((RULES[name], wanted, at) for at in (0, *wanted.at))
 
 
-def named(rule: Rule, at: int) -> str:
+def named(rule: GateRule, at: int) -> str:
     """Returns the name of a gate at a step; 0 means the end."""
     return f"{rule.name}@{at}" if at else rule.name
 
@@ -237,7 +238,7 @@ def so_far(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     )
 
 
-def _undecided(gate: Gate, rule: Rule) -> Gate:
+def _undecided(gate: Gate, rule: GateRule) -> Gate:
     if gate.result != "fail" or rule.certain or "@" in gate.name:
         return gate
     return replace(gate, result="unknown", why=gate.why or "not met so far; the run has not ended")
@@ -252,7 +253,7 @@ def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
     )  # fmt: skip
 
 
-def _gate(rule: Rule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
+def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
     totals = summary.former or summary
     found = rule.value(totals, at)
     sign, holds = BOUNDS[rule.bound]

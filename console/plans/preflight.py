@@ -87,11 +87,11 @@ def _directory(case: Case) -> Found:
     folder = config_checks.nearest_folder(case.directory)
     path = case.directory.absolute()
     if path != folder and os.path.lexists(file := folder / path.relative_to(folder).parts[0]):
-        return "fail", f"{file} is not a directory; pass another directory with --run-dir"
+        return "fail", f"{file} is not a directory; pass another directory with --root or --run-dir"
     read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     if read_only or not os.access(folder, os.W_OK | os.X_OK):
         why = "is on a read-only file system" if read_only else "is not writable"
-        return "fail", f"{folder} {why}; pass another directory with --run-dir"
+        return "fail", f"{folder} {why}; pass another directory with --root or --run-dir"
     return "pass", str(case.directory)
 
 
@@ -109,7 +109,7 @@ def _shell(case: Case) -> Found:
     parts = [f"handed to the training: {', '.join(passed)}"] if passed else []
     if known:
         parts.append(
-            f"not handed to the training: {', '.join(known)}; to set one, add --flag "
+            f"not handed to the training: {', '.join(known)}; to set one, use launch --flag "
             f"{known[0]}=VALUE"
         )
     if foreign:

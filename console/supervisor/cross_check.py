@@ -145,20 +145,23 @@ def check_run(
 def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
     """Raises RefusedError if the runs contradict the phase or the state in plan_state.json.
 
-    This is the case if a later phase has begun, if processes of another phase are alive, or if
-    processes of any phase are alive while the plan is `waiting`.
+    This is the case if a later phase has begun, if processes of another phase are alive, if
+    processes of the phase are alive and run.json is missing, or if processes of any phase are alive
+    while the plan is `waiting`.
     """
     for number, run in enumerate(runs):
-        if number > index and (run / rundir.RUN).exists():
+        has_begun = (run / rundir.RUN).exists()
+        if number > index and has_begun:
             raise RefusedError(
                 f"{rundir.PLAN_STATE} says that phase {index} was started last, but {run.name} "
                 "has started; correct the document"
             )
-        if (number != index or waiting) and (living := liveness.living_in(run)):
-            expected = "no phase runs" if waiting else f"phase {index} runs"
+        claim = f"{rundir.PLAN_STATE} says that {'no phase' if waiting else f'phase {index}'} runs"
+        if number == index and not waiting:
+            claim = "" if has_begun else f"{rundir.RUN} does not exist"
+        if claim and (living := liveness.living_in(run)):
             raise RefusedError(
-                f"{rundir.PLAN_STATE} says that {expected}, but in {run.name} {living}; kill "
-                "them, or correct the document"
+                f"{claim}, but in {run.name} {living}; kill them, or correct the document"
             )
 
 

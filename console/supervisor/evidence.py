@@ -41,10 +41,10 @@ Their states can still change, for example when a debugger detaches or the holde
 MAX_RANKS = 64
 """At most this many ranks are sampled; the slowest ranks come first."""
 
-Places = tuple[tuple[int, str, tuple[int, int, int]], ...]
+Positions = tuple[tuple[int, str, tuple[int, int, int]], ...]
 
 
-def _places(ranks: Sequence[RankEvidence]) -> Places:
+def _positions(ranks: Sequence[RankEvidence]) -> Positions:
     """Returns the position of each rank, and the state of the process if that state lasts."""
     return tuple(
         (each.rank, each.state if each.state in LASTING_STATES else "", each.position)
@@ -70,7 +70,7 @@ class Collector:
         """
         self._run, self._gpus, self._check, self._save = run, gpus, check, save
         self._dumps_since_ts = dumps_since_ts
-        self._places: Places | None = None
+        self._positions: Positions | None = None
         self._began_at = -AGAIN_S
         self._sampled_at = 0.0
         self._ranks: tuple[RankEvidence, ...] = ()
@@ -87,16 +87,16 @@ class Collector:
 
     def clear(self) -> None:
         """Drops the evidence, because there is no stall or no new sample."""
-        self._places, self.complete = None, None
+        self._positions, self.complete = None, None
         self.wants_dump = frozenset()
 
     def poll(self, ranks: Sequence[RankEvidence]) -> None:
         """Collects the next part of the evidence about `ranks`, which make no progress."""
-        places, now = _places(ranks), time.monotonic()
-        if places != self._places:
+        positions, now = _positions(ranks), time.monotonic()
+        if positions != self._positions:
             self.complete = None
             if now - self._began_at >= AGAIN_S:
-                self._begin(ranks, places, now)
+                self._begin(ranks, positions, now)
         elif self.complete is not None:
             self._sample_again(self.complete, now)
         elif not self._thread.is_alive():
@@ -114,8 +114,8 @@ class Collector:
                 gpus=self._own_gpus(),
             )  # fmt: skip
 
-    def _begin(self, ranks: Sequence[RankEvidence], places: Places, now: float) -> None:
-        self._places, self._began_at, self._found = places, now, []
+    def _begin(self, ranks: Sequence[RankEvidence], positions: Positions, now: float) -> None:
+        self._positions, self._began_at, self._found = positions, now, []
         since_ts = int((self._dumps_since_ts or time.time()) * 1000) / 1000
         running = [each for each in ranks if each.phase != "exit"]
         self._ranks = tuple(sorted(running, key=lambda each: each.position)[:MAX_RANKS])

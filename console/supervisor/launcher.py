@@ -140,7 +140,7 @@ class Claim:
             )
         return RefusedError(
             f"{self.directory} is in use by {_owner_words(owner)}; "
-            "watch that launch, or pass another directory with --run-dir"
+            "watch that launch, or start again with a new directory"
         )
 
     def is_free(self) -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from console.diagnose.case import NAMED_AFTER_S, case_of
 from console.diagnose.evidence import Evidence
+from console.diagnose.moment import NAMED_AFTER_S, moment_of
 from console.diagnose.rank_evidence import RankEvidence, names, unusable_pulses
 from console.diagnose.readings import Readings
 from console.diagnose.verdict import diagnose, explain
@@ -110,11 +110,11 @@ class Diagnoser:
         after = self._ranks(state, run, now) if now else ()
         if self._source.over:
             return self._of_ended(state, run)
-        case = case_of(after, watch, time.time())
-        if case is None or diagnose(after, early, time.time()) is None:
+        moment = moment_of(after, watch, time.time())
+        if moment is None or diagnose(after, early, time.time()) is None:
             return self._without_verdict(state, run, after)
-        found, why = explain(case, evidence), ""
-        if not case.is_stalled:
+        found, why = explain(moment, evidence), ""
+        if not moment.is_stalled:
             why = "within its stall limit; so far the evidence says:"
             found = replace(found, sure="medium" if found.sure == "high" else found.sure)
         if not (evidence.after or evidence.stacks or evidence.flights):

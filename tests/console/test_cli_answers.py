@@ -257,6 +257,23 @@ def test_a_request_that_was_sent_is_not_called_unknown(launch, capsys, monkeypat
     assert (code, "note was sent; see" in err, "unknown" in err) == (5, True, False)
 
 
+def test_the_search_for_stopped_processes_after_a_request_has_a_time_limit(
+    launch, capsys, monkeypatch
+):
+    hangs_at = time.monotonic() + 1.5
+
+    def search(*_):
+        time.sleep(20 * (time.monotonic() > hangs_at))
+        return "", []
+
+    monkeypatch.setattr(control, "SOON_S", 0.1)
+    monkeypatch.setattr(control.targets, "host_and_stopped", search)
+    monkeypatch.setattr(actions, "send", lambda *_: "1")
+    monkeypatch.setattr(actions, "answer", lambda *given: time.sleep(given[2]))
+    code, _, err = said(capsys, "do", launch, "note", "text=x", "--timeout", 2)
+    assert (code, "does not answer within 2 s: note was sent; see" in err) == (5, True), err
+
+
 def test_an_answer_of_another_form_is_no_success_and_no_traceback(launch, capsys, monkeypatch):
     def send(*_):
         directory.event(launch, "answer", request="7-x", ok="no", text=5, detail=7)

@@ -101,7 +101,7 @@ def test_a_launch_says_once_what_its_preflight_warns_of_and_its_data_stay_data(t
         (line,) = [line for line in done.stderr.splitlines() if "NCCL_DEBUG" in line]
         assert line == (
             "nsa-console: warning: shell: handed to the training: NSA_LR; not handed to the "
-            "training: NCCL_DEBUG; to set one, add --flag NCCL_DEBUG=VALUE"
+            "training: NCCL_DEBUG; to set one, use launch --flag NCCL_DEBUG=VALUE"
         )
     finally:
         Started(path).clean()

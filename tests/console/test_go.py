@@ -189,3 +189,22 @@ def test_a_run_without_gates_is_judged_by_its_exits(launch, capsys):
     code, out = said(capsys, "status", launch)
     assert (code, "1-second       completed  no gates" in out) == (0, True), out
     assert said(capsys, "check", run) == (0, "go; no gates\n")
+
+
+@pytest.mark.decision("go-run", "absent")
+def test_a_run_without_its_launch_needs_both_documents_unless_it_was_started_by_hand(
+    launch, capsys, tmp_path
+):
+    run = shutil.copytree(launch / "1-second", tmp_path / "apart")
+    directory.change(run / rundir.RUN, gates=...)
+    (run / rundir.GATES).unlink()
+    for name in (rundir.RUN, rundir.SUPERVISOR):
+        held = (run / name).read_bytes()
+        (run / name).unlink()
+        code, out = said(capsys, "check", run)
+        assert (code, f"{name} cannot be read" in out) == (1, True), out
+        (run / name).write_bytes(held)
+    assert said(capsys, "check", run) == (0, "go; no gates\n")
+    for name in (rundir.RUN, rundir.SUPERVISOR):
+        (run / name).unlink()
+    assert said(capsys, "check", run) == (0, "go; no gates\n")

@@ -91,7 +91,8 @@ def test_a_flag_of_the_shell_does_not_replace_an_option_or_the_flag_of_an_operat
 ):
     flag = {"by": "ann@host", "ts": 1.0, "value": "1", "phases": "next"}
     launch, said = ended(tmp_path, next_flags={"NSA_TB_DISABLE": flag}), list[str]()
-    for name, value in {"NSA_LR": "0.9", "NSA_TB_DISABLE": "0", "NSA_SDPA_AUDIT": "1"}.items():
+    shell = {"NSA_LR": "0.9", "NSA_TB_DISABLE": "0", "NSA_SDPA_AUDIT": "1", "NCCL_PROTO": "LL"}
+    for name, value in shell.items():
         monkeypatch.setenv(name, value)
     found = actions.prepare(LaunchOptions(resume=launch, root=launch.parents[1]), said.append)
     first, second, third = (each["flags"] for each in found.phases)
@@ -107,6 +108,7 @@ def test_a_flag_of_the_shell_does_not_replace_an_option_or_the_flag_of_an_operat
     (shell,) = (check for check in found.checks if check.name == "shell")
     assert shell.text.startswith("handed to the training: NSA_SDPA_AUDIT")
     assert "NSA_LR" not in shell.text
+    assert shell.text.endswith("to set one, use launch --flag NCCL_PROTO=VALUE")
 
 
 def test_a_phase_without_a_checkpoint_begins_anew(tmp_path):

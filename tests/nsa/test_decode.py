@@ -138,6 +138,9 @@ def test_a_cache_of_another_number_of_sequences_is_refused():
                     layer(torch.randn(count, 1, 16), cache)
             assert cache.length == 4
             layer(torch.randn(2, 1, 16), cache)
+            cache.reset()
+            x = torch.randn(3, 4, 16)
+            torch.testing.assert_close(layer(x, cache), layer(x))
 
 
 def test_a_cache_refuses_gradients():

@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from tests.trainers.runs import Run, small
 from trainers import manifest
+from trainers.profiling import AUDITED
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,8 @@ def test_the_audit_counts_one_step_also_in_a_longer_profile(tmp_path):
     assert [sum(kernels.values()) for kernels in audit["called"].values()] == [1, 1, 1]
     (profile,) = run.records(0, "profile")
     assert profile["path"] == "profiles/steps1-3_rank0.json"
+    trace = json.loads((run.path / profile["path"]).read_text())
+    assert [event.get("name") for event in trace["traceEvents"]].count(AUDITED) == 1
 
 
 def test_scalars_are_there_for_tensorboard(asked):

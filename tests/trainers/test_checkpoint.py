@@ -79,7 +79,7 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
     (path,) = saved(tmp_path, parts, 3)
     drawn = train(parts, 3, 6)
     assert manifest.verify(path).tokens_total == 384
-    checkpoint.load(path, other)
+    checkpoint.load(path, other, manifest.read(path))
     drawn_again = train(other, 3, 6)
     for mine, theirs in zip(drawn, drawn_again, strict=True):
         assert torch.equal(mine, theirs)
@@ -146,9 +146,9 @@ def test_a_sharded_checkpoint_with_separate_projections_loads_sharded_and_whole(
         parts, other = made_sharded(1, parallel), made_sharded(2, parallel)
         old = Separate(*(getattr(parts, each.name) for each in fields(parts)))
         path = Saver(run, old, CheckpointSettings()).save(at(3))
-        checkpoint.load(path, other)
+        checkpoint.load(path, other, manifest.read(path))
         alone = made(2)
-        checkpoint.load(path, alone)
+        checkpoint.load(path, alone, manifest.read(path))
         mine, theirs, third = whole(parts), whole(other), whole(alone)
         assert mine.keys() == theirs.keys() == third.keys()
         for name in mine:
@@ -212,7 +212,7 @@ def test_another_model_is_refused_with_the_parameter_that_differs(tmp_path):
         ALONE, model, optim.build(model, resolved.optim), of.loss_scale, of.spikes
     )  # fmt: skip
     with pytest.raises(CheckpointError, match=r"another model: blocks\.0\.mlp\.down\.weight"):
-        checkpoint.load(path, parts)
+        checkpoint.load(path, parts, manifest.read(path))
 
 
 class Evil:
@@ -225,7 +225,7 @@ def test_an_index_that_wants_to_run_code_is_refused(tmp_path, monkeypatch):
     (path,) = saved(tmp_path / "run", made(1), 1)
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match="system: not allowed"):
-        checkpoint.load(path, made(2))
+        checkpoint.load(path, made(2), manifest.read(path))
     assert not (tmp_path / "pwned").exists()
 
 
@@ -274,7 +274,7 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies(tmp_path)
             child.join()
         path, skipped = manifest.choose(run)
         assert not skipped
-        checkpoint.load(path, made(2))
+        checkpoint.load(path, made(2), manifest.read(path))
         assert latest_checkpoint(run) in manifest.newest_first(run)[:2]
 
 
@@ -300,7 +300,7 @@ def test_a_change_of_the_precision_starts_with_the_scale_of_the_new_precision(
     else:
         other = replace(other, loss_scale=without)
     (path,) = saved(tmp_path / "run", first, 1)
-    checkpoint.load(path, other)
+    checkpoint.load(path, other, manifest.read(path))
     assert other.loss_scale.scale.item() == scale
     assert len(checkpoint.load_weights(path, checkpoint.LOSS_SCALE)) == 2 * first.loss_scale.active
 
@@ -312,5 +312,5 @@ def test_a_loss_scale_that_was_saved_without_fp16_is_not_used(tmp_path):
     (tmp_path / "run").mkdir()
     saver = Saver(tmp_path / "run", parts, CheckpointSettings())
     path = saver.save(replace(at(1), settings={"train.precision": "fp32"}))
-    checkpoint.load(path, other)
+    checkpoint.load(path, other, manifest.read(path))
     assert other.loss_scale.scale.item() == 65536.0

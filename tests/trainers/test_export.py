@@ -28,7 +28,8 @@ def test_a_directory_is_bitwise_the_model_of_the_checkpoint(changes, kind, tmp_p
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert {x.dtype for x in theirs.values()} == {x.dtype for x in mine.values()}
     # `trainers.generate` reads a checkpoint by this function.
-    read = checkpoint.load_model(manifest.choose(run)[0]).state_dict()
+    path, _ = manifest.choose(run)
+    read = checkpoint.load_model(path, manifest.read(path).settings).state_dict()
     assert all(torch.equal(mine[name], read[name]) for name in mine)
     with safe_open(tmp_path / "a.directory/model.safetensors", "pt") as file:
         assert file.metadata()["step"] == "3"

@@ -64,6 +64,10 @@ def test_a_checkpoint_is_loaded_whole_or_its_damage_is_named(run, tmp_path, monk
     count = sum(each.numel() for each in model.parameters())
     assert f"step 3: {count:,} weights and" in load.load(whole)
     folder = shutil.copytree(whole, tmp_path / "step_00000003")
+    verified = manifest.verify(folder)
+    (folder / MANIFEST).rename(folder / "aside")
+    assert checkpoint.load_model(folder, verified.settings), "the manifest is not read again"
+    (folder / "aside").rename(folder / MANIFEST)
     (shard,) = folder.glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="is damaged"):
@@ -161,7 +165,7 @@ def test_a_manifest_that_describes_no_such_model_is_one_sentence(run, changes, t
     for settings_of_it in (changed, {}):
         (copy / MANIFEST).write_text(json.dumps(record | {"settings": settings_of_it}))
         with pytest.raises(CheckpointError, match="does not describe its model") as caught:
-            checkpoint.load_model(copy)
+            checkpoint.load_model(copy, manifest.read(copy).settings)
         assert len(str(caught.value).splitlines()) == 1
 
 

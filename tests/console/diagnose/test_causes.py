@@ -108,7 +108,7 @@ CASES = {
 @pytest.mark.decision("verdict-cause", "true")
 @pytest.mark.parametrize("cause", CASES)
 def test_a_cause_is_named_with_the_rank_that_blocks_in_the_phase_of_its_peers(cause):
-    """All pulses are at the same place: only the evidence names rank 1."""
+    """All pulses are at the same position: only the evidence names rank 1."""
     found = explained(CASES[cause], rank(0), rank(1))
     assert (found.cause, found.rank) == (cause, 1), found
     assert found.action
@@ -274,7 +274,7 @@ def test_evidence_that_names_another_rank_is_shown_and_lowers_the_confidence():
     found = explained(replace(CASES["sleep"], flights={}), rank(0), rank(1, step=42))
     assert found.rank == 1
     assert found.sure == "medium"
-    assert any(sign.startswith("places: rank 0") for sign in found.against), found.against
+    assert any(sign.startswith("positions: rank 0") for sign in found.against), found.against
 
 
 @pytest.mark.decision("verdict-cause", "absent")
@@ -501,7 +501,7 @@ def test_a_lock_with_another_holder_is_the_same_wait_and_evidence_has_its_time()
     at = time.strftime("%H:%M:%S", time.localtime(NOW))
     for source in ("stacks", "flight records", "processes"):
         assert any(line.startswith(f"{source} as of {at}: ") for line in verdict.evidence), source
-    assert any(line.startswith("places: ") for line in verdict.evidence)
+    assert any(line.startswith("positions: ") for line in verdict.evidence)
 
 
 def test_a_process_that_ended_is_not_described_by_a_stranger_with_its_pid():

@@ -81,7 +81,7 @@ SENTENCES = {
         f"rank 1 has been stalled in fetch of step 41 since {SINCE}: it is in uninterruptible "
         "sleep; rank 0 waits in backward",
     ),
-    "all at the same place": (
+    "all at the same position": (
         (rank(0, "backward"), rank(1, "backward")), ("all-ranks", None, "low"),
         f"ranks 0-1 have been stalled in backward of step 41 since {SINCE}; no rank is "
         f"seen behind another{DUMP}",

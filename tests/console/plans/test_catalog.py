@@ -116,7 +116,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path, unwritable):
     found = checks(case(tmp_path, unwritable / "launch"))["directory"]
     assert found.result == "fail"
     assert str(unwritable) in found.text
-    assert "--run-dir" in found.text
+    assert "--root or --run-dir" in found.text
 
 
 def test_a_rule_that_restarts_needs_a_policy(tmp_path):
@@ -145,9 +145,9 @@ def test_a_gate_on_the_scaling_needs_a_phase_whose_speed_it_can_use(tmp_path, si
 
 SHELL_CASES = [
     ({"NSA_LR": "3e-4", "NCCL_DEBUG": "INFO", "NCCL_FOO": "1", "CUDA_DEVICE_ORDER": "x"}, "unknown",
-     "handed to the training: NSA_LR; not handed to the training: NCCL_DEBUG; to set one, add "
-     "--flag NCCL_DEBUG=VALUE; not handed to the training: CUDA_DEVICE_ORDER, NCCL_FOO; a launch "
-     "can set only the flags that `nsa-console flags` lists"),
+     "handed to the training: NSA_LR; not handed to the training: NCCL_DEBUG; to set one, use "
+     "launch --flag NCCL_DEBUG=VALUE; not handed to the training: CUDA_DEVICE_ORDER, NCCL_FOO; a "
+     "launch can set only the flags that `nsa-console flags` lists"),
     ({"CUDA_HOME": "/x", "NCCL_VERSION": "2.29", "CUDA_VISIBLE_DEVICES": "0"}, "pass",
      "handed to the training: CUDA_VISIBLE_DEVICES"),
     ({"CONFIG": "configs/tiny_cpu.yaml"}, "unknown", "not handed to the training: CONFIG; a launch "

@@ -313,6 +313,34 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin, tmp_path):
     assert ended["why"] == "one: stop requested by x"
 
 
+@pytest.mark.parametrize("asked", ["stop requested by x", ""])
+def test_without_run_json_no_second_attempt_starts_beside_living_ranks(begin, tmp_path, asked):
+    """A plan whose end was requested ends; otherwise its phase starts, after its ranks are gone."""
+    started = begin(
+        phase("one", "member.py", 100_000, "until", tmp_path / "go"), phase("two", "member.py", 5),
+        shell=STUB,
+    )  # fmt: skip
+    started.wait_steps(3)
+    pids = started.pids()
+    started.kill_supervisor()
+    born = started.run() / rundir.RUN
+    born.rename(tmp_path / "kept")
+    change(started.path / rundir.PLAN_STATE, ended_by=asked)
+    with pytest.raises(RefusedError, match="ranks 0, 1 still run"):
+        actions.adopt(started.path)
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    (tmp_path / "kept").rename(born)
+    started.wait_gone()
+    born.unlink()
+    actions.adopt(started.path)
+    if asked:
+        assert started.wait_end()["why"] == asked
+        assert not born.exists()
+    else:
+        started.wait(lambda: started.pids().keys() == {0, 1})
+
+
 def forge_the_end(started, least: int) -> None:
     """Appends the records that the ranks would have written up to their end."""
     told = [started.heartbeats(rank=rank) for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""Evidence of a stall: collected once for a place, of this stall only, without a wait."""
+"""Evidence of a stall: collected once for a position, of this stall only, without a wait."""
 
 from __future__ import annotations
 

@@ -272,37 +272,28 @@ def test_a_stop_before_or_after_the_processes_starts_no_attempt(begin, tmp_path,
     assert answer in [event["text"] for event in started.events(0)]
 
 
-def test_a_stop_while_a_restart_is_due_also_counts_for_the_next_working_process(begin, tmp_path):
+@pytest.mark.parametrize(
+    ("harm", "backoff_s"),
+    [
+        ("self.run._next_at is not None and (setattr(self, '_ended_by', 'stop requested by x'), "
+         "self._publish())", 3),
+        ("self.run.attempt.stage == 'collect' and self.end('stop', 'x')", 0),
+    ],
+    ids=["while a restart is due", "after the processes"],
+)  # fmt: skip
+def test_a_stop_also_counts_for_the_next_working_process(begin, tmp_path, harm, backoff_s):
     """The first working process dies after it has published the request, before the run ends."""
-    die = """(self.run and self.run._next_at is not None
-            and not self._services.link.state.former_end
-            and (setattr(self, "_ended_by", "stop requested by x"), self._publish(),
-                 os.kill(os.getpid(), 9)))"""
+    die = f"""(self.run and not self._services.link.state.former_end and {harm}
+            and os.kill(os.getpid(), 9))"""
     started = begin(
         phase("one", "member.py", 100_000, "leave"),
         shell=broken.shell(tmp_path, "launch.Launch.tick", die),
-        restart={"when": "crash", "attempts": 2, "backoff_s": 3},
+        restart={"when": "crash", "attempts": 2, "backoff_s": backoff_s},
     )  # fmt: skip
     started.wait_end()
     assert started.alerts("supervisor-replaced")
     assert (started.state()["attempt"], started.state()["state"]) == (1, "crashed")
-
-
-def test_a_stop_after_the_processes_also_counts_for_the_next_working_process(begin, tmp_path):
-    stop = """(self.run and self.run.attempt.stage == "collect"
-            and not self._services.link.state.former_end
-            and self.end("stop", "x") and os.kill(os.getpid(), 9))"""
-    started = begin(
-        phase("one", "member.py", 100_000, "leave"),
-        shell=broken.shell(tmp_path, "launch.Launch.tick", stop),
-        restart={"when": "crash", "attempts": 2, "backoff_s": 0},
-    )  # fmt: skip
-    started.wait_end()
-    assert started.alerts("supervisor-replaced")
-    assert (started.state()["attempt"], started.plan_state["ended_by"]) == (
-        1,
-        "stop requested by x",
-    )
+    assert started.plan_state["ended_by"] == "stop requested by x"
 
 
 @pytest.mark.slow

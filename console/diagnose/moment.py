@@ -1,4 +1,4 @@
-"""The ranks at one moment (`Case`: running, slowest, exited), and the phrases of verdicts."""
+"""The ranks at one moment (`Moment`: running, slowest, exited), and the phrases of verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVIDENCE_LINES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Moment:
     """The running ranks, the slowest of them, and the ranks in the phase "exit"."""
 
     running: tuple[RankEvidence, ...]
@@ -57,30 +57,30 @@ class Case:
         self, rank: RankEvidence | None, cause: str, sure: Sure, *parts: str
     ) -> Verdict:  # fmt: skip
         """Returns a verdict on `rank`, or on all ranks if it is None; `parts` form the sentence."""
-        place, sentence = rank or self.slowest[0], "; ".join(filter(None, parts))
+        of, sentence = rank or self.slowest[0], "; ".join(filter(None, parts))
         number = rank.rank if rank else None
         evidence = self._evidence(rank)
-        return Verdict(self.ts, sentence, cause, number, place.phase, place.step, sure, evidence)
+        return Verdict(self.ts, sentence, cause, number, of.phase, of.step, sure, evidence)
 
     def _evidence(self, first: RankEvidence | None) -> tuple[str, ...]:
         """Returns one line per rank without `doubt`, at most `EVIDENCE_LINES`; `first` is first."""
         ranks = sorted((*self.running, *self.exited), key=lambda each: each is not first)
         counted = any(each.collectives for each in ranks)
         return tuple(
-            f"rank {each.rank}: process state {each.state}, {each.place}, unchanged for "
+            f"rank {each.rank}: process state {each.state}, {each.position_text}, unchanged for "
             f"{each.unchanged_s:.0f} s, limit {limit_s(each, self.watch):.0f} s"
             + (f", {each.collectives} collectives" if counted else "")
             for each in ranks[:EVIDENCE_LINES]
         )
 
 
-def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
-    """Returns the case, or None if each rank has a `doubt` or is in the phase "exit"."""
+def moment_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Moment | None:
+    """Returns the moment, or None if each rank has a `doubt` or is in the phase "exit"."""
     usable = [each for each in ranks if not each.doubt]
     doubtful = tuple(each for each in ranks if each.doubt)
     running = tuple(each for each in usable if each.phase != "exit")
     exited = tuple(each for each in usable if each.phase == "exit")
-    return Case(running, slowest(running), exited, doubtful, watch, ts) if running else None
+    return Moment(running, slowest(running), exited, doubtful, watch, ts) if running else None
 
 
 def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
@@ -88,9 +88,9 @@ def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
     return f"{names(ranks)} {one if len(ranks) == 1 else many}"
 
 
-def stalled(case: Case, ranks: Sequence[RankEvidence]) -> str:
+def stalled(moment: Moment, ranks: Sequence[RankEvidence]) -> str:
     who, first = _verb(ranks, "has", "have"), ranks[0]
-    return f"{who} been stalled in {first.place} since {case.since(first)}"
+    return f"{who} been stalled in {first.position_text} since {moment.since(first)}"
 
 
 def exits(ranks: Sequence[RankEvidence]) -> str:
@@ -109,16 +109,16 @@ def resume(ranks: Sequence[RankEvidence]) -> str:
     return f"kill -CONT {pids} resumes {'it' if len(ranks) == 1 else 'them'}"
 
 
-def others(case: Case, named: Sequence[RankEvidence]) -> str:
+def others(moment: Moment, named: Sequence[RankEvidence]) -> str:
     """Returns what the running ranks outside `named` do, grouped by what they do and where."""
     first = named[0]
     groups: dict[tuple[str, str, str], list[RankEvidence]] = {}
-    for each in case.running:
+    for each in moment.running:
         if each not in named:
-            place = each.phase if each.phase and each.step == first.step else each.place
-            groups.setdefault((*_doing(each, first), place), []).append(each)
-    return "; ".join(f"{_verb(ranks, one, many)} in {place}"
-                     for (one, many, place), ranks in groups.items())  # fmt: skip
+            where = each.phase if each.phase and each.step == first.step else each.position_text
+            groups.setdefault((*_doing(each, first), where), []).append(each)
+    return "; ".join(f"{_verb(ranks, one, many)} in {where}"
+                     for (one, many, where), ranks in groups.items())  # fmt: skip
 
 
 def _doing(rank: RankEvidence, named: RankEvidence) -> tuple[str, str]:
