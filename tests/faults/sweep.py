@@ -117,7 +117,7 @@ def orders(course: Course, folder: Path) -> LaunchSpec:
     if course.failed:
         phases.append(phase("two", "swept.py", 1))
     again = {"when": "crash", "attempts": 2, "backoff_s": 0.1} if course.attempts > 1 else "never"
-    watch = {"stall_floor_s": 1, "startup_s": 60, "grace_s": 3}
+    watch = {"stall_floor_s": 3, "startup_s": 60, "grace_s": 3}
     more = {"watch": watch} if course.mode == "stand" else {}
     plan = write_plan(folder, phases=phases, restart=again, **more)
     return actions.prepare(actions.LaunchOptions(plan=str(plan), run_dir=folder / "launch")).spec
