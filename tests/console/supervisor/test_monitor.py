@@ -26,7 +26,7 @@ SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None, env={})
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """The monitor's wall clock, which stands still: a pause of this process is no part of a stall."""
+    """The wall clock of the monitor stands still: a pause of this process is part of no stall."""
     found = SimpleNamespace(monotonic=time.monotonic, now=time.time())
     found.time = lambda: found.now
     monkeypatch.setattr(monitor, "time", found)
