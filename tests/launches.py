@@ -117,7 +117,8 @@ class Started:
         """Kills the supervisor and waits for its end; returns the identity that it had."""
         former = self.owner
         os.kill(former["pid"], signal.SIGKILL)
-        self.wait(lambda: not rundir.is_alive(former))
+        # The kernel then kills the working process, which may be in the middle of a write.
+        self.wait(lambda: not any(map(rundir.is_alive, (former, former["child"]))))
         return former
 
     def replace_supervisor(self) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # a command does not load the supervisor
     from console.supervisor.run import Run
 
 NOTHING = "nothing is overridden"
-FREE_S, POLL_S = 10.0, 0.05
+FREE_S, POLL_S = 30.0, 0.05
 """A supervisor that has ended its plan holds the lock until it has written the report."""
 
 

@@ -36,7 +36,7 @@ from trainers.contract import jsonl, rundir
 
 LIVE = f"{rundir.LIVE_PREFIX}{os.geteuid()}-"
 STEPS, LONG = 40, 100_000
-LIMIT_S, PATIENT_S, STOP_AFTER_S, END_S, POLL_S = 150.0, 9.0, 0.6, 100.0, 0.02
+LIMIT_S, PATIENT_S, STOP_AFTER_S, END_S, POLL_S = 150.0, 12.0, 0.6, 100.0, 0.02
 COMES_S = 6.0
 """The ranks go on after this time whether the next supervisor has come or not, which is before they
 are stalled (10 s)."""
@@ -117,7 +117,7 @@ def orders(course: Course, folder: Path) -> LaunchSpec:
     if course.failed:
         phases.append(phase("two", "swept.py", 1))
     again = {"when": "crash", "attempts": 2, "backoff_s": 0.1} if course.attempts > 1 else "never"
-    watch = {"stall_floor_s": 1, "startup_s": 60, "grace_s": 3}
+    watch = {"stall_floor_s": 3, "startup_s": 60, "grace_s": 3}
     more = {"watch": watch} if course.mode == "stand" else {}
     plan = write_plan(folder, phases=phases, restart=again, **more)
     return actions.prepare(actions.LaunchOptions(plan=str(plan), run_dir=folder / "launch")).spec
@@ -279,11 +279,16 @@ class Case:
             truth = "fail" if gate.name in course.failed and not self._went_on(gate) else "pass"
             if gate.result not in ("unknown", truth) and not self._found.stopped:
                 yield f"gate {gate.name} {gate.result}: {status_text.gate_line(gate)}"
-        good = course.states == {"completed"} and not course.failed and not self._found.stopped
+        good = course.states == {"completed"} and not course.failed and self._is_whole()
         if status_text.exit_code(state, whole=True) == 0 and not good:
             yield "GO"
         if self._found.failure is None and good and status_text.exit_code(state, whole=True):
             yield f"no GO without a failure: {state.state}, {state.why}, {state.gates}"
+
+    def _is_whole(self) -> bool:
+        """Says whether the ranks were not stopped, or only when they had done all their steps."""
+        done = [end for end in self._ends() if end["step"] == self._course.steps]
+        return not self._found.stopped or len(done) == 2
 
     def _went_on(self, gate: Gate) -> bool:
         """Says whether the ranks, halted late, did the steps that a gate asks for."""

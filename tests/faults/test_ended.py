@@ -17,7 +17,8 @@ from tests.launches import HANG_GUARD_S, STUB, phase
 from tests.mounts import ext4
 from trainers.contract import rundir
 
-GRACE_S = 2
+GRACE_S = 5
+"""So long a rank that has failed is named while its peer still lives."""
 WATCH = {"stall_floor_s": 10, "startup_s": 60, "grace_s": GRACE_S}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -115,7 +116,12 @@ def test_removed_shared_memory_stalls_and_restarts_nothing(scene, launch):
     scene.steps_on(started, pids, ACTED_S)
     state = started.wait(lambda: (s := RunSource(started.path).poll()).state == "running" and s)
     assert state.step is not None
-    assert not [e for e in started.events(0) if e["kind"] in ("verdict", "watch")]
+    events = started.events(0)
+    assert not [event for event in events if event["kind"] == "watch"]
+    # On a busy machine a rank may really stand still for longer than the stall limit.
+    began = [record["mono"] for record in started.heartbeats()]
+    longest_s = max(after - before for before, after in itertools.pairwise(began))
+    assert longest_s > WATCH["stall_floor_s"] or not [e for e in events if e["kind"] == "verdict"]
 
 
 @decision("own-directory", "absent")

@@ -177,7 +177,7 @@ def test_a_killed_console_is_opened_again_on_the_same_run(scene, run, pids):
 def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, pids, orders):
     words = scene.inject(
         run,
-        lambda: order(orders, 1, f"sleep {3 * STILL_S}"),
+        lambda: order(orders, 1, f"sleep {5 * STILL_S}"),
         stalled(),
         cause=verdict_of("sleep"),
     )
@@ -189,7 +189,7 @@ def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, 
 def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, pids, orders):
     words = scene.inject(
         run,
-        lambda: order(orders, 1, f"gil {5 * STILL_S}"),
+        lambda: order(orders, 1, f"gil {8 * STILL_S}"),
         stalled(),
         cause=verdict_of("native"),
     )

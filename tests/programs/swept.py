@@ -1,11 +1,11 @@
 """A contract process for the error sweep: `swept.py STEPS [MODE]`, ranks in lockstep.
 
 Beside the launch directory lie `control`, where rank 0 lets calls of the supervisor fail from step
-3 on, and `ends.jsonl`, to which each rank appends how it ended. MODE `ask` sends requests, `halt`
-asks for a halt, `poor` has a loss that is no number, `again` makes rank 1 exit 7 in its first
-attempt, and calls fail from then on only. `grow` fills the logs, `stand` lets rank 1 stand still
-for a while, `adopt` waits half way for the file `go`: calls fail when the next supervisor comes.
-With `family` each rank has a process of its own.
+3 on, and `ends.jsonl`, to which each rank appends how it ended. MODE `ask` sends requests, and ends
+when they are answered, or after a while. `halt` asks for a halt, `poor` has a loss that is no
+number, `again` makes rank 1 exit 7 in its first attempt, and calls fail from then on only. `grow`
+fills the logs, `stand` lets rank 1 stand still for a while, `adopt` waits half way for the file
+`go`: calls fail when the next supervisor comes. With `family` each rank has a process of its own.
 """
 
 import json
@@ -20,7 +20,8 @@ from pathlib import Path
 from trainers.contract import environ, rundir
 from trainers.contract.member import join
 
-FAIL_AT, ASK_AT, EXIT_AT, STAND_S = 3, 6, 12, 4.0
+FAIL_AT, ASK_AT, EXIT_AT = 3, 6, 12
+STAND_S, ANSWERED_S = 7.0, 6.0
 ASKED = {"ask": ("note", "dump", "checkpoint"), "halt": ("halt",)}
 ARGS = {"note": {"text": "requested by rank 0"}}
 
@@ -36,6 +37,11 @@ def ask(action: str) -> None:
         "by": "rank 0", "ts": time.time(),
     }  # fmt: skip
     rundir.write_json(Path(run.run) / rundir.REQUESTS / f"{action}.json", record)
+
+
+def waits() -> bool:
+    """Says whether a request is not answered yet."""
+    return any((Path(run.run) / rundir.REQUESTS).glob("*.json"))
 
 
 steps, mode = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
@@ -69,6 +75,9 @@ for step in range(1, steps + 1):
     if mode == "again" and run.attempt == 1 and run.rank == 1 and step == EXIT_AT:
         fail_from_now_on()
         os._exit(7)
+    until = time.monotonic() + ANSWERED_S
+    while mode == "ask" and step == steps and waits() and time.monotonic() < until:
+        time.sleep(0.01)
     time.sleep(0.02)
     run.pulse.set(step, "backward")
     struct.pack_into("<q", board, 8 * run.rank, step)

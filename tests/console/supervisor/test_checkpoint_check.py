@@ -200,7 +200,11 @@ def test_a_back_up_gets_the_path_after_the_load(tmp_path, words, result, text):
 
 
 def test_a_run_waits_for_the_check_of_its_last_checkpoint_and_its_gate_counts_it(begin, tmp_path):
-    slow = broken.shell(tmp_path, "checkpoint_check.CheckpointCheck._load", "time.sleep(3)")
+    # The load begins after the supervisor has recorded that all processes have ended.
+    waits = (
+        """while '"stopping"' not in (self._run / "events.jsonl").read_text(): time.sleep(0.05)"""
+    )
+    slow = broken.shell(tmp_path, "checkpoint_check.CheckpointCheck._load", waits)
     started = begin(
         {"name": "one"}, config="configs/tiny_cpu.yaml", module="trainers.ddp", shell=slow,
         set={"data.source": "synthetic", "train.steps": 4, "report.out_dir": str(tmp_path)},

@@ -368,6 +368,7 @@ def test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it(
         phase("two", "member.py", 5), shell=STUB,
     )  # fmt: skip
     started.wait_steps(5)
+    started.wait(lambda: "progress" in str(started.heartbeats(rank=1)))
     pids = process.with_token(started.token())
     started.kill_supervisor()
     if pulses == "stale":

@@ -14,7 +14,7 @@ import pytest
 from console.diagnose.rank_evidence import RankEvidence
 from console.supervisor import evidence
 from console.supervisor.evidence import Collector
-from tests.launches import wait_for
+from tests.launches import HANG_GUARD_S, wait_for
 
 RANK = RankEvidence(0, os.getpid(), "S", 5, "forward", 9.0)
 DUMP = 'Stack (most recent call first):\n  File "/job/train.py", line {} in step\n'
@@ -55,12 +55,13 @@ def test_a_dump_from_before_the_stall_or_from_a_later_clock_is_not_used(
     assert collected(collector, RANK).stacks == {}
     collector.clear()
     collector._began_at = -1e9
-    monkeypatch.setattr(evidence, "DUMPED_AFTER_S", 2.0)
-    monkeypatch.setattr(evidence, "UNREAD_AFTER_S", 60.0)
+    monkeypatch.setattr(evidence, "DUMPED_AFTER_S", HANG_GUARD_S)
+    monkeypatch.setattr(evidence, "UNREAD_AFTER_S", HANG_GUARD_S)
     collector.poll((RANK,))
     time.sleep(0.01)
     own = tmp_path / f"stackdump_rank0_{time.time_ns() // 1_000_000}.txt"
     own.write_text(DUMP.format(3))
+    monkeypatch.setattr(evidence, "DUMPED_AFTER_S", 0.2)
     found = collected(collector, RANK)
     assert [frame.line for frame in found.stacks[0].threads[0].frames] == [3]
 

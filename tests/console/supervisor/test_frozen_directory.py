@@ -33,22 +33,24 @@ def mounted(tmp_path_factory):
 
 
 def test_a_frozen_directory_blocks_only_its_writer_and_loses_nothing(begin, mounted):
-    started = begin(phase("one", "member.py", 100_000), root=mounted / "artifacts")
+    watch = {"stall_floor_s": HANG_GUARD_S, "grace_s": 3}
+    started = begin(phase("one", "member.py", 100_000), root=mounted / "artifacts", watch=watch)
     started.wait_steps(5)
     live = Path(started.state()["live_dir"])
     step = pulse.read(rundir.pulse(live, 0)).step
     subprocess.run(["fsfreeze", "-f", str(mounted)], check=True)
-    frozen = time.monotonic()
+    frozen, ticks = time.monotonic(), set()
 
     def status() -> dict[str, Any]:
         return rundir.read_json(live / rundir.LIVE_STATUS)
 
     def works_on() -> bool:
         now = status()
+        ticks.add(now["mono"])
         moved = pulse.read(rundir.pulse(live, 0)).step - step
         return (
             now["mono"] > frozen + FROZEN_S and now["blocked_s"] > FROZEN_S - 3
-            and now["waiting"] > 0 and moved > 100
+            and now["waiting"] > 0 and moved > 100 and len(ticks) > FROZEN_S
         )  # fmt: skip
 
     try:

@@ -29,7 +29,11 @@ for step in range(1, 100_000 if first else 21):
 DONE = """
 import os, sys
 from trainers.contract.member import join
-run, mode = join(), sys.argv[1]
+from trainers.contract.recorder import Recorder
+mode = sys.argv[1]
+if mode == "no records":  # no file at any moment: a supervisor may read between any two writes
+    Recorder.put = lambda *_, **__: True
+run = join()
 put, count = run.recorder.put, 0
 def drop(path, record, keep=False):
     global count
@@ -42,9 +46,6 @@ for step in range(1, 13):
 if mode == "exit 3":
     run.close(12, exit_code=0)
     os._exit(3)
-if mode == "no records":
-    run.recorder.close()
-    os.unlink(os.path.join(run.run, "heartbeat_rank0.jsonl"))
 """
 
 SPEED = """

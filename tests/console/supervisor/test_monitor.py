@@ -24,6 +24,15 @@ WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
 SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None, env={})
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """The wall clock of the monitor stands still: a pause of this process is part of no stall."""
+    found = SimpleNamespace(monotonic=time.monotonic, now=time.time())
+    found.time = lambda: found.now
+    monkeypatch.setattr(monitor, "time", found)
+    return found
+
+
 class Stage:
     """A monitor of two ranks, with the events that it sends."""
 
@@ -62,11 +71,10 @@ class Stage:
 
 @pytest.mark.decision("act-on-stall", "lie")
 @pytest.mark.parametrize("late", [True, False])
-def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, monkeypatch, late):
+def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, clock, late):
     """Pulses and records that stand still may be copies: the ranks themselves may step on."""
     stage, second = Stage(tmp_path, late=late, actions={"stall": "restart"}), 0
-    clock = SimpleNamespace(monotonic=lambda: second, time=time.time)
-    monkeypatch.setattr(monitor, "time", clock)
+    clock.monotonic = lambda: second
 
     def actions(first: int, step: int) -> list[str]:
         nonlocal second
@@ -102,10 +110,12 @@ def test_a_verdict_ends_with_its_true_reason(tmp_path, states, ending, end):
     assert stage.ends() == [end]
 
 
-def test_the_open_stall_of_a_former_supervisor_is_raised_again_and_not_counted_again(tmp_path):
+def test_the_open_stall_of_a_former_supervisor_is_raised_again_and_not_counted_again(
+    tmp_path, clock
+):
     stage = Stage(tmp_path, late=True)
     summary = stage.context.reducer.summary
-    summary.stalled_ts = time.time() - 11
+    summary.stalled_ts = clock.now - 11
     stage.poll(12.0)
     assert (stage.dog.verdict is not None, summary.stalls) == (True, 0)
     stage.poll(0.0, step=51)
@@ -114,12 +124,12 @@ def test_the_open_stall_of_a_former_supervisor_is_raised_again_and_not_counted_a
     stage.directory.close()
 
 
-def test_a_stall_that_no_step_ends_is_not_said_to_step_again(tmp_path):
+def test_a_stall_that_no_step_ends_is_not_said_to_step_again(tmp_path, clock):
     """A stopped process runs again before its next step; ranks may also just exit."""
     stage = Stage(tmp_path)
     stage.poll(4.0, states="ST")
     stage.poll(4.0)
-    time.sleep(0.002)  # a verdict's file is named by the millisecond
+    clock.now += 0.002  # a verdict's file is named by the millisecond
     stage.poll(12.0)
     stage.poll(12.0, phases=("exit", "exit"))
     resumed, left = stage.ends()
@@ -127,11 +137,11 @@ def test_a_stall_that_no_step_ends_is_not_said_to_step_again(tmp_path):
     assert left == "the ranks exit, or their pulses cannot be trusted"
 
 
-def test_a_verdict_that_changes_is_replaced_and_one_that_stays_is_not(tmp_path):
+def test_a_verdict_that_changes_is_replaced_and_one_that_stays_is_not(tmp_path, clock):
     stage = Stage(tmp_path)
     for still in (12.0, 13.0, 14.0):
         stage.poll(still)
-    time.sleep(0.002)
+    clock.now += 0.002
     stage.poll(15.0, states="ST")
     stage.dog.close("the attempt has ended: completed")
     assert stage.ends() == ["replaced by the next verdict", "the attempt has ended: completed"]

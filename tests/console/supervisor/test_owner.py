@@ -278,7 +278,7 @@ def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
     assert f"the supervisor (pid {owner})" in text
     os.kill(owner, signal.SIGTERM)
     assert started.wait_end()["phases"][0]["state"] == "stopped"
-    assert not silent()
+    started.wait(lambda: not silent())
 
 
 def test_the_last_messages_of_a_child_are_handled_whatever_their_size():

@@ -22,7 +22,7 @@ from console.sources import process, py_spy, stacks
 from console.supervisor import evidence
 from console.supervisor.evidence import Collector
 from tests.console.test_diagnose import diagnosed
-from tests.launches import PROGRAMS, STUB, phase, sleeping, wait_for
+from tests.launches import HANG_GUARD_S, PROGRAMS, STUB, phase, sleeping, wait_for
 from trainers.contract import rundir
 
 RECORDED = Path(__file__).parents[1] / "sources" / "py_spy.json"
@@ -126,7 +126,8 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "APART_S", 0.05)
     monkeypatch.setattr(evidence, "DUMPED_AFTER_S", 0.2)
     monkeypatch.setattr(evidence, "READ_EVERY_S", 0.05)
-    monkeypatch.setattr(evidence, "UNREAD_AFTER_S", 300.0)
+    monkeypatch.setattr(evidence, "UNREAD_AFTER_S", HANG_GUARD_S)
+    monkeypatch.setattr(evidence, "PY_SPY_S", HANG_GUARD_S)
     return install
 
 
@@ -150,10 +151,10 @@ def test_the_limit_of_the_collection_covers_py_spy():
 def test_a_py_spy_that_fails_delays_nothing_for_long_and_leaves_a_gap(
     tmp_path, fake, rank, monkeypatch, lines
 ):
-    monkeypatch.setattr(evidence, "PY_SPY_S", 0.5)
+    monkeypatch.setattr(evidence, "PY_SPY_S", 2.0)
     calls, begun = fake(lines), time.monotonic()
     found = collected(tmp_path, rank, replace(rank, rank=1))
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < HANG_GUARD_S / 2
     assert found.stacks == {}
     assert "no stack of rank 0, 1" in found.gaps
     assert not any("does not answer" in gap for gap in found.gaps)

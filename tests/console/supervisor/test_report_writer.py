@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,14 +39,17 @@ def written(launch, files=None, reached=lambda: True):
 
 
 def test_a_comparison_that_takes_too_long_is_left_out_and_blocks_nothing(launch, monkeypatch):
-    files, answers, ended = Directory(), [], threading.Event()
+    files, answers, ended, now = Directory(), [], threading.Event(), 0.0
 
     def long_comparison(_):
+        nonlocal now
+        now = 1.0
         files.job(lambda: "answered", lambda value, _: answers.append(value))
         ended.wait(2 * HANG_GUARD_S)
         return []
 
     monkeypatch.setattr(sweep, "sweeps", long_comparison)
+    monkeypatch.setattr(report_writer, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(report_writer, "LIMIT_S", 1.0)
     said = written(launch, files, lambda: answers)
     ended.set()

@@ -88,7 +88,7 @@ if "console.supervisor" in sys.orig_argv:
     import time
     from console.sources import snapshot
     load = snapshot.load
-    snapshot.load = lambda *given: time.sleep(2) or load(*given)
+    snapshot.load = lambda *given: time.sleep(5) or load(*given)
 """
 
 
