@@ -275,7 +275,9 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies(tmp_path)
         path, skipped = manifest.choose(run)
         assert not skipped
         checkpoint.load(path, made(2), manifest.read(path))
-        assert latest_checkpoint(run) in manifest.newest_first(run)[:2]
+        held = manifest.newest_first(run)
+        named = latest_checkpoint(run)  # the file `latest` follows the checkpoint
+        assert named in held[:2] or (named is None and len(held) == 1)
 
 
 @pytest.mark.parametrize("left", [".step_00000001.tmp", ".step_00000001.old"])
