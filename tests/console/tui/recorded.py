@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from console.tui.terminal import Terminal
 from trainers.contract.errors import RefusedError
 
 NOW = time.time()
+SIZES = [(80, 24), (120, 40)]
 HOSTILE = "\x1b[31m[red]boo[/red] [@click=app.bell]x[/] \x1b]52;c;aGk=\x07 ünï漢字"
 
 
@@ -243,18 +244,15 @@ def app_on(
     return app
 
 
-def drive(
-    app: ConsoleApp, body: Callable[[Any], Awaitable[None]], size: tuple[int, int] = (80, 24)
-) -> None:
-    """Runs the app without a terminal, waits for its first picture, and hands it to `body`."""
-
-    async def main() -> None:
-        async with app.run_test(size=size) as pilot:
-            await until(pilot, lambda: app.snapshot is not None)
-            await pilot.pause()
-            await body(pilot)
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def driven(
+    app: ConsoleApp, size: tuple[int, int] = (80, 24)
+) -> AsyncIterator[tuple[ConsoleApp, Any]]:
+    """Runs the app without a terminal, from its first picture on; gives the app and its pilot."""
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.snapshot is not None)
+        await pilot.pause()
+        yield app, pilot
 
 
 async def until(pilot: Any, true: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -269,6 +267,12 @@ async def until(pilot: Any, true: Callable[[], bool], seconds: float = 60.0) -> 
 async def see(pilot: Any, *words: str) -> None:
     """Waits until all the words are on the screen."""
     await until(pilot, lambda: all(each in picture(pilot.app) for each in words))
+
+
+async def play(pilot: Any, *steps: str) -> None:
+    """Presses keys; a step that begins with "…" is words, which have to be on the screen next."""
+    for step in steps:
+        await (see(pilot, step[1:]) if step.startswith("…") else pilot.press(step))
 
 
 async def renewed(pilot: Any) -> None:

@@ -14,7 +14,18 @@ from console.tui.widgets.flags import next_value
 from tests.console.sources import directory
 from tests.console.test_security import planted
 from tests.console.tui import recorded
-from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, see, settled, until
+from tests.console.tui.recorded import (
+    SIZES,
+    Asked,
+    app_on,
+    driven,
+    lines,
+    picture,
+    play,
+    see,
+    settled,
+    until,
+)
 from trainers.contract.errors import ContractError
 from trainers.contract.flags import FLAGS
 
@@ -22,33 +33,23 @@ LAUNCH = "/nowhere/cpu_smoke/20261120-031500"
 PATH = f"{LAUNCH}/1-plumbing"
 
 
-def played(state, *keys, then="", asked=None, **given):
-    """Presses keys on a state and waits for words, each as the screen shows them.
-
-    A key that begins with "…" is such words, and not pressed. Returns the requests that were sent.
-    """
-    asked = asked or Asked(**given)
-    app = app_on(state, actions=asked)
-
-    async def body(pilot):
-        for key in keys:
-            await (see(pilot, key[1:]) if key.startswith("…") else pilot.press(key))
+async def played(state, *steps, then="", asked=None):
+    """Plays steps on a state and waits for words, or else a request; returns all requests."""
+    asked = asked or Asked()
+    async with driven(app_on(state, actions=asked)) as (_, pilot):
+        await play(pilot, *steps)
         if then:
             await see(pilot, then)
         else:
             await until(pilot, lambda: bool(asked.sent))
-
-    drive(app, body)
     return asked.sent
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("way", ["key", "tab", "click"])
-def test_halt_by_key_by_tab_and_enter_and_by_click(way, size):
+async def test_halt_by_key_by_tab_and_enter_and_by_click(way, size):
     asked = Asked(text="all ranks stop at step 45")
-    app = app_on(recorded.running(), actions=asked)
-
-    async def body(pilot):
+    async with driven(app_on(recorded.running(), actions=asked), size) as (_, pilot):
         if way == "click":
             await pilot.click("#button-halt")
         else:
@@ -63,14 +64,10 @@ def test_halt_by_key_by_tab_and_enter_and_by_click(way, size):
         await see(pilot, "all ranks stop at step 45")
         assert asked.sent == [(PATH, "halt", {})]
 
-    drive(app, body, size)
-
 
 @pytest.mark.parametrize(("key", "within"), [("D", "#confirm"), ("3", "#stall")])
-def test_what_a_key_opens_is_never_laid_out_before_it_is_complete(key, within):
-    app = app_on(recorded.running())
-
-    async def body(pilot):
+async def test_what_a_key_opens_is_never_laid_out_before_it_is_complete(key, within):
+    async with driven(app_on(recorded.running())) as (app, pilot):
         await settled(pilot)
         found = []
         app.screen.screen_layout_refresh_signal.subscribe(
@@ -86,32 +83,22 @@ def test_what_a_key_opens_is_never_laid_out_before_it_is_complete(key, within):
         await until(pilot, lambda: bool(found) and found[-1])
         assert all(found), found
 
-    drive(app, body)
-
 
 @pytest.mark.parametrize("key", ["D", "H", "L"])
 @pytest.mark.parametrize("answer", ["enter", "escape", "n", "q"])
-def test_no_is_the_default_and_sends_nothing(key, answer):
+async def test_no_is_the_default_and_sends_nothing(key, answer):
     asked = Asked()
-    app = app_on(recorded.waiting() if key == "L" else recorded.running(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press(key)
-        await see(pilot, "y yes")
-        await pilot.press(answer)
+    state = recorded.waiting() if key == "L" else recorded.running()
+    async with driven(app_on(state, actions=asked)) as (app, pilot):
+        await play(pilot, key, "…y yes", answer)
         await until(pilot, lambda: app.overlay is None)
         assert (asked.sent, app.pending, app.is_running) == ([], [], True)
 
-    drive(app, body)
 
-
-def test_a_question_keeps_its_target_and_takes_no_other_keys():
+async def test_a_question_keeps_its_target_and_takes_no_other_keys():
     asked = Asked()
-    app = app_on(recorded.running(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("D")
-        await see(pilot, "Dump the stacks of all ranks?")
+    async with driven(app_on(recorded.running(), actions=asked)) as (app, pilot):
+        await play(pilot, "D", "…Dump the stacks of all ranks?")
         other = recorded.running(id="another/0-run", path="/nowhere/another/0-run")
         app.take(dataclasses.replace(app.snapshot, state=other))
         await pilot.press("4", "H", "p")
@@ -121,40 +108,32 @@ def test_a_question_keeps_its_target_and_takes_no_other_keys():
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent[0][0] == PATH
 
-    drive(app, body)
 
-
-def test_a_kill_needs_the_name_of_the_run_and_a_wrong_one_can_be_corrected():
+async def test_a_kill_needs_the_name_of_the_run_and_a_wrong_one_can_be_corrected():
     asked = Asked()
     keys = ("K", "…type 1-plumbing to continue", *"2-plumbing", "enter", "…that is not 1-plumbing")
-    played(recorded.running(), *keys, "tab", "tab", "enter", then="that is not", asked=asked)
+    await played(recorded.running(), *keys, "tab", "tab", "enter", then="that is not", asked=asked)
     assert asked.sent == []
     again = (*keys, "home", "delete", "1", "enter", "…→ chooses", "right")
-    assert played(recorded.running(), *again, "enter") == [(PATH, "stop", {})]
-    kill = played(recorded.running(), *again, "right", "enter")
+    assert await played(recorded.running(), *again, "enter") == [(PATH, "stop", {})]
+    kill = await played(recorded.running(), *again, "right", "enter")
     assert kill == [(PATH, "kill", {"yes": True})]
 
 
-def test_an_answer_is_text_and_no_command_to_the_terminal():
-    app = app_on(recorded.running(), actions=Asked(text=recorded.HOSTILE))
-
-    async def body(pilot):
-        await pilot.press("D")
-        await see(pilot, "y yes")
-        await pilot.press("y")
-        await see(pilot, "[red]boo[/red]")
+async def test_an_answer_is_text_and_no_command_to_the_terminal():
+    asked = Asked(text=recorded.HOSTILE)
+    async with driven(app_on(recorded.running(), actions=asked)) as (app, pilot):
+        await play(pilot, "D", "…y yes", "y", "…[red]boo[/red]")
         assert all(line.isprintable() for line in lines(app))
 
-    drive(app, body)
 
-
-def test_a_mistake_in_an_action_is_shown():
+async def test_a_mistake_in_an_action_is_shown():
     class Broken(Asked):
         def request(self, *given):
             raise KeyError("nothing")
 
     words = "dump failed: KeyError: 'nothing'; please report"
-    played(recorded.running(), "D", "…y yes", "y", then=words, asked=Broken())
+    await played(recorded.running(), "D", "…y yes", "y", then=words, asked=Broken())
 
 
 def test_a_request_names_its_rejection_and_runs_nothing_from_the_working_directory(
@@ -167,30 +146,32 @@ def test_a_request_names_its_rejection_and_runs_nothing_from_the_working_directo
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_alert_that_is_shown_is_acknowledged():
-    sent = played(recorded.stalled(), "A", "…Acknowledge this alert?", "y")
+async def test_the_alert_that_is_shown_is_acknowledged():
+    sent = await played(recorded.stalled(), "A", "…Acknowledge this alert?", "y")
     assert sent == [(PATH, "ack", {"alert": "stall-3"})]
 
 
-def test_a_flag_is_changed_while_a_launch_waits():
-    sent = played(recorded.waiting(), "2", "…NSA_OPT_FUSED", "j", "j", "space")
+async def test_a_flag_is_changed_while_a_launch_waits():
+    sent = await played(recorded.waiting(), "2", "…NSA_OPT_FUSED", "j", "j", "space")
     change = {"name": "NSA_OPT_FUSED", "value": "1", "phases": "next"}
     assert sent == [(LAUNCH, "set-flag", change)]
-    sent = played(recorded.waiting(), "2", "…NSA_OPT_FUSED", "v", "…and later", "j", "j", "space")
+    sent = await played(
+        recorded.waiting(), "2", "…NSA_OPT_FUSED", "v", "…and later", "j", "j", "space"
+    )
     assert sent == [(LAUNCH, "set-flag", change | {"phases": "all"})]
 
 
-def test_a_value_is_typed_and_a_wrong_one_is_said_before_it_is_sent():
+async def test_a_value_is_typed_and_a_wrong_one_is_said_before_it_is_sent():
     field, wrong = "…a number from 0 to 1000", "…cannot be 'fast'"
     keys = ("2", "…NSA_LR", "enter", field, "ctrl+a", "ctrl+k", *"fast", wrong, "enter")
-    sent = played(recorded.waiting(), *keys, *["backspace"] * 4, *"0.01", "enter")
+    sent = await played(recorded.waiting(), *keys, *["backspace"] * 4, *"0.01", "enter")
     assert [args for _, _, args in sent] == [{"name": "NSA_LR", "value": "0.01", "phases": "next"}]
 
 
-def test_proceed_names_the_phase_and_shows_the_phase_that_starts():
+async def test_proceed_names_the_phase_and_shows_the_phase_that_starts():
     facts = ("…Start phase recall?", "…NSA_LR=0.001", "…Attention works.")
     asked = Asked(text="recall starts")
-    played(recorded.waiting(), "2", "L", *facts, "y", then="throughput tok/s", asked=asked)
+    await played(recorded.waiting(), "2", "L", *facts, "y", then="throughput tok/s", asked=asked)
     assert asked.sent == [(LAUNCH, "proceed", {"phase": "recall"})]
 
 
@@ -201,33 +182,23 @@ def test_proceed_without_a_known_next_phase_names_none():
     assert (found.title, found.choices[0].args) == ("Start the next phase?", {})
 
 
-def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
+async def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
     asked = Asked()
-    app = app_on(root=tmp_path, actions=asked)
-
-    async def body(pilot):
-        await see(pilot, "✓ python")
-        await pilot.press("space")
-        await see(pilot, "go if gates passed")
-        await pilot.press("down", "down", "down", "space")
-        await see(pilot, "* launch")
+    async with driven(app_on(root=tmp_path, actions=asked)) as (app, pilot):
+        await play(pilot, "…✓ python", "space", "…go if gates passed")
+        await play(pilot, "down", "down", "down", "space", "…* launch")
         await until(pilot, lambda: app.draft.prepared.plan.phases[0].flags != {})
         await pilot.press("L")
         await see(pilot, "Launch cpu_smoke?", "2 ranks with torchrun")
-        await pilot.press("y")
-        await see(pilot, "launched cpu_smoke in")
+        await play(pilot, "y", "…launched cpu_smoke in")
         options = asked.launched[0]
         assert (options.plan, options.between) == ("cpu_smoke", "go")
         assert options.flags == {"NSA_OPT_FUSED": "0"}
         await until(pilot, lambda: app.view_name == "dashboard")
 
-    drive(app, body)
 
-
-def test_a_paused_display_hides_no_stall_and_looks_like_no_frozen_directory():
-    app = app_on(recorded.running(8, True))
-
-    async def body(pilot):
+async def test_a_paused_display_hides_no_stall_and_looks_like_no_frozen_directory():
+    async with driven(app_on(recorded.running(8, True))) as (app, pilot):
         await pilot.press("p")
         await until(pilot, lambda: "paused" in lines(app)[0])
         held = (await settled(pilot)).splitlines()[2:-2]
@@ -237,18 +208,13 @@ def test_a_paused_display_hides_no_stall_and_looks_like_no_frozen_directory():
         assert "paused" in lines(app)[0]
         assert lines(app)[1].startswith("! CRIT rank 3: no step for 74 s")
         assert lines(app)[2:-2] == held
-        await pilot.press("p")
-        await see(pilot, "◂")
+        await play(pilot, "p", "…◂")
         assert "paused" not in picture(app)
-
-    drive(app, body)
 
 
 @pytest.mark.parametrize("key", "234")
-def test_another_view_resumes_the_display(key):
-    app = app_on(recorded.running())
-
-    async def body(pilot):
+async def test_another_view_resumes_the_display(key):
+    async with driven(app_on(recorded.running())) as (app, pilot):
         await pilot.press("p")
         await until(pilot, lambda: "paused" in lines(app)[0])
         app.feed._source.states = [recorded.crashed()]
@@ -256,15 +222,11 @@ def test_another_view_resumes_the_display(key):
         await until(pilot, lambda: "paused" not in lines(app)[0])
         await until(pilot, lambda: app.view.snapshot.state.state == "crashed")
 
-    drive(app, body)
-
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_a_view_is_copied_to_the_clipboard_and_to_a_file(tmp_path, monkeypatch, writable):
+async def test_a_view_is_copied_to_the_clipboard_and_to_a_file(tmp_path, monkeypatch, writable):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path) if writable else "/dev/null/nowhere")
-    app = app_on(recorded.waiting())
-
-    async def body(pilot):
+    async with driven(app_on(recorded.waiting())) as (app, pilot):
         await pilot.press("2", "y")
         trouble = "copied 1 line to the clipboard; cannot write the file: Not a directory"
         await see(pilot, "copied 1 line to the clipboard and to" if writable else trouble)
@@ -273,40 +235,28 @@ def test_a_view_is_copied_to_the_clipboard_and_to_a_file(tmp_path, monkeypatch, 
         copy = tmp_path / "nsa-console" / "copied.txt"
         assert not writable or copy.read_text() == f"{command}\n"
 
-    drive(app, body)
 
-
-def test_a_launch_that_begins_elsewhere_is_shown_where_there_was_none(tmp_path):
-    app = app_on(root=tmp_path)
-
-    async def body(pilot):
+async def test_a_launch_that_begins_elsewhere_is_shown_where_there_was_none(tmp_path):
+    async with driven(app_on(root=tmp_path)) as (app, pilot):
         assert app.snapshot.state is None
         directory.launch(tmp_path)
         await until(pilot, lambda: app.snapshot.state is not None)
 
-    drive(app, body)
-
 
 @pytest.mark.parametrize(("down", "up"), [("down", "up"), ("tab", "shift+tab")])
-def test_the_list_of_commands_moves_while_its_field_has_the_focus(down, up):
+async def test_the_list_of_commands_moves_while_its_field_has_the_focus(down, up):
     keys = ("colon", "…› 1", down, down, "…› 3", up, "enter")
-    played(recorded.running(), *keys, then="command of phase")
+    await played(recorded.running(), *keys, then="command of phase")
 
 
-def test_commands_are_found_by_their_words_and_by_a_click():
+async def test_commands_are_found_by_their_words_and_by_a_click():
     keys = ("colon", "…type words", *"stacks of all", "enter")
-    played(recorded.running(), *keys, then="Dump the stacks of all ranks?")
-    app = app_on(recorded.running())
-
-    async def body(pilot):
-        await pilot.press("colon")
-        await see(pilot, "› 1")
+    await played(recorded.running(), *keys, then="Dump the stacks of all ranks?")
+    async with driven(app_on(recorded.running())) as (app, pilot):
+        await play(pilot, "colon", "…› 1")
         await pilot.click("#reading", offset=(10, 3))
-        await see(pilot, "› 3")
-        await pilot.press("enter")
+        await play(pilot, "…› 3", "enter")
         await until(pilot, lambda: app.view_name == "stall" and app.overlay is None)
-
-    drive(app, body)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import threading
 import time
@@ -15,7 +14,7 @@ from console.tui.rows import flow, text_of, width_of
 from console.tui.widgets import alertline
 from console.tui.widgets.alertline import Notice, alert_rows
 from tests.console.tui import recorded
-from tests.console.tui.recorded import NOW, Asked, app_on, drive, lines, picture, until
+from tests.console.tui.recorded import NOW, SIZES, Asked, app_on, driven, lines, play, see, until
 
 WITHHELD = (
     "no act on the stall of 74 s: the pulses stand still, but the records of rank 3 show new "
@@ -35,13 +34,11 @@ def two_alerts():
     return dataclasses.replace(recorded.stalled(), alerts=alerts)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
-def test_a_long_alert_is_shown_whole_and_is_acknowledged_by_its_id(size):
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_a_long_alert_is_shown_whole_and_is_acknowledged_by_its_id(size):
     asked = Asked(text="noted")
-    app = app_on(two_alerts(), actions=asked)
-
-    async def body(pilot):
-        await until(pilot, lambda: "is written there" in picture(app))
+    async with driven(app_on(two_alerts(), actions=asked), size) as (app, pilot):
+        await see(pilot, "is written there")
         shown = lines(app)
         assert shown[1].endswith("A ack  a 1 of 3")
         said = shown[1].removesuffix("A ack  a 1 of 3").split() + " ".join(shown[2:4]).split()
@@ -51,28 +48,19 @@ def test_a_long_alert_is_shown_whole_and_is_acknowledged_by_its_id(size):
         await pilot.press("a")
         await until(pilot, lambda: "a 2 of 3" in lines(app)[1])
         assert lines(app)[1].startswith(f"! CRIT {recorded.SENTENCE[:20]}")
-        await pilot.press("a")
-        await until(pilot, lambda: "has to look at it" in picture(app))
+        await play(pilot, "a", "…has to look at it")
         assert lines(app)[1].startswith("! WARN no act on the stall")
-        await pilot.press("A")
-        await until(pilot, lambda: "Acknowledge this alert?" in picture(app))
-        await pilot.press("y")
+        await play(pilot, "A", "…Acknowledge this alert?", "y")
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent[0][1:] == ("ack", {"alert": "withheld"})
 
-    drive(app, body, size)
 
-
-def test_the_lines_of_an_alert_go_with_it():
-    app = app_on(two_alerts())
-
-    async def body(pilot):
-        await until(pilot, lambda: "is written there" in picture(app))
+async def test_the_lines_of_an_alert_go_with_it():
+    async with driven(app_on(two_alerts())) as (app, pilot):
+        await see(pilot, "is written there")
         app.feed._source.states = [recorded.running(8, True)]
         await until(pilot, lambda: "no alert" in lines(app)[1])
         await until(pilot, lambda: lines(app)[2].startswith("GPU"))
-
-    drive(app, body)
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 200])
@@ -92,7 +80,9 @@ def test_text_flows_from_a_short_line_into_long_ones():
     assert flow("one", 8, 12, 2) == ["one"]
 
 
-def test_a_directory_that_does_not_answer_is_an_alert_also_before_the_first_picture(monkeypatch):
+async def test_a_directory_that_does_not_answer_is_an_alert_also_before_the_first_picture(
+    monkeypatch,
+):
     monkeypatch.setattr(alertline, "SILENT_S", 0.5)
     answers = threading.Event()
 
@@ -104,32 +94,25 @@ def test_a_directory_that_does_not_answer_is_an_alert_also_before_the_first_pict
     app = app_on(recorded.running())
     app.feed._open = lambda path: Hangs(recorded.running())
 
-    async def main():
-        async with app.run_test(size=(80, 24)) as pilot:
-            await until(pilot, lambda: "the run directory has not answered for" in lines(app)[1])
-            assert app.snapshot is None
-            answers.set()
-            await until(pilot, lambda: "no alert" in lines(app)[1])
-            answers.clear()
-            await until(pilot, lambda: "; the display is old" in lines(app)[1])
-            answers.set()
-            await until(pilot, lambda: "no alert" in lines(app)[1])
-
-    asyncio.run(main())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: "the run directory has not answered for" in lines(app)[1])
+        assert app.snapshot is None
+        answers.set()
+        await until(pilot, lambda: "no alert" in lines(app)[1])
+        answers.clear()
+        await until(pilot, lambda: "; the display is old" in lines(app)[1])
+        answers.set()
+        await until(pilot, lambda: "no alert" in lines(app)[1])
 
 
-def test_a_busy_screen_is_no_silent_directory(monkeypatch):
+async def test_a_busy_screen_is_no_silent_directory(monkeypatch):
     monkeypatch.setattr(alertline, "SILENT_S", 0.5)
-    app = app_on(recorded.running())
-
-    async def body(pilot):
+    async with driven(app_on(recorded.running())) as (app, _):
         time.sleep(2)
         while app.feed.silent_s:  # a read that the busy screen holds up
             time.sleep(0.01)
         app._tick()
         assert app.alert.notice is None
-
-    drive(app, body)
 
 
 def test_an_alert_without_a_supervisor_says_what_its_key_does():

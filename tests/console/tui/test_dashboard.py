@@ -17,9 +17,19 @@ from console.tui.views.dashboard import LEAST_CHART, shape
 from console.tui.widgets.chart import chart_rows, zoomed_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
-from tests.console.tui.recorded import NOW, app_on, charted, drive, lines, picture, until
+from tests.console.tui.recorded import (
+    NOW,
+    SIZES,
+    app_on,
+    charted,
+    driven,
+    lines,
+    picture,
+    play,
+    see,
+    until,
+)
 
-SIZES = [(80, 24), (120, 40)]
 CPU = ["utilisation CPU %", "throughput tok/s", "memory RSS GiB", "gate entropy nats"]
 GPU = ["utilisation GPU %", "throughput tok/s", "memory GPU GiB", "gate entropy nats"]
 RUNS = {
@@ -31,11 +41,9 @@ RUNS = {
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("kind", RUNS)
-def test_the_first_screen_has_the_charts_that_the_records_allow(kind, size):
+async def test_the_first_screen_has_the_charts_that_the_records_allow(kind, size):
     make, titles = RUNS[kind]
-    app = app_on(make())
-
-    async def body(pilot):
+    async with driven(app_on(make()), size) as (app, pilot):
         shown = await charted(pilot)
         for title in titles:
             assert re.search(rf"{title},? 2 ?m", shown), shown
@@ -45,48 +53,34 @@ def test_the_first_screen_has_the_charts_that_the_records_allow(kind, size):
         later = "loss nats/token" in shown and "step time s" in shown
         assert later == (size == SIZES[1]) or kind == "foreign"
 
-    drive(app, body, size)
 
-
-def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
-    app = app_on(recorded.running())
-
-    async def body(pilot):
-        await until(pilot, lambda: "gate entropy" in picture(app))
-        await pilot.press("right", "left", "z")
-        await until(pilot, lambda: "layer 2" in picture(app))
+async def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
+    async with driven(app_on(recorded.running())) as (app, pilot):
+        await play(pilot, "…gate entropy", "right", "left", "z", "…layer 2")
         shown = await charted(pilot)
         assert "gate entropy nats, 2 min" in shown
         assert "now mean 0.93, lowest 0.41 in layer 1" in shown
         assert "throughput" not in shown
         assert re.search(r"layer 1 .* 0\.410 nats ◂", shown), shown
-        await pilot.press("left", "left", "left")
-        await until(pilot, lambda: "ago   mean 0.930 nats, lowest layer 0.410 nats" in picture(app))
+        await play(pilot, "left", "left", "left", "…ago   mean 0.930 nats, lowest layer 0.410 nats")
         assert sum("│" in line for line in lines(app)) > 3
-        await pilot.press("escape")
-        await until(pilot, lambda: "throughput" in picture(app))
-
-    drive(app, body)
+        await play(pilot, "escape", "…throughput")
 
 
-def test_the_operator_chooses_the_charts_and_the_settings_file_keeps_them(tmp_path, monkeypatch):
+async def test_the_operator_chooses_the_charts_and_the_settings_file_keeps_them(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     settings_file.path().parent.mkdir(mode=0o700)
     text = "hook: [notify]  # by phone\ncharts:\n  - loss\nhook_every_s: 5\n"
     settings_file.path().write_text(text)
     settings_file.path().chmod(0o600)
-    app = app_on(recorded.running())
-
-    async def body(pilot):
+    async with driven(app_on(recorded.running())) as (app, pilot):
         await until(pilot, lambda: app.dashboard.choice == ("loss",))
         await until(pilot, lambda: "throughput" not in picture(app))
-        await pilot.press("c")
-        await until(pilot, lambda: "1 loss" in picture(app))
-        await pilot.press("space", "enter")
+        await play(pilot, "c", "…1 loss", "space", "enter")
         await until(pilot, lambda: settings_file.charts() == ("loss", "utilisation"))
-        await until(pilot, lambda: "utilisation CPU %" in picture(app))
-
-    drive(app, body)
+        await see(pilot, "utilisation CPU %")
     kept = settings_file.path().read_text()
     assert kept.startswith("hook: [notify]  # by phone\nhook_every_s: 5\n")
     assert settings_file.load().hook == ("notify",)

@@ -24,9 +24,10 @@ from tests.console.tui.recorded import (
     Asked,
     app_on,
     charted,
-    drive,
+    driven,
     lines,
     picture,
+    play,
     see,
     until,
 )
@@ -35,39 +36,24 @@ LAUNCH = "/nowhere/cpu_smoke/20261120-031500"
 
 
 @pytest.mark.parametrize("key", ["H", "K"])
-def test_a_plan_that_waits_is_ended_by_the_keys_that_end_a_run(key):
+async def test_a_plan_that_waits_is_ended_by_the_keys_that_end_a_run(key):
     asked = Asked()
-    app = app_on(recorded.waiting(), actions=asked)
-
-    async def body(pilot):
+    async with driven(app_on(recorded.waiting(), actions=asked)) as (app, pilot):
         assert "WAITING" in lines(app)[0]
         assert "COMPLETED" not in lines(app)[0]
-        await pilot.press(key)
-        await until(pilot, lambda: "Halt this launch here?" in picture(app))
+        await play(pilot, key, "…Halt this launch here?")
         assert "not started recall" in picture(app)
         await pilot.press("y")
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent == [(LAUNCH, "halt", {})]
 
-    drive(app, body)
 
-
-def test_a_key_of_a_view_closes_the_help_and_works_and_leaves_a_question_open():
+async def test_a_key_of_a_view_closes_the_help_and_works_and_leaves_a_question_open():
     asked = Asked()
-    app = app_on(recorded.running(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("?")
-        await until(pilot, lambda: "Keys in dashboard" in picture(app))
-        await pilot.press("space")
-        await until(pilot, lambda: "To the next panel or button" in picture(app))
-        await pilot.press("4")
+    async with driven(app_on(recorded.running(), actions=asked)) as (app, pilot):
+        await play(pilot, "?", "…Keys in dashboard", "space", "…To the next panel or button", "4")
         await until(pilot, lambda: app.view_name == "logs" and app.overlay is None)
-        await pilot.press("?")
-        await until(pilot, lambda: "Keys in logs" in picture(app))
-        await pilot.press("H")
-        await until(pilot, lambda: "Halt this run?" in picture(app))
-        await pilot.press("1", "]")
+        await play(pilot, "?", "…Keys in logs", "H", "…Halt this run?", "1", "]")
         await pilot.pause()
         assert (app.view_name, asked.sent) == ("logs", [])
         assert "Halt this run?" in picture(app)
@@ -80,8 +66,6 @@ def test_a_key_of_a_view_closes_the_help_and_works_and_leaves_a_question_open():
         await pilot.press("1")
         await pilot.pause()
         assert (app.view_name, app.in_field) == ("launch", True)
-
-    drive(app, body)
 
 
 def old_and_new() -> dict[int, Stack]:
@@ -104,40 +88,30 @@ def test_a_stack_of_an_older_dump_says_so_and_is_not_compared(odd):
     assert "ago" not in rows[0]
 
 
-def test_the_frame_in_the_list_of_ranks_has_its_age(tmp_path):
+async def test_the_frame_in_the_list_of_ranks_has_its_age(tmp_path):
     for rank, age_s in ((0, 3), (1, 300)):
         at = int((NOW - age_s) * 1000)
         frame = '  File "/x/nsa/part.py", line 7 in work\n'
         text = "Stack (most recent call first):\n" + frame
         (tmp_path / f"stackdump_rank{rank}_{at}.txt").write_text(text)
-    app = app_on(recorded.running(), run=tmp_path)
-
-    async def body(pilot):
-        await pilot.press("3")
-        await until(pilot, lambda: "part.py:7 work" in picture(app))
+    async with driven(app_on(recorded.running(), run=tmp_path)) as (app, pilot):
+        await play(pilot, "3", "…part.py:7 work")
         row = next(line for line in lines(app) if line.startswith("  1 "))
         assert re.search(r"part\.py:7 work \d+m", row), row
 
-    drive(app, body)
 
-
-def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
+async def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
     crit = Alert("stall-3", NOW, "crit", "rank 3 hangs", "3")
     own = Alert("document run.json", NOW, "warn", "run.json is no document", observed=True)
     state = recorded.running(alerts=(crit, own))
-    app = app_on(state)
-
-    async def body(pilot):
+    async with driven(app_on(state)) as (app, pilot):
         assert lines(app)[1].endswith("3 diagnose  A ack  a 1 of 2")
         await pilot.press("a")
         await until(pilot, lambda: lines(app)[1].startswith("! WARN run.json is no document"))
         assert lines(app)[1].endswith("a 2 of 2")
         assert "A ack" not in lines(app)[1]
-        await pilot.press("A")
-        await until(pilot, lambda: "this notice cannot be acknowledged" in picture(app))
-        await pilot.press("a", "A")
-        await until(pilot, lambda: "Acknowledge this alert?" in picture(app))
-        await pilot.press("escape")
+        await play(pilot, "A", "…this notice cannot be acknowledged", "a", "A")
+        await play(pilot, "…Acknowledge this alert?", "escape")
         await until(pilot, lambda: app.overlay is None)
         await pilot.press("a")
         await until(pilot, lambda: "a 2 of 2" in lines(app)[1])
@@ -150,8 +124,6 @@ def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
 
         await until(pilot, shows)
 
-    drive(app, body)
-
 
 def test_an_acknowledged_stall_is_a_note():
     state = recorded.stalled()
@@ -161,25 +133,18 @@ def test_an_acknowledged_stall_is_a_note():
     assert first.text.startswith("acknowledged: rank 3: no step for 74 s")
 
 
-def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
+async def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
     state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
-    app = app_on(state)
-
-    async def body(pilot):
+    async with driven(app_on(state)) as (app, pilot):
         assert lines(app)[1].endswith("2 shows gates  a 1 of 2")
-        await pilot.press("2")
-        await until(pilot, lambda: "preflight" in picture(app))
+        await play(pilot, "2", "…preflight")
         await see(pilot, "✓ python", "gates of plumbing, which ended", "bytes_right: 0.41")
         found = next(line for line in lines(app) if "bytes_right" in line and "!" not in line)
         assert found.startswith("✗ bytes_right: 0.41 share (≥ 0.9)")
 
-    drive(app, body)
 
-
-def test_the_charts_of_a_run_that_ended_are_there_again():
-    app = app_on(recorded.crashed())
-
-    async def body(pilot):
+async def test_the_charts_of_a_run_that_ended_are_there_again():
+    async with driven(app_on(recorded.crashed())) as (app, pilot):
         before = (await charted(pilot)).splitlines()[12:18]
         assert "throughput tok/s" in picture(app)
         for key in "234":
@@ -188,16 +153,11 @@ def test_the_charts_of_a_run_that_ended_are_there_again():
             await pilot.press("1")
             await until(pilot, lambda: lines(app)[12:18] == before)
 
-    drive(app, body)
-
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_the_next_launch_is_checked_when_the_one_that_is_shown_ends(tmp_path, stays):
-    app = app_on(recorded.running(), root=tmp_path)
-
-    async def body(pilot):
-        await pilot.press("2")
-        await until(pilot, lambda: "command of phase" in picture(app))
+async def test_the_next_launch_is_checked_when_the_one_that_is_shown_ends(tmp_path, stays):
+    async with driven(app_on(recorded.running(), root=tmp_path)) as (app, pilot):
+        await play(pilot, "2", "…command of phase")
         if not stays:
             await pilot.press("1")
         ended = recorded.running(state="completed", launch=recorded.launch("ended"))
@@ -205,69 +165,43 @@ def test_the_next_launch_is_checked_when_the_one_that_is_shown_ends(tmp_path, st
         await until(pilot, lambda: "COMPLETED" in lines(app)[0])
         if not stays:
             await pilot.press("2")
-        await until(pilot, lambda: "✓ python" in picture(app))
-        await pilot.press("L")
-        await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
-
-    drive(app, body)
+        await play(pilot, "…✓ python", "L", "…Launch cpu_smoke?")
 
 
-def test_a_key_that_does_nothing_is_said():
-    app = app_on(recorded.running())
-
-    async def body(pilot):
-        await pilot.press("x")
-        await until(pilot, lambda: "x has no function; ? shows the keys" in picture(app))
-        await pilot.press("space")
-        await until(pilot, lambda: "space works only in launch" in picture(app))
-        await pilot.press("question_mark")
-        await until(pilot, lambda: "Keys in dashboard" in picture(app))
+async def test_a_key_that_does_nothing_is_said():
+    async with driven(app_on(recorded.running())) as (app, pilot):
+        await play(pilot, "x", "…x has no function; ? shows the keys", "space")
+        await play(pilot, "…space works only in launch", "question_mark", "…Keys in dashboard")
         await pilot.press("escape")
         await until(pilot, lambda: app.overlay is None)
-        await pilot.press("colon")
-        await until(pilot, lambda: "type words" in picture(app))
-        await pilot.press(*"zzz")
-        await until(pilot, lambda: "nothing found" in picture(app))
-        await pilot.press("enter")
+        await play(pilot, "colon", "…type words", *"zzz", "…nothing found", "enter")
         await until(pilot, lambda: app.overlay is None)
 
-    drive(app, body)
 
-
-def test_the_flags_of_a_foreign_program_are_those_that_reach_it():
+async def test_the_flags_of_a_foreign_program_are_those_that_reach_it():
     argv = ("torchrun", "train.py", "--lr", "1")
     state = recorded.running(argv=argv, environment={"NSA_LR": "0.1"})
-    app = app_on(state)
-
-    async def body(pilot):
+    async with driven(app_on(state), (80, 40)) as (app, pilot):
         await pilot.press("2")
         await see(pilot, "NSA_LR", "OMP_NUM_THREADS")
         assert "NSA_ACCUM" not in picture(app)
-        await pilot.press("end")
-        await see(pilot, "foreign program: other NSA flags have no effect")
-
-    drive(app, body, (80, 40))
+        await play(pilot, "end", "…foreign program: other NSA flags have no effect")
 
 
 def reversed_in(picker: Picker) -> list[str]:
     return [text for row in picker.shown for text, style in row if style == "cursor"]
 
 
-def test_a_field_takes_the_cursor_from_the_list_and_says_once_what_it_takes():
-    app = app_on(recorded.waiting())
-
-    async def body(pilot):
+async def test_a_field_takes_the_cursor_from_the_list_and_says_once_what_it_takes():
+    async with driven(app_on(recorded.waiting())) as (app, pilot):
         await pilot.press("2")
         await until(pilot, lambda: bool(app.query("#flags")))
         flags = app.query_one("#flags", Picker)
         await until(pilot, lambda: reversed_in(flags))
         app.feed.stop()
-        await pilot.press("enter", *["backspace"] * 5)
-        await until(pilot, lambda: "a number from 0 to 1000" in picture(app))
+        await play(pilot, "enter", *["backspace"] * 5, "…a number from 0 to 1000")
         assert not reversed_in(flags)
         assert picture(app).count("a number from 0 to 1000") == 1
-
-    drive(app, body)
 
 
 def test_a_long_note_is_cut_and_does_not_take_the_line_with_it():
@@ -276,21 +210,15 @@ def test_a_long_note_is_cut_and_does_not_take_the_line_with_it():
     assert width_of(row) == 40
 
 
-def test_what_was_answered_goes_away_and_lies_under_no_question(monkeypatch):
+async def test_what_was_answered_goes_away_and_lies_under_no_question(monkeypatch):
     monkeypatch.setitem(KEEP_S, "error", 6.0)
-    app = app_on(recorded.running())
-
-    async def body(pilot):
-        await pilot.press("x", "H")
-        await until(pilot, lambda: "Halt this run" in picture(app))
+    async with driven(app_on(recorded.running())) as (app, pilot):
+        await play(pilot, "x", "H", "…Halt this run")
         assert "has no function" not in picture(app)
         await pilot.press("escape")
         await until(pilot, lambda: app.overlay is None)
-        await pilot.press("x")
-        await until(pilot, lambda: "has no function" in picture(app))
+        await play(pilot, "x", "…has no function")
         await until(pilot, lambda: "has no function" not in picture(app))
-
-    drive(app, body)
 
 
 @pytest.mark.parametrize(
@@ -324,28 +252,19 @@ def test_a_verdict_of_a_run_that_is_being_ended_does_not_say_that_it_has_ended(s
     ("name", "dimmed"),
     [("running", set()), ("waiting", {"dump"}), ("crashed", {"dump", "halt"})],
 )
-def test_a_button_that_finds_nothing_to_act_on_is_dim(name, dimmed):
-    app = app_on(recorded.STATES[name]())
-
-    async def body(pilot):
+async def test_a_button_that_finds_nothing_to_act_on_is_dim(name, dimmed):
+    async with driven(app_on(recorded.STATES[name]())) as (app, _):
         found = {key for key in ("dump", "halt", "flags", "launch", "stall_view")
                  if app.query_one(f"#button-{key}").disabled}  # fmt: skip
         assert found == dimmed
 
-    drive(app, body)
 
-
-def test_tab_stays_in_a_question():
-    app = app_on(recorded.running())
-
-    async def body(pilot):
-        await pilot.press("H")
-        await until(pilot, lambda: "Halt this run" in picture(app))
+async def test_tab_stays_in_a_question():
+    async with driven(app_on(recorded.running())) as (app, pilot):
+        await play(pilot, "H", "…Halt this run")
         for name in ("choice0", "no", "choice0"):
             await pilot.press("tab")
             await until(pilot, lambda name=name: bool(app.focused) and app.focused.id == name)
-
-    drive(app, body)
 
 
 def test_a_halt_of_a_stalled_run_promises_nothing_and_names_the_key_that_stops_it():

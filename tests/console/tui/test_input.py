@@ -12,7 +12,7 @@ from textual.events import Paste
 
 from console.tui.driver import IGNORED
 from tests.console.tui import recorded
-from tests.console.tui.recorded import app_on, drive, picture, until
+from tests.console.tui.recorded import app_on, driven, play, see, until
 from tests.terminal import Terminal
 
 ROOT = Path(__file__).parents[3]
@@ -93,16 +93,11 @@ def test_bytes_that_are_no_text_do_not_end_the_screen(tmp_path):
         assert terminal.wait_exit(60) == 0
 
 
-def test_marked_text_that_no_field_takes_is_counted():
-    app = app_on(recorded.running())
-
-    async def body(pilot):
+async def test_marked_text_that_no_field_takes_is_counted():
+    async with driven(app_on(recorded.running())) as (app, pilot):
         app.post_message(Paste("Hy\n" * 7))
-        await until(pilot, lambda: "input ignored: 21 characters pasted" in picture(app))
+        await see(pilot, "input ignored: 21 characters pasted")
         assert app.overlay is None
-        await pilot.press("K")
-        await until(pilot, lambda: "type 1-plumbing to continue" in picture(app))
+        await play(pilot, "K", "…type 1-plumbing to continue")
         app.post_message(Paste("1-plumbing"))
         await until(pilot, lambda: not app.query_one("#choice0").disabled)
-
-    drive(app, body)

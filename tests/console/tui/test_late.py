@@ -11,7 +11,7 @@ import pytest
 from console.tui import background
 from console.tui.confirmations import CannotAsk
 from tests.console.tui import recorded
-from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, see, until
+from tests.console.tui.recorded import Asked, app_on, driven, lines, picture, play, see, until
 from tests.terminal import Terminal
 from trainers.contract.errors import RefusedError
 
@@ -50,51 +50,40 @@ def soon(monkeypatch):
 
 
 async def launch(pilot, app):
-    await until(pilot, lambda: "✓ python" in picture(app))
-    await pilot.press("L")
+    await play(pilot, "…✓ python", "L")
     await see(pilot, "Launch cpu_smoke?", "y yes")
     await pilot.press("y")
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_a_launch_that_takes_long_is_told_and_no_second_one_is_asked_about(tmp_path, ok):
+async def test_a_launch_that_takes_long_is_told_and_no_second_one_is_asked_about(tmp_path, ok):
     asked = Slow(ok=ok, text="the supervisor did not start")
-    app = app_on(root=tmp_path, actions=asked)
-
-    async def body(pilot):
+    async with driven(app_on(root=tmp_path, actions=asked)) as (app, pilot):
         await launch(pilot, app)
         await until(pilot, lambda: bool(asked.launched))
         for _ in range(2):
-            await pilot.press("L")
-            await until(pilot, lambda: "the launch of cpu_smoke is still starting" in picture(app))
+            await play(pilot, "L", "…the launch of cpu_smoke is still starting")
             assert app.overlay is None
             await pilot.press("escape")
             await until(pilot, lambda: "launch of cpu_smoke: no answer for" in lines(app)[1])
         asked.go.set()
         if ok:
-            await until(pilot, lambda: "✓ launched cpu_smoke in /nowhere/launched" in picture(app))
+            await see(pilot, "✓ launched cpu_smoke in /nowhere/launched")
             assert app.feed._path == asked.directory
             await until(pilot, lambda: app.view_name == "dashboard")
         else:
-            await until(pilot, lambda: "✗ the supervisor did not start" in picture(app))
-            await pilot.press("L")
-            await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
+            await play(pilot, "…✗ the supervisor did not start", "L", "…Launch cpu_smoke?")
         await until(pilot, lambda: "no answer for" not in lines(app)[1])
         assert len(asked.launched) == 1
 
-    drive(app, body)
-
 
 @pytest.mark.parametrize(("key", "ok"), [("H", True), ("D", False)])
-def test_a_late_answer_blocks_no_key_and_is_shown(key, ok):
+async def test_a_late_answer_blocks_no_key_and_is_shown(key, ok):
     asked = Slow(ok=ok, text="rank 1 does as well")
     app = app_on(recorded.running(), actions=asked)
     action = {"H": "halt", "D": "dump"}[key]
-
-    async def body(pilot):
-        await pilot.press(key)
-        await see(pilot, "y yes")
-        await pilot.press("y")
+    async with driven(app) as (_, pilot):
+        await play(pilot, key, "…y yes", "y")
         for view, name in zip("2341", ("launch", "stall", "logs", "dashboard"), strict=True):
             await pilot.press(view)
             await until(pilot, lambda name=name: app.view_name == name)
@@ -106,10 +95,8 @@ def test_a_late_answer_blocks_no_key_and_is_shown(key, ok):
         await until(pilot, lambda: f"{sign} rank 1 does as well" in picture(app))
         await until(pilot, lambda: "no alert" in lines(app)[1])
 
-    drive(app, body)
 
-
-def test_only_the_result_of_the_newest_check_is_used(tmp_path):
+async def test_only_the_result_of_the_newest_check_is_used(tmp_path):
     class Refusing(Slow):
         """Refuses the first draft, which has no flags, when `go` is set."""
 
@@ -121,14 +108,10 @@ def test_only_the_result_of_the_newest_check_is_used(tmp_path):
 
     asked = Refusing()
     asked.slow_checks = True
-    app = app_on(root=tmp_path, actions=asked)
-
-    async def body(pilot):
+    async with driven(app_on(root=tmp_path, actions=asked)) as (app, pilot):
         await until(pilot, lambda: bool(asked.checks))
-        await see(pilot, "NSA_OPT_FUSED")
-        await pilot.press("space", "j", "j", "j", "space")
-        await pilot.press("L")
-        await until(pilot, lambda: "still being checked" in picture(app))
+        await play(pilot, "…NSA_OPT_FUSED", "space", "j", "j", "j", "space", "L")
+        await see(pilot, "still being checked")
         assert len(asked.checks) == 1
         results = []
         take = app.draft.take
@@ -140,15 +123,11 @@ def test_only_the_result_of_the_newest_check_is_used(tmp_path):
         assert len(asked.checks) == 2
         assert (app.draft.trouble, app.draft.plan.phases[0].flags["NSA_OPT_FUSED"]) == ("", "1")
 
-    drive(app, body)
 
-
-def test_a_question_is_about_the_options_that_were_checked(tmp_path):
+async def test_a_question_is_about_the_options_that_were_checked(tmp_path):
     asked = Slow()
-    app = app_on(root=tmp_path, actions=asked)
-
-    async def body(pilot):
-        await until(pilot, lambda: "✓ python" in picture(app))
+    async with driven(app_on(root=tmp_path, actions=asked)) as (app, pilot):
+        await see(pilot, "✓ python")
         app.draft.flags["NSA_LR"] = "0.5"
         with pytest.raises(CannotAsk, match="still being checked"):
             app.draft.question("gpu01")
@@ -158,8 +137,6 @@ def test_a_question_is_about_the_options_that_were_checked(tmp_path):
         await until(pilot, lambda: bool(asked.launched))
         assert asked.launched == [app.draft.checked]
         assert asked.seen == app.draft.plan
-
-    drive(app, body)
 
 
 WAITS = (

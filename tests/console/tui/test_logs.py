@@ -9,9 +9,7 @@ import pytest
 from console.model import LogLine
 from console.tui.widgets.loglines import BACKLOG
 from tests.console.tui import recorded
-from tests.console.tui.recorded import app_on, drive, lines, picture, see, until
-
-SIZES = [(80, 24), (120, 40)]
+from tests.console.tui.recorded import SIZES, app_on, driven, lines, picture, play, see, until
 
 
 @pytest.fixture
@@ -24,37 +22,27 @@ def logged(tmp_path):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_logs_follow_filter_and_find(logged, size):
-    app = app_on(recorded.running(), run=logged)
-
-    async def body(pilot):
+async def test_logs_follow_filter_and_find(logged, size):
+    async with driven(app_on(recorded.running(), run=logged), size) as (app, pilot):
         await until(pilot, lambda: app.book.total == 63)
         await pilot.press("4")
         await see(pilot, "follows", "[red]markup[/red]")
-        await pilot.press("g")
-        await see(pilot, "zero line 0 ")
+        await play(pilot, "g", "…zero line 0 ")
         assert "follows" not in lines(app)[2].replace("G: to the end", "")
         await pilot.press("slash", *"NEEDLE", "enter")
         await see(pilot, "one [red]markup[/red] needle", "find 'NEEDLE'")
-        await pilot.press("n")
-        await until(pilot, lambda: "no later line with 'NEEDLE'" in picture(app))
-        await pilot.press("G", "right", "right")
+        await play(pilot, "n", "…no later line with 'NEEDLE'", "G", "right", "right")
         await until(pilot, lambda: "[r1]" in lines(app)[2])
         assert "zero line" not in picture(app)
 
-    drive(app, body, size)
 
-
-def test_the_last_words_of_a_run_that_is_over_need_no_newline(logged):
+async def test_the_last_words_of_a_run_that_is_over_need_no_newline(logged):
     with (logged / "logs" / "attempt1" / "rank0.log").open("a") as stream:
         stream.write("last words")
-    app = app_on(dataclasses.replace(recorded.running(), state="crashed"), run=logged)
-
-    async def body(pilot):
-        await pilot.press("4")
-        await until(pilot, lambda: "last words" in picture(app))
-
-    drive(app, body, SIZES[0])
+    async with driven(
+        app_on(dataclasses.replace(recorded.running(), state="crashed"), run=logged), SIZES[0]
+    ) as (_, pilot):
+        await play(pilot, "4", "…last words")
 
 
 HOSTILE_LINES = (
@@ -65,15 +53,12 @@ HOSTILE_LINES = (
 
 
 @pytest.mark.parametrize("size", [(80, 24), (21, 12)], ids=str)
-def test_wide_and_hostile_log_lines_stay_in_their_cells(tmp_path, size):
+async def test_wide_and_hostile_log_lines_stay_in_their_cells(tmp_path, size):
     folder = tmp_path / "logs" / "attempt1"
     folder.mkdir(parents=True)
     (folder / "rank0.log").write_text("\n".join((*HOSTILE_LINES, "the end\n")), errors="replace")
-    app = app_on(recorded.running(), run=tmp_path)
-
-    async def body(pilot):
-        await pilot.press("4")
-        await until(pilot, lambda: "the end" in picture(app))
+    async with driven(app_on(recorded.running(), run=tmp_path), size) as (app, pilot):
+        await play(pilot, "4", "…the end")
         for keys in (["1"], ["4"], ["g"], ["slash", *"字", "enter"], ["G"]):
             await pilot.press(*keys)
             await pilot.pause()
@@ -83,18 +68,11 @@ def test_wide_and_hostile_log_lines_stay_in_their_cells(tmp_path, size):
                 assert strip.text.isprintable(), strip.text
         await see(pilot, "the end")
 
-    drive(app, body, size)
 
-
-def test_what_is_held_in_the_log_stays_when_lines_come(logged):
-    app = app_on(recorded.running(), run=logged)
-
-    async def body(pilot):
+async def test_what_is_held_in_the_log_stays_when_lines_come(logged):
+    async with driven(app_on(recorded.running(), run=logged)) as (app, pilot):
         await until(pilot, lambda: app.book.total == 63)
-        await pilot.press("4")
-        await see(pilot, "follows")
-        await pilot.press("pageup")
-        await see(pilot, "G: to the end")
+        await play(pilot, "4", "…follows", "pageup", "…G: to the end")
         before = lines(app)[3:20]
         assert app.snapshot is not None
         snapshot = dataclasses.replace(
@@ -103,13 +81,9 @@ def test_what_is_held_in_the_log_stays_when_lines_come(logged):
         app.take(snapshot)
         await pilot.pause()
         assert lines(app)[3:20] == before
-        await pilot.press("G")
-        await see(pilot, "new 4")
-        await pilot.press("g")
+        await play(pilot, "G", "…new 4", "g")
         many = tuple(LogLine("r0", f"later {i}") for i in range(BACKLOG))
         app.take(dataclasses.replace(snapshot, log=many))
         await until(pilot, lambda: "later 0 " in f"{lines(app)[3]} ")
         assert "[all]  r0" in lines(app)[2]
         assert "r1" not in lines(app)[2]
-
-    drive(app, body)

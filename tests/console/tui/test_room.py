@@ -24,11 +24,13 @@ from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import (
     NOW,
+    SIZES,
     app_on,
     charted,
-    drive,
+    driven,
     lines,
     picture,
+    play,
     see,
     settled,
     until,
@@ -46,13 +48,10 @@ def with_signs(state=None):
     return dataclasses.replace(state, verdict=verdict)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
-def test_evidence_that_does_not_fit_is_counted_and_z_shows_all_of_it(size):
-    app = app_on(with_signs())
-
-    async def body(pilot):
-        await pilot.press("3")
-        await until(pilot, lambda: "evidence" in picture(app))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_evidence_that_does_not_fit_is_counted_and_z_shows_all_of_it(size):
+    async with driven(app_on(with_signs()), size) as (_, pilot):
+        await play(pilot, "3", "…evidence")
         shown = await settled(pilot)
         seen = sum(sign in shown for sign in SIGNS)
         more = re.search(r"\+(\d) more: z", shown)
@@ -61,8 +60,6 @@ def test_evidence_that_does_not_fit_is_counted_and_z_shows_all_of_it(size):
         assert not more or size[1] == 24
         await pilot.press("z")
         await see(pilot, *SIGNS, "end of it", "esc closes")
-
-    drive(app, body, size)
 
 
 def test_the_end_of_a_rank_fits_its_column():
@@ -95,45 +92,30 @@ def test_a_long_check_is_cut_in_its_panel_and_whole_in_the_zoom():
     assert sum(row.count("数") for row in wide) == 60
 
 
-def test_z_on_launch_shows_the_help_of_every_flag():
-    app = app_on(recorded.waiting())
-
-    async def body(pilot):
-        await pilot.press("2")
-        await until(pilot, lambda: "command of phase 1-plumbing" in picture(app))
-        await pilot.press("z", "G")
+async def test_z_on_launch_shows_the_help_of_every_flag():
+    async with driven(app_on(recorded.waiting())) as (_, pilot):
+        await play(pilot, "2", "…command of phase 1-plumbing", "z", "G")
         name, flag = list(FLAGS.items())[-1]
         await see(pilot, name, flag.key.help.split()[-1], "esc closes")
 
-    drive(app, body)
 
-
-def test_the_zoom_of_launch_has_the_gates_of_an_ended_run_in_full():
+async def test_the_zoom_of_launch_has_the_gates_of_an_ended_run_in_full():
     gate = Gate("loss_falls", 0.4, "nats", "run", "heartbeat", f"≥ {LONG} end of it", "fail")
-    app = app_on(dataclasses.replace(recorded.crashed(), gates=(gate,)))
-
-    async def body(pilot):
-        await pilot.press("2")
-        await until(pilot, lambda: ", which ended" in picture(app))
+    async with driven(app_on(dataclasses.replace(recorded.crashed(), gates=(gate,)))) as (
+        app,
+        pilot,
+    ):
+        await play(pilot, "2", "…, which ended")
         for height, whole in ((9, False), (WHOLE, True)):
             panels = app.query_one("#launch").query(Panel)
             rows = [text_of(row) for p in panels for row in p.rows(app.snapshot, 80, height)]
             assert ("end of it" in " ".join(" ".join(rows).split())) == whole
 
-    drive(app, body)
 
-
-def test_the_span_keys_go_on_from_the_span_that_is_shown():
-    app = app_on(recorded.running())
-
-    async def body(pilot):
+async def test_the_span_keys_go_on_from_the_span_that_is_shown():
+    async with driven(app_on(recorded.running())) as (_, pilot):
         assert re.search("utilisation CPU % 2m", await charted(pilot))
-        await pilot.press("]")
-        await see(pilot, "utilisation CPU % 5m")
-        await pilot.press("[", "[")
-        await see(pilot, "utilisation CPU % 1m")
-
-    drive(app, body)
+        await play(pilot, "]", "…utilisation CPU % 5m", "[", "[", "…utilisation CPU % 1m")
 
 
 def test_a_span_that_the_operator_chose_ends_soon_after_now():
@@ -142,29 +124,20 @@ def test_a_span_that_the_operator_chose_ends_soon_after_now():
     assert chartmath.window(NOW - 20, NOW) == (NOW - 20, 60)
 
 
-def test_the_list_of_charts_marks_those_that_have_no_room():
-    app = app_on(recorded.running())
-
-    async def body(pilot):
+async def test_the_list_of_charts_marks_those_that_have_no_room():
+    async with driven(app_on(recorded.running())) as (app, pilot):
         await charted(pilot)
         await pilot.press("c")
         await until(pilot, lambda: isinstance(app.overlay, ChartList))
-        await until(pilot, lambda: "space shows or hides" in picture(app))
+        await see(pilot, "space shows or hides")
         marked = [re.search(r"(\d) +.*no room", line) for line in lines(app)]
         assert [found[1] for found in marked if found] == ["5", "6"], picture(app)
 
-    drive(app, body)
 
-
-def test_a_run_that_ended_offers_no_dump():
-    app = app_on(recorded.crashed())
-
-    async def body(pilot):
-        await pilot.press("3")
-        await see(pilot, "no dump of this run")
+async def test_a_run_that_ended_offers_no_dump():
+    async with driven(app_on(recorded.crashed())) as (app, pilot):
+        await play(pilot, "3", "…no dump of this run")
         assert "D dumps" not in picture(app)
-
-    drive(app, body)
 
 
 def test_a_long_name_of_a_phase_is_not_cut_where_there_is_room():
@@ -195,20 +168,15 @@ def test_the_list_of_launches_says_how_each_one_ended(tmp_path, state, result, s
     assert re.match(rf"{says}.*3m ago$", entries(tmp_path)[0].text), entries(tmp_path)[0].text
 
 
-def test_gates_of_an_earlier_run_name_that_run_once_another_plan_is_chosen(tmp_path):
+async def test_gates_of_an_earlier_run_name_that_run_once_another_plan_is_chosen(tmp_path):
     state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
-    app = app_on(state, root=tmp_path)
-
-    async def body(pilot):
-        await pilot.press("2")
-        await see(pilot, "gates of plumbing, which ended")
+    async with driven(app_on(state, root=tmp_path)) as (app, pilot):
+        await play(pilot, "2", "…gates of plumbing, which ended")
         app.draft.choose("cpu_validation")
         await see(pilot, f"gates of {state.id}, which ended")
 
-    drive(app, body)
 
-
-def test_the_first_picture_of_the_ranks_is_whole():
+async def test_the_first_picture_of_the_ranks_is_whole():
     app = app_on(recorded.running(8, True))
     drawn = []
 
@@ -219,19 +187,15 @@ def test_the_first_picture_of_the_ranks_is_whole():
         drawn.append([text_of(row) for row in app.query_one("#ranks").shown])
 
     app.dashboard.take = take
-    drive(app, lambda pilot: settled(pilot))
+    async with driven(app) as (_, pilot):
+        await settled(pilot)
     assert all(rows[0].startswith("GPU") for rows in drawn), drawn
 
 
-def test_the_first_picture_of_the_palette_marks_what_it_cuts():
-    app = app_on(recorded.running())
-    first = []
-
-    async def body(pilot):
+async def test_the_first_picture_of_the_palette_marks_what_it_cuts():
+    async with driven(app_on(recorded.running())):
         commands = Commands("dashboard")
         list(commands.compose())
-        first.extend(map(text_of, commands.list.shown))
-
-    drive(app, body)
+        first = [text_of(row) for row in commands.list.shown]
     assert max(map(len, first)) == 80
     assert any(row.endswith("…") for row in first)

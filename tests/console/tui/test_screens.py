@@ -24,10 +24,12 @@ from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import (
     NOW,
+    SIZES,
     app_on,
-    drive,
+    driven,
     lines,
     picture,
+    play,
     renewed,
     see,
     settled,
@@ -35,15 +37,11 @@ from tests.console.tui.recorded import (
 )
 from trainers.contract import rundir
 
-SIZES = [(80, 24), (120, 40)]
-
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", list(recorded.STATES))
-def test_every_state_is_shown_on_every_view_without_overflow(name, size):
-    app = app_on(recorded.STATES[name]())
-
-    async def body(pilot):
+async def test_every_state_is_shown_on_every_view_without_overflow(name, size):
+    async with driven(app_on(recorded.STATES[name]()), size) as (app, pilot):
         for key in "1234":
             await pilot.press(key)
             await pilot.pause()
@@ -63,17 +61,12 @@ def test_every_state_is_shown_on_every_view_without_overflow(name, size):
             )
         assert "\x1b" not in picture(app)
 
-    drive(app, body, size)
-
 
 VIEWS = {"1": "dashboard", "2": "launch", "3": "stall", "4": "logs"}
 
 
-def seen(state, size=(80, 24), keys=()):
-    app = app_on(state)
-    found = []
-
-    async def body(pilot):
+async def seen(state, size=(80, 24), keys=()):
+    async with driven(app_on(state), size) as (app, pilot):
         await until(pilot, lambda: bool(app.query_one("#header", Lines).shown))
         shown = await settled(pilot)
         for key in keys:
@@ -82,10 +75,7 @@ def seen(state, size=(80, 24), keys=()):
                 await until(pilot, lambda key=key: app.view_name == VIEWS[key])
                 await renewed(pilot)
             shown = await settled(pilot)
-        found.append(shown)
-
-    drive(app, body, size)
-    return found[0]
+        return shown
 
 
 SAYS = {
@@ -108,9 +98,9 @@ SAYS = {
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_each_state_says_what_it_is_and_which_key_helps(name):
+async def test_each_state_says_what_it_is_and_which_key_helps(name):
     key, says = SAYS[name]
-    text = seen(recorded.STATES[name](), (120, 40), key)
+    text = await seen(recorded.STATES[name](), (120, 40), key)
     for words in says:
         assert re.search(words, text), f"{words}:\n{text}"
 
@@ -146,46 +136,46 @@ def test_a_further_attempt_is_counted():
         assert " att" not in text_of(header_row(ScreenData(0.0, NOW, recorded.running()), width))
 
 
-def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails(tmp_path):
+async def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails(tmp_path):
     """Six flags, the chosen one marked by a sign, on the smallest terminal."""
     held = recorded.phases()
     more = [dataclasses.replace(held[2], index=i, name=f"late{i}") for i in range(3, 7)]
     launch = planned(tmp_path, phases=(*held, *more))
     bounds = {"steps_done": "100", "no_stall": "True", "bytes_right": "0.9"}
     state = recorded.running(launch=launch, bounds=bounds)
-    text = seen(state, keys=("2", "j", "j"))
+    text = await seen(state, keys=("2", "j", "j"))
     flags = [line for line in text.splitlines() if " → " in line and "NSA_" in line]
     assert len(flags) >= 6, text
     assert [line for line in flags if line.startswith("›")] == [flags[2]]
     for part in ("▸ 1-plumbing", "6-late6", "torchrun -m trainers.ddp", "late3",
                  "· steps_done: at least 100 steps", "evaluated when the phase ends"):  # fmt: skip
         assert part in text, text
-    whole = seen(state, (80, 60), ("2", "z"))
+    whole = await seen(state, (80, 60), ("2", "z"))
     for part in ("6-late6", "torchrun -m", "bytes_right: at least 0.9 share", "esc closes"):
         assert part in whole, whole
 
 
-def test_the_route_that_the_attention_takes_stands_at_the_command():
+async def test_the_route_that_the_attention_takes_stands_at_the_command():
     """In its heading where that is long enough; a flag that is not followed says why."""
     routes = "cmp masked, sel causal, win banded"
     state = dataclasses.replace(recorded.running(), backend=routes)
-    text = seen(state, keys=("2",))
+    text = await seen(state, keys=("2",))
     assert re.search(f"command of phase 1-plumbing ─+ attention: {routes}", text), text
     assert "Attention works." in text
     refused = f"{routes} (flash-attn is not installed)"
-    text = seen(dataclasses.replace(state, backend=refused), keys=("2",))
+    text = await seen(dataclasses.replace(state, backend=refused), keys=("2",))
     assert f"attention: {refused}" in text
     assert "torchrun -m trainers.ddp" in text
-    text = seen(dataclasses.replace(state, backend=recorded.HOSTILE), keys=("2",))
+    text = await seen(dataclasses.replace(state, backend=recorded.HOSTILE), keys=("2",))
     assert "[red]boo[/red]" in text
     assert all(line.isprintable() for line in text.splitlines())
 
 
-def test_header_and_launch_view_tell_the_same_step():
+async def test_header_and_launch_view_tell_the_same_step():
     held = recorded.phases()
     behind = dataclasses.replace(held[1], steps=39)
     state = recorded.running(launch=recorded.launch(phases=(held[0], behind, held[2])))
-    text = seen(state, keys=("2",))
+    text = await seen(state, keys=("2",))
     assert "41/100" in text.splitlines()[0]
     assert "39/100" not in text
 
@@ -199,9 +189,9 @@ def test_the_newest_launch_is_opened_when_none_lives(tmp_path):
     assert find_newest(tmp_path) == path
 
 
-def test_a_failed_gate_is_on_the_alert_line():
+async def test_a_failed_gate_is_on_the_alert_line():
     running = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("running"))
-    assert "gate bytes_right failed (0.41 share, bound ≥ 0.9)" in seen(running)
+    assert "gate bytes_right failed (0.41 share, bound ≥ 0.9)" in await seen(running)
 
 
 def test_a_launch_that_is_over_says_why_and_what_does_not_run():
@@ -231,43 +221,31 @@ def test_a_launch_that_is_over_says_why_and_what_does_not_run():
     assert levels == ["info", "info"]
 
 
-def test_no_run_opens_on_the_plan_with_its_checks(tmp_path):
-    app = app_on(root=tmp_path)
-
-    async def body(pilot):
-        await until(pilot, lambda: "preflight" in picture(app))
+async def test_no_run_opens_on_the_plan_with_its_checks(tmp_path):
+    async with driven(app_on(root=tmp_path)) as (_, pilot):
+        await see(pilot, "preflight")
         await see(pilot, "✓ python", "no run", "plan cpu_smoke", "0-sanity", "2-recall",
                   "between phases", "wait for L", "trainers.ddp")  # fmt: skip
-
-    drive(app, body)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("key", "13")
-def test_a_view_without_a_run_says_how_to_get_one(key, size, tmp_path):
-    app = app_on(root=tmp_path)
-
-    async def body(pilot):
-        await until(pilot, lambda: "preflight" in picture(app))
-        await pilot.press(key)
-        await until(pilot, lambda: "no run; L launches one" in picture(app))
-
-    drive(app, body, size)
+async def test_a_view_without_a_run_says_how_to_get_one(key, size, tmp_path):
+    async with driven(app_on(root=tmp_path), size) as (_, pilot):
+        await play(pilot, "…preflight", key, "…no run; L launches one")
 
 
 @pytest.mark.parametrize("size", [(40, 12), (60, 16), (30, 10)], ids=str)
-def test_a_small_terminal_keeps_header_alert_and_ranks_and_says_so(size):
-    text = seen(recorded.running(), size)
+async def test_a_small_terminal_keeps_header_alert_and_ranks_and_says_so(size):
+    text = await seen(recorded.running(), size)
     assert "RUNNING" in text, text
     assert "no alert" in text
     assert any(line.startswith("0 ") for line in text.splitlines()), text
     assert "80×24" in text, text
 
 
-def test_the_picture_that_nothing_changes_sends_nothing():
-    app = app_on(recorded.running())
-
-    async def body(pilot):
+async def test_the_picture_that_nothing_changes_sends_nothing():
+    async with driven(app_on(recorded.running())) as (app, pilot):
         await until(pilot, lambda: app.snapshot is not None and app.snapshot.state is not None)
         await settled(pilot)
         app.feed.stop()
@@ -285,8 +263,6 @@ def test_the_picture_that_nothing_changes_sends_nothing():
         app.take(dataclasses.replace(again, state=state))
         changed = {w.id for w in app.query(Lines) if w.repaints != before[w]}
         assert changed == {"header"}
-
-    drive(app, body)
 
 
 def test_the_header_ages_when_nothing_comes():
@@ -343,7 +319,7 @@ def flag_line(text, name):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_what_the_next_phase_gets_is_what_the_supervisor_would_give_it(tmp_path, size):
+async def test_what_the_next_phase_gets_is_what_the_supervisor_would_give_it(tmp_path, size):
     """Not what the current one has: a flag of this phase alone is gone, the plan's own stay."""
     flags = (PendingFlag("NSA_ACCUM", "3", "op@gpu01", NOW),)
     launch = planned(tmp_path, next_flags=flags)
@@ -351,28 +327,28 @@ def test_what_the_next_phase_gets_is_what_the_supervisor_would_give_it(tmp_path,
         launch=launch, environment={"NSA_LR": "0.002", "OMP_NUM_THREADS": "1"},
         decided={"NSA_LR": "0.002", "NSA_ACCUM": "1", "NSA_OPT_FUSED": "0"},
     )  # fmt: skip
-    text = seen(state, size, keys=("2",))
+    text = await seen(state, size, keys=("2",))
     assert "flags now → 2-recall" in text
     assert re.search(r"NSA_LR +0\.002 +→ 0\.0025\b", flag_line(text, "NSA_LR")), text
     assert re.search(r"NSA_ACCUM +1 +→ 3 +\*", flag_line(text, "NSA_ACCUM")), text
     assert re.search(r"NSA_OPT_FUSED +0 +→ [01]\b", flag_line(text, "NSA_OPT_FUSED")), text
-    end = seen(state, (size[0], 70), keys=("2",))
+    end = await seen(state, (size[0], 70), keys=("2",))
     assert re.search(r"OMP_NUM_THREADS +1 +→ 1", flag_line(end, "OMP_NUM_THREADS")), end
     assert re.search(r"NSA_SEL_RANGES_V2 .*→ 0", flag_line(end, "NSA_SEL_RANGES_V2")), end
 
 
-def test_after_the_last_phase_nothing_is_next(tmp_path):
+async def test_after_the_last_phase_nothing_is_next(tmp_path):
     launch = planned(tmp_path, phase=2, phases=recorded.phases(2))
     state = recorded.running(launch=launch, environment={"NSA_DRILL": "kill@30:1"})
-    text = seen(state, (80, 60), keys=("2",))
+    text = await seen(state, (80, 60), keys=("2",))
     assert "flags now, no phase left" in text
     assert re.search(r"NSA_DRILL +kill@30:1$", flag_line(text, "NSA_DRILL")), text
-    assert "…" not in flag_line(seen(state, (120, 40), keys=("2",)), "NSA_LR")
+    assert "…" not in flag_line(await seen(state, (120, 40), keys=("2",)), "NSA_LR")
 
 
-def test_a_plan_that_cannot_be_read_is_said_and_nothing_is_made_up():
+async def test_a_plan_that_cannot_be_read_is_said_and_nothing_is_made_up():
     state = recorded.running(environment={"NSA_LR": "0.002"})
-    text = seen(state, keys=("2",))
+    text = await seen(state, keys=("2",))
     assert "flags now → 2-recall: not available: /nowhere" in text
     assert re.search(r"NSA_LR +0\.002$", flag_line(text, "NSA_LR")), text
 
@@ -441,39 +417,30 @@ def test_ranks_with_the_same_stack_have_one_column_and_the_odd_ones_come_first()
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_stacks_of_all_ranks_stand_side_by_side(size, tmp_path):
+async def test_stacks_of_all_ranks_stand_side_by_side(size, tmp_path):
     for number in range(2):
         frame = f'  File "/x/nsa/part{number}.py", line 7 in work\n'
         text = "Stack (most recent call first):\n" + frame
         (tmp_path / f"stackdump_rank{number}_{int(NOW * 1000)}.txt").write_text(text)
-    app = app_on(recorded.running(), run=tmp_path)
-
-    async def body(pilot):
-        await pilot.press("3")
-        await until(pilot, lambda: "part1.py:7 work" in picture(app))
+    async with driven(app_on(recorded.running(), run=tmp_path), size) as (app, pilot):
+        await play(pilot, "3", "…part1.py:7 work")
         row = next(line for line in lines(app) if line.startswith("rank 0 ◂"))
         assert "rank 1 ◂ differs" in row
-        await pilot.press("down", "enter")
-        await until(pilot, lambda: "stack of rank 1" in picture(app))
+        await play(pilot, "down", "enter", "…stack of rank 1")
         assert "/x/nsa/part1.py:7 work" in picture(app)
         await pilot.press("escape")
         await until(pilot, lambda: "stack of rank 1" not in picture(app))
 
-    drive(app, body, size)
-
 
 @pytest.mark.parametrize("count", [8, 64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_of_many_ranks_each_group_has_a_column_with_what_it_waits_for(size, count, tmp_path):
+async def test_of_many_ranks_each_group_has_a_column_with_what_it_waits_for(size, count, tmp_path):
     dumps = Path(__file__).parents[1] / "diagnose" / "stacks"
     for number in range(count - 1):
         text = (dumps / f"loader.rank{int(number == 3)}.txt").read_text()
         (tmp_path / f"stackdump_rank{number}_{int(NOW * 1000)}.txt").write_text(text)
-    app = app_on(recorded.running(count), run=tmp_path)
-
-    async def body(pilot):
-        await pilot.press("3")
-        await until(pilot, lambda: "waits for its data loader" in picture(app))
+    async with driven(app_on(recorded.running(count), run=tmp_path), size) as (app, pilot):
+        await play(pilot, "3", "…waits for its data loader")
         shown = lines(app)
         at = next(i for i, line in enumerate(shown) if line.startswith("stacks ─"))
         assert re.match(rf"rank {count - 1} +rank 3 ◂ differs", shown[at + 1])
@@ -486,29 +453,23 @@ def test_of_many_ranks_each_group_has_a_column_with_what_it_waits_for(size, coun
         await pilot.press("left")
         await until(pilot, lambda: f"rank {count - 1} " in picture(app))
 
-    drive(app, body, size)
 
-
-def test_a_second_snapshot_waits_until_the_first_is_shown(tmp_path):
+async def test_a_second_snapshot_waits_until_the_first_is_shown():
     """A slow screen skips samples: nothing piles up behind it."""
     delivered = []
-
-    async def body():
-        app = app_on(recorded.running())
-        app.feed._deliver = delivered.append
-        app.feed.start()
-        for count in (1, 2):
-            while len(delivered) < count:
-                await asyncio.sleep(0.02)
-            await asyncio.sleep(1.6)  # for a further one, which must not come
-            assert len(delivered) == count
-            app.feed.allow_next()
-        app.feed.stop()
-
-    asyncio.run(body())
+    app = app_on(recorded.running())
+    app.feed._deliver = delivered.append
+    app.feed.start()
+    for count in (1, 2):
+        while len(delivered) < count:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.6)  # for a further one, which must not come
+        assert len(delivered) == count
+        app.feed.allow_next()
+    app.feed.stop()
 
 
-def test_a_change_of_state_is_shown_before_the_next_sample_is_due(tmp_path, monkeypatch):
+async def test_a_change_of_state_is_shown_before_the_next_sample_is_due(tmp_path, monkeypatch):
     monkeypatch.setattr(feed, "POLL_S", 3600.0)
     run = tmp_path / "1-plumbing"
     run.mkdir()
@@ -522,15 +483,12 @@ def test_a_change_of_state_is_shown_before_the_next_sample_is_due(tmp_path, monk
     source = Crashes(recorded.running(), run=run)
     app = app_on(recorded.running(), run=run)
     app.feed._open = lambda path: source
-
-    async def body(pilot):
+    async with driven(app) as (_, pilot):
         marker.write_text("{}")
         await see(pilot, "CRASHED")
 
-    drive(app, body)
 
-
-def test_a_mistake_while_reading_is_said_and_reading_goes_on():
+async def test_a_mistake_while_reading_is_said_and_reading_goes_on():
     class Breaks(recorded.Recorded):
         is_broken = False
 
@@ -542,28 +500,21 @@ def test_a_mistake_while_reading_is_said_and_reading_goes_on():
     source = Breaks(recorded.running())
     app = app_on(recorded.running())
     app.feed._open = lambda path: source
-
-    async def body(pilot):
+    async with driven(app) as (_, pilot):
         source.is_broken = True
-        await until(
-            pilot, lambda: "cannot read /nowhere: ValueError: no such thing" in picture(app)
-        )
+        await see(pilot, "cannot read /nowhere: ValueError: no such thing")
         assert "RUNNING" in picture(app)
         source.is_broken = False
-        await until(pilot, lambda: "no alert" in picture(app))
-
-    drive(app, body)
+        await see(pilot, "no alert")
 
 
 @pytest.mark.parametrize("key", ["1", "2", "3"])
-def test_a_resize_leaves_nothing_of_the_old_size(key):
+async def test_a_resize_leaves_nothing_of_the_old_size(key):
     phases = tuple(dataclasses.replace(p, started_ts=None) for p in recorded.phases())
     state = dataclasses.replace(recorded.stalled(), launch=recorded.launch(phases=phases))
     pictures = []
     for sizes in (((80, 24),), ((120, 40), (80, 24)), ((90, 30), (80, 24))):
-        app = app_on(state)
-
-        async def body(pilot, sizes=sizes, app=app):
+        async with driven(app_on(state), sizes[0]) as (app, pilot):
             await pilot.press(key)
             await settled(pilot)
             app.feed.stop()
@@ -571,7 +522,5 @@ def test_a_resize_leaves_nothing_of_the_old_size(key):
                 await pilot.resize_terminal(*size)
                 await settled(pilot)
             pictures.append(lines(app)[1:])
-
-        drive(app, body, sizes[0])
     assert pictures[0] == pictures[1]
     assert pictures[0] == pictures[2]

@@ -13,8 +13,8 @@ from console.tui.confirmations import CannotAsk
 from console.tui.draft import Draft
 from console.tui.widgets.chooser import Entry
 from tests.console.tui import recorded
-from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, until
-from tests.console.tui.test_actions import LAUNCH, see
+from tests.console.tui.recorded import Asked, app_on, driven, lines, picture, play, until
+from tests.console.tui.test_actions import LAUNCH
 
 OTHER = "/nowhere/other/20261122-000000"
 
@@ -26,20 +26,17 @@ def other():
     return replace(found, id=f"{launch.id}/0-train", path=f"{OTHER}/0-train", launch=launch)
 
 
-def test_another_run_resumes_a_paused_display():
+async def test_another_run_resumes_a_paused_display():
     app = app_on(recorded.running(8, True))
     first, second = recorded.Recorded(recorded.running(8, True)), recorded.Recorded(other())
     app.feed._open = lambda path: second if str(path) == OTHER else first
-
-    async def body(pilot):
+    async with driven(app) as (_, pilot):
         await pilot.press("p")
         await until(pilot, lambda: "paused" in lines(app)[0])
         app._choose(Entry("launch", "other", "", Path(OTHER)))
         await until(pilot, lambda: app.snapshot.state.path.startswith(OTHER))
         await until(pilot, lambda: app.view.snapshot is app.snapshot)
         assert "paused" not in lines(app)[0]
-
-    drive(app, body)
 
 
 def test_a_plan_that_is_chosen_again_during_its_check_is_not_checked_yet(tmp_path):
@@ -51,36 +48,25 @@ def test_a_plan_that_is_chosen_again_during_its_check_is_not_checked_yet(tmp_pat
         draft.question("gpu01")
 
 
-def test_a_flag_that_has_its_planned_value_again_is_not_changed(tmp_path):
-    app = app_on(root=tmp_path)
-
-    async def body(pilot):
+async def test_a_flag_that_has_its_planned_value_again_is_not_changed(tmp_path):
+    async with driven(app_on(root=tmp_path)) as (app, pilot):
         await pilot.press("2")
         await until(pilot, lambda: app.draft.is_checked)
         names = [item.flag.name if item.flag else "" for item in app.view._items]
         app.view.picker.move(names.index("NSA_LR") - app.view.picker.cursor)
         for typed, held in (("0.5", {"NSA_LR": "0.5"}), ("2.5e-3", {})):
-            await pilot.press("enter")
-            await see(pilot, "enter saves")
-            await pilot.press(*["backspace"] * 10, *typed, "enter")
+            await play(pilot, "enter", "…enter saves", *["backspace"] * 10, *typed, "enter")
             await until(pilot, lambda held=held: app.draft.flags == held and app.draft.is_checked)
             assert ("0.5*" in picture(app).replace(" ", "")) == bool(held), picture(app)
 
-    drive(app, body)
 
-
-def test_a_typed_flag_reaches_the_launch_for_which_its_field_was_opened():
+async def test_a_typed_flag_reaches_the_launch_for_which_its_field_was_opened():
     asked = Asked()
-    app = app_on(recorded.waiting(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("2")
-        await see(pilot, "NSA_LR")
-        await pilot.press(*["down"] * 40, "slash")
+    async with driven(app_on(recorded.waiting(), actions=asked)) as (app, pilot):
+        await play(pilot, "2", "…NSA_LR", *["down"] * 40, "slash")
         names = [item.flag.name if item.flag else "" for item in app.view._items]
         app.view.picker.move(names.index("NSA_LR") - app.view.picker.cursor)
-        await pilot.press("enter")
-        await see(pilot, "enter saves")
+        await play(pilot, "enter", "…enter saves")
         app.feed._source.states = [other()]
         app.feed.nudge()
         await until(pilot, lambda: app.view.snapshot.state.path.startswith(OTHER))
@@ -88,20 +74,13 @@ def test_a_typed_flag_reaches_the_launch_for_which_its_field_was_opened():
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent[0][:2] == (LAUNCH, "set-flag")
 
-    drive(app, body)
 
-
-def test_a_key_that_is_pressed_twice_at_once_sends_one_request():
+async def test_a_key_that_is_pressed_twice_at_once_sends_one_request():
     asked = Asked()
-    app = app_on(recorded.running(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("C")
-        await see(pilot, "y yes")
+    async with driven(app_on(recorded.running(), actions=asked)) as (app, pilot):
+        await play(pilot, "C", "…y yes")
         for _ in range(2):
             app.post_message(Key("y", "y"))
         await until(pilot, lambda: bool(asked.sent))
         await asyncio.sleep(0.2)
         assert len(asked.sent) == 1, picture(app)
-
-    drive(app, body)
