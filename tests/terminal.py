@@ -121,6 +121,20 @@ class Terminal:
             os.write(self.fd, KEYS.get(key, key).encode())
             self.settle(0.15)
 
+    def play(self, *steps: str) -> None:
+        """Types keys; a step that begins with "…" is words, which have to be on the screen next."""
+        for step in steps:
+            if step.startswith("…"):
+                self.wait(step[1:])
+            else:
+                self.press(step)
+
+    def leave(self) -> None:
+        """Leaves the console by its key; the terminal is then as it was."""
+        self.press("q")
+        assert self.wait_exit() == 0
+        assert self.left_on() == [], self.raw[-150:]
+
     def click(self, words: str) -> None:
         """Presses and releases the left button on the first place where the words stand."""
         for y, line in enumerate(self.screen.display):

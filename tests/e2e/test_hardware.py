@@ -57,7 +57,6 @@ def test_eight_gpu_rows_appear_and_a_lost_one_is_marked_lost(tmp_path):
             terminal.wait(lambda text: with_figures(text) == 7 and any(
                 line.startswith("3 ") and "lost" in line.lower() for line in text.splitlines()
             ))  # fmt: skip
-            terminal.press("q")
-            assert terminal.wait_exit() == 0
+            terminal.leave()
     finally:
         end(path)

@@ -58,11 +58,7 @@ def root(tmp_path_factory):
 def launch(root):
     """A launch from the screen: the first phase done, a flag set, the second phase running."""
     with console(root) as terminal:
-        terminal.wait("main_job")
-        terminal.wait("sanity")
-        terminal.press("L")
-        terminal.wait("Launch main_job?")
-        terminal.press("y")
+        terminal.play("…main_job", "…sanity", "L", "…Launch main_job?", "y")
         terminal.wait(lambda text: "tok/s" in text and "loss" in text and "5." in text)
         path = wait_for(lambda: next(iter(launches.launches(root)), None))
         terminal.wait("plumbing")
@@ -75,13 +71,9 @@ def launch(root):
             terminal.press("down")
         terminal.press("space")
         wait_for(lambda: RunSource(path).poll().launch.next_flags)
-        terminal.press("L")
-        terminal.wait("Start phase plumbing?")
-        terminal.press("y")
+        terminal.play("L", "…Start phase plumbing?", "y")
         wait_for(lambda: len(workers(path / "1-plumbing")) == 2)
-        terminal.press("q")
-        assert terminal.wait_exit() == 0
-        assert terminal.left_on() == []
+        terminal.leave()
     return path
 
 
@@ -104,14 +96,11 @@ def test_opening_again_shows_the_run_and_a_dump_shows_both_stacks(launch, root):
     run = launch / "1-plumbing"
     with console(root) as terminal:
         terminal.wait(lambda text: "plumbing" in text and "RUNNING" in text.upper())
-        terminal.press("D")
-        terminal.wait("Dump the stacks")
-        terminal.press("y")
+        terminal.play("D", "…Dump the stacks", "y")
         wait_for(lambda: len(list(run.glob("stackdump_rank?_*.txt"))) >= 2)
         terminal.press("3")
         terminal.wait(lambda text: text.count(".py:") >= 6 and "innermost first" in text)
-        terminal.press("q")
-        assert terminal.wait_exit() == 0
+        terminal.leave()
     for rank in (0, 1):
         dump = next(run.glob(f"stackdump_rank{rank}_*.txt")).read_text()
         assert "trainers/loop.py" in dump
@@ -142,12 +131,10 @@ def test_a_button_works_by_click(launch, root):
         terminal.wait(lambda text: "RUNNING" in text and "[ Halt ]" in text)
         terminal.settle()
         terminal.click("[ Halt ]")
-        terminal.wait("Halt this run")
-        terminal.press("enter")
+        terminal.play("…Halt this run", "enter")
         terminal.wait(lambda text: "Halt this run" not in text)
         assert RunSource(launch).poll().state == "running"
-        terminal.press("q")
-        assert terminal.wait_exit() == 0
+        terminal.leave()
 
 
 def test_a_stopped_rank_is_named_until_it_resumes(launch, root):
@@ -166,20 +153,14 @@ def test_a_stopped_rank_is_named_until_it_resumes(launch, root):
             os.kill(pid, signal.SIGCONT)
         terminal.wait(lambda text: "stopped" not in text)
         wait_for(lambda: RunSource(launch).poll().state == "running")
-        terminal.press("q")
-        assert terminal.wait_exit() == 0
+        terminal.leave()
 
 
 def test_a_checkpoint_and_a_profile_are_made_when_asked_for(launch, root):
     run = launch / "1-plumbing"
     with console(root) as terminal:
-        terminal.wait("plumbing")
-        terminal.press("C")
-        terminal.wait("Save a checkpoint now")
-        terminal.press("y")
-        terminal.wait(".CHECKPOINT is written")
-        terminal.press("q")
-        assert terminal.wait_exit() == 0
+        terminal.play("…plumbing", "C", "…Save a checkpoint now", "y", "….CHECKPOINT is written")
+        terminal.leave()
     saved = wait_for(lambda: [b for b in last_beats(run)[0] if b["msg"] == "checkpoint"])
     assert manifest.verify(run / rundir.CHECKPOINTS / saved[0]["path"]).step == saved[0]["step"]
     asked = actions.send(run, "profile", {}, "tester")
@@ -190,13 +171,9 @@ def test_a_checkpoint_and_a_profile_are_made_when_asked_for(launch, root):
 def test_z_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(launch, root):
     run = launch / "1-plumbing"
     with console(root) as terminal:
-        terminal.wait("plumbing")
-        terminal.press("H")
-        terminal.wait("Halt this run")
-        terminal.press("y")
+        terminal.play("…plumbing", "H", "…Halt this run", "y")
         terminal.wait(lambda text: "HALTED" in text.upper())
-        terminal.press("q")
-        assert terminal.wait_exit() == 0
+        terminal.leave()
     beats = last_beats(run)
     halts = [next(b for b in beats[rank] if b["msg"] == "halt") for rank in (0, 1)]
     assert halts[0]["step"] == halts[1]["step"] > 0

@@ -48,8 +48,7 @@ def watching(path: Path, shows: str = "RUNNING") -> Iterator[Terminal]:
         screen.wait(shows)
         yield screen
         if not screen.closed:
-            screen.press("q")
-            assert screen.wait_exit() == 0
+            screen.leave()
 
 
 def status(path: Path) -> tuple[int, dict[str, Any]]:

@@ -148,11 +148,6 @@ WAITS = (
 def test_leaving_says_which_answers_are_open(tmp_path):
     words = [sys.executable, "-c", WAITS, "--root", str(tmp_path)]
     with Terminal(words, ROOT, {"XDG_STATE_HOME": str(tmp_path)}, (120, 40)) as terminal:
-        terminal.wait("ready: ")
-        terminal.press("L")
-        terminal.wait("y yes")
-        terminal.press("y")
-        terminal.wait("launching cpu_smoke …")
-        terminal.press("q")
-        assert terminal.wait_exit(60) == 0
+        terminal.play("…ready: ", "L", "…y yes", "y", "…launching cpu_smoke …")
+        terminal.leave()
         assert "no answer yet to launch of cpu_smoke; nsa-console status" in terminal.text

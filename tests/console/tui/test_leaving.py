@@ -88,27 +88,21 @@ def test_a_dump_signal_does_not_end_it(tmp_path):
     with console(tmp_path) as terminal:
         terminal.wait("q leave")
         os.kill(terminal.pid, signal.SIGUSR1)
-        terminal.press("?")
-        terminal.wait("Keys in")
-        terminal.press("q")
+        terminal.play("?", "…Keys in", "q")
         terminal.wait(lambda shown: "Keys in" not in shown)
-        terminal.press("q")
-        assert terminal.wait_exit(60) == 0
+        terminal.leave()
 
 
 def test_errors_that_go_to_a_file_leave_the_screen_on_the_terminal(tmp_path):
     with console(tmp_path, stderr=str(tmp_path / "errors")) as terminal:
         terminal.wait("plan cpu_smoke")
-        terminal.press("q")
-        assert terminal.wait_exit(60) == 0
-        assert terminal.left_on() == [], terminal.raw[-150:]
+        terminal.leave()
     assert (tmp_path / "errors").read_text() == ""
 
 
 def test_a_mistake_of_ours_is_one_sentence_and_says_where_the_traceback_lies(tmp_path):
     with console(tmp_path, BREAKS + OPEN) as terminal:
-        terminal.wait("q leave")
-        terminal.press("?")
+        terminal.play("…q leave", "?")
         assert terminal.wait_exit(60) == 5
         assert terminal.left_on() == [], terminal.raw[-150:]
         assert "the screen failed: KeyError: 'nothing'" in terminal.text
@@ -118,8 +112,7 @@ def test_a_mistake_of_ours_is_one_sentence_and_says_where_the_traceback_lies(tmp
 
 def test_a_mistake_is_one_sentence_also_where_no_file_takes_the_traceback(tmp_path):
     with console(Path("/dev/null/nowhere"), BREAKS + OPEN) as terminal:
-        terminal.wait("q leave")
-        terminal.press("?")
+        terminal.play("…q leave", "?")
         assert terminal.wait_exit(60) == 5
         assert "the traceback is lost (Not a directory)" in " ".join(terminal.text.split())
         assert "Traceback" not in terminal.text
@@ -149,9 +142,7 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
             )
         )
         assert ("\u203a" in shown) == (env == {"NO_COLOR": "1"})
-        terminal.press("q")
-        assert terminal.wait_exit(60) == 0
-        assert terminal.left_on() == [], terminal.raw[-150:]
+        terminal.leave()
 
 
 def test_a_terminal_that_cannot_place_a_cursor_is_refused_in_one_sentence(tmp_path):
