@@ -17,6 +17,7 @@ from console.supervisor.link import Link
 from console.supervisor.live_directory import Live
 from console.supervisor.observers import Observers
 from console.supervisor.rundir_io import Directory
+from trainers.contract import rundir
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,13 @@ class Services:
         """Replaces a document on disk; the owner stores a copy, with `more`, for the next child."""
         self.directory.document(path, record, keeps_place)
         self.link.store(path, {**record, **more})
+
+    def write_last_documents(self, run: Path) -> None:
+        """Writes the documents of an ended run again; a former child may have died before that."""
+        for name in (rundir.GATES, rundir.SUPERVISOR):
+            if (document := self.link.stored(run / name)) is not None:
+                document.pop("alerts", None)
+                self.directory.document(run / name, document)
 
 
 @dataclass(frozen=True, slots=True)

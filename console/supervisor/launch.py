@@ -190,7 +190,12 @@ class Launch:
             self._continue_phase(former, runs[self._index])
         else:
             self.state, self.why = "ended", jsonl.text(former, "why")[:400]
+        for run in runs[: self._index + 1]:
+            if self.run is None or self.run.path != run:
+                self._services.write_last_documents(run)
         self._publish()
+        if former.get("state") == "ended":
+            self._own_observers.call("report", self._report.start, None)
 
     def _note_continuation(self, warnings: Sequence[str]) -> None:
         end = self._services.link.state.former_end

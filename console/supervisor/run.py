@@ -345,7 +345,7 @@ class Run:
                 "gates", lambda: gates.evaluate(self.summary, self.phase.gates),
                 gates.unknown(self.phase.gates, "the gates could not be evaluated"),
             )  # fmt: skip
-        self._directory.document(
+        self._services.publish(
             self.path / rundir.GATES,
             {"v": VERSION, "run": self.id, "ts": time.time(), "result": gates.overall(self.gates),
              "gates": [asdict(gate) for gate in self.gates]},

@@ -14,6 +14,7 @@ import socket
 import pytest
 
 from console import actions
+from console.cli import main
 from console.model import STALL
 from console.sources import liveness, process
 from console.sources.run import RunSource
@@ -203,6 +204,23 @@ def test_an_end_stays_an_end_where_the_child_dies_in_its_last_writes(broken_at):
     state = started.plan_state
     assert (state["state"], state["phases"][1]["state"]) == ("ended", "later")
     assert len([e for e in started.events() if e["text"].startswith("phase0 completed")]) == 1
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_last_documents_of_a_run_are_written_where_the_child_dies_before(broken_at, index):
+    """The owner has them: the child dies in its thread of the disk while the main thread works."""
+    last = f"given[0].parent.name.startswith('{index}-') and given[0].name == 'supervisor.json'"
+    ended = "self._documents[given[0]][1]['state'] == 'completed'"
+    started = broken_at(
+        "rundir_io.Directory._write_document",
+        f"{last} and {ended} and not mark.exists() and (time.sleep(1), {FIRST_TIME})", count=2,
+    )  # fmt: skip
+    assert started.wait_end()["why"] == "all phases are done"
+    started.wait(lambda: not rundir.is_alive(started.owner))
+    assert [started.state(run)["state"] for run in (0, 1)] == ["completed"] * 2
+    assert all((started.run(run) / rundir.GATES).exists() for run in (0, 1))
+    assert (started.path / "report.md").exists()
+    assert main(["check", str(started.path)]) == 0
 
 
 def test_a_request_that_kills_the_child_is_rejected_and_the_others_are_executed(broken_at):
