@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from tests.console.sources.conftest import shared_memory as shared_memory
 from tests.console.test_go import BOUNDS, PASSED, completed, plan_gates, said
 from trainers.contract import environ, rundir
 
-TOKEN = "0123456789abcdef"
+TOKEN = secrets.token_hex(8)  # no process of another test has it
 
 
 @pytest.fixture

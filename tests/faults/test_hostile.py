@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import secrets
 import signal
 import subprocess
 import zipfile
@@ -19,7 +20,7 @@ from trainers.contract import environ, rundir
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 TRIES = 50
-TOKEN = "0123456789abcdef"
+TOKEN = secrets.token_hex(8)  # no process of another test has it
 
 
 def stranger_with(pid: int) -> subprocess.Popen[bytes] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -254,7 +255,7 @@ def test_no_attempt_begins_in_the_directory_of_another_run(scene, launch):
     started = launch()
     token = started.token()
     born = rundir.read_json(started.run() / rundir.RUN)
-    born["environment"]["NSA_CONSOLE_TOKEN"] = "0123456789abcdef"
+    born["environment"]["NSA_CONSOLE_TOKEN"] = secrets.token_hex(8)
     rundir.write_json(started.run() / rundir.RUN, born)
     os.kill(started.pids()[1], signal.SIGKILL)
     ended = started.wait_end()
@@ -308,7 +309,7 @@ def test_a_stop_of_a_stalled_run_says_nothing_untrue(scene, launch, orders):
 @pytest.mark.fault("26", "a stop")
 def test_a_process_with_another_token_is_not_stopped(scene, launch):
     started = launch()
-    environment = {**os.environ, "NSA_CONSOLE_TOKEN": "0123456789abcdef"}
+    environment = {**os.environ, "NSA_CONSOLE_TOKEN": secrets.token_hex(8)}
     with subprocess.Popen(["sleep", "60"], env=environment) as stranger:
         scene.stop(started)
         assert stranger.poll() is None

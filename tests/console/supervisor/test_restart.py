@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import time
 
@@ -22,7 +23,7 @@ from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 CRASH = Restart("crash", attempts=3, backoff_s=10)
-FOREIGN_TOKEN = "fedcba9876543210"
+FOREIGN_TOKEN = secrets.token_hex(8)
 
 
 def crashed(checkpoint=0, state: State = "crashed", **more):
