@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from typing import get_args
 
@@ -17,6 +15,7 @@ from console.sources.run_records import Reads
 from tests.console.sources import directory
 from tests.console.sources.conftest import shared_memory as shared_memory
 from tests.console.test_go import BOUNDS, PASSED, completed, plan_gates, said
+from tests.launches import sleeping
 from trainers.contract import environ, rundir
 
 TOKEN = "0123456789abcdef"
@@ -55,14 +54,13 @@ def alone(tmp_path):
     run = directory.run(path / "0-first", **directory.DEAD)
     born = rundir.read_json(run / rundir.RUN) or {}
     directory.change(run / rundir.RUN, environment=born["environment"] | {environ.TOKEN: TOKEN})
-    here = os.environ | {environ.TOKEN: TOKEN}
-    rank = subprocess.Popen([sys.executable, "-c", "input()"], env=here, stdin=subprocess.PIPE)
+    rank = sleeping(**{environ.TOKEN: TOKEN})
     worker = {"rank": 0, **rundir.identity(rank.pid), "exit": None}
     directory.change(run / rundir.SUPERVISOR, workers=[worker])
     directory.change(path / rundir.PLAN_STATE, supervisor=rundir.identity() | directory.DEAD)
     yield path
     rank.kill()
-    rank.communicate()
+    rank.wait()
 
 
 # --- plan.json and plan_state.json --------------------------------------------------------------
