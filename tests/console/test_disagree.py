@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from typing import get_args
 
@@ -18,7 +19,8 @@ from tests.console.test_go import BOUNDS, PASSED, completed, plan_gates, said
 from tests.launches import sleeping
 from trainers.contract import environ, rundir
 
-TOKEN = "0123456789abcdef"
+TOKEN = secrets.token_hex(8)
+"""Another in each worker: processes are found by it on the whole machine."""
 
 
 @pytest.fixture

@@ -58,8 +58,7 @@ def root(tmp_path_factory):
 def launch(root):
     """A launch from the screen: the first phase done, a flag set, the second phase running."""
     with console(root) as terminal:
-        terminal.wait("main_job")
-        terminal.wait("sanity")
+        terminal.wait(lambda text: "main_job" in text and "sanity" in text and "ready: " in text)
         terminal.press("L")
         terminal.wait("Launch main_job?")
         terminal.press("y")
@@ -113,8 +112,8 @@ def test_opening_again_shows_the_run_and_a_dump_shows_both_stacks(launch, root):
         terminal.press("q")
         assert terminal.wait_exit() == 0
     for rank in (0, 1):
-        dump = next(run.glob(f"stackdump_rank{rank}_*.txt")).read_text()
-        assert "trainers/loop.py" in dump
+        dump = next(run.glob(f"stackdump_rank{rank}_*.txt"))
+        wait_for(lambda dump=dump: "trainers/loop.py" in dump.read_text())
 
 
 @pytest.mark.parametrize("end", ["kill", "hang up", "leave"])
@@ -145,7 +144,7 @@ def test_a_button_works_by_click(launch, root):
         terminal.wait("Halt this run")
         terminal.press("enter")
         terminal.wait(lambda text: "Halt this run" not in text)
-        assert RunSource(launch).poll().state == "running"
+        wait_for(lambda: RunSource(launch).poll().state == "running")
         terminal.press("q")
         assert terminal.wait_exit() == 0
 

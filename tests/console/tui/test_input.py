@@ -49,12 +49,11 @@ def test_a_large_paste_does_nothing(tmp_path):
         assert b"not answered" not in terminal.raw
         assert "Launch cpu_smoke?" not in terminal.text
         terminal.settle(2)
-        terminal.press("L")
-        terminal.wait("Launch cpu_smoke?")
+        terminal.press_until("L", "Launch cpu_smoke?")
         terminal.press("n")
         terminal.wait(lambda shown: "Launch cpu_smoke?" not in shown)
         terminal.press("q")
-        assert terminal.wait_exit(60) == 0
+        assert terminal.wait_exit() == 0
     assert not (tmp_path / "artifacts").exists()
 
 
@@ -68,13 +67,12 @@ def test_a_paste_beside_escape_sequences_does_nothing(tmp_path):
             terminal.wait(IGNORED)
             terminal.settle(1)
         assert "Launch cpu_smoke?" not in terminal.text
-        terminal.press("?")
-        terminal.wait("Keys in")
+        terminal.press_until("?", "Keys in")
         terminal.press("\x1b[B\x1b[B")
         terminal.press("q")
         terminal.wait(lambda shown: "Keys in" not in shown)
         terminal.press("q")
-        assert terminal.wait_exit(60) == 0
+        assert terminal.wait_exit() == 0
     assert not (tmp_path / "artifacts").exists()
 
 
@@ -85,12 +83,11 @@ def test_bytes_that_are_no_text_do_not_end_the_screen(tmp_path):
         os.write(terminal.fd, b"y" * 300)
         terminal.wait(IGNORED)
         terminal.settle(1)
-        terminal.press("?")
-        terminal.wait("Keys in")
+        terminal.press_until("?", "Keys in")
         terminal.press("q")
         terminal.wait(lambda shown: "Keys in" not in shown)
         terminal.press("q")
-        assert terminal.wait_exit(60) == 0
+        assert terminal.wait_exit() == 0
 
 
 def test_marked_text_that_no_field_takes_is_counted():

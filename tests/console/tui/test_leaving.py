@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launches import wait_for
 from tests.terminal import Terminal
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +45,7 @@ def test_it_ends_when_the_terminal_goes_away(tmp_path, blocked, deaf):
         if blocked:
             stop_reading(terminal)
         terminal.hang_up()
-        assert terminal.wait_exit(60) == 0
+        assert terminal.wait_exit() == 0
 
 
 @pytest.mark.parametrize("blocked", [False, True])
@@ -56,18 +57,15 @@ def test_a_signal_ends_it_and_leaves_the_terminal_clean(tmp_path, number, blocke
             stop_reading(terminal)
         os.kill(terminal.pid, number)
         if blocked:
-            wait_unread(terminal, 60)
-        assert terminal.wait_exit(60) == 0
+            wait_unread(terminal)
+        assert terminal.wait_exit() == 0
         assert terminal.left_on() == [], terminal.raw[-150:]
 
 
-def wait_unread(terminal: Terminal, seconds: float) -> None:
+def wait_unread(terminal: Terminal) -> None:
     """Waits for the end of a program whose terminal reads nothing; about 3 s on an idle machine."""
-    begun = time.monotonic()
     flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-    while os.waitid(os.P_PID, terminal.pid, flags) is None:
-        assert time.monotonic() - begun < seconds, "it waits for the terminal to read"
-        time.sleep(0.05)
+    wait_for(lambda: os.waitid(os.P_PID, terminal.pid, flags))
 
 
 def test_q_ends_it_where_the_terminal_reads_nothing(tmp_path):
@@ -79,8 +77,8 @@ def test_q_ends_it_where_the_terminal_reads_nothing(tmp_path):
             terminal.resize(200 + width, 60)
             time.sleep(0.2)
         os.write(terminal.fd, b"q")
-        wait_unread(terminal, 60)
-        assert terminal.wait_exit(60) == 0
+        wait_unread(terminal)
+        assert terminal.wait_exit() == 0
         assert terminal.left_on() == [], terminal.raw[-150:]
 
 
@@ -93,14 +91,14 @@ def test_a_dump_signal_does_not_end_it(tmp_path):
         terminal.press("q")
         terminal.wait(lambda shown: "Keys in" not in shown)
         terminal.press("q")
-        assert terminal.wait_exit(60) == 0
+        assert terminal.wait_exit() == 0
 
 
 def test_errors_that_go_to_a_file_leave_the_screen_on_the_terminal(tmp_path):
     with console(tmp_path, stderr=str(tmp_path / "errors")) as terminal:
         terminal.wait("plan cpu_smoke")
         terminal.press("q")
-        assert terminal.wait_exit(60) == 0
+        assert terminal.wait_exit() == 0
         assert terminal.left_on() == [], terminal.raw[-150:]
     assert (tmp_path / "errors").read_text() == ""
 
@@ -109,7 +107,7 @@ def test_a_mistake_of_ours_is_one_sentence_and_says_where_the_traceback_lies(tmp
     with console(tmp_path, BREAKS + OPEN) as terminal:
         terminal.wait("q leave")
         terminal.press("?")
-        assert terminal.wait_exit(60) == 5
+        assert terminal.wait_exit() == 5
         assert terminal.left_on() == [], terminal.raw[-150:]
         assert "the screen failed: KeyError: 'nothing'" in terminal.text
         assert "Traceback" not in terminal.text
@@ -120,7 +118,7 @@ def test_a_mistake_is_one_sentence_also_where_no_file_takes_the_traceback(tmp_pa
     with console(Path("/dev/null/nowhere"), BREAKS + OPEN) as terminal:
         terminal.wait("q leave")
         terminal.press("?")
-        assert terminal.wait_exit(60) == 5
+        assert terminal.wait_exit() == 5
         assert "the traceback is lost (Not a directory)" in " ".join(terminal.text.split())
         assert "Traceback" not in terminal.text
 
@@ -138,10 +136,8 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
             terminal.resize(columns, rows)
             for key in "1234":
                 terminal.press(key)
-        # A size that came while the console started was not seen, and keys that came together
-        # were ignored; the next ones are seen.
-        terminal.settle(3)
-        terminal.press("2")
+        # A size that came while the console started was not seen; the next one is.
+        terminal.press_until("2", "plan cpu_smoke")
         terminal.resize(118, 39)
         shown = terminal.wait(
             lambda text: (
@@ -150,12 +146,12 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
         )
         assert ("\u203a" in shown) == (env == {"NO_COLOR": "1"})
         terminal.press("q")
-        assert terminal.wait_exit(60) == 0
+        assert terminal.wait_exit() == 0
         assert terminal.left_on() == [], terminal.raw[-150:]
 
 
 def test_a_terminal_that_cannot_place_a_cursor_is_refused_in_one_sentence(tmp_path):
     words = [sys.executable, "-m", "console", "--root", str(tmp_path)]
     with Terminal(words, ROOT, {"TERM": "dumb"}) as terminal:
-        assert terminal.wait_exit(60) == 2
+        assert terminal.wait_exit() == 2
         assert "this terminal cannot show the screen" in " ".join(terminal.text.split())
