@@ -27,7 +27,9 @@ class Machine:
         idle = {f"gpu{index}": fake.IDLE for index in range(8)}
         fake.write(self.root, **{name: idle[name] | changed.get(name, {}) for name in idle})
 
-    def check(self, devices="", limit_s=HANG_GUARD_S, flags=None, row="gpus", **more) -> tuple[str, str]:
+    def check(
+        self, devices="", limit_s=HANG_GUARD_S, flags=None, row="gpus", **more
+    ) -> tuple[str, str]:
         phase = {"name": "one", "script": "x.py", "flags": flags or {}}
         given = plan.parse({"name": "mine", "phases": [phase]} | more, "test")
         case = Case(

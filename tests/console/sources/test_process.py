@@ -14,7 +14,6 @@ from console.sources import process
 from tests.launches import wait_for
 from trainers.contract import environ, rundir
 
-
 TOKEN = secrets.token_hex(8)
 """Another in each worker: processes are found by it on the whole machine."""
 
