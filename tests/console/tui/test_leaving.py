@@ -18,6 +18,13 @@ OPEN = "import sys; from console.cli import main; sys.exit(main(sys.argv[1:]))"
 BREAKS = "import console.tui.app as m; m.ConsoleApp.do_help = lambda self: {}['nothing']; "
 
 
+SLOW = (
+    "import time, console.tui.app as m; true = m.ConsoleApp.get_default_screen; "
+    "m.ConsoleApp.get_default_screen = lambda self: time.sleep(1) or true(self); "
+)
+"""Delays the first screen, as a busy machine does."""
+
+
 def console(root: Path, code: str = OPEN, stderr: str = "/dev/tty", **given) -> Terminal:
     words = [sys.executable, "-c", code, "--root", str(root / "artifacts")]
     shell = ["sh", "-c", f'exec "$@" 2>{stderr}', "sh", *words]
@@ -88,6 +95,16 @@ def test_a_dump_signal_does_not_end_it(tmp_path):
         os.kill(terminal.pid, signal.SIGUSR1)
         terminal.press("?")
         terminal.wait("Keys in")
+        terminal.press("q")
+        terminal.wait(lambda shown: "Keys in" not in shown)
+        terminal.press("q")
+        assert terminal.wait_exit() == 0
+
+
+def test_input_before_the_first_screen_does_not_end_it(tmp_path):
+    with console(tmp_path, SLOW + OPEN) as terminal:
+        terminal.wait("q leave")
+        terminal.press_until("?", "Keys in")
         terminal.press("q")
         terminal.wait(lambda shown: "Keys in" not in shown)
         terminal.press("q")
