@@ -142,6 +142,7 @@ class Started:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:
+            self.wait(lambda: all(process.state(pid) in "Tt" for pid in pids))
             yield
         finally:
             for pid in pids:
@@ -186,6 +187,12 @@ class Started:
 
     def wait_end(self, timeout_s: float = HANG_GUARD_S) -> dict[str, Any]:
         return self.wait(lambda: (s := self.plan_state).get("state") == "ended" and s, timeout_s)
+
+    def wait_over(self) -> dict[str, Any]:
+        """Waits until the launch has ended and no document of its supervisor can change."""
+        ended = self.wait_end()
+        self.wait(lambda: not rundir.is_alive(ended["supervisor"]))
+        return self.plan_state
 
     def ask(self, action: str, where: Path | None = None, **args: Any) -> dict[str, Any]:
         path = where or self.path

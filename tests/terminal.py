@@ -135,6 +135,19 @@ class Terminal:
         assert self.wait_exit() == 0
         assert self.left_on() == [], self.raw[-150:]
 
+    def press_until(self, key: str, wanted: str) -> str:
+        """Types a key until the text is there: keys that the program reads together count as pasted
+        and are ignored.
+        """
+
+        def reached(shown: str) -> bool:
+            if wanted not in shown:
+                self.press(key)
+                self.settle(1.0)
+            return wanted in self.text
+
+        return self.wait(reached)
+
     def click(self, words: str) -> None:
         """Presses and releases the left button on the first place where the words stand."""
         for y, line in enumerate(self.screen.display):

@@ -27,7 +27,7 @@ from trainers.schema import Settings
 from trainers.sequences import RankRows, Source
 
 EXIT_CODE = 7
-WRITTEN_S = 2.0
+WRITTEN_S = 10.0
 """Longest wait for the record of a drill to be written before the drill happens."""
 MUTEX_BYTES = 64
 _leaked: list[bytes] = []

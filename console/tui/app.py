@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
-from textual.app import App, ComposeResult
+from textual.app import App, ComposeResult, ScreenStackError
 from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
 from textual.widget import Widget
@@ -234,8 +234,11 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     @property
     def in_field(self) -> bool:
-        """True if a text field has the focus."""
-        focused = self.focused if self.is_running else None
+        """True if a text field has the focus. The thread that reads the input asks too."""
+        try:
+            focused = self.focused
+        except ScreenStackError:  # before the first screen, or after the last
+            return False
         return focused is not None and focused.check_consume_key("a", "a")
 
     def on_paste(self, event: Paste) -> None:

@@ -18,6 +18,7 @@ from console.sources.run import RunSource
 from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.faults.scene import console as nsa_console
+from tests.launches import HANG_GUARD_S
 from trainers.contract import rundir
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +176,7 @@ def test_followed_logs_go_on_with_the_next_phase(tmp_path):
         assert process.stdout.readline().strip() == "r0       words of 0-first"
         directory.run(launch / "1-second", state="completed")
         directory.change(launch / rundir.PLAN_STATE, phase=1, state="ended")
-        told = process.communicate(timeout=60)[0]
+        told = process.communicate(timeout=HANG_GUARD_S)[0]
         last = "r0       words of 1-second\nr0       last words of 1-second\n"
         assert told == f"r0       last words of 0-first\n{last}"
         assert process.returncode == 0

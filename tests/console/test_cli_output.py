@@ -19,7 +19,7 @@ from tests.console.sources import directory
 from tests.console.test_actions import MEMBER
 from tests.console.test_cli import ROOT
 from tests.console.test_cli import cli as run_cli
-from tests.launches import Started
+from tests.launches import HANG_GUARD_S, Started
 from trainers.contract import rundir
 
 CONSOLE = f"{shlex.quote(sys.executable)} -m console"
@@ -66,8 +66,12 @@ def test_an_error_does_not_go_to_standard_output_where_standard_error_is_closed(
 
 
 def test_a_reader_that_leaves_is_no_error_worth_a_word(launch):
-    done = shell(f"(sleep 0.5; {CONSOLE} flags) | true")
-    assert (done.returncode, done.stderr) == (6, "")
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "console", "flags"]
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (6, b"")
 
 
 def test_a_halt_is_sent_also_with_all_standard_descriptors_closed(tmp_path):
@@ -208,7 +212,7 @@ def test_a_run_started_by_hand_is_halted_by_its_file_and_told_so(tmp_path):
         done = run_cli(tmp_path, "halt", str(tmp_path))
         assert (done.returncode, done.stderr) == (0, "")
         assert ".HALT was written" in done.stdout
-        assert trainer.wait(60) == 0
+        assert trainer.wait(HANG_GUARD_S) == 0
     finally:
         trainer.kill()
     done = run_cli(tmp_path, "halt", str(tmp_path))

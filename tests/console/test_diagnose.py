@@ -86,7 +86,7 @@ def test_without_a_supervisor_the_evidence_is_collected_and_no_rank_is_signalled
 def test_an_ended_run_shows_its_last_verdict(stalled):
     run = stalled[1]
     run.ask("stop")
-    run.wait_end()
+    run.wait_over()
     code, found = diagnosed(run.path)
     assert (code, found["outlook"]) == (4, "ended")
     assert found["verdict"]["cause"] == "sleep"

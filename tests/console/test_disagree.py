@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
-import sys
 import time
 from typing import get_args
 
@@ -18,9 +16,11 @@ from console.sources.run_records import Reads
 from tests.console.sources import directory
 from tests.console.sources.conftest import shared_memory as shared_memory
 from tests.console.test_go import BOUNDS, PASSED, completed, plan_gates, said
+from tests.launches import sleeping
 from trainers.contract import environ, rundir
 
-TOKEN = secrets.token_hex(8)  # no process of another test has it
+TOKEN = secrets.token_hex(8)
+"""Another in each worker: processes are found by it on the whole machine."""
 
 
 @pytest.fixture
@@ -56,14 +56,13 @@ def alone(tmp_path):
     run = directory.run(path / "0-first", **directory.DEAD)
     born = rundir.read_json(run / rundir.RUN) or {}
     directory.change(run / rundir.RUN, environment=born["environment"] | {environ.TOKEN: TOKEN})
-    here = os.environ | {environ.TOKEN: TOKEN}
-    rank = subprocess.Popen([sys.executable, "-c", "input()"], env=here, stdin=subprocess.PIPE)
+    rank = sleeping(**{environ.TOKEN: TOKEN})
     worker = {"rank": 0, **rundir.identity(rank.pid), "exit": None}
     directory.change(run / rundir.SUPERVISOR, workers=[worker])
     directory.change(path / rundir.PLAN_STATE, supervisor=rundir.identity() | directory.DEAD)
     yield path
     rank.kill()
-    rank.communicate()
+    rank.wait()
 
 
 # --- plan.json and plan_state.json --------------------------------------------------------------

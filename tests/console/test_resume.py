@@ -135,7 +135,7 @@ def test_a_halted_launch_goes_on_in_the_phase_that_it_was_in(begin):
     with pytest.raises(RefusedError, match="has not ended"):
         resumed(started.path)
     assert started.ask("halt")["ok"]
-    started.wait_end()
+    started.wait_over()
     found = resumed(started.path)
     assert [phase["phase"] for phase in found.phases] == ["two"]
     assert found.phases[0]["argv"][-1] == "100000"

@@ -60,7 +60,7 @@ def test_an_id_whose_run_records_its_directory_is_that_launch(tmp_path, capsys):
     for name in ("r1", "r", "r1/first"):
         assert launches.find(name, tmp_path, act=True) in (path, path / "0-first")
     with directory.owned(path):
-        code, err = said(capsys, "--root", tmp_path, "do", "r1", "note", "text=x", "--timeout=0.1")
+        code, err = said(capsys, "--root", tmp_path, "do", "r1", "note", "text=x", "--timeout=3")
     assert (code, len(list((path / rundir.REQUESTS).iterdir()))) == (5, 1), err
 
 
@@ -258,14 +258,14 @@ def test_from_another_host_a_request_is_sent_and_its_answer_counts(launched):
 @pytest.mark.decision("target-supervisor", "absent")
 def test_from_another_host_a_missing_answer_is_reported(launched):
     with launched.stopped():
-        code, text = elsewhere("halt", launched.path, "--timeout", "0.5")
+        code, text = elsewhere("halt", launched.path, "--timeout", "3")
         assert not (launched.run() / rundir.HALT).exists()
         for left in (launched.path / rundir.REQUESTS).iterdir():
             left.unlink()
     assert code == 5, text
     host = rundir.host_name()
     assert (
-        f"no answer to halt within 0.5 s from the supervisor on {host}; the request remains" in text
+        f"no answer to halt within 3 s from the supervisor on {host}; the request remains" in text
     )
 
 
@@ -332,7 +332,8 @@ def test_a_launch_works_and_is_closed_to_others_under_any_umask(begin, tmp_path,
          sys.executable, "-m", "console", "launch", plan, "--run-dir", str(path), "--wait"],
         cwd=ROOT, capture_output=True, text=True, timeout=150, env={**os.environ, **STUB},
     )  # fmt: skip
-    begin.adopt(path)
+    started = begin.adopt(path)
     assert done.returncode == 0, done.stdout + done.stderr
+    started.wait_over()  # else a temporary file goes away between its name and its mode
     modes = {(each.is_dir(), each.stat().st_mode & 0o777) for each in tmp_path.rglob("*")}
     assert modes == {(True, 0o700), (False, 0o600)}

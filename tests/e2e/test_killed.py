@@ -263,11 +263,13 @@ def test_a_phase_whose_end_was_lost_passes_by_the_records_of_its_steps(begin, tm
     started.wait_steps(1)
     heartbeat = rundir.heartbeat(started.run(), 0)
     started.wait(lambda: f"step_{STEPS:08d}" in heartbeat.read_text())
-    former = started.owner
-    for pid in [*process.with_token(started.token()), former["pid"]]:
+    # A rank records a step when it begins the next one.
+    started.wait(lambda: started.heartbeats(rank=1)[-1]["step"] == STEPS - 1)
+    started.kill_supervisor()  # first: it must not see the ends of the ranks
+    for pid in process.with_token(started.token()):
         with contextlib.suppress(ProcessLookupError):  # one ends with another
             os.kill(pid, signal.SIGKILL)
-    started.wait(lambda: not rundir.is_alive(former))
+    started.wait_gone()
     (journals / "hold").unlink()
     actions.adopt(started.path)
     assert started.wait_end()["phases"][0]["result"] != "pass"

@@ -58,7 +58,7 @@ def root(tmp_path_factory):
 def launch(root):
     """A launch from the screen: the first phase done, a flag set, the second phase running."""
     with console(root) as terminal:
-        terminal.play("…main_job", "…sanity", "L", "…Launch main_job?", "y")
+        terminal.play("…main_job", "…sanity", "…ready: ", "L", "…Launch main_job?", "y")
         terminal.wait(lambda text: "tok/s" in text and "loss" in text and "5." in text)
         path = wait_for(lambda: next(iter(launches.launches(root)), None))
         terminal.wait("plumbing")
@@ -102,8 +102,8 @@ def test_opening_again_shows_the_run_and_a_dump_shows_both_stacks(launch, root):
         terminal.wait(lambda text: text.count(".py:") >= 6 and "innermost first" in text)
         terminal.leave()
     for rank in (0, 1):
-        dump = next(run.glob(f"stackdump_rank{rank}_*.txt")).read_text()
-        assert "trainers/loop.py" in dump
+        dump = next(run.glob(f"stackdump_rank{rank}_*.txt"))
+        wait_for(lambda dump=dump: "trainers/loop.py" in dump.read_text())
 
 
 @pytest.mark.parametrize("end", ["kill", "hang up", "leave"])
@@ -133,7 +133,7 @@ def test_a_button_works_by_click(launch, root):
         terminal.click("[ Halt ]")
         terminal.play("…Halt this run", "enter")
         terminal.wait(lambda text: "Halt this run" not in text)
-        assert RunSource(launch).poll().state == "running"
+        wait_for(lambda: RunSource(launch).poll().state == "running")
         terminal.leave()
 
 

@@ -2,6 +2,7 @@
 
 The small torchrun starts it in place of `trainers.ddp`. `report.out_dir` is the folder in which
 each rank appends a line per step that all ranks have done, and rank 0 a line per sealed checkpoint.
+A checkpoint is saved when the lines of all ranks are written.
 As long as the file `hold` is in it, no rank ends.
 """
 
@@ -19,6 +20,7 @@ from trainers.contract.member import join
 from trainers.manifest import Manifest
 
 STEP_S = 0.02
+DONE, NOTED = 0, 1
 variables = environ.snapshot()
 arguments = parse(None, "trainers.ddp", variables)
 chosen = settings.resolve(
@@ -50,7 +52,14 @@ def resumed() -> int:
     return step
 
 
+def wait_for_all(place: int, step: int) -> None:
+    """Waits until all ranks have written this step, or a later one, at a place of the board."""
+    while min(struct.unpack_from(f"<{run.world}q", board, 8 * run.world * place)) < step:
+        time.sleep(0.001)
+
+
 def save(step: int) -> None:
+    wait_for_all(NOTED, step)
     target = run.run / rundir.CHECKPOINTS / manifest.name_of(step)
     target.parent.mkdir(mode=0o700, exist_ok=True)
     manifest.clear_leftovers(run.run)
@@ -68,8 +77,8 @@ first = resumed() + 1
 path = Path(run.live or run.run) / f"lockstep{run.attempt}"
 path.touch()
 with path.open("r+b") as stream:
-    stream.truncate(8 * run.world)
-    board = mmap.mmap(stream.fileno(), 8 * run.world)
+    stream.truncate(16 * run.world)
+    board = mmap.mmap(stream.fileno(), 16 * run.world)
 last = chosen.train.steps
 for step in range(first, last + 1):
     if run.step(step, loss=5.5, grad_norm=1.0):
@@ -80,9 +89,9 @@ for step in range(first, last + 1):
     time.sleep(STEP_S)
     run.pulse.set(step, "backward")
     struct.pack_into("<q", board, 8 * run.rank, step)
-    while min(struct.unpack_from(f"<{run.world}q", board)) < step:
-        time.sleep(0.001)
+    wait_for_all(DONE, step)
     note("step", step)
+    struct.pack_into("<q", board, 8 * (run.world + run.rank), step)
     every = chosen.checkpoint.every
     if run.rank == 0 and ((every and step % every == 0) or step == last):
         with run.phase("save"):

@@ -81,9 +81,12 @@ def bug(model: Transformer, tokens: Tensor) -> Tensor:
 
 
 def slow_after_20(model: Transformer, tokens: Tensor) -> Tensor:
-    """Steps of half a second after the twentieth, so that a kill meets the run there."""
+    """Steps of half a minute soon after the twentieth, so that a kill meets the run there.
+
+    The two evaluations up to step 20 call the model too.
+    """
     calls.append(1)
-    time.sleep(0.5 if len(calls) > 20 else 0)
+    time.sleep(30 if len(calls) > 23 else 0)
     return plain_forward(model, tokens)
 
 

@@ -91,7 +91,7 @@ class Run(Recorded):
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def until(self, what: Callable[[], Any], timeout_s: float = 150) -> Any:
+    def until(self, what: Callable[[], Any], timeout_s: float = 300) -> Any:
         """Waits for something true while the run lives; returns it."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:

@@ -13,6 +13,7 @@ from console.plans import gpu_checks, preflight
 from console.plans.case import Case
 from console.sources import nvml
 from tests.fakes import nvml as fake
+from tests.launches import HANG_GUARD_S
 
 
 class Machine:
@@ -26,7 +27,9 @@ class Machine:
         idle = {f"gpu{index}": fake.IDLE for index in range(8)}
         fake.write(self.root, **{name: idle[name] | changed.get(name, {}) for name in idle})
 
-    def check(self, devices="", limit_s=30.0, flags=None, row="gpus", **more) -> tuple[str, str]:
+    def check(
+        self, devices="", limit_s=HANG_GUARD_S, flags=None, row="gpus", **more
+    ) -> tuple[str, str]:
         phase = {"name": "one", "script": "x.py", "flags": flags or {}}
         given = plan.parse({"name": "mine", "phases": [phase]} | more, "test")
         case = Case(

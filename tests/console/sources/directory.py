@@ -127,7 +127,10 @@ def end(path: Path, *results: str, why: str = "all phases are done") -> None:
 
 
 def document(path: Path, record: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(record))
+    """Replaces a document as a whole: a process that reads it sees the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(json.dumps(record))
+    temporary.replace(path)
 
 
 def change(path: Path, **fields: Any) -> None:

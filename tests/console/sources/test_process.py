@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -13,12 +14,15 @@ from console.sources import process
 from tests.launches import wait_for
 from trainers.contract import environ, rundir
 
+TOKEN = secrets.token_hex(8)
+"""Another in each worker: processes are found by it on the whole machine."""
+
 
 @pytest.fixture
 def busy():
     program = "import signal\nsignal.signal(signal.SIGUSR1, print)\nwhile True: pass"
     child = subprocess.Popen(
-        [sys.executable, "-c", program], env={**os.environ, environ.TOKEN: "test-token"}
+        [sys.executable, "-c", program], env={**os.environ, environ.TOKEN: TOKEN}
     )
     yield child
     child.kill()
@@ -41,11 +45,11 @@ def test_cpu_is_measured_between_two_samples(busy):
 @pytest.mark.decision("target-process", "true")
 @pytest.mark.decision("target-process", "absent")
 def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):
-    wait_for(lambda: busy.pid in process.with_token("test-token"))  # it runs its program
+    wait_for(lambda: busy.pid in process.with_token(TOKEN))  # it runs its program
     assert busy.pid in process.children(os.getpid())
-    assert process.with_token("test-token") == [busy.pid]
+    assert process.with_token(TOKEN) == [busy.pid]
     assert process.open_process(busy.pid, "another") is None
-    handle = process.open_process(busy.pid, "test-token")
+    handle = process.open_process(busy.pid, TOKEN)
     assert handle is not None
     assert not handle.is_over()
     assert handle.send(signal.SIGKILL)
@@ -53,7 +57,7 @@ def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):
     assert handle.is_over()
     assert not handle.send(signal.SIGKILL)
     handle.close()
-    assert process.open_process(busy.pid, "test-token") is None
+    assert process.open_process(busy.pid, TOKEN) is None
 
 
 def test_a_handler_of_a_signal_is_seen(busy):
@@ -80,10 +84,10 @@ def test_a_handler_is_seen_in_a_process_of_a_user_with_many_groups():
 def test_an_exit_code_is_available_before_and_after_the_reap(end, code):
     child = subprocess.Popen(
         ["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE,
-        env={**os.environ, environ.TOKEN: "test-token"},
+        env={**os.environ, environ.TOKEN: TOKEN},
     )  # fmt: skip
-    wait_for(lambda: process.with_token("test-token") == [child.pid])
-    handle = process.open_process(child.pid, "test-token")
+    wait_for(lambda: process.with_token(TOKEN) == [child.pid])
+    handle = process.open_process(child.pid, TOKEN)
     assert handle.exit_code() is None
     assert not handle.is_unreaped()
     child.stdin.close()

@@ -27,10 +27,14 @@ from console.sources.series import Series
 from console.tui.app import ConsoleApp
 from console.tui.operator import Operator
 from console.tui.terminal import Terminal
+from tests.launches import HANG_GUARD_S
 from trainers.contract.errors import RefusedError
 
 NOW = time.time()
 SIZES = [(80, 24), (120, 40)]
+HOPS = 6
+"""The number of queues through which a key goes, at most: app, screen, widget and back, and those
+of a widget that it mounts and that gets the focus."""
 HOSTILE = "\x1b[31m[red]boo[/red] [@click=app.bell]x[/] \x1b]52;c;aGk=\x07 ünï漢字"
 
 
@@ -248,14 +252,26 @@ def app_on(
 async def driven(
     app: ConsoleApp, size: tuple[int, int] = (80, 24)
 ) -> AsyncIterator[tuple[ConsoleApp, Any]]:
-    """Runs the app without a terminal, from its first picture on; gives the app and its pilot."""
+    """Runs the app without a terminal, from its first picture on; gives the app and its pilot.
+
+    A key is pressed when the one before was processed: a busy machine looks idle to the pilot.
+    """
     async with app.run_test(size=size) as pilot:
+        press = pilot.press
+
+        async def press_one_by_one(*keys: str) -> None:
+            for key in keys:
+                await press(key)
+                for _ in range(HOPS):
+                    await pilot.pause(0)
+
+        pilot.press = press_one_by_one
         await until(pilot, lambda: app.snapshot is not None)
         await pilot.pause()
         yield app, pilot
 
 
-async def until(pilot: Any, true: Callable[[], bool], seconds: float = 60.0) -> None:
+async def until(pilot: Any, true: Callable[[], bool], seconds: float = HANG_GUARD_S) -> None:
     """Waits until something holds; fails with what is on the screen when it does not."""
     end = time.monotonic() + seconds
     while not true():

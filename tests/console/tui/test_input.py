@@ -49,7 +49,8 @@ def test_a_large_paste_does_nothing(tmp_path):
         assert b"not answered" not in terminal.raw
         assert "Launch cpu_smoke?" not in terminal.text
         terminal.settle(2)
-        terminal.play("L", "…Launch cpu_smoke?", "n")
+        terminal.press_until("L", "Launch cpu_smoke?")
+        terminal.press("n")
         terminal.wait(lambda shown: "Launch cpu_smoke?" not in shown)
         terminal.leave()
     assert not (tmp_path / "artifacts").exists()
@@ -65,7 +66,8 @@ def test_a_paste_beside_escape_sequences_does_nothing(tmp_path):
             terminal.wait(IGNORED)
             terminal.settle(1)
         assert "Launch cpu_smoke?" not in terminal.text
-        terminal.play("?", "…Keys in", "\x1b[B\x1b[B", "q")
+        terminal.press_until("?", "Keys in")
+        terminal.play("\x1b[B\x1b[B", "q")
         terminal.wait(lambda shown: "Keys in" not in shown)
         terminal.leave()
     assert not (tmp_path / "artifacts").exists()
@@ -78,7 +80,8 @@ def test_bytes_that_are_no_text_do_not_end_the_screen(tmp_path):
         os.write(terminal.fd, b"y" * 300)
         terminal.wait(IGNORED)
         terminal.settle(1)
-        terminal.play("?", "…Keys in", "q")
+        terminal.press_until("?", "Keys in")
+        terminal.press("q")
         terminal.wait(lambda shown: "Keys in" not in shown)
         terminal.leave()
 

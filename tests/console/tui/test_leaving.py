@@ -10,11 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.launches import wait_for
 from tests.terminal import Terminal
 
 ROOT = Path(__file__).parents[3]
 OPEN = "import sys; from console.cli import main; sys.exit(main(sys.argv[1:]))"
 BREAKS = "import console.tui.app as m; m.ConsoleApp.do_help = lambda self: {}['nothing']; "
+
+
+SLOW = (
+    "import time, console.tui.app as m; true = m.ConsoleApp.get_default_screen; "
+    "m.ConsoleApp.get_default_screen = lambda self: time.sleep(1) or true(self); "
+)
+"""Delays the first screen, as a busy machine does."""
 
 
 def console(root: Path, code: str = OPEN, stderr: str = "/dev/tty", **given) -> Terminal:
@@ -44,7 +52,7 @@ def test_it_ends_when_the_terminal_goes_away(tmp_path, blocked, deaf):
         if blocked:
             stop_reading(terminal)
         terminal.hang_up()
-        assert terminal.wait_exit(60) == 0
+        assert terminal.wait_exit() == 0
 
 
 @pytest.mark.parametrize("blocked", [False, True])
@@ -56,18 +64,15 @@ def test_a_signal_ends_it_and_leaves_the_terminal_clean(tmp_path, number, blocke
             stop_reading(terminal)
         os.kill(terminal.pid, number)
         if blocked:
-            wait_unread(terminal, 60)
-        assert terminal.wait_exit(60) == 0
+            wait_unread(terminal)
+        assert terminal.wait_exit() == 0
         assert terminal.left_on() == [], terminal.raw[-150:]
 
 
-def wait_unread(terminal: Terminal, seconds: float) -> None:
+def wait_unread(terminal: Terminal) -> None:
     """Waits for the end of a program whose terminal reads nothing; about 3 s on an idle machine."""
-    begun = time.monotonic()
     flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-    while os.waitid(os.P_PID, terminal.pid, flags) is None:
-        assert time.monotonic() - begun < seconds, "it waits for the terminal to read"
-        time.sleep(0.05)
+    wait_for(lambda: os.waitid(os.P_PID, terminal.pid, flags))
 
 
 def test_q_ends_it_where_the_terminal_reads_nothing(tmp_path):
@@ -79,8 +84,8 @@ def test_q_ends_it_where_the_terminal_reads_nothing(tmp_path):
             terminal.resize(200 + width, 60)
             time.sleep(0.2)
         os.write(terminal.fd, b"q")
-        wait_unread(terminal, 60)
-        assert terminal.wait_exit(60) == 0
+        wait_unread(terminal)
+        assert terminal.wait_exit() == 0
         assert terminal.left_on() == [], terminal.raw[-150:]
 
 
@@ -89,6 +94,15 @@ def test_a_dump_signal_does_not_end_it(tmp_path):
         terminal.wait("q leave")
         os.kill(terminal.pid, signal.SIGUSR1)
         terminal.play("?", "…Keys in", "q")
+        terminal.wait(lambda shown: "Keys in" not in shown)
+        terminal.leave()
+
+
+def test_input_before_the_first_screen_does_not_end_it(tmp_path):
+    with console(tmp_path, SLOW + OPEN) as terminal:
+        terminal.wait("q leave")
+        terminal.press_until("?", "Keys in")
+        terminal.press("q")
         terminal.wait(lambda shown: "Keys in" not in shown)
         terminal.leave()
 
@@ -103,7 +117,7 @@ def test_errors_that_go_to_a_file_leave_the_screen_on_the_terminal(tmp_path):
 def test_a_mistake_of_ours_is_one_sentence_and_says_where_the_traceback_lies(tmp_path):
     with console(tmp_path, BREAKS + OPEN) as terminal:
         terminal.play("…q leave", "?")
-        assert terminal.wait_exit(60) == 5
+        assert terminal.wait_exit() == 5
         assert terminal.left_on() == [], terminal.raw[-150:]
         assert "the screen failed: KeyError: 'nothing'" in terminal.text
         assert "Traceback" not in terminal.text
@@ -113,7 +127,7 @@ def test_a_mistake_of_ours_is_one_sentence_and_says_where_the_traceback_lies(tmp
 def test_a_mistake_is_one_sentence_also_where_no_file_takes_the_traceback(tmp_path):
     with console(Path("/dev/null/nowhere"), BREAKS + OPEN) as terminal:
         terminal.play("…q leave", "?")
-        assert terminal.wait_exit(60) == 5
+        assert terminal.wait_exit() == 5
         assert "the traceback is lost (Not a directory)" in " ".join(terminal.text.split())
         assert "Traceback" not in terminal.text
 
@@ -131,10 +145,8 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
             terminal.resize(columns, rows)
             for key in "1234":
                 terminal.press(key)
-        # A size that came while the console started was not seen, and keys that came together
-        # were ignored; the next ones are seen.
-        terminal.settle(3)
-        terminal.press("2")
+        # A size that came while the console started was not seen; the next one is.
+        terminal.press_until("2", "plan cpu_smoke")
         terminal.resize(118, 39)
         shown = terminal.wait(
             lambda text: (
@@ -148,5 +160,5 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
 def test_a_terminal_that_cannot_place_a_cursor_is_refused_in_one_sentence(tmp_path):
     words = [sys.executable, "-m", "console", "--root", str(tmp_path)]
     with Terminal(words, ROOT, {"TERM": "dumb"}) as terminal:
-        assert terminal.wait_exit(60) == 2
+        assert terminal.wait_exit() == 2
         assert "this terminal cannot show the screen" in " ".join(terminal.text.split())

@@ -262,11 +262,13 @@ def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatc
     os.mkfifo(fifo)
     recorder = Recorder()
     recorder.call(lambda: os.close(os.open(fifo, os.O_WRONLY)))  # blocks until somebody reads
+    wait_for(lambda: recorder.waiting == 0)  # else the call has a place in the queue
     kept = sum(recorder.put(tmp_path / "f", b"x\n") for _ in range(12_000))
     assert kept == 10_000
     assert recorder.dropped == 2_000
-    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     assert recorder.close(150)
+    os.close(reader)
     assert (tmp_path / "f").read_bytes().count(b"\n") == 10_000
 
 
