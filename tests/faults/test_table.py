@@ -37,4 +37,5 @@ def test_the_proofs_elsewhere_are_there():
         for node in row.elsewhere:
             path, _, name = node.partition("::")
             tree = ast.parse((ROOT / path).read_text())
-            assert name in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, node
+            kinds = ast.FunctionDef | ast.AsyncFunctionDef
+            assert name in {n.name for n in tree.body if isinstance(n, kinds)}, node
