@@ -5,7 +5,11 @@ They run only if the plan has `preflight: {measure: true}`, or with `check PLAN 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,14 +19,14 @@ from typing import Any
 from console.model import RESULTS, Result
 from console.plans import catalog
 from console.plans.case import Case, Check
-from console.sources import program
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl
 
 ROWS = ("matmul", "all-reduce", "first batch", "causality", "parity")
-LIMIT_S = 300.0
-"""Time limit of all rows together."""
-ANSWER_BYTES, MAX_TEXT = 1 << 20, 600
+LIMIT_S, SPARE_S, ENDING_S = 300.0, 5.0, 1.0
+"""Time limit of all rows together, extra time before `timeout` ends their processes, and longest
+wait for the end of a killed process."""
+ANSWER_BYTES, LOG_BYTES, MAX_TEXT = 1 << 18, 1 << 12, 600
 MODULE = "trainers.device_probe"
 
 
@@ -44,12 +48,13 @@ def measure(case: Case, refused: bool, said: Callable[[str], None] | None) -> tu
         return (Check("measured", "unknown" if case.plan.gpus else "pass", text),)
     if said:
         said(f"the preflight measures {', '.join(ROWS)}, at most {LIMIT_S:g} s")
-    data, end = b"", ""
+    data = b""
     try:
         with tempfile.TemporaryDirectory(prefix="nsa-preflight-") as name:
-            request = Path(name) / "request.json"
-            request.write_bytes(jsonl.encode({"world": case.nproc, "phases": phases}))
-            data, end = _run(case, request)
+            request = jsonl.encode({"world": case.nproc, "phases": phases})
+            (Path(name) / "request.json").write_bytes(request)
+            end = _run(case, Path(name))
+            data = jsonl.read_bytes(Path(name) / "answers", ANSWER_BYTES, 0)
     except OSError as error:
         end = f"cannot start the process that measures: {error.strerror} (check disk and limits)"
     records = [jsonl.decode(line) or {} for line in data.split(b"\n")]
@@ -57,16 +62,32 @@ def measure(case: Case, refused: bool, said: Callable[[str], None] | None) -> tu
     return tuple(_check(row, answers.get(row), end) for row in ROWS)
 
 
-def _run(case: Case, request: Path) -> tuple[bytes, str]:
-    """Runs the measuring processes; returns their output and how they ended. Raises OSError."""
+def _run(case: Case, folder: Path) -> str:
+    """Runs the measuring processes in a session of their own; returns how they ended."""
     phase = max(case.plan.phases, key=lambda each: each.nproc)
     path = os.pathsep.join(filter(None, (str(catalog.PROJECT), environ.get("PYTHONPATH"))))
     variables = {**environ.inherited(), "PYTHONPATH": path, **case.plan.env, **phase.flags}
-    argv = [sys.executable, "-P", "-m", MODULE, str(request)]
-    ended = program.run(argv, variables, LIMIT_S, keeps_bytes=ANSWER_BYTES)
-    last = "" if ended.last_line.startswith("{") else ended.last_line  # an answer explains nothing
-    words = ended.failure or "exited (code 0)"
-    return ended.output, clean(f"the process that measures {words}: {last}", MAX_TEXT)
+    with (folder / "answers").open("wb") as answers, (folder / "log").open("wb") as log:
+        child = subprocess.Popen(
+            # `timeout` ends the processes even if the console is killed.
+            ["timeout", "--kill-after=2", f"{LIMIT_S + SPARE_S:g}", sys.executable, "-P", "-m",
+             MODULE, str(folder / "request.json")], env=variables,
+            stdin=subprocess.DEVNULL, stdout=answers, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        fd = os.pidfd_open(child.pid)
+        is_over = bool(select.select([fd], [], [], LIMIT_S)[0])
+        os.close(fd)
+    finally:
+        # The process is not reaped yet, so the number of its group cannot belong to others.
+        os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(ENDING_S)
+    if not is_over:
+        return f"no answer within {LIMIT_S:g} s"
+    log_end = jsonl.read_bytes(folder / "log", LOG_BYTES).decode("utf-8", "replace")
+    last = log_end.rstrip().rpartition("\n")[2]
+    return clean(f"the process that measures exited with {child.returncode}: {last}", MAX_TEXT)
 
 
 def _check(row: str, record: Mapping[str, Any] | None, end: str) -> Check:

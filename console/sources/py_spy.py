@@ -6,10 +6,9 @@ process need not answer. The kernel must allow this access, as it does for a deb
 
 from __future__ import annotations
 
-import contextlib
 import shutil
+import subprocess
 
-from console.sources import program
 from console.sources.sanitize import clean
 from console.sources.stacks import MAX_DUMP_BYTES, MAX_FRAMES
 from trainers.contract import environ, jsonl, rundir
@@ -17,7 +16,7 @@ from trainers.contract import environ, jsonl, rundir
 MAX_THREADS, LEAST_S = 100, 0.05
 ENOUGH_BYTES = MAX_DUMP_BYTES // 3
 """No further thread is added to a longer dump; one thread has at most twice this size."""
-COMMAND, MAX_OUTPUT_BYTES = '"$0" dump --nonblocking --json --pid "$1" 2>/dev/null', 4 << 20
+COMMAND = '"$0" dump --nonblocking --json --pid "$1" | head -c 4194304'
 
 
 def dump(pid: int, start_ticks: int | None, limit_s: float) -> str:
@@ -26,16 +25,19 @@ def dump(pid: int, start_ticks: int | None, limit_s: float) -> str:
     If the process with this pid did not start at `start_ticks`, they are not available.
     """
     path = environ.get("PATH")
-    found = shutil.which("py-spy", path=path) if path else None
+    program = shutil.which("py-spy", path=path) if path else None
     is_known = start_ticks is not None and rundir.start_ticks(pid) == start_ticks
-    if not (found and is_known) or limit_s < LEAST_S:
+    if not (program and is_known) or limit_s < LEAST_S:
         return ""
-    words = ["sh", "-c", COMMAND, found, str(pid)]
-    with contextlib.suppress(OSError):
-        ended = program.run(words, {"PATH": path}, limit_s, keeps_bytes=MAX_OUTPUT_BYTES)
-        if rundir.start_ticks(pid) == start_ticks:
-            return as_dump(ended.output)
-    return ""
+    words = ["timeout", "--signal=KILL", f"{limit_s:.2f}", "sh", "-c", COMMAND, program, str(pid)]
+    try:
+        done = subprocess.run(
+            words, env={"PATH": path}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, check=False,
+        )  # fmt: skip
+    except OSError:
+        return ""
+    return as_dump(done.stdout) if rundir.start_ticks(pid) == start_ticks else ""
 
 
 def as_dump(output: bytes) -> str:

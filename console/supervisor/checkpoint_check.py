@@ -16,9 +16,10 @@ from typing import Any
 
 from console.model import Level, Result
 from console.plan import PLACEHOLDER, Checkpoints
-from console.sources import oom_counts, program
+from console.sources import oom_counts
 from console.sources.summary import Summary
 from console.sources.tail import is_missing
+from console.supervisor import program
 from console.supervisor.alerts import Alerts
 from console.supervisor.launch_spec import inherited
 from trainers.contract import flags, jsonl, rundir
@@ -65,9 +66,7 @@ class CheckpointCheck:
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._stopped = False
         """True if no further program may start."""
-        self._program = partial(
-            program.run, keeps_bytes=program.TAIL_BYTES, stopped=lambda: self._stopped
-        )
+        self._program = partial(program.run, keeps_output=True, stopped=lambda: self._stopped)
 
     @property
     def doing(self) -> str:

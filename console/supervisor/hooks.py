@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from console.settings_file import Settings
-from console.sources import program
 from console.sources.sanitize import clean
+from console.supervisor import program
 from console.supervisor.launch_spec import inherited
 from trainers.contract import VERSION, environ, jsonl
 

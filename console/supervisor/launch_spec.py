@@ -16,7 +16,7 @@ from console.plan import Phase, Plan
 from console.plans.catalog import PROJECT, project_file
 from console.plans.gates import demand
 from console.settings_file import Settings
-from console.sources import program
+from console.supervisor import program
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import NotFoundError
 
@@ -227,8 +227,7 @@ def git_facts(folder: Path) -> dict[str, Any]:
 
     `diff` is a hash of the local changes to tracked files, or "" if there are none.
     """
-    ask = ["sh", "-c", ASK_GIT, str(folder)]
-    ended = program.run(ask, inherited(), GIT_S, keeps_bytes=program.TAIL_BYTES)
+    ended = program.run(["sh", "-c", ASK_GIT, str(folder)], inherited(), GIT_S, keeps_output=True)
     if ended.code != 0:
         return {}
     sha, _, changes = ended.last_line.partition(" ")

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from console.plan import Checkpoints
-from console.sources import process, procfs, program
+from console.sources import procfs
 from console.sources.summary import Summary
+from console.supervisor import program
 from console.supervisor.alerts import Alerts
 from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.rundir_io import Directory, event_record
 from tests import broken
-from tests.launches import HANG_GUARD_S, wait_for
+from tests.launches import HANG_GUARD_S
 from trainers.contract import rundir
 
 FINE = "echo some line; echo fine"
@@ -104,19 +105,6 @@ def test_a_load_holds_for_the_file_of_its_own_attempt(tmp_path):
 def test_a_program_that_succeeds_is_a_success_however_late_it_is_noticed():
     ended = program.run(["true"], dict(os.environ), 3.0, stopped=lambda: bool(time.sleep(4)))
     assert (ended.code, ended.failure) == (0, "")
-
-
-def test_an_interrupt_ends_the_program_too(tmp_path):
-    def interrupt():
-        if (tmp_path / "pid").exists():
-            raise KeyboardInterrupt
-        return False
-
-    script = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep {HANG_GUARD_S}"
-    with pytest.raises(KeyboardInterrupt):
-        program.run(["sh", "-c", script], dict(os.environ), HANG_GUARD_S, stopped=interrupt)
-    pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: process.state(pid) in ("Z", process.GONE))
 
 
 @pytest.mark.parametrize(

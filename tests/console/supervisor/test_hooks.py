@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from console.settings_file import Settings
-from console.sources import process, program
-from console.supervisor import launch_spec
+from console.sources import process
+from console.supervisor import launch_spec, program
 from console.supervisor.hooks import Alive, Hooks, document, variables
 from tests.launches import HANG_GUARD_S, phase, set_hook
 from trainers.contract import rundir

@@ -1,6 +1,6 @@
 """Runs one external program with a time limit, on the thread of the caller.
 
-`timeout` of coreutils ends a program that hangs, even if this process has died.
+`timeout` of coreutils ends a program that hangs, even if the supervisor has died.
 """
 
 from __future__ import annotations
@@ -23,28 +23,25 @@ GRACE_S, SPARE_S, POLL_S = 2.0, 5.0, 0.02
 If the program has not ended after a further `SPARE_S` (a hung disk), `run` waits no longer.
 """
 TAIL_BYTES, MAX_LINE, PARTS = 4096, 300, 16
-"""Bytes of output that suffice for `Ended.last_line`, and limits of one line and of one read."""
 IS_OVER = os.WEXITED | os.WNOWAIT | os.WNOHANG
 
 
 class Ended(NamedTuple):
-    """The exit code or None, the failure in words ("" after code 0), the end of the output."""
+    """The exit code or None, the failure in words ("" after code 0), the last line of output."""
 
     code: int | None
     failure: str = ""
     last_line: str = ""
-    output: bytes = b""
 
 
 def run(
     argv: Sequence[str], environment: Mapping[str, str], limit_s: float, folder: Path | None = None,
-    stdin: bytes = b"", keeps_bytes: int = 0, stopped: Callable[[], bool] = lambda: False,
+    stdin: bytes = b"", keeps_output: bool = False, stopped: Callable[[], bool] = lambda: False,
 ) -> Ended:  # fmt: skip
     """Runs a program and returns its end; the program gets TERM once `stopped` returns True.
 
-    Of the output, stderr included, at most the last `keeps_bytes` are returned. The process group
-    of the program gets KILL before its leader is reaped, because the number of the group could be
-    reused after that. Raises OSError if no descriptor is left.
+    The process group of the program gets KILL before its leader is reaped, because the number of
+    the group could be reused after that. Raises OSError if no descriptor is left.
     """
     begun, tail = time.monotonic(), b""
     left_at = begun + limit_s + GRACE_S + SPARE_S
@@ -54,7 +51,7 @@ def run(
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         files.enter_context(os.fdopen(read_fd))
         os.set_blocking(read_fd, False)
-        output = write_fd if keeps_bytes else subprocess.DEVNULL
+        output = write_fd if keeps_output else subprocess.DEVNULL
         try:
             started = subprocess.Popen(
                 ["timeout", f"--kill-after={GRACE_S:g}", f"{limit_s:g}", *argv], cwd=folder,
@@ -65,31 +62,29 @@ def run(
             return Ended(None, f"cannot be started: {error.strerror}")
         finally:
             os.close(write_fd)
-        try:
-            while os.waitid(os.P_PID, started.pid, IS_OVER) is None:
-                if stopped():
-                    os.kill(started.pid, signal.SIGTERM)  # `timeout` passes it on
-                    left_at = min(left_at, time.monotonic() + GRACE_S + SPARE_S)
-                if time.monotonic() >= left_at:
-                    return Ended(None, "does not end (a hung disk?)", output=tail)
-                tail = _end_of(read_fd, tail, keeps_bytes)
-                time.sleep(POLL_S)
-        finally:  # also after ctrl+c
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(started.pid, signal.SIGKILL)
-        code, tail = started.wait(), _end_of(read_fd, tail, keeps_bytes)
+        while os.waitid(os.P_PID, started.pid, IS_OVER) is None:
+            if stopped():
+                os.kill(started.pid, signal.SIGTERM)  # `timeout` passes it on
+                left_at = min(left_at, time.monotonic() + GRACE_S + SPARE_S)
+            if time.monotonic() >= left_at:
+                return Ended(None, "does not end (a hung disk?)")
+            tail = _end_of(read_fd, tail)
+            time.sleep(POLL_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(started.pid, signal.SIGKILL)
+        code, tail = started.wait(), _end_of(read_fd, tail)
     lines = [line for line in tail.decode("utf-8", "replace").splitlines() if line.strip()]
     failure = f"exited (code {code})" if code else ""
     if code < 0:
         failure = f"was killed ({process.signal_name(-code)})"
     if code and time.monotonic() - begun >= limit_s:
         failure = f"ran longer than {limit_s:g} s and was ended"
-    return Ended(code, failure, clean(lines[-1].strip(), MAX_LINE) if lines else "", tail)
+    return Ended(code, failure, clean(lines[-1].strip(), MAX_LINE) if lines else "")
 
 
-def _end_of(fd: int, tail: bytes, keeps_bytes: int) -> bytes:
+def _end_of(fd: int, tail: bytes) -> bytes:
     """Returns the end of the output so far; reads a bounded part of it, and never waits."""
     with contextlib.suppress(BlockingIOError):
         for _ in range(PARTS):
-            tail = (tail + os.read(fd, 1 << 16))[-keeps_bytes:]
+            tail = (tail + os.read(fd, 1 << 16))[-TAIL_BYTES:]
     return tail
