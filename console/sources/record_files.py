@@ -17,7 +17,8 @@ from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 128 << 10
+"""Bytes that are read for one batch; the decoded records need about 15 times as much memory."""
 MAX_PART_BYTES = 64 << 20
 """`read_line` stops after about this many unpacked bytes of a compressed part."""
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
