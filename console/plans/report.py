@@ -6,7 +6,6 @@ section lists what was not measured.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -305,10 +304,7 @@ def _files(phases: Sequence[Phase]) -> Iterator[str]:
     rows = []
     for each in phases:
         on_cpu = jsonl.mapping(each.env, "device").get("type") == "cpu"
-        try:
-            there = sorted(os.listdir(each.path))
-        except OSError:
-            there = []
+        there = rundir.names(each.path) or []
         wanted = [name for name in FILES if not (on_cpu and name in ON_CUDA_ONLY)]
         missing = [x for x in wanted if not any(name.startswith(x) for name in there)]
         found = [name for name in there if name.startswith(FILES)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -200,10 +199,7 @@ class Assembly:
         is_unread = bool(self.by_launch) and (self.is_away or not self.supervisor)
         if not is_unread or self._state == "starting":
             return ""
-        try:
-            names = None if self.is_away else os.listdir(self.run)
-        except OSError:
-            names = None
+        names = None if self.is_away else rundir.names(self.run)
         if names is None:
             return f"{self.run} cannot be read"
         how = "cannot be read" if rundir.SUPERVISOR in names else "is missing"

@@ -100,9 +100,8 @@ def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
         doubt = f"there are more than {MAX_ATTEMPTS} attempts"
     for attempt in range(1, min(attempts, MAX_ATTEMPTS) + 1):
         folder = rundir.logs(run, attempt)
-        try:
-            there = set(os.listdir(folder))
-        except OSError:
+        there = rundir.names(folder)
+        if there is None:
             doubt = doubt or f"{folder.name} is missing or unreadable"
             continue
         paths = [rundir.rank_log(run, attempt, rank) for rank in range(world)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import calendar
 import contextlib
-import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -268,7 +267,4 @@ def _phase_run(launch: Path, phase: str) -> Path:
 
 
 def _names(path: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(path))
-    except OSError:
-        return []
+    return rundir.names(path) or []

@@ -107,16 +107,7 @@ class LogSource:
 
     def _discover(self) -> None:
         directory = rundir.logs(self.run, self.attempt)
-        fd = jsonl.open_inside(directory, self.run)
-        if fd is None:
-            return
-        try:
-            names = sorted(os.listdir(fd))
-        except OSError:
-            return
-        finally:
-            os.close(fd)
-        for name in names:
+        for name in rundir.names(directory, self.run) or []:
             match = _RANK_LOG.fullmatch(name)
             source = f"r{int(match[1])}" if match else name.removesuffix(".log")
             if name not in self._files and name.endswith(".log"):

@@ -287,9 +287,8 @@ class RecordFiles:
         self.has_more = left <= 0
 
     def _discover(self, world: int) -> None:
-        try:
-            names = os.listdir(self.run)
-        except OSError:  # without a list, the files that every run has are tried
+        names = rundir.names(self.run)
+        if names is None:  # the files that every run has are tried
             names = [rundir.EVENTS] if world < MAX_RANKS else []
             names += [rundir.heartbeat(self.run, rank).name for rank in range(world) if names]
         for name in map(whole_name, names):

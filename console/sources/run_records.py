@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -128,10 +127,10 @@ class RunRecords:
 
 def _is_short(run: Path) -> bool:
     """Returns whether a run has at most `SHORT_BYTES` of records, and no compressed part."""
-    try:
-        names = [name for name in os.listdir(run) if ".jsonl" in name]
-    except OSError:
+    there = rundir.names(run)
+    if there is None:
         return False
+    names = [name for name in there if ".jsonl" in name]
     has_parts = any(name.endswith(record_parts.GZIP) for name in names)
     return not has_parts and sum(jsonl.size_bytes(run / name) for name in names) <= SHORT_BYTES
 

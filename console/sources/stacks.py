@@ -6,7 +6,6 @@ Text that is not a dump causes no error.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from console.sources.sanitize import clean
-from trainers.contract import jsonl
+from trainers.contract import jsonl, rundir
 
 T = TypeVar("T")
 MAX_DUMP_BYTES = 1 << 20
@@ -120,10 +119,7 @@ def newest_of(
     `name` matches the rank and the time (ms). At most `MAX_TRIES` files of a rank are tried.
     """
     left, found = dict.fromkeys(ranks, MAX_TRIES), dict[int, T]()
-    try:
-        names = filter(None, map(name.fullmatch, os.listdir(run)))
-    except OSError:
-        return found
+    names = filter(None, map(name.fullmatch, rundir.names(run) or []))
     for each in sorted(names, key=lambda each: -int(each["ms"])):
         rank, ts = int(each["rank"]), int(each["ms"]) / 1000
         if rank not in found and since_ts <= ts <= until_ts and left.get(rank, 0) > 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -44,19 +43,9 @@ def _documents(
 
     Verdicts newer than `until_ts` are left out. An invalid verdict is yielded as None.
     """
-    folder = jsonl.open_inside(run / rundir.VERDICTS, run)
-    if folder is None:
-        return
-    try:
-        found = [
-            match
-            for name in os.listdir(folder)
-            if (match := _NAME.fullmatch(name)) and int(match[1]) <= until_ts * 1000
-        ]
-    except OSError:
-        return
-    finally:
-        os.close(folder)
+    names = rundir.names(run / rundir.VERDICTS, run) or []
+    verdicts = filter(None, map(_NAME.fullmatch, names))
+    found = [match for match in verdicts if int(match[1]) <= until_ts * 1000]
     for match in sorted(found, key=lambda each: int(each[1]), reverse=True)[:limit]:
         path = run / rundir.VERDICTS / match[0]
         data = jsonl.read_bytes(path, MAX_VERDICT_BYTES + 1, 0, below=run)

@@ -155,6 +155,23 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def names(folder: Path, below: Path | None = None) -> list[str] | None:
+    """Returns the sorted names in a directory, or None if it cannot be read.
+
+    With `below`, neither `folder` nor the directories between `below` and `folder` may be links.
+    """
+    fd = None if below is None else jsonl.open_inside(folder, below)
+    if fd is None and below is not None:
+        return None
+    try:
+        return sorted(os.listdir(folder if fd is None else fd))
+    except OSError:
+        return None
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
 def read_json(
     path: Path, limit: int = MAX_DOCUMENT_BYTES, below: Path | None = None
 ) -> dict[str, Any] | None:
