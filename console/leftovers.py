@@ -13,13 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from console import access
 from console.plans.host_checks import unsupervised
 from console.sources import liveness, process
 from console.sources.sanitize import clean
 from console.supervisor import lock
 from trainers.contract import environ, jsonl, rundir
-from trainers.contract.errors import RefusedError
 
 GRACE_S, KILLED_S, POLL_S = 30.0, 2.0, 0.05
 PROC = Path("/proc")
@@ -53,19 +51,12 @@ def find() -> tuple[list[Leftover], list[str]]:
 
 def _why_not(run: Path, token: str) -> str:
     """Returns why a process with this run and token is not a leftover, or "" if it is."""
-    if not token:
-        return "no supervisor started it, or it belongs to another user"
-    try:
-        for folder in (run, run.parent):
-            access.check_ours(folder)
-    except (RefusedError, ValueError) as error:
-        return str(error)
-    record, own, plan = (
+    if why := liveness.why_foreign(run, token):
+        return why
+    own, plan = (
         rundir.read_json(path, below=run.parent) or {}
-        for path in (run / rundir.RUN, run / rundir.SUPERVISOR, run.parent / rundir.PLAN_STATE)
+        for path in (run / rundir.SUPERVISOR, run.parent / rundir.PLAN_STATE)
     )
-    if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != token:
-        return f"its token is not that of {run / rundir.RUN}"
     if liveness.is_locked(run.parent):
         stop = f"stop the run with {process.program()} stop"
         return f"a supervisor has the lock of {run.parent}; {stop}"

@@ -155,10 +155,8 @@ def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
     """
     owner, _ = _named(*mailbox(path, action))
     named = (owner.identity, jsonl.mapping(owner.identity, "child"))
-    pids = [jsonl.integer(each, "pid") or 0 for each in named
-            if not owner.host and rundir.is_alive(each)]  # fmt: skip
-    stopped = liveness.STOPPED.split()
-    return owner.host, [pid for pid in pids if process.state(pid) in stopped]
+    stopped = [each["pid"] for each in named if not owner.host and process.is_stopped(each)]
+    return owner.host, stopped
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:

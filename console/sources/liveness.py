@@ -23,7 +23,7 @@ from console.sources import process
 from console.sources.json_documents import CLOCK_S
 from console.sources.reducer import LatestRecords
 from console.sources.sanitize import clean
-from trainers.contract import environ, jsonl, rundir
+from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 STATES: frozenset[str] = frozenset(get_args(State))
@@ -32,7 +32,6 @@ SILENT_S = 10.0
 """A process of another host is treated as alive for this time after it wrote something."""
 SUPERVISOR_SILENT_S = 20.0
 """A supervisor is silent if it writes nothing for this time; it usually writes every second."""
-STOPPED = "T t"
 SUPERVISOR_STOPPED, WORK_STOPPED = "supervisor-stopped", "working-process-stopped"
 ROLES: Mapping[str, tuple[str, str]] = {
     "supervisor": ("", "no attempt can start, and a failed working process is not replaced"),
@@ -201,9 +200,9 @@ def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEn
 
 def _workers_without_exit(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
     """Returns the entry of each rank without a recorded exit, and whether the rank is alive."""
-    here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
-    workers = [each for each in jsonl.entries(supervisor, "workers") if each.get("exit") is None]
-    return [(worker, rundir.is_alive(here | worker)) for worker in workers]
+    workers = jsonl.entries(supervisor, "workers")
+    found = [process.identity_in(supervisor, each) for each in workers if each.get("exit") is None]
+    return [(worker, rundir.is_alive(worker)) for worker in found]
 
 
 def still_run(thing: str, names: Sequence[object]) -> str:
@@ -225,7 +224,7 @@ def living_ranks(supervisor: Record) -> str:
 def living_processes(run: Record, supervisor: Record) -> str:
     """Returns a sentence on the processes on this host that have a run's token, or ""."""
     named = jsonl.text(supervisor, "live_dir").rpartition("-")[2]
-    token = jsonl.text(jsonl.mapping(run, "environment"), environ.TOKEN) or named
+    token = rundir.token(run) or named
     return still_run("process", process.with_token(token) if token else [])
 
 
@@ -251,16 +250,23 @@ def is_locked(launch: Path) -> bool:
     return False
 
 
-def is_adopted(run: Path, token: str) -> bool:
-    """Returns whether a run is of this user and has this token, and its launch is locked."""
+def why_foreign(run: Path, token: str) -> str:
+    """Returns why a process with this token does not belong to this run of this user, or ""."""
+    if not token:
+        return "no supervisor started it, or it belongs to another user"
     try:
         for folder in (run, run.parent):
             access.check_ours(folder)
-    except (RefusedError, ValueError):
-        return False
+    except (RefusedError, ValueError) as error:
+        return str(error)
     record = rundir.read_json(run / rundir.RUN, below=run.parent) or {}
-    known = jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN)
-    return bool(token) and known == token and is_locked(run.parent)
+    is_its_token = rundir.token(record) == token
+    return "" if is_its_token else f"its token is not that of {run / rundir.RUN}"
+
+
+def is_adopted(run: Path, token: str) -> bool:
+    """Returns whether a process with this token belongs to this run, and the launch is locked."""
+    return not why_foreign(run, token) and is_locked(run.parent)
 
 
 def has_lost_rank(supervisor: Record) -> bool:
@@ -293,12 +299,11 @@ def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
 
 def _stopped_processes(supervisor: Record) -> dict[str, str]:
     """Returns the name and text of an alert for each process of `ROLES` that is stopped."""
-    here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     texts = {}
     for role, (key, effect) in ROLES.items():
-        identity = here | (jsonl.mapping(supervisor, key) if key else dict(supervisor))
-        pid = jsonl.integer(identity, "pid") or 0
-        if rundir.is_alive(identity) and process.state(pid) in STOPPED.split():
+        entry = jsonl.mapping(supervisor, key) if key else supervisor
+        if process.is_stopped(process.identity_in(supervisor, entry)):
+            pid = entry["pid"]
             texts[f"{role.replace(' ', '-')}-stopped"] = (
                 f"{role} (pid {pid}) is stopped (SIGSTOP or a debugger): {effect}; "
                 f"kill -CONT {pid} resumes it"

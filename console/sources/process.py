@@ -30,6 +30,8 @@ from console.sources.procfs import Stat, children
 from trainers.contract import environ, jsonl, rundir
 
 GONE, NAME = "gone", "nsa-console"
+STOPPED = ("T", "t")
+"""The state of a process that a signal or a debugger stopped."""
 _TICKS_PER_S, _PAGE_MIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 _INFO_SIZE, _INFO_CODE, _INFO_EXIT = 64, 60, 1 << 3
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
@@ -92,6 +94,19 @@ def state(pid: int) -> str:
     """Returns the kernel's state letter of a process, or "gone"."""
     found = procfs.stat(f"/proc/{pid}")
     return found.state if found else GONE
+
+
+def identity_in(document: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the identity of a process from its entry in supervisor.json.
+
+    If the entry has no host and no boot id, they are those of the document.
+    """
+    return {key: document.get(key) for key in ("boot_id", "host")} | dict(entry)
+
+
+def is_stopped(owner: Mapping[str, Any]) -> bool:
+    """Returns whether the process with this identity is alive and stopped."""
+    return rundir.is_alive(owner) and state(owner["pid"]) in STOPPED
 
 
 def environment(pid: int, proc: str = "/proc") -> dict[str, str]:

@@ -47,7 +47,7 @@ def document(folder: Path, name: str, consequence: str = NOT_ADOPTED) -> dict[st
 
 def token(record: Mapping[str, Any]) -> str:
     """Returns the token in run.json. Raises RefusedError if there is no valid token."""
-    found = jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN)
+    found = rundir.token(record)
     if not TOKEN.fullmatch(found):
         raise RefusedError(
             f"{rundir.RUN} holds no token, so its processes cannot be found and {NOT_ADOPTED}"

@@ -155,8 +155,8 @@ class Diagnoser:
         is the rank.
         """
         document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
-        here = {key: document.get(key) for key in ("boot_id", "host")}
-        workers = {jsonl.integer(w, "rank"): here | w for w in jsonl.entries(document, "workers")}
+        workers = {jsonl.integer(entry, "rank"): process.identity_in(document, entry)
+                   for entry in jsonl.entries(document, "workers")}  # fmt: skip
         silent_s = min(liveness.age(state.since_ts) or 0.0, NAMED_AFTER_S + 1)
         ranks = now.ranks or [
             RankEvidence(each.rank, each.pid, "?", 0, "", silent_s)

@@ -134,13 +134,12 @@ class Tree:
         # If the owner has the document, the logs are not read, because their disk may hang.
         stored = self._link.stored(run / rundir.SUPERVISOR) or {}
         logs = None if stored.get("attempt") == number else rundir.logs(run, number)
-        place = {key: document.get(key) for key in ("boot_id", "host")}
-
         with_token = {pid: process.environment(pid).get("RANK") for pid in self._found()}
 
         def named(entry: Mapping[str, Any], rank: int = -1) -> process.Handle | None:
             family = [pid for pid, its in with_token.items() if its == str(rank)]
-            return self._watch(process.open_named(place | dict(entry), run, logs, family))
+            owner = process.identity_in(document, entry)
+            return self._watch(process.open_named(owner, run, logs, family))
 
         agent, entries = jsonl.mapping(document, "torchrun"), jsonl.entries(document, "workers")
         known = {rank: each for each in sorted(entries, key=_end_ts) if

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainers.contract import VERSION, environ, jsonl, rundir
+from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
 from trainers.contract.recorder import Item, Recorder
 
@@ -135,7 +135,7 @@ class Directory(Recorder):
         if record is None:
             why = "it is missing or cannot be read"
             raise OSError(errno.EIO, why, str(run / rundir.RUN))
-        if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != token:
+        if rundir.token(record) != token:
             raise RefusedError(f"{run} belongs to another run; no further attempt starts")
 
     def set_run(self, run: Path) -> None:

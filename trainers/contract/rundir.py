@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainers.contract import jsonl
+from trainers.contract import environ, jsonl
 from trainers.contract.errors import RefusedError
 
 PLAN, PLAN_STATE, LOCK, SUPERVISOR_LOG = (
@@ -118,6 +118,11 @@ def is_alive(owner: Mapping[str, Any]) -> bool:
     if found["start_ticks"] is None:
         return False
     return all(owner.get(key) == value for key, value in found.items())
+
+
+def token(run: Mapping[str, Any]) -> str:
+    """Returns the token that run.json names for the processes of a run, or ""."""
+    return jsonl.text(jsonl.mapping(run, "environment"), environ.TOKEN)
 
 
 class OpenDirectory:
