@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from console.model import (
@@ -51,6 +51,25 @@ def counted(count: int, thing: str) -> str:
     """Returns a count with its noun: "1 record", "2 records"."""
     plural = "" if count == 1 else "es" if thing.endswith("s") else "s"
     return f"{count:,} {thing}{plural}"
+
+
+def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
+    """Returns numbers as sorted ranges: ["0-2", "4"]."""
+    found: list[list[int]] = []
+    for each in sorted(numbers):
+        if found and each == found[-1][1] + 1:
+            found[-1][1] = each
+        else:
+            found.append([each, each])
+    return [str(a) if a == b else f"{a}{dash}{b}" for a, b in found]
+
+
+def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
+    """Returns the names of ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait"."""
+    numbers = list(ranks)
+    listed = ", ".join(spans(numbers))
+    words = ("rank", listed, one) if len(numbers) == 1 else ("ranks", listed, many)
+    return " ".join(words).rstrip()
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -83,13 +83,8 @@ def moment_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Moment 
     return Moment(running, slowest(running), exited, doubtful, watch, ts) if running else None
 
 
-def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
-    """Returns the ranks with their verb: "rank 3 is", "ranks 0-2 are"."""
-    return f"{names(ranks)} {one if len(ranks) == 1 else many}"
-
-
 def stalled(moment: Moment, ranks: Sequence[RankEvidence]) -> str:
-    who, first = _verb(ranks, "has", "have"), ranks[0]
+    who, first = names(ranks, "has", "have"), ranks[0]
     return f"{who} been stalled in {first.position_text} since {moment.since(first)}"
 
 
@@ -98,7 +93,7 @@ def exits(ranks: Sequence[RankEvidence]) -> str:
     if not ranks:
         return ""
     if any(each.state not in ENDED_STATES for each in ranks):
-        return f"{_verb(ranks, 'is', 'are')} exiting"
+        return f"{names(ranks, 'is', 'are')} exiting"
     codes = sorted({each.code for each in ranks if each.code is not None})
     return f"{names(ranks)} exited" + (f" (code {', '.join(map(str, codes))})" if codes else "")
 
@@ -117,7 +112,7 @@ def others(moment: Moment, named: Sequence[RankEvidence]) -> str:
         if each not in named:
             where = each.phase if each.phase and each.step == first.step else each.position_text
             groups.setdefault((*_doing(each, first), where), []).append(each)
-    return "; ".join(f"{_verb(ranks, one, many)} in {where}"
+    return "; ".join(f"{names(ranks, one, many)} in {where}"
                      for (one, many, where), ranks in groups.items())  # fmt: skip
 
 

@@ -7,13 +7,14 @@ evaluation and saving have their own limits. No file is read here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from console.plan import Watch
 from console.sources.pace import RECORDS_LATE_S, SAFETY
 from console.sources.reducer import NO_RECORDS, LatestRecords
+from console.status_text import rank_names
 from trainers.contract import jsonl
 from trainers.contract.pulse import ORDER
 
@@ -137,20 +138,9 @@ def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
     return tuple(each for each in running if each.position == lowest)
 
 
-def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
-    """Returns numbers as sorted ranges: ["0-2", "4"]."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return [str(a) if a == b else f"{a}{dash}{b}" for a, b in found]
-
-
-def names(ranks: Sequence[RankEvidence]) -> str:
-    """Returns the names of ranks as text: "rank 3" or "ranks 0-2, 4"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans(each.rank for each in ranks))}"
+def names(ranks: Sequence[RankEvidence], one: str = "", many: str = "") -> str:
+    """Returns the names of ranks, with a verb if it is given, as `rank_names` does."""
+    return rank_names((each.rank for each in ranks), one, many)
 
 
 def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:

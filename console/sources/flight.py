@@ -14,7 +14,6 @@ collective that is `retired` but not "completed" has timed out.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections import Counter
@@ -25,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 from console.sources import stacks
 from console.sources.sanitize import clean
+from console.status_text import rank_names
 from trainers.contract import jsonl
 
 T = TypeVar("T")
@@ -205,16 +205,6 @@ class _Member:
 _Members = Mapping[int, _Member]
 
 
-def _named(ranks: Iterable[int], one: str = "", many: str = "") -> str:
-    """Returns ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait"."""
-    numbers = sorted(ranks)
-    runs = itertools.groupby(numbers, key=lambda each: each - numbers.index(each))
-    spans = [list(span) for _, span in runs]
-    listed = ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)
-    words = ("rank", listed, one) if len(numbers) == 1 else ("ranks", listed, many)
-    return " ".join(words).rstrip()
-
-
 def _call(group: str, number: int, members: _Members) -> str:
     """Returns a call as text, for example "all_reduce 918,331 ([131584] float32)".
 
@@ -235,7 +225,7 @@ def _mismatch(group: str, members: _Members) -> Difference | None:
         calls = {r: m.calls[number] for r, m in members.items() if number in m.calls}
         roots = [rank for rank, call in calls.items() if any(each.is_root for each in call)]
         if len(roots) > 1:
-            text = f"{_named(roots)} are each the root of {_call(group, number, members)}"
+            text = f"{rank_names(roots)} are each the root of {_call(group, number, members)}"
             return Difference("mismatch", tuple(roots[1:]), number, text)
         kinds = ({_kind(each) for each in call} for call in calls.values())
         if set.intersection(*kinds):
@@ -252,10 +242,10 @@ def _mismatch(group: str, members: _Members) -> Difference | None:
         for side in sides[:4]:
             verbs = () if called else ("calls", "call")
             call = calls[side[0]][0]
-            called.append(f"{_named(side, *verbs)} {call.op} {call.sizes}".rstrip())
+            called.append(f"{rank_names(side, *verbs)} {call.op} {call.sizes}".rstrip())
         text = f"collective {number:,}{_of_group(group)}: {', '.join(called)}"
         if odd:
-            text += f"; {_named(odd, 'does', 'do')} not make the usual call here"
+            text += f"; {rank_names(odd, 'does', 'do')} not make the usual call here"
         return Difference("mismatch", tuple(few or odd), number, text, bool(odd) and confirmed)
     return None
 
@@ -303,11 +293,11 @@ def _difference(group: str, members: _Members) -> Difference:
     if waits:
         number = min(waits.values())
         if len(members) == 1:
-            text = f"{_named(members)} waits in {_call(group, number, members)}; no other rank "
+            text = f"{rank_names(members)} waits in {_call(group, number, members)}; no other rank "
             return Difference("unknown", (), number, f"{text}has a record of it")
         inside = [rank for rank, member in members.items() if member.waits_in(number)]
-        passed = _named(members.keys() - inside, "has", "have")
-        text = f"{_named(inside, 'waits', 'wait')} in {_call(group, number, members)}"
+        passed = rank_names(members.keys() - inside, "has", "have")
+        text = f"{rank_names(inside, 'waits', 'wait')} in {_call(group, number, members)}"
         text += f", which {passed} passed" if len(inside) < len(members) else ", and none is behind"
         return Difference("same", (), number, text)
     if all(member.last == lowest for member in members.values()):
@@ -321,12 +311,12 @@ def _difference(group: str, members: _Members) -> Difference:
 def _behind(group: str, members: _Members, number: int, late: Iterable[int]) -> Difference:
     ranks = tuple(sorted(late))
     waiting = [rank for rank, member in members.items() if member.waits_in(number)]
-    text = f"{_named(ranks, 'has', 'have')} not called {_call(group, number, members)}, in which "
-    text += _named(waiting, "waits", "wait")
+    text = f"{rank_names(ranks, 'has', 'have')} not called {_call(group, number, members)}"
+    text += f", in which {rank_names(waiting, 'waits', 'wait')}"
     last = members[ranks[0]].last
     if inside := [rank for rank in ranks if members[rank].waits_in(last)]:
         call = _call(group, last, members)
-        text += f"; {_named(inside, 'still waits', 'still wait')} in {call}"
+        text += f"; {rank_names(inside, 'still waits', 'still wait')} in {call}"
     return Difference("behind", ranks, number, text, inside=len(inside) == len(ranks))
 
 
@@ -385,5 +375,5 @@ def compare(records: Mapping[int, FlightRecord], world: Sequence[int]) -> Differ
     found = Difference("unknown", (), None, "fewer than two ranks have a record of the same group")
     if any(len(members) > 1 for members in groups.values()):
         found = _settled(groups, not absent)
-    text = found.text.replace("all ranks have", _named(known, "has", "have"))
-    return replace(found, text=f"{text}; no record of {_named(absent)}") if absent else found
+    text = found.text.replace("all ranks have", rank_names(known, "has", "have"))
+    return replace(found, text=f"{text}; no record of {rank_names(absent)}") if absent else found

@@ -17,7 +17,7 @@ from typing import Any
 
 from console.model import Gpu
 from console.sources import json_documents, nvml
-from console.sources.nvml import Device, words_of
+from console.sources.nvml import Device, code_of, words_of
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 
@@ -109,12 +109,8 @@ def main() -> None:
 
     def read(index: int) -> None:
         gpu = Device(pynvml, index).read()
-        handle, processes, mig, gaps = (
-            value(pynvml.nvmlDeviceGetHandleByIndex, index),
-            (),
-            (0, 0),
-            [],
-        )
+        handle = value(pynvml.nvmlDeviceGetHandleByIndex, index)
+        processes, mig, gaps = (), (0, 0), list[str]()
         try:
             processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         except pynvml.NVMLError as error:
@@ -122,7 +118,7 @@ def main() -> None:
         try:
             mig = pynvml.nvmlDeviceGetMigMode(handle)
         except pynvml.NVMLError as error:
-            if getattr(error, "value", None) != pynvml.NVML_ERROR_NOT_SUPPORTED:
+            if code_of(error) != pynvml.NVML_ERROR_NOT_SUPPORTED:
                 gaps.append(f"its MIG mode is not available ({words_of(error)})")
         why = "; ".join(filter(None, [gpu.why, *gaps])) if gpu.state == "ok" else gpu.why
         known = asdict(gpu) | {"why": why}
@@ -134,7 +130,7 @@ def main() -> None:
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
         why = f"NVML cannot be initialised ({words_of(error)})"
-        is_absent = getattr(error, "value", None) in nvml.NO_DRIVER_CODES
+        is_absent = code_of(error) in nvml.NO_DRIVER_CODES
         return say({"count": 0} if is_absent else {"error": why})
     driver = value(pynvml.nvmlSystemGetDriverVersion)
     say({"count": count, "driver": driver, "cuda": value(pynvml.nvmlSystemGetCudaDriverVersion)})

@@ -68,10 +68,8 @@ def _known(path: Path) -> KnownLaunch:
         jsonl.text(record, "launch") or (f"{path.parent.name}-" if stamp else "") + path.name, 200
     )
     created_ts = jsonl.number(record, "created_ts") or 0.0
-    try:
-        written_ts = (path / rundir.PLAN).lstat().st_mtime
-    except OSError:
-        written_ts = 0.0
+    written = rundir.stamp(path / rundir.PLAN)
+    written_ts = written[2] / 1e9 if written is not None else 0.0
     if not SANE_FROM_TS < created_ts < time.time() + SANE_AHEAD_S:
         created_ts = _stamped(stamp[1]) if stamp else written_ts
     return KnownLaunch(path, name, created_ts, written_ts)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from console.diagnose.rank_evidence import spans
 from console.diagnose.stack_classes import is_of_torch, where
 from console.sources.stacks import Frame, Stack, innermost_own
+from console.status_text import spans
 from console.tui import format as fmt
 from console.tui.rows import Row, columns, rule, wrap
 
