@@ -13,6 +13,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +66,11 @@ class Message(NamedTuple):
     fd: int = -1
 
 
+def frame(kind: bytes, data: bytes) -> bytes:
+    """Returns the bytes of a message: its kind, its length and its content."""
+    return HEAD.pack(kind, len(data)) + data
+
+
 class Channel:
     """One end of a socket that transports messages."""
 
@@ -78,10 +84,10 @@ class Channel:
 
         On a non-blocking socket, the message must be smaller than the socket's buffer.
         """
-        frame = HEAD.pack(kind, len(data)) + data
-        sent = socket.send_fds(self.socket, [frame], [fd] if fd is not None else [])
-        if sent < len(frame):
-            self.socket.sendall(frame[sent:])
+        data = frame(kind, data)
+        sent = socket.send_fds(self.socket, [data], [fd] if fd is not None else [])
+        if sent < len(data):
+            self.socket.sendall(data[sent:])
 
     def receive(self) -> list[Message]:
         """Returns the messages that one read completes. Raises OSError, or EOFError at the end."""
@@ -175,6 +181,8 @@ class Link:
         """The state from the owner, updated by the messages of the owner."""
         self._waiting: dict[object, tuple[bytes, bytes]] = {}
         """Messages that wait to be sent. A new version of a document replaces the waiting one."""
+        self._unsent = b""
+        """The rest of a message of which the owner has read only a part."""
         self._alive_sent = 0.0
 
     @property
@@ -281,5 +289,9 @@ class Link:
 
     def _flush(self, wait: bool = False) -> None:
         """Sends the waiting messages in order, as far as the owner reads them."""
-        while self._waiting and (wait or select.select([], [self.fd], [], 0)[1]):
-            self._channel.send(*self._waiting.pop(next(iter(self._waiting))))
+        with suppress(BlockingIOError):
+            while self._unsent or self._waiting:
+                if not self._unsent:
+                    self._unsent = frame(*self._waiting.pop(next(iter(self._waiting))))
+                sent = self._channel.socket.send(self._unsent, 0 if wait else socket.MSG_DONTWAIT)
+                self._unsent = self._unsent[sent:]

@@ -10,6 +10,8 @@ import os
 import resource
 import signal
 import socket
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +25,7 @@ from console.supervisor import owner as owner_module
 from console.supervisor.link import Channel
 from console.supervisor.run import REPLACED
 from tests import broken
-from tests.launches import STUB, Started, phase
+from tests.launches import HANG_GUARD_S, STUB, Started, phase
 from trainers.contract import rundir
 
 SEGFAULT, HANG = "ctypes.string_at(0)", "time.sleep(600)"
@@ -312,6 +314,28 @@ def test_the_last_messages_of_a_child_are_handled_whatever_their_size():
         pass
     sizes = {name: json.loads(data)["size"] for name, data in owner._state.documents.items()}
     assert sizes == {"small": 2, "large": 120_000}
+
+
+def test_a_large_document_does_not_wait_for_an_owner_that_is_stopped():
+    """Without its owner, the child still serves requests and watches the ranks."""
+    ours, theirs = socket.socketpair()
+    link, contents = links.Link(Channel(ours), links.ChildState(identity={})), []
+
+    def store() -> None:
+        for number in range(3):
+            contents.append({"number": number, "pad": "x" * 400_000})
+            link.store(Path(f"document{number}"), contents[-1])
+
+    storing = threading.Thread(target=store, daemon=True)
+    storing.start()
+    storing.join(HANG_GUARD_S)
+    assert not storing.is_alive()
+    theirs.setblocking(False)
+    owner, messages = Channel(theirs), []
+    while len(messages) < 3:
+        link.send_alive()
+        messages += [each for each in owner.receive() if each.kind == links.STORE]
+    assert [json.loads(each.data.partition(b"\0")[2]) for each in messages] == contents
 
 
 def test_the_owner_reports_a_term_only_if_it_has_sent_one():
