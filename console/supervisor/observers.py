@@ -42,12 +42,8 @@ class _Health:
 class Observers:
     """Owns the failures of observers, and raises an alert on each observer that fails."""
 
-    def __init__(
-        self, alerts: Alerts, link: Link, waits_s: tuple[float, ...] = WAITS_S,
-        settled_s: float = SETTLED_S,
-    ):  # fmt: skip
+    def __init__(self, alerts: Alerts, link: Link):
         self.alerts, self._link = alerts, link
-        self._waits_s, self._settled_s = waits_s, settled_s
         self._health: dict[str, _Health] = {}
 
     def run(self, name: str, look: Callable[[], T], otherwise: T) -> T:
@@ -59,14 +55,14 @@ class Observers:
         try:
             result = self._look(name, look)
         except Exception as mistake:
-            wait_s = self._waits_s[min(health.failures, len(self._waits_s) - 1)]
+            wait_s = WAITS_S[min(health.failures, len(WAITS_S) - 1)]
             health.failures += 1
             health.failed_at, health.again_at = now, now + wait_s
             is_off = wait_s == math.inf
             then = "it is switched off" if is_off else f"it is tried again in {wait_s:g} s"
             self.failed(name, mistake, f"{then}, ")
             return otherwise
-        if health.failures and now - health.failed_at >= self._settled_s:
+        if health.failures and now - health.failed_at >= SETTLED_S:
             health.failures = 0
             self.alerts.clear(_alert(name), f"the observer of {name} works again")
         return result
@@ -104,10 +100,10 @@ class Observers:
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
         """Raises the alert on an observer, and writes its traceback into the supervisor's log.
 
-        Without `then`, the traceback is written at most once in `settled_s`.
+        Without `then`, the traceback is written at most once in `SETTLED_S`.
         """
         health, now = self._health.setdefault(name, _Health()), time.monotonic()
-        if then or now - health.traced_at >= self._settled_s:
+        if then or now - health.traced_at >= SETTLED_S:
             health.traced_at = now
             with contextlib.suppress(OSError):  # the disk of the log may be full
                 traceback.print_exception(mistake)

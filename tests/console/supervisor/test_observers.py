@@ -92,8 +92,8 @@ class Trial:
         self.kinds.append(kind)
         return {"text": text}
 
-    def observers(self, **more: float) -> Observers:
-        return Observers(self.alerts, owners.absent(), **more)
+    def observers(self) -> Observers:
+        return Observers(self.alerts, owners.absent())
 
     def text(self) -> str:
         (alert,) = self.alerts.open().values()
@@ -119,7 +119,9 @@ def test_every_request_has_its_method_and_without_one_it_is_answered(trial):
 def test_an_observer_is_skipped_after_a_failure_and_switched_off_after_three(trial, monkeypatch):
     now = 100.0
     monkeypatch.setattr(observers_module, "time", SimpleNamespace(monotonic=lambda: now))
-    observers, calls = trial.observers(waits_s=(0.1, 0.2, math.inf), settled_s=0.3), []
+    monkeypatch.setattr(observers_module, "WAITS_S", (0.1, 0.2, math.inf))
+    monkeypatch.setattr(observers_module, "SETTLED_S", 0.3)
+    observers, calls = trial.observers(), []
 
     def run(fails: bool) -> str:
         def look() -> str:
