@@ -44,7 +44,7 @@ class Observers:
 
     def __init__(self, alerts: Alerts, link: Link):
         self.alerts, self._link = alerts, link
-        self._health: dict[str, _Health] = {}
+        self._health = {name: _Health(again_at=math.inf) for name in link.observers_off()}
 
     def run(self, name: str, look: Callable[[], T], otherwise: T) -> T:
         """Returns the result of `look`, or `otherwise` if `look` raises an error or is skipped."""
@@ -91,11 +91,14 @@ class Observers:
         finally:
             self._link.state.activity.write(MAIN, before)
 
-    def switch_off(self, name: str) -> None:
-        """Switches off an observer in which several former children died."""
-        self._health[name] = _Health(again_at=math.inf)
-        text = f"{name}: the supervisor's working process died repeatedly in this observer; it is"
-        self.alerts.raise_(_alert(name), f"{text} switched off", "crit")
+    def report_switched_off(self) -> None:
+        """Raises an alert on each observer that is off because several former children died in it.
+
+        Call it when the directory of the run exists or its creation is queued.
+        """
+        for name in self._link.observers_off():
+            text = f"{name}: the supervisor's working process died repeatedly in this observer; it"
+            self.alerts.raise_(_alert(name), f"{text} is switched off", "crit")
 
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
         """Raises the alert on an observer, and writes its traceback into the supervisor's log.

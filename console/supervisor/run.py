@@ -76,8 +76,6 @@ class Run:
                 jsonl.mapping(former_state, "alerts"),
                 lambda name: name == REPLACED or name.startswith(ALERT),
             )  # fmt: skip
-        for name in self._link.observers_off():
-            self.observers.switch_off(name)
         self._context = self._shared_context(former)
         self.summary = self._context.reducer.summary
         self._check = CheckpointCheck(
@@ -91,6 +89,7 @@ class Run:
             # Only a snapshot in the owner is used; an adopting supervisor reads the records again.
             self._snapshots.load(self._link.stored(path / rundir.SNAPSHOT))
         self.attempt = self._new_attempt(former)
+        self.observers.report_switched_off()
         if former:
             self._continue(former)
         self.publish()

@@ -22,6 +22,7 @@ from console.sources import liveness, process
 from console.sources.run import RunSource
 from console.supervisor import link as links
 from console.supervisor import owner as owner_module
+from console.supervisor.alerts import DROPPED
 from console.supervisor.link import Channel
 from console.supervisor.run import REPLACED
 from tests import broken
@@ -71,6 +72,22 @@ def test_a_working_process_that_ends_or_hangs_costs_no_rank(launched, name, meth
     assert name in text.partition(";")[0]
     assert "supervisor.log" not in text  # it has nothing on a signal or a silence
     assert not process.with_token(started.token())
+
+
+def test_an_observer_that_is_switched_off_is_reported_in_the_next_phase_too(begin, tmp_path):
+    setup = "owners.WAITS_S = (0.0, 0.3, 0.5, 5.0)"
+    shell = broken.shell(tmp_path, "ends.Ends.documents", f"if {ALWAYS}: {SEGFAULT}", setup)
+    go = tmp_path / "go"
+    started = begin(
+        *(phase(name, "member.py", 5, "until", go, nproc=1) for name in ("one", "two")), shell=shell
+    )
+    off = "observer-supervisor.json"
+    started.wait(lambda: started.alerts(off) and "switched off" in started.alerts(off)[0]["text"])
+    go.touch()
+    assert started.wait_end()["why"] == "all phases are done"
+    (raised,) = [event for event in started.alerts(off, 1) if event["kind"] == "alert"]
+    assert "switched off" in raised["text"]
+    assert not started.alerts(DROPPED, 1)
 
 
 def patient(folder) -> dict[str, str]:
