@@ -227,12 +227,9 @@ class Owner:
         if now - self._forked_at >= SETTLED_S:
             self._failures = 0
             state.observer_deaths.clear()
-        exit_words = f"exited (code {code})"
-        if code < 0:
-            exit_words = f"was killed ({process.signal_name(-code)})"
         # If both threads ran an observer, it is not known which of them ended the child.
         names = [name for slot in (MAIN, FILES) if (name := state.activity.read(slot))]
-        state.former_end = self._killed_because or exit_words
+        state.former_end = self._killed_because or process.end_words(code)
         if names:
             state.former_end += f" in the observer {' or '.join(names)}"
         deaths = state.observer_deaths
