@@ -21,7 +21,6 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -58,7 +57,6 @@ class Owner:
         self._pid = 0
         """The pid of the child, 0 while there is none."""
         self._channel: Channel | None = None
-        self._unsent: deque[tuple[bytes, bytes]] = deque()
         self._received_at = self._forked_at = self._fork_at = 0.0
         self._silent_limit_s, self._failures, self._killed_because = FIRST_S, 0, ""
         self._token, self._grace_s, self._is_parent = "", 0.0, False
@@ -93,7 +91,7 @@ class Owner:
                 self._fork_at = time.monotonic() + REFORK_S
         self._poll()
         self._reap()
-        self._send_queued()
+        self._flush()
         self._kill_silent_child()
         self._forward_signals()
         self._enforce_deadlines()
@@ -116,7 +114,6 @@ class Owner:
 
     def _attach(self, pid: int, channel: Channel) -> None:
         self._pid, self._channel, self._silent_limit_s = pid, channel, FIRST_S
-        self._unsent.clear()
         self._received_at = self._forked_at = time.monotonic()
         self._killed_because = ""
 
@@ -149,9 +146,10 @@ class Owner:
         """Waits for a signal, a message of the child, or the next deadline."""
         now = time.monotonic()
         silent_at = math.inf if self._killed_because else self._received_at + self._silent_limit_s
+        is_waiting = self._channel is not None and self._channel.is_waiting
         due = [
             silent_at if self._pid else self._fork_at, self._handle_at,
-            max(self._kill_at, self._scan_at), now + (RESEND_EVERY_S if self._unsent else POLL_S),
+            max(self._kill_at, self._scan_at), now + (RESEND_EVERY_S if is_waiting else POLL_S),
         ]  # fmt: skip
         poller = select.poll()
         poller.register(self._wakes[0], select.POLLIN)
@@ -240,17 +238,17 @@ class Owner:
         if given_up and not self._living():
             self._result = 1
 
-    def _send_queued(self) -> None:
-        """Sends the queued messages, as far as the child reads them."""
-        while self._unsent and self._channel is not None:
-            try:
-                self._channel.send(*self._unsent[0])
-            except BlockingIOError:
-                return
-            except OSError:  # the child exits
-                break
-            self._unsent.popleft()
-        self._unsent.clear()
+    def _send(self, kind: bytes, data: bytes = b"") -> None:
+        """Sends a message to the child; the next child finds its content in the state."""
+        with suppress(OSError):  # the child exits
+            if self._channel is not None:
+                self._channel.send(kind, data)
+
+    def _flush(self) -> None:
+        """Sends the waiting messages, as far as the child reads them."""
+        with suppress(OSError):  # the child exits
+            if self._channel is not None:
+                self._channel.flush()
 
     # --- the processes -------------------------------------------------------------------------
 
@@ -268,7 +266,7 @@ class Owner:
             )  # fmt: skip
         except (OSError, ValueError) as error:
             number = getattr(error, "errno", None) or errno.EINVAL
-            self._unsent.append((link.NOT_SPAWNED, str(number).encode()))
+            self._send(link.NOT_SPAWNED, str(number).encode())
             return
         finally:
             if log_fd >= 0:
@@ -278,7 +276,7 @@ class Owner:
             fd = os.pidfd_open(pid)
             try:
                 if self._channel is not None:
-                    self._channel.send(link.SPAWNED, str(pid).encode(), fd)
+                    self._channel.send_fd(link.SPAWNED, str(pid).encode(), fd)
             finally:
                 os.close(fd)
         except OSError:  # the next child learns of the process from its state
@@ -314,7 +312,7 @@ class Owner:
                 self._child_ended(code)
                 continue
             self._state.add_exit_code(pid, code)
-            self._unsent.append((link.REAPED, link.PID_AND_CODE.pack(pid, code)))
+            self._send(link.REAPED, link.PID_AND_CODE.pack(pid, code))
 
     def _living(self) -> list[int]:
         """Returns the processes of the newest attempt that are alive."""
@@ -332,7 +330,7 @@ class Owner:
         """Sends new signals to the child, and limits the time that the child has to handle them."""
         now = time.monotonic()
         for number in self._state.signals[self._forwarded :]:
-            self._unsent.append((link.SIGNAL, str(number).encode()))
+            self._send(link.SIGNAL, str(number).encode())
             self._forwarded += 1
             self._handle_at = min(self._handle_at, now + HANDLE_S)
             self._fork_at = min(self._fork_at, now)
@@ -362,7 +360,7 @@ class Owner:
         else:
             return
         self._state.term_sent = True
-        self._unsent.append((link.TERM_SENT, b""))
+        self._send(link.TERM_SENT)
 
     def _kill(self, now: float) -> None:
         """Sends KILL to all processes of the attempt; doubles the interval until the next scan."""

@@ -365,6 +365,5 @@ def test_the_owner_reports_a_term_only_if_it_has_sent_one():
     owner._forward_signals()
     owner._handle_at = 0.0
     owner._enforce_deadlines()
-    owner._send_queued()
     assert [message.kind for message in Channel(theirs).receive()] == [links.SIGNAL]
     assert not owner._state.term_sent
