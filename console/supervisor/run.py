@@ -285,7 +285,7 @@ class Run:
         """
         found = launch_spec.git_facts(launch_spec.code_folder(self.phase))
         self._changed_code = launch_spec.changed_words(self._git, found)
-        if found and (begins or not self._git):
+        if begins or not self._git:
             self._git = found
 
     def _wait(self) -> None:
