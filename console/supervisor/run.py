@@ -34,6 +34,8 @@ from trainers.contract.errors import UsageError
 REFRESH_S = 5.0
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
 """Seconds between two ticks: during fast changes, normally, and while little changes."""
+PAGED_STATES = frozenset(("stalled", "failed", "crashed", "lost", "restarting"))
+"""States whose event has the level crit, so that the alert hook runs."""
 REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
 CODE_CHANGED = "code-changed"
 
@@ -334,7 +336,7 @@ class Run:
         self.why = why
         if state == self.state:
             return
-        level = "crit" if state in ("stalled", "failed", "crashed", "restarting") else "info"
+        level = "crit" if state in PAGED_STATES else "info"
         self.event("state", f"{self.state} → {state}" + (f": {why}" if why else ""), level,
                    state=state, why=why)  # fmt: skip
         self.state, self._since_ts = state, time.time()

@@ -72,6 +72,8 @@ def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(launched, name
     # Without files nobody knows whether the ranks were done, or were halted.
     expected = "lost" if (name, when) == ("files", ALWAYS) else "completed"
     assert started.state()["state"] == expected, started.state()["why"]
+    (end,) = [event for event in started.events(0) if event.get("state") == expected]
+    assert end["level"] == ("crit" if expected == "lost" else "info"), "crit calls the hook"
     if name != "supervisor.json":
         assert started.state()["workers"][0]["exit"]["code"] == 0
     failed = f"the observer of {name} failed (ArithmeticError: broken on purpose)"
