@@ -73,7 +73,7 @@ class RunContext:
 
 
 class AttemptOwner(Protocol):
-    """The methods of a run that its attempts call."""
+    """The part of a run that its attempts and their monitors use."""
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -62,7 +62,7 @@ class Claim:
         try:
             self._lock(path)
             self._check_content()
-            self._remove_leftovers()
+            self._clear()
         except (OSError, RefusedError) as error:
             self.release()
             if isinstance(error, RefusedError):
@@ -89,7 +89,7 @@ class Claim:
         except BlockingIOError:
             raise self._in_use() from None
 
-    def _remove_leftovers(self) -> None:
+    def _clear(self) -> None:
         """Removes half-written documents and, without `adopt`, files of a launch that never ran.
 
         The lock must be held. Raises OSError.

@@ -3,9 +3,9 @@
 The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that a
 rank wrote. Its child, a fork of this process, reads, writes and decides. If a child fails or is
 silent for too long, the next child starts with the documents that this process stores. The owner
-gives up if the launch cannot start, or if children fail repeatedly and no process of the attempt
-is alive. If TERM or INT arrives and no child handles it, the owner itself sends TERM, and KILL
-after the grace time.
+gives up if the launch cannot start. It also gives up if children fail repeatedly, the last one was
+not killed for its silence, and no process of the attempt is alive. If TERM or INT arrives and no
+child handles it in time, the owner itself sends TERM, and KILL after the grace time.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Owner:
             self._result = 1
 
     def _send(self, kind: bytes, data: bytes = b"") -> None:
-        """Sends a message to the child; the next child finds its content in the state."""
+        """Sends a message to the child; if the child exits, the state informs the next child."""
         with suppress(OSError):  # the child exits
             if self._channel is not None:
                 self._channel.send(kind, data)
@@ -292,7 +292,7 @@ class Owner:
         state.exit_codes.clear()
 
     def _reap(self) -> None:
-        """Reaps every process that has ended: the child, torchrun, and orphaned ranks.
+        """Reaps every process that has ended: the child, torchrun, and orphans of the attempt.
 
         The last messages of a child are handled before its pid can be reused.
         """
@@ -349,7 +349,7 @@ class Owner:
     def _terminate(self) -> None:
         """Sends TERM to torchrun if it is a child, or else to processes of the attempt.
 
-        If there is no process yet, the child handles the signal later.
+        If no process is alive, it sends nothing; the child handles the signal.
         """
         if self._torchrun_lives:
             os.kill(self._state.torchrun_pid, signal.SIGTERM)

@@ -1,9 +1,9 @@
 """The processes of one attempt: torchrun, its ranks and everything that they started.
 
 The owner is the subreaper: a rank that outlives torchrun becomes a child of the owner, which then
-reads its exit code. If torchrun reaps a rank, the exit code comes from the handle of the rank.
-Processes are found by the token of the run in their environment. A known rank is still identified
-by its pidfd if it overwrites the token.
+reads its exit code. If torchrun reaps a rank, the exit code comes from the handle of the rank, if
+the kernel still has the code, or else from torchrun's log. Processes are found by the token of the
+run in their environment. A known rank is still identified by its pidfd if it overwrites the token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Worker:
     code: int | None = None
     signal: str | None = None
     observed: bool = False
-    """True if the kernel reported the exit, False if it comes from a log or a document."""
+    """True if the kernel reported the exit. Otherwise, it is unknown or from a log or document."""
     confirmed: bool = False
     """True if an exit from a log or a document needs no other source."""
     killed_after_failure: bool = False
@@ -81,7 +81,8 @@ class Worker:
 class Tree:
     """Owns the processes of one attempt; only `spawn` waits for another process.
 
-    The environment of these processes contains `token` and `home`, the run directory.
+    torchrun starts with `token` and `home`, the run directory, in its environment, and its
+    descendants inherit both.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class Tree:
         return handle
 
     def poll(self) -> bool:
-        """Finds new ranks and ranks that have ended; returns whether anything changed."""
+        """Records new ranks and the ends of ranks and torchrun; returns whether it found any."""
         new = process.children(self.agent_pid) if self.incomplete else []
         changed = bool(sum(map(self._add_rank, new)))
         for worker in self.workers.values():
