@@ -103,7 +103,7 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
     spec = LaunchSpec(
         name, plan, who(), flag_origins, set_origins,
-        launcher.host_facts(), launch_spec.git_facts(catalog.PROJECT),
+        launch_spec.host_facts(), launch_spec.git_facts(catalog.PROJECT),
         operator=settings_file.load(),
     )  # fmt: skip
     phases = tuple(_run_record(spec, index, directory) for index in range(len(plan.phases)))

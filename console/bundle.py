@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 from console.plans import catalog
 from console.sources import launches
-from console.supervisor import launch_spec, launcher
+from console.supervisor import launch_spec
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
@@ -283,7 +283,8 @@ def facts(variables: Mapping[str, str]) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
-        "v": VERSION, "host": launcher.host_facts(), "git": launch_spec.git_facts(catalog.PROJECT),
+        "v": VERSION, "host": launch_spec.host_facts(),
+        "git": launch_spec.git_facts(catalog.PROJECT),
         "packages": versions, "console": {"python": platform.python_version()},
         "shell": {name: REMOVED if is_secret(name) else value
                   for name, value in sorted(variables.items()) if name.startswith(SHELL_PREFIXES)},

@@ -278,6 +278,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def end_words(code: int) -> str:
+    """Returns a return code of `Popen` in words: "exited (code 1)" or "was killed (SIGTERM)"."""
+    return f"was killed ({signal_name(-code)})" if code < 0 else f"exited (code {code})"
+
+
 def host_memory_mib() -> tuple[float | None, float | None]:
     """Returns two values: total and available memory of this host, each None if not available."""
     text = procfs.read_text("/proc/meminfo")

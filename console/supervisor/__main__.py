@@ -80,7 +80,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     access.set_safe_umask()
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     log(f"{started} supervisor pid {os.getpid()} of {options.launch}")
     try:
         launch_lock = take_lock(options.launch, options.lock_fd)

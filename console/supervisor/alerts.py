@@ -22,7 +22,7 @@ class Alerts:
     def __init__(self, event: Callable[..., dict[str, Any]], directory: Directory):
         self._event, self._directory = event, directory
         self._open: dict[str, dict[str, Any]] = {}
-        self._dropped, self._dropped_at = directory.dropped, 0.0
+        self._dropped, self._dropped_at = directory.dropped, time.monotonic()
 
     def restore(
         self, former: Mapping[str, dict[str, Any]], has_ended: Callable[[str], bool]

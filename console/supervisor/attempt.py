@@ -88,7 +88,7 @@ class Attempt:
         context, link = self._context, self._context.services.link
         self.tree.adopt(former.state, self.path, self._number)
         if not link.owns(context.home, self._number):
-            _, environment = self._run.command(self._number)
+            _, environment = self._run.command()
             link.adopt(self.tree.agent_pid, environment, self._grace_s)
         self.stage = "run"
         self._sample()
@@ -157,7 +157,7 @@ class Attempt:
 
     def _prepare(self) -> int:
         """Makes the directories of the attempt; returns the descriptor of torchrun's log."""
-        self._run.prepare(self._number)
+        self._run.prepare()
         self._is_ours = True
         logs = rundir.logs(self.path, self._number)
         rundir.make_directory(logs)
@@ -195,7 +195,7 @@ class Attempt:
             asked, by = self.known.requested, self.known.by
             self._end_unstarted(f"{asked} requested by {by} before the start")
             return
-        self.tree.spawn(*self._run.command(self._number), log_fd, self._grace_s)
+        self.tree.spawn(*self._run.command(), log_fd, self._grace_s)
         self._begun, self.stage = time.monotonic(), "run"
         name = self._context.phase.name
         self._run.event("phase", f"{name}: torchrun started as pid {self.tree.agent_pid}")

@@ -65,9 +65,7 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
         directory.event(path, 1, *words)
 
     hooks, alive = Hooks(spec.operator, path, event), Alive(spec.operator, path, event)
-    services = Services(
-        directory, nvml, poller, hooks, alive, launch_lock.token, launch_lock.since_ns, link
-    )
+    services = Services(directory, nvml, poller, hooks, alive, launch_lock, link)
     try:
         link.receive()
         launch = Launch(path, spec, services, former)

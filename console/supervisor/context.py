@@ -15,6 +15,7 @@ from console.sources.reducer import Reducer
 from console.supervisor.hooks import Alive, Hooks
 from console.supervisor.link import Link
 from console.supervisor.live_directory import Live
+from console.supervisor.lock import LaunchLock
 from console.supervisor.observers import Observers
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
@@ -24,9 +25,8 @@ from trainers.contract import rundir
 class Services:
     """The objects that a launch shares with its runs.
 
-    `directory` is the thread of the run directory, `poller` belongs to the main loop, `lock_token`
-    is the token in the lock file, `since_ns` is the start of the supervisor by the clock of the
-    file system, and `link` is the connection to the owner.
+    `directory` is the thread of the run directory, `poller` belongs to the main loop, and `link` is
+    the connection to the owner.
     """
 
     directory: Directory
@@ -34,8 +34,7 @@ class Services:
     poller: select.poll
     hooks: Hooks
     alive: Alive
-    lock_token: str
-    since_ns: int
+    lock: LaunchLock
     link: Link
 
     def publish(
@@ -74,7 +73,7 @@ class RunContext:
 
 
 class AttemptOwner(Protocol):
-    """The methods of a run that its attempts call."""
+    """The part of a run that its attempts and their monitors use."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -88,9 +87,9 @@ class AttemptOwner(Protocol):
     def publish(self) -> None:
         """Replaces supervisor.json."""
 
-    def prepare(self, number: int) -> None:
+    def prepare(self) -> None:
         """Prepares the run directory for an attempt; runs on the thread of the run directory."""
 
-    def command(self, number: int) -> tuple[Sequence[str], Mapping[str, str]]:
+    def command(self) -> tuple[Sequence[str], Mapping[str, str]]:
         """Returns the arguments and the environment of torchrun."""
         ...

@@ -63,9 +63,14 @@ class Hooks:
         if self._count and time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + self._settings.hook_every_s
             alert = document(list(self._waiting), self._count)
+            try:
+                self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
+            except RuntimeError as error:  # no thread can be started, so the alerts wait
+                self._runs = ThreadPoolExecutor(1, "hook")  # the former queue contains the alert
+                self._report(f"cannot be started: {error}")
+                return
             self._waiting.clear()
             self._count = 0
-            self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
 
     def close(self) -> None:
         """Waits for the running hook, then runs the hook once more if alerts are waiting.
@@ -116,7 +121,10 @@ class Alive(Hooks):
 def run(argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float) -> str:
     """Runs the hook once; returns how the hook failed, or "". The output is not kept."""
     environment = inherited() | variables(alert)
-    return program.run(argv, environment, limit_s, folder, jsonl.encode(alert)).failure
+    try:
+        return program.run(argv, environment, limit_s, folder, jsonl.encode(alert)).failure
+    except OSError as error:  # no descriptor is left
+        return f"cannot be started: {error.strerror}"
 
 
 def document(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:

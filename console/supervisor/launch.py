@@ -48,16 +48,16 @@ class Launch:
         services: Services,
         former: Mapping[str, Any] | None = None,
     ):
-        self.path, self.spec = path, spec
+        self._path, self._spec = path, spec
         self.state: Literal["running", "waiting", "ended"] = "running"
-        self.why = ""
+        self._why = ""
         self.run: Run | None = None
-        self._index = -1
+        self._index = 0
         self._services, self._directory = services, services.directory
         self._phases = spec.entries()
         self._next_flags = NextFlags(spec)
         self._report = ReportWriter(path, services.directory, self._event)
-        self._inbox = Inbox(self._directory, self._attempt_in, services.since_ns)
+        self._inbox = Inbox(self._directory, self._attempt_in, services.lock.since_ns)
         self._dumps = Dumps(self._directory)
         self._policy = Policy(self._directory, self._dumps, self.end)
         self._own_observers = Observers(Alerts(self._event, self._directory), services.link)
@@ -127,7 +127,7 @@ class Launch:
         return self._own_observers if self.run is None else self.run.observers
 
     def _beat(self) -> None:
-        name, state = (self.run.id, self.run.state) if self.run else (self.spec.launch, self.state)
+        name, state = (self.run.id, self.run.state) if self.run else (self._spec.launch, self.state)
         self._services.alive.beat(name, state)
 
     def end(self, action: str, by: str) -> str:
@@ -149,14 +149,14 @@ class Launch:
         # Published before the run starts, because the next child must know of the run. Written
         # before run.json, because plan_state.json must contain each run that has begun.
         self._publish(keeps_place=True)
-        run, pending = self.path / entry["dir"], self._next_flags.values()
+        flags = self._spec.flags(index, self._next_flags.values())
         try:
-            self.run = Run(self._services, self.spec, index, run, pending)
+            self.run = Run(self._services, self._spec, index, self._path / entry["dir"], flags)
         except UsageError as error:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
         self._next_flags.started()
-        self.state, self.why = "running", ""
+        self.state, self._why = "running", ""
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
         self._event("phase", f"{entry['name']} starts")
@@ -167,12 +167,12 @@ class Launch:
 
         Raises ContractError if the documents of the launch contradict each other.
         """
-        link, runs = self._services.link, [self.path / entry["dir"] for entry in self._phases]
+        link, runs = self._services.link, [self._path / entry["dir"] for entry in self._phases]
         self._index = min(max(0, jsonl.integer(former, "phase") or 0), len(self._phases) - 1)
         warnings: list[str] = []
-        if link.stored(self.path / rundir.PLAN_STATE) is None:
+        if link.stored(self._path / rundir.PLAN_STATE) is None:
             flags, warnings = cross_check.check_launch(
-                former, self.spec, self._index, runs, cross_check.Evidence(self.path, runs)
+                former, self._spec, self._index, runs, cross_check.Evidence(self._path, runs)
             )
         else:
             flags = jsonl.mapping(former, "next_flags")
@@ -182,14 +182,14 @@ class Launch:
         self._ended_by = jsonl.text(former, "ended_by")[:400]
         # This job must run before the first poll of the mailboxes.
         self._directory.job(
-            lambda: cross_check.Evidence(self.path, runs).answered_requests(),
+            lambda: cross_check.Evidence(self._path, runs).answered_requests(),
             lambda answered, _: self._inbox.restore(answered or {}),
         )
         if former.get("state") != "ended":
             self._note_continuation(warnings)
             self._continue_phase(former, runs[self._index])
         else:
-            self.state, self.why = "ended", jsonl.text(former, "why")[:400]
+            self.state, self._why = "ended", jsonl.text(former, "why")[:400]
         for run in runs[: self._index + 1]:
             if self.run is None or self.run.path != run:
                 self._services.write_last_documents(run)
@@ -210,10 +210,10 @@ class Launch:
         """Continues a phase: waits for confirmation again, continues its run, or starts the run."""
         is_last, link = self._index + 1 == len(self._phases), self._services.link
         if former.get("state") == "waiting" and not is_last:
-            self.state, self.why = "waiting", jsonl.text(former, "why")[:400]
+            self.state, self._why = "waiting", jsonl.text(former, "why")[:400]
         elif link.stored(run / rundir.RUN) or (run / rundir.RUN).exists():
-            found = former_run.read(link, run, self.spec, self._index, bool(self._ended_by))
-            self.run = Run(self._services, self.spec, self._index, run, {}, found)
+            found = former_run.read(link, run, self._spec, self._index, bool(self._ended_by))
+            self.run = Run(self._services, self._spec, self._index, run, found.flags, found)
         elif self._ended_by:
             self._end(self._ended_by)
         else:
@@ -237,11 +237,11 @@ class Launch:
             self._end(f"{name}: {reason}")
         elif self._index + 1 == len(self._phases):
             self._end("all phases are done")
-        elif self.spec.plan.between == "ask":
+        elif self._spec.plan.between == "ask":
             self.state = "waiting"
             following = self._phases[self._index + 1]["name"]
-            self.why = f"{name} is done; the action proceed starts {following}"
-            self._event("state", self.why)
+            self._why = f"{name} is done; the action proceed starts {following}"
+            self._event("state", self._why)
             self._publish()
         else:
             self._start(self._index + 1)
@@ -255,9 +255,9 @@ class Launch:
         return self._ended_by or (f"{rundir.HALT} exists" * run.attempt.known.halt_file)
 
     def _end(self, why: str) -> None:
-        self.state, self.why = "ended", why
+        self.state, self._why = "ended", why
         for entry in self._phases:
-            if entry["state"] in ("next", "later"):
+            if entry["state"] == "next":
                 entry["state"] = "later"
         self._event("state", f"the plan has ended: {why}")
         self._publish()
@@ -270,7 +270,7 @@ class Launch:
         last = self.state == "ended" and not self._report.busy
         every_s = math.inf if self._quiet else 0.0 if last else POLL_EVERY_S
         attempt = self.run.attempt if self.run is not None else None
-        runs = [self.path / entry["dir"] for entry in self._phases[: self._index + 1]]
+        runs = [self._path / entry["dir"] for entry in self._phases[: self._index + 1]]
         begun = self._poller.start(runs, attempt, every_s)
         self._last_poll = last if begun else self._last_poll
         return begun
@@ -282,7 +282,7 @@ class Launch:
 
     def _execute(self, request: Request) -> Outcome | None:
         if self.state == "ended":
-            return False, f"the plan has ended: {self.why}", []
+            return False, f"the plan has ended: {self._why}", []
         failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []
         return self._observers.call(
             "requests", lambda: getattr(self, method(request.action))(request), failure
@@ -291,7 +291,7 @@ class Launch:
     def _addressed(self, request: Request) -> Run | None:
         """Returns the run of the running phase if the request is in its mailbox, else None."""
         run = self.run
-        return run if run and request.path.parent.parent == run.path else None
+        return run if run and request.folder == run.path else None
 
     def _do_halt(self, request: Request) -> Outcome | None:
         """Writes `.HALT` (the answer follows later), or ends a plan that has no running phase."""
@@ -332,9 +332,8 @@ class Launch:
         return run.number if run and folder == run.path else self._numbers.get(folder, 1)
 
     def _do_note(self, request: Request) -> Outcome:
-        folder = request.path.parent.parent
-        number = self._attempt_in(folder)
-        self._directory.event(folder, number, "note", request.args["text"], by=request.by)
+        folder, text = request.folder, request.args["text"]
+        self._directory.event(folder, self._attempt_in(folder), "note", text, by=request.by)
         return True, "noted", []
 
     def _do_set_flag(self, request: Request) -> Outcome:
@@ -370,7 +369,7 @@ class Launch:
     # --- records -------------------------------------------------------------------------------
 
     def _event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-        return self._directory.event(self.path, 1, kind, text, level, **more)
+        return self._directory.event(self._path, 1, kind, text, level, **more)
 
     def _steps(self, run: Run) -> int | None:
         """Returns the number of completed steps, or its former value until the snapshot is read."""
@@ -380,16 +379,16 @@ class Launch:
         """Replaces plan_state.json."""
         self._refreshed = time.monotonic()
         run = self.run
-        if run is not None and self._index >= 0:
+        if run is not None:
             entry = self._phases[self._index]
             entry |= {"state": run.state, "why": run.why, "steps": self._steps(run) or None}
-        self._services.publish(self.path / rundir.PLAN_STATE, {
-            "v": VERSION, "launch": self.spec.launch, "state": self.state, "why": self.why,
+        self._services.publish(self._path / rundir.PLAN_STATE, {
+            "v": VERSION, "launch": self._spec.launch, "state": self.state, "why": self._why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
-            "between": self.spec.plan.between, "next_flags": self._next_flags.pending,
+            "between": self._spec.plan.between, "next_flags": self._next_flags.pending,
             "ended_by": self._ended_by,
             "supervisor": {
-                **self._services.link.state.identity, "token": self._services.lock_token,
+                **self._services.link.state.identity, "token": self._services.lock.token,
                 "child": rundir.identity(),
             },
             "live_dir": str(run.live) if run is not None and run.live else "",

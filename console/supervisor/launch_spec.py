@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -192,6 +193,17 @@ def environment(
     chosen = {name: flag.value for name, flag in flags.items()}
     ours = {"PYTHONSAFEPATH": "1"} if phase.is_ours else {}
     return inherited() | {"PYTHONUNBUFFERED": "1"} | ours | chosen | dict(contract)
+
+
+def host_facts() -> dict[str, Any]:
+    """Returns facts about this host, for plan.json and run.json."""
+    uname = os.uname()
+    return {
+        "name": rundir.host_name(), "kernel": f"{uname.sysname} {uname.release}",
+        "machine": uname.machine, "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "python": ".".join(map(str, sys.version_info[:3])), "executable": sys.executable,
+    }  # fmt: skip
 
 
 def code_folder(phase: Phase) -> Path:

@@ -62,7 +62,7 @@ class Claim:
         try:
             self._lock(path)
             self._check_content()
-            self._remove_leftovers()
+            self._clear()
         except (OSError, RefusedError) as error:
             self.release()
             if isinstance(error, RefusedError):
@@ -89,7 +89,7 @@ class Claim:
         except BlockingIOError:
             raise self._in_use() from None
 
-    def _remove_leftovers(self) -> None:
+    def _clear(self) -> None:
         """Removes half-written documents and, without `adopt`, files of a launch that never ran.
 
         The lock must be held. Raises OSError.
@@ -314,16 +314,5 @@ def _wait_until_ready(
 
 def _last_line(directory: Path) -> str:
     data = jsonl.read_bytes(directory / rundir.SUPERVISOR_LOG, 1 << 16)
-    lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
+    lines = data.decode("utf-8", "replace").strip().splitlines()
     return lines[-1] if lines else f"{rundir.SUPERVISOR_LOG} is empty"
-
-
-def host_facts() -> dict[str, Any]:
-    """Returns facts about this host, for plan.json and run.json."""
-    uname = os.uname()
-    return {
-        "name": rundir.host_name(), "kernel": f"{uname.sysname} {uname.release}",
-        "machine": uname.machine, "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
-        "python": ".".join(map(str, sys.version_info[:3])), "executable": sys.executable,
-    }  # fmt: skip

@@ -13,6 +13,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,20 +67,52 @@ class Message(NamedTuple):
 
 
 class Channel:
-    """One end of a socket that transports messages."""
+    """One end of a socket that transports messages.
+
+    While the socket is full, for example because the other process is stopped, messages wait.
+    """
 
     def __init__(self, end: socket.socket):
         self.socket = end
         self._data = bytearray()
         self._fds: deque[int] = deque()
+        self._waiting: dict[object, bytes] = {}
+        """The messages that wait to be sent, in order."""
+        self._unsent = b""
+        """The rest of a message that was sent in part."""
 
-    def send(self, kind: bytes, data: bytes = b"", fd: int | None = None) -> None:
-        """Sends a whole message. Raises OSError, for example if the other end is closed.
+    @property
+    def is_waiting(self) -> bool:
+        """True if a message, or a part of a message, waits to be sent."""
+        return bool(self._waiting or self._unsent)
 
-        On a non-blocking socket, the message must be smaller than the socket's buffer.
+    def send(self, kind: bytes, data: bytes = b"", key: object = None) -> None:
+        """Sends a message when the socket has room; it replaces a waiting message with its `key`.
+
+        Raises OSError, for example if the other end is closed.
         """
+        self._waiting[key or object()] = HEAD.pack(kind, len(data)) + data
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends the waiting messages while the socket has room. Raises OSError as `send` does."""
+        with suppress(BlockingIOError):
+            self._send_waiting(socket.MSG_DONTWAIT)
+
+    def _send_waiting(self, flags: int = 0) -> None:
+        while self.is_waiting:
+            if not self._unsent:
+                self._unsent = self._waiting.pop(next(iter(self._waiting)))
+            self._unsent = self._unsent[self.socket.send(self._unsent, flags) :]
+
+    def send_fd(self, kind: bytes, data: bytes, fd: int) -> None:
+        """Sends the waiting messages, and then a message with a descriptor. Raises OSError.
+
+        This waits until the socket has room, or on a non-blocking socket, raises BlockingIOError.
+        """
+        self._send_waiting()
         frame = HEAD.pack(kind, len(data)) + data
-        sent = socket.send_fds(self.socket, [frame], [fd] if fd is not None else [])
+        sent = socket.send_fds(self.socket, [frame], [fd])
         if sent < len(frame):
             self.socket.sendall(frame[sent:])
 
@@ -164,17 +197,12 @@ class ChildState:
 
 
 class Link:
-    """The child's end of the socket; only `spawn` waits for an answer.
-
-    While the socket is full, for example because the owner is stopped, messages wait.
-    """
+    """The child's end of the socket; only `spawn` waits for the owner."""
 
     def __init__(self, channel: Channel, state: ChildState):
         self._channel = channel
         self.state = state
         """The state from the owner, updated by the messages of the owner."""
-        self._waiting: dict[object, tuple[bytes, bytes]] = {}
-        """Messages that wait to be sent. A new version of a document replaces the waiting one."""
         self._alive_sent = 0.0
 
     @property
@@ -220,28 +248,31 @@ class Link:
     def send_alive(self) -> None:
         """Sends, every `ALIVE_EVERY_S`, that this child works; also sends the waiting messages."""
         now = time.monotonic()
-        if now - self._alive_sent >= ALIVE_EVERY_S and not self._waiting:
+        if now - self._alive_sent >= ALIVE_EVERY_S and not self._channel.is_waiting:
             self._alive_sent = now
-            self._send(ALIVE)
-        self._flush()
+            self._channel.send(ALIVE)
+        self._channel.flush()
 
     def closing(self) -> None:
         """Reports to the owner that this child may wait for a disk from now on."""
-        self._send(CLOSING)
+        self._channel.send(CLOSING)
 
     def store(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Sends a document that the owner will pass to the next child."""
-        self._send(STORE, os.fsencode(path) + b"\0" + jsonl.encode(record), path)
+        """Sends a document that the owner will pass to the next child.
+
+        A new version of a document replaces a version that waits to be sent.
+        """
+        self._channel.send(STORE, os.fsencode(path) + b"\0" + jsonl.encode(record), path)
 
     def kill_after(self, grace_s: float) -> None:
         """Asks the owner to kill the processes that are still alive after the grace time."""
-        self._send(KILL_AFTER, repr(grace_s).encode())
+        self._channel.send(KILL_AFTER, repr(grace_s).encode())
 
     def adopt(self, torchrun_pid: int, environment: Mapping[str, str], grace_s: float) -> None:
         """Passes to the owner the processes of an attempt that this supervisor did not start."""
         self.state.torchrun_pid = torchrun_pid
         named = {"agent": torchrun_pid, "environment": dict(environment), "grace_s": grace_s}
-        self._send(ADOPT, jsonl.encode(named))
+        self._channel.send(ADOPT, jsonl.encode(named))
 
     def spawn(
         self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
@@ -253,8 +284,7 @@ class Link:
         command = {"argv": list(argv), "environment": dict(environment), "grace_s": grace_s}
         self.state.exit_codes.clear()
         self.state.term_sent = False
-        self._flush(wait=True)
-        self._channel.send(SPAWN, jsonl.encode(command), log_fd)
+        self._channel.send_fd(SPAWN, jsonl.encode(command), log_fd)
         answer = self._receive_answer()
         number = int(answer.data)
         if answer.kind == NOT_SPAWNED:
@@ -274,12 +304,3 @@ class Link:
                 else:
                     self._handle(message)
         return answer
-
-    def _send(self, kind: bytes, data: bytes = b"", key: object = None) -> None:
-        self._waiting[key or object()] = kind, data
-        self._flush()
-
-    def _flush(self, wait: bool = False) -> None:
-        """Sends the waiting messages in order, as far as the owner reads them."""
-        while self._waiting and (wait or select.select([], [self.fd], [], 0)[1]):
-            self._channel.send(*self._waiting.pop(next(iter(self._waiting))))

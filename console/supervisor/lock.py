@@ -93,8 +93,8 @@ class LaunchLock:
                 os.close(fd)
         self._lost = "" if same else (
             f"{self._path.parent} was moved, replaced or removed (its lock is not this launch's): "
-            "the supervisor ignores requests and .HALT there and writes nothing there (the ranks "
-            "obey .HALT while their run directory is at its path); move it back, or stop the run "
-            f"with kill -TERM {self._pid}"
+            "the supervisor ignores requests and .HALT there and writes nothing there (.HALT in "
+            "the run directory still halts the ranks while that is at its path); move it back, or "
+            f"stop the run with kill -TERM {self._pid}"
         )  # fmt: skip
         return self._lost

@@ -1,8 +1,8 @@
-"""Calls the observing functions of a run; their exceptions raise alerts and end no rank.
+"""Calls the observing functions of a run or launch; their exceptions raise alerts.
 
-An observer that fails in `run` is skipped, tried again later, and switched off after repeated
-failures. The code that starts and ends processes, and the code that decides which phase comes next,
-are not observers.
+Such an exception ends neither this process nor a rank. An observer that fails in `run` is skipped,
+tried again later, and switched off after repeated failures. The code that starts and ends
+processes, and the code that decides which phase comes next, are not observers.
 """
 
 from __future__ import annotations
@@ -42,13 +42,9 @@ class _Health:
 class Observers:
     """Owns the failures of observers, and raises an alert on each observer that fails."""
 
-    def __init__(
-        self, alerts: Alerts, link: Link, waits_s: tuple[float, ...] = WAITS_S,
-        settled_s: float = SETTLED_S,
-    ):  # fmt: skip
+    def __init__(self, alerts: Alerts, link: Link):
         self.alerts, self._link = alerts, link
-        self._waits_s, self._settled_s = waits_s, settled_s
-        self._health: dict[str, _Health] = {}
+        self._health = {name: _Health(again_at=math.inf) for name in link.observers_off()}
 
     def run(self, name: str, look: Callable[[], T], otherwise: T) -> T:
         """Returns the result of `look`, or `otherwise` if `look` raises an error or is skipped."""
@@ -59,14 +55,14 @@ class Observers:
         try:
             result = self._look(name, look)
         except Exception as mistake:
-            wait_s = self._waits_s[min(health.failures, len(self._waits_s) - 1)]
+            wait_s = WAITS_S[min(health.failures, len(WAITS_S) - 1)]
             health.failures += 1
             health.failed_at, health.again_at = now, now + wait_s
             is_off = wait_s == math.inf
             then = "it is switched off" if is_off else f"it is tried again in {wait_s:g} s"
             self.failed(name, mistake, f"{then}, ")
             return otherwise
-        if health.failures and now - health.failed_at >= self._settled_s:
+        if health.failures and now - health.failed_at >= SETTLED_S:
             health.failures = 0
             self.alerts.clear(_alert(name), f"the observer of {name} works again")
         return result
@@ -95,19 +91,22 @@ class Observers:
         finally:
             self._link.state.activity.write(MAIN, before)
 
-    def switch_off(self, name: str) -> None:
-        """Switches off an observer in which several former children died."""
-        self._health[name] = _Health(again_at=math.inf)
-        text = f"{name}: the supervisor's working process died repeatedly in this observer; it is"
-        self.alerts.raise_(_alert(name), f"{text} switched off", "crit")
+    def report_switched_off(self) -> None:
+        """Raises an alert on each observer that is off because several former children died in it.
+
+        Call it when the directory of the run exists or its creation is queued.
+        """
+        for name in self._link.observers_off():
+            text = f"{name}: the supervisor's working process died repeatedly in this observer; it"
+            self.alerts.raise_(_alert(name), f"{text} is switched off", "crit")
 
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
         """Raises the alert on an observer, and writes its traceback into the supervisor's log.
 
-        Without `then`, the traceback is written at most once in `settled_s`.
+        Without `then`, the traceback is written at most once in `SETTLED_S`.
         """
         health, now = self._health.setdefault(name, _Health()), time.monotonic()
-        if then or now - health.traced_at >= self._settled_s:
+        if then or now - health.traced_at >= SETTLED_S:
             health.traced_at = now
             with contextlib.suppress(OSError):  # the disk of the log may be full
                 traceback.print_exception(mistake)

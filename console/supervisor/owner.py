@@ -3,9 +3,9 @@
 The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that a
 rank wrote. Its child, a fork of this process, reads, writes and decides. If a child fails or is
 silent for too long, the next child starts with the documents that this process stores. The owner
-gives up if the launch cannot start, or if children fail repeatedly and no process of the attempt
-is alive. If TERM or INT arrives and no child handles it, the owner itself sends TERM, and KILL
-after the grace time.
+gives up if the launch cannot start. It also gives up if children fail repeatedly, the last one was
+not killed for its silence, and no process of the attempt is alive. If TERM or INT arrives and no
+child handles it in time, the owner itself sends TERM, and KILL after the grace time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -58,7 +57,6 @@ class Owner:
         self._pid = 0
         """The pid of the child, 0 while there is none."""
         self._channel: Channel | None = None
-        self._unsent: deque[tuple[bytes, bytes]] = deque()
         self._received_at = self._forked_at = self._fork_at = 0.0
         self._silent_limit_s, self._failures, self._killed_because = FIRST_S, 0, ""
         self._token, self._grace_s, self._is_parent = "", 0.0, False
@@ -93,7 +91,7 @@ class Owner:
                 self._fork_at = time.monotonic() + REFORK_S
         self._poll()
         self._reap()
-        self._send_queued()
+        self._flush()
         self._kill_silent_child()
         self._forward_signals()
         self._enforce_deadlines()
@@ -116,7 +114,6 @@ class Owner:
 
     def _attach(self, pid: int, channel: Channel) -> None:
         self._pid, self._channel, self._silent_limit_s = pid, channel, FIRST_S
-        self._unsent.clear()
         self._received_at = self._forked_at = time.monotonic()
         self._killed_because = ""
 
@@ -149,9 +146,10 @@ class Owner:
         """Waits for a signal, a message of the child, or the next deadline."""
         now = time.monotonic()
         silent_at = math.inf if self._killed_because else self._received_at + self._silent_limit_s
+        is_waiting = self._channel is not None and self._channel.is_waiting
         due = [
             silent_at if self._pid else self._fork_at, self._handle_at,
-            max(self._kill_at, self._scan_at), now + (RESEND_EVERY_S if self._unsent else POLL_S),
+            max(self._kill_at, self._scan_at), now + (RESEND_EVERY_S if is_waiting else POLL_S),
         ]  # fmt: skip
         poller = select.poll()
         poller.register(self._wakes[0], select.POLLIN)
@@ -227,12 +225,9 @@ class Owner:
         if now - self._forked_at >= SETTLED_S:
             self._failures = 0
             state.observer_deaths.clear()
-        exit_words = f"exited (code {code})"
-        if code < 0:
-            exit_words = f"was killed ({process.signal_name(-code)})"
         # If both threads ran an observer, it is not known which of them ended the child.
         names = [name for slot in (MAIN, FILES) if (name := state.activity.read(slot))]
-        state.former_end = self._killed_because or exit_words
+        state.former_end = self._killed_because or process.end_words(code)
         if names:
             state.former_end += f" in the observer {' or '.join(names)}"
         deaths = state.observer_deaths
@@ -243,17 +238,17 @@ class Owner:
         if given_up and not self._living():
             self._result = 1
 
-    def _send_queued(self) -> None:
-        """Sends the queued messages, as far as the child reads them."""
-        while self._unsent and self._channel is not None:
-            try:
-                self._channel.send(*self._unsent[0])
-            except BlockingIOError:
-                return
-            except OSError:  # the child exits
-                break
-            self._unsent.popleft()
-        self._unsent.clear()
+    def _send(self, kind: bytes, data: bytes = b"") -> None:
+        """Sends a message to the child; if the child exits, the state informs the next child."""
+        with suppress(OSError):  # the child exits
+            if self._channel is not None:
+                self._channel.send(kind, data)
+
+    def _flush(self) -> None:
+        """Sends the waiting messages, as far as the child reads them."""
+        with suppress(OSError):  # the child exits
+            if self._channel is not None:
+                self._channel.flush()
 
     # --- the processes -------------------------------------------------------------------------
 
@@ -271,7 +266,7 @@ class Owner:
             )  # fmt: skip
         except (OSError, ValueError) as error:
             number = getattr(error, "errno", None) or errno.EINVAL
-            self._unsent.append((link.NOT_SPAWNED, str(number).encode()))
+            self._send(link.NOT_SPAWNED, str(number).encode())
             return
         finally:
             if log_fd >= 0:
@@ -281,7 +276,7 @@ class Owner:
             fd = os.pidfd_open(pid)
             try:
                 if self._channel is not None:
-                    self._channel.send(link.SPAWNED, str(pid).encode(), fd)
+                    self._channel.send_fd(link.SPAWNED, str(pid).encode(), fd)
             finally:
                 os.close(fd)
         except OSError:  # the next child learns of the process from its state
@@ -297,7 +292,7 @@ class Owner:
         state.exit_codes.clear()
 
     def _reap(self) -> None:
-        """Reaps every process that has ended: the child, torchrun, and orphaned ranks.
+        """Reaps every process that has ended: the child, torchrun, and orphans of the attempt.
 
         The last messages of a child are handled before its pid can be reused.
         """
@@ -317,7 +312,7 @@ class Owner:
                 self._child_ended(code)
                 continue
             self._state.add_exit_code(pid, code)
-            self._unsent.append((link.REAPED, link.PID_AND_CODE.pack(pid, code)))
+            self._send(link.REAPED, link.PID_AND_CODE.pack(pid, code))
 
     def _living(self) -> list[int]:
         """Returns the processes of the newest attempt that are alive."""
@@ -335,7 +330,7 @@ class Owner:
         """Sends new signals to the child, and limits the time that the child has to handle them."""
         now = time.monotonic()
         for number in self._state.signals[self._forwarded :]:
-            self._unsent.append((link.SIGNAL, str(number).encode()))
+            self._send(link.SIGNAL, str(number).encode())
             self._forwarded += 1
             self._handle_at = min(self._handle_at, now + HANDLE_S)
             self._fork_at = min(self._fork_at, now)
@@ -354,7 +349,7 @@ class Owner:
     def _terminate(self) -> None:
         """Sends TERM to torchrun if it is a child, or else to processes of the attempt.
 
-        If there is no process yet, the child handles the signal later.
+        If no process is alive, it sends nothing; the child handles the signal.
         """
         if self._torchrun_lives:
             os.kill(self._state.torchrun_pid, signal.SIGTERM)
@@ -365,7 +360,7 @@ class Owner:
         else:
             return
         self._state.term_sent = True
-        self._unsent.append((link.TERM_SENT, b""))
+        self._send(link.TERM_SENT)
 
     def _kill(self, now: float) -> None:
         """Sends KILL to all processes of the attempt; doubles the interval until the next scan."""

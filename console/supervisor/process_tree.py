@@ -1,9 +1,9 @@
 """The processes of one attempt: torchrun, its ranks and everything that they started.
 
 The owner is the subreaper: a rank that outlives torchrun becomes a child of the owner, which then
-reads its exit code. If torchrun reaps a rank, the exit code comes from the handle of the rank.
-Processes are found by the token of the run in their environment. A known rank is still identified
-by its pidfd if it overwrites the token.
+reads its exit code. If torchrun reaps a rank, the exit code comes from the handle of the rank, if
+the kernel still has the code, or else from torchrun's log. Processes are found by the token of the
+run in their environment. A known rank is still identified by its pidfd if it overwrites the token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Worker:
     code: int | None = None
     signal: str | None = None
     observed: bool = False
-    """True if the kernel reported the exit, False if it comes from a log or a document."""
+    """True if the kernel reported the exit. Otherwise, it is unknown or from a log or document."""
     confirmed: bool = False
     """True if an exit from a log or a document needs no other source."""
     killed_after_failure: bool = False
@@ -81,7 +81,8 @@ class Worker:
 class Tree:
     """Owns the processes of one attempt; only `spawn` waits for another process.
 
-    The environment of these processes contains `token` and `home`, the run directory.
+    torchrun starts with `token` and `home`, the run directory, in its environment, and its
+    descendants inherit both.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class Tree:
         """Ranks in the order in which they ended."""
         self._kill_at = self._ranks_kill_at = math.inf
         """The end of the grace time of all processes (0 after KILL), and that of the ranks."""
-        self._scanned = self._killed = self._first_killed = self._agent_over_at = 0.0
+        self._first_killed = math.inf
+        """The time of the first KILL to all processes, or before that, to the ranks."""
+        self._scanned = self._killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
         """The time at which a process without an exit code was first seen to have ended, by pid."""
@@ -205,7 +208,7 @@ class Tree:
         return handle
 
     def poll(self) -> bool:
-        """Finds new ranks and ranks that have ended; returns whether anything changed."""
+        """Records new ranks and the ends of ranks and torchrun; returns whether it found any."""
         new = process.children(self.agent_pid) if self.incomplete else []
         changed = bool(sum(map(self._add_rank, new)))
         for worker in self.workers.values():
@@ -264,9 +267,8 @@ class Tree:
         if not self.spawned:
             return
         if self._kill_at != 0.0:
-            self._first_killed = time.monotonic()
+            self._kill_at, self._first_killed = 0.0, time.monotonic()
             self._link.kill_after(0.0)
-        self._kill_at, self._killed = 0.0, time.monotonic()
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGKILL)
         self._kill_ranks()
@@ -275,14 +277,21 @@ class Tree:
                 self._send_kill(process.open_child(pid, self._parent))
 
     def stuck(self) -> list[str]:
-        """Returns the processes that KILL does not end, with their state: "8302 (D)"."""
-        if self._kill_at != 0.0 or time.monotonic() - self._first_killed < LATE_S:
+        """Returns the processes that KILL does not end, with their state: "8302 (D)".
+
+        torchrun is one of them only if it got KILL too, and not only the ranks.
+        """
+        if time.monotonic() - self._first_killed < LATE_S:
             return []
-        states = {pid: process.state(pid) for pid in (*self._found(), *self._strays())}
+        ranks = [worker.handle.pid for worker in self.alive()]
+        states = {pid: process.state(pid) for pid in (*ranks, *self._found(), *self._strays())
+                  if pid != self.agent_pid or self._kill_at == 0.0}  # fmt: skip
         return [f"{pid} ({state})" for pid, state in states.items() if state not in GONE_STATES]
 
     def _kill_ranks(self) -> None:
         """Sends KILL to all processes except torchrun, which then logs the first failure."""
+        self._killed = time.monotonic()
+        self._first_killed = min(self._first_killed, self._killed)
         for worker in self.alive():
             worker.handle.send(signal.SIGKILL)
         for pid in self._found():
@@ -300,8 +309,8 @@ class Tree:
 
     def _strays(self) -> list[int]:
         """Returns the orphans that the owner inherited as subreaper, with or without the token."""
-        left = process.children(self._parent) if self._parent else []
-        return [pid for pid in left if pid not in (os.getpid(), self.agent_pid)
+        children = process.children(self._parent)
+        return [pid for pid in children if pid not in (os.getpid(), self.agent_pid)
                 and process.state(pid) not in GONE_STATES]  # fmt: skip
 
     def enforce(self) -> bool:
@@ -310,11 +319,13 @@ class Tree:
         KILL to the ranks alone does not count.
         """
         now = time.monotonic()
+        if now < self._killed + SCAN_EVERY_S:
+            return False
         if now >= self._ranks_kill_at and self.alive():
             for worker in self.alive():
                 worker.killed_after_failure = True
             self._kill_ranks()
-        if now < max(self._kill_at, self._killed + SCAN_EVERY_S):
+        if now < self._kill_at:
             return False
         first = self._kill_at > 0
         self.kill()

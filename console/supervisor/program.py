@@ -73,13 +73,11 @@ def run(
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(started.pid, signal.SIGKILL)
         code, tail = started.wait(), _end_of(read_fd, tail)
-    lines = [line for line in tail.decode("utf-8", "replace").splitlines() if line.strip()]
-    failure = f"exited (code {code})" if code else ""
-    if code < 0:
-        failure = f"was killed ({process.signal_name(-code)})"
+    lines = tail.decode("utf-8", "replace").strip().splitlines()
+    failure = process.end_words(code) if code else ""
     if code and time.monotonic() - begun >= limit_s:
         failure = f"ran longer than {limit_s:g} s and was ended"
-    return Ended(code, failure, clean(lines[-1].strip(), MAX_LINE) if lines else "")
+    return Ended(code, failure, clean(lines[-1], MAX_LINE) if lines else "")
 
 
 def _end_of(fd: int, tail: bytes) -> bytes:

@@ -29,10 +29,13 @@ from console.supervisor.live_directory import Live
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
 from console.supervisor.snapshot_writer import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
+from trainers.contract.errors import UsageError
 
 REFRESH_S = 5.0
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
 """Seconds between two ticks: during fast changes, normally, and while little changes."""
+PAGED_STATES = frozenset(("stalled", "failed", "crashed", "lost", "restarting"))
+"""States whose event has the level crit, so that the alert hook runs."""
 REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
 CODE_CHANGED = "code-changed"
 
@@ -46,21 +49,24 @@ class Run:
 
     def __init__(
         self, services: Services, spec: LaunchSpec, index: int, path: Path,
-        pending: Mapping[str, FlagValue], former: FormerRun | None = None,
+        flags: Mapping[str, FlagValue], former: FormerRun | None = None,
     ):  # fmt: skip
-        self.spec, self.path, self._index = spec, path, index
-        self.phase, self.id = spec.plan.phases[index], f"{spec.launch}/{path.name}"
-        self.state: State = "running" if former else "starting"
-        self.why = ""
-        self.since_ts = time.time()
-        self.number = former.number if former else 1
-        self.over = False
-        self._is_final = former is not None and former.is_final
         self._services, self._directory, self._link = services, services.directory, services.link
+        self._spec, self.path, self._flags = spec, path, flags
+        self.phase, self.id = spec.plan.phases[index], f"{spec.launch}/{path.name}"
+        former_state = former.state if former else {}
+        self.number = former.number if former else 1
         self._ended = former.ended if former else []
+        self._is_final = former is not None and former.is_final
+        self.state: State = "running" if former else "starting"
+        self.why, self._since_ts, self.over = "", time.time(), False
+        self.gates: tuple[Gate, ...] = ()
         self._next_at: float | None = None
         """The time at which the next attempt begins, or None if the run waits for no attempt."""
-        self.gates: tuple[Gate, ...] = ()
+        self._git: Mapping[str, Any] = jsonl.mapping(former_state, "git")
+        """The commit of the code that the newest attempt runs, or {} if it is not available."""
+        self._changed_code = ""
+        """A sentence for the alert that the code has changed, until the alert is raised."""
         self._published: dict[str, Any] = {}
         """The newest content of supervisor.json."""
         self._published_at = self._status_at = 0.0
@@ -69,33 +75,24 @@ class Run:
         self.observers = Observers(self.alerts, self._link)
         if former and former.is_stored:
             self.alerts.restore(
-                jsonl.mapping(former.state, "alerts"),
+                jsonl.mapping(former_state, "alerts"),
                 lambda name: name == REPLACED or name.startswith(ALERT),
             )  # fmt: skip
-        self._flags = former.flags if former else spec.flags(index, pending)
         self._context = self._shared_context(former)
         self.summary = self._context.reducer.summary
         self._check = CheckpointCheck(
             path, spec.plan.checkpoints, self.event, self.alerts, self.summary,
-            jsonl.mapping(former.state, "checkpoint_check") if former else {},
+            jsonl.mapping(former_state, "checkpoint_check"),
         )  # fmt: skip
         self._snapshots = Snapshots(services, path, self.id, self._context.reducer, self.alerts)
-        if former is None:
-            self._record = spec.run_record(index, path, self._flags, self._contract())
-            self._link.store(path / rundir.RUN, self._record)
-        else:
-            self._record = former.record
+        self._record = former.record if former else self._new_record(index)
+        self.summary.loss_unit = loss_unit(self.settings)
+        if former:
             # Only a snapshot in the owner is used; an adopting supervisor reads the records again.
             self._snapshots.load(self._link.stored(path / rundir.SNAPSHOT))
-        self.summary.loss_unit = loss_unit(self.settings)
-        for name in self._link.observers_off():
-            self.observers.switch_off(name)
-        self._git: Mapping[str, Any] = jsonl.mapping(former.state, "git") if former else {}
-        """The commit of the code that the newest attempt runs, or {} if it is not available."""
-        self._changed_code = ""
-        """A sentence for the alert that the code has changed, until the alert is raised."""
         self.attempt = self._new_attempt(former)
-        if former is not None:
+        self.observers.report_switched_off()
+        if former:
             self._continue(former)
         self.publish()
 
@@ -106,7 +103,7 @@ class Run:
 
     def _shared_context(self, former: FormerRun | None) -> RunContext:
         """Returns the objects that all attempts share."""
-        path, world, plan = self.path, self.phase.nproc, self.spec.plan
+        path, world, plan = self.path, self.phase.nproc, self._spec.plan
         if former is None:
             home, token = str(path.absolute()), secrets.token_hex(8)
             summary = Summary(world, 1, 0)
@@ -124,6 +121,16 @@ class Run:
             self._services, path, home, token, self.phase, plan.watch, actions, live, reducer,
             reading, self.observers,
         )  # fmt: skip
+
+    def _new_record(self, index: int) -> dict[str, Any]:
+        """Returns run.json of a new run; the owner stores a copy. Raises UsageError."""
+        try:
+            record = self._spec.run_record(index, self.path, self._flags, self._contract())
+        except UsageError:
+            self._context.live.remove()
+            raise
+        self._link.store(self.path / rundir.RUN, record)
+        return record
 
     def _continue(self, former: FormerRun) -> None:
         """Continues the newest attempt, or continues to wait for the next attempt."""
@@ -143,23 +150,23 @@ class Run:
         if end := self._link.state.former_end:
             log = f"; see {rundir.SUPERVISOR_LOG}" if end.startswith("exited") else ""
             self.alerts.raise_(
-                REPLACED, f"the supervisor's working process {end}; a new one has replaced it, and "
-                f"the ranks keep running{log}", "crit",
+                REPLACED, f"the supervisor's working process {end}; a new one has replaced it, "
+                f"which interrupts no rank{log}", "crit",
             )  # fmt: skip
         else:
             self.event("note", "a new supervisor watches this run", "warn")
 
     def _continue_waiting(self, state: Mapping[str, Any]) -> bool:
         """Waits for the next attempt if the former process did so; returns True in that case."""
-        policy = self.spec.plan.restart
+        policy = self._spec.plan.restart
         if len(self._ended) < self.number or not (
             again := restart.next_attempt(self._ended, policy)
         ):
             return False
         wait_s = policy.backoff_s if isinstance(again, str) else again.wait_s
         self.attempt.abandon()
-        self.since_ts = jsonl.number(state, "since_ts") or self.since_ts
-        waited_s = liveness.age(self.since_ts) or 0.0
+        self._since_ts = jsonl.number(state, "since_ts") or self._since_ts
+        waited_s = liveness.age(self._since_ts) or 0.0
         # At least 1 s, so that a `.HALT` is found before the attempt begins.
         self._next_at = time.monotonic() + max(1.0, wait_s - waited_s)
         self.state, self.why = "restarting", jsonl.text(state, "why")[:400]
@@ -252,9 +259,9 @@ class Run:
         }  # fmt: skip
         return variables | ({environ.LIVE_DIR: str(self.live)} if self.live is not None else {})
 
-    def command(self, number: int) -> tuple[Sequence[str], Mapping[str, str]]:
+    def command(self) -> tuple[Sequence[str], Mapping[str, str]]:
         """Returns the arguments and the environment of torchrun."""
-        logs, grace_s = rundir.logs(self.path, number), self._context.watch.grace_s
+        logs, grace_s = rundir.logs(self.path, self.number), self._context.watch.grace_s
         environment = launch_spec.environment(self.phase, self._flags, self._contract())
         return launch_spec.argv(self.phase, grace_s, logs), environment
 
@@ -264,9 +271,9 @@ class Run:
             self.event("note", self._context.live.missing_words(), "warn")
         return attempt
 
-    def prepare(self, number: int) -> None:
+    def prepare(self) -> None:
         """Creates the run directory for the first attempt, or checks it for a later attempt."""
-        if number > 1:
+        if self.number > 1:
             self._directory.check_token(self.path, self._context.token)
         elif aside := self._directory.make_run(self.path, self._record):
             text = f"a .HALT from before the start was renamed to {aside.name}"
@@ -280,12 +287,11 @@ class Run:
         """
         found = launch_spec.git_facts(launch_spec.code_folder(self.phase))
         self._changed_code = launch_spec.changed_words(self._git, found)
-        if found and (begins or not self._git):
+        if begins or not self._git:
             self._git = found
 
     def _wait(self) -> None:
         """Starts the next attempt when it is due; a `.HALT` or a stop before then ends the run."""
-        self.attempt.tick()
         if self.attempt.known.halt_file:
             self._conclude(*decide(Facts(previous_end=self._ended[-1].why, halt_file=True)))
         elif self._is_final:  # a former process was asked to end the run while it waited
@@ -316,7 +322,7 @@ class Run:
             return self._become(state, why)
         known, ended = self.attempt.known, [*self._ended, self._ended_as(state, why)]
         ending = self._is_final or known.halt_wanted or not self.attempt.tree.spawned
-        again = "" if ending else restart.next_attempt(ended, self.spec.plan.restart)
+        again = "" if ending else restart.next_attempt(ended, self._spec.plan.restart)
         if isinstance(again, str) and (doing := self.observers.call(CHECK, self._poll_check, "")):
             return self._become("stopping", f"all processes have ended; {doing}")
         self._ended = ended
@@ -330,10 +336,10 @@ class Run:
         self.why = why
         if state == self.state:
             return
-        level = "crit" if state in ("stalled", "failed", "crashed", "restarting") else "info"
+        level = "crit" if state in PAGED_STATES else "info"
         self.event("state", f"{self.state} → {state}" + (f": {why}" if why else ""), level,
                    state=state, why=why)  # fmt: skip
-        self.state, self.since_ts = state, time.time()
+        self.state, self._since_ts = state, time.time()
         self.publish()
 
     def _conclude(self, state: State, why: str) -> None:
@@ -365,8 +371,8 @@ class Run:
         """Replaces supervisor.json."""
         self._published_at = time.monotonic()
         now = {
-            "state": self.state, "why": self.why, "since_ts": self.since_ts, "attempt": self.number,
-            "updated_ts": time.time(),
+            "state": self.state, "why": self.why, "since_ts": self._since_ts,
+            "attempt": self.number, "updated_ts": time.time(),
         }  # fmt: skip
         document = self.observers.run(rundir.SUPERVISOR, self._document, self._published)
         self._published = document | now
@@ -376,14 +382,14 @@ class Run:
     def _document(self) -> dict[str, Any]:
         return dict(self._link.state.identity) | self.attempt.document() | {
             "v": VERSION, "run": self.id, "child": rundir.identity(),
-            "lock_token": self._services.lock_token, "launch": self.spec.launch,
+            "lock_token": self._services.lock.token, "launch": self._spec.launch,
             "ended": [asdict(each) for each in self._ended],
             "checkpoint_check": self._check.document(),
             "live_dir": "" if self.over else str(self.live or ""),
             "watch": asdict(self._context.watch), "git": self._git,
             **restart.armed(
                 *self.attempt.monitor.on_stall(), not self._context.live.why, self._ended,
-                self.spec.plan.restart, self.attempt.saved,
+                self._spec.plan.restart, self.attempt.saved,
             ), **self.summary.as_dict(),
         }  # fmt: skip
 
@@ -392,7 +398,7 @@ class Run:
         self._status_at = time.monotonic()
         status = {
             "v": VERSION, "ts": time.time(), "mono": self._status_at, "state": self.state,
-            "why": self.why, "since_ts": self.since_ts, "run": self.id,
+            "why": self.why, "since_ts": self._since_ts, "run": self.id,
             "blocked_s": round(self._directory.blocked_s(), 2),
             "waiting": self._directory.waiting, "dropped": self._directory.dropped,
             "alerts": list(self.alerts.open().values()),

@@ -284,6 +284,10 @@ def test_other_code_at_a_restart_is_said(scene, launch, orders, tmp_path):
     assert words.startswith("the code changed since the last attempt or supervisor: commit ")
     again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["git"] != first and s)
     assert (again["git"]["dirty"], again["ended"][0]["sha"]) == (True, first["sha"])
+    (script.parent / ".git").rename(tmp_path / "away")
+    os.kill(started.wait(lambda: started.pids().get(1)), signal.SIGKILL)
+    third = started.wait(lambda: (s := started.state())["attempt"] == 3 and s["workers"] and s)
+    assert third["git"] == {}, "the commit of a former attempt"
 
 
 @decision("stop", "true")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -188,6 +190,37 @@ def test_a_hook_that_cannot_be_started_is_a_failure(tmp_path, program):
     ((kind, text, level),) = t.events
     assert (kind, level) == ("hook", "warn")
     assert f"the alert hook {program} exited (code 12" in text
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (os, "memfd_create", OSError(errno.EMFILE, "Too many open files")),
+    ],
+)  # fmt: skip
+def test_a_machine_without_threads_or_descriptors_is_a_failure_and_the_next_start_works(
+    tmp_path, monkeypatch, owner, name, error
+):
+    """An alert that found no thread waits for the next start."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    t = Trial(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, refuse)
+        t.hooks.alert(alert("first"))
+        t.until(lambda: t.events)
+    assert (t.events[0][1], t.events[0][2]) == (
+        f"the alert hook {sys.executable} cannot be started: {error.args[-1]}", "warn",
+    )  # fmt: skip
+    t.hooks.alert(alert("second"))
+    t.until(lambda: len(t.events) == 2)
+    assert t.events[1][1].endswith("works again")
+    t.hooks.close()
+    (kept,) = t.records()
+    assert kept["env"]["NSA_ALERT_COUNT"] == ("2" if owner is threading.Thread else "1")
 
 
 def test_a_launch_directory_that_is_gone_is_only_a_failure(tmp_path):

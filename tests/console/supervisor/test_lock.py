@@ -37,7 +37,7 @@ def test_a_new_owner_has_a_new_token_and_its_supervisor_keeps_it(tmp_path):
     os.close(fd)
 
 
-def test_the_sentence_on_an_overwritten_lock_says_that_the_ranks_still_obey_a_halt(tmp_path):
+def test_the_sentence_on_an_overwritten_lock_says_that_a_halt_still_halts_the_ranks(tmp_path):
     path = tmp_path / rundir.LOCK
     with path.open("w+b") as file:
         lock.claim(file.fileno(), "one", "ann")
@@ -46,7 +46,7 @@ def test_the_sentence_on_an_overwritten_lock_says_that_the_ranks_still_obey_a_ha
         path.write_text("{}")
         said = owned.lost()
     assert "the supervisor ignores requests and .HALT there" in said
-    assert "the ranks obey .HALT while their run directory is at its path" in said
+    assert ".HALT in the run directory still halts the ranks while that is at its path" in said
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"token": 7}', b"\xff" * 9000])

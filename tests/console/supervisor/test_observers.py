@@ -72,6 +72,8 @@ def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(launched, name
     # Without files nobody knows whether the ranks were done, or were halted.
     expected = "lost" if (name, when) == ("files", ALWAYS) else "completed"
     assert started.state()["state"] == expected, started.state()["why"]
+    (end,) = [event for event in started.events(0) if event.get("state") == expected]
+    assert end["level"] == ("crit" if expected == "lost" else "info"), "crit calls the hook"
     if name != "supervisor.json":
         assert started.state()["workers"][0]["exit"]["code"] == 0
     failed = f"the observer of {name} failed (ArithmeticError: broken on purpose)"
@@ -92,8 +94,8 @@ class Trial:
         self.kinds.append(kind)
         return {"text": text}
 
-    def observers(self, **more: float) -> Observers:
-        return Observers(self.alerts, owners.absent(), **more)
+    def observers(self) -> Observers:
+        return Observers(self.alerts, owners.absent())
 
     def text(self) -> str:
         (alert,) = self.alerts.open().values()
@@ -119,7 +121,9 @@ def test_every_request_has_its_method_and_without_one_it_is_answered(trial):
 def test_an_observer_is_skipped_after_a_failure_and_switched_off_after_three(trial, monkeypatch):
     now = 100.0
     monkeypatch.setattr(observers_module, "time", SimpleNamespace(monotonic=lambda: now))
-    observers, calls = trial.observers(waits_s=(0.1, 0.2, math.inf), settled_s=0.3), []
+    monkeypatch.setattr(observers_module, "WAITS_S", (0.1, 0.2, math.inf))
+    monkeypatch.setattr(observers_module, "SETTLED_S", 0.3)
+    observers, calls = trial.observers(), []
 
     def run(fails: bool) -> str:
         def look() -> str:

@@ -15,7 +15,7 @@ import pytest
 from console import actions
 from console.sources import process
 from console.supervisor import launch_spec
-from console.supervisor.process_tree import Tree
+from console.supervisor.process_tree import LATE_S, Tree, Worker
 from tests import owners
 from tests.faults.scene import order, sweep_own
 from tests.launches import STUB, phase, sleeping, wait_for
@@ -126,9 +126,27 @@ def test_an_orphan_that_kill_does_not_end_is_reported_although_it_has_no_token(r
     """The attempt is not over while the orphan is there, so the operator must know of it."""
     with subprocess.Popen(["sleep", "60"]) as orphan:
         found = Tree(secrets.token_hex(8), 1, select.poll(), owners.absent(), str(run))
-        found._parent, found._kill_at = os.getpid(), 0.0  # as if KILL had been sent long ago
+        found._parent, found._first_killed = os.getpid(), 0.0  # as if KILL had been sent long ago
         assert any(text.startswith(f"{orphan.pid} (") for text in found.stuck())
         orphan.kill()
+
+
+def test_a_rank_that_outlives_kill_after_a_failure_is_reported_and_not_scanned_for_at_each_tick(
+    run, monkeypatch
+):
+    """torchrun got no KILL, so it is not reported."""
+    scans = []
+    monkeypatch.setattr(process, "with_token", lambda *_: scans.append(1) or [])
+    deaf = process.Handle(os.getpid(), -1, 0)  # a rank in state D: no signal ends it
+    found = Tree(secrets.token_hex(8), 1, select.poll(), owners.absent(), str(run))
+    found.agent, found.workers[0] = process.Handle(os.getppid(), -1, 0), Worker(0, 0, deaf)
+    assert found.stuck() == []
+    found.kill_ranks_after(0.0)
+    for _ in range(5):
+        assert not found.enforce()
+    assert len(scans) == 1
+    found._first_killed -= LATE_S
+    assert [text.split()[0] for text in found.stuck()] == [str(os.getpid())]
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import os
 import resource
 import signal
 import socket
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +22,11 @@ from console.sources import liveness, process
 from console.sources.run import RunSource
 from console.supervisor import link as links
 from console.supervisor import owner as owner_module
+from console.supervisor.alerts import DROPPED
 from console.supervisor.link import Channel
 from console.supervisor.run import REPLACED
 from tests import broken
-from tests.launches import STUB, Started, phase
+from tests.launches import HANG_GUARD_S, STUB, Started, phase
 from trainers.contract import rundir
 
 SEGFAULT, HANG = "ctypes.string_at(0)", "time.sleep(600)"
@@ -69,6 +72,22 @@ def test_a_working_process_that_ends_or_hangs_costs_no_rank(launched, name, meth
     assert name in text.partition(";")[0]
     assert "supervisor.log" not in text  # it has nothing on a signal or a silence
     assert not process.with_token(started.token())
+
+
+def test_an_observer_that_is_switched_off_is_reported_in_the_next_phase_too(begin, tmp_path):
+    setup = "owners.WAITS_S = (0.0, 0.3, 0.5, 5.0)"
+    shell = broken.shell(tmp_path, "ends.Ends.documents", f"if {ALWAYS}: {SEGFAULT}", setup)
+    go = tmp_path / "go"
+    started = begin(
+        *(phase(name, "member.py", 5, "until", go, nproc=1) for name in ("one", "two")), shell=shell
+    )
+    off = "observer-supervisor.json"
+    started.wait(lambda: started.alerts(off) and "switched off" in started.alerts(off)[0]["text"])
+    go.touch()
+    assert started.wait_end()["why"] == "all phases are done"
+    (raised,) = [event for event in started.alerts(off, 1) if event["kind"] == "alert"]
+    assert "switched off" in raised["text"]
+    assert not started.alerts(DROPPED, 1)
 
 
 def patient(folder) -> dict[str, str]:
@@ -314,6 +333,28 @@ def test_the_last_messages_of_a_child_are_handled_whatever_their_size():
     assert sizes == {"small": 2, "large": 120_000}
 
 
+def test_a_large_document_does_not_wait_for_an_owner_that_is_stopped():
+    """Without its owner, the child still serves requests and watches the ranks."""
+    ours, theirs = socket.socketpair()
+    link, contents = links.Link(Channel(ours), links.ChildState(identity={})), []
+
+    def store() -> None:
+        for number in range(3):
+            contents.append({"number": number, "pad": "x" * 400_000})
+            link.store(Path(f"document{number}"), contents[-1])
+
+    storing = threading.Thread(target=store, daemon=True)
+    storing.start()
+    storing.join(HANG_GUARD_S)
+    assert not storing.is_alive()
+    theirs.setblocking(False)
+    owner, messages = Channel(theirs), []
+    while len(messages) < 3:
+        link.send_alive()
+        messages += [each for each in owner.receive() if each.kind == links.STORE]
+    assert [json.loads(each.data.partition(b"\0")[2]) for each in messages] == contents
+
+
 def test_the_owner_reports_a_term_only_if_it_has_sent_one():
     """The child is still starting; an adopted rank would get KILL without TERM before it."""
     ours, theirs = socket.socketpair()
@@ -324,6 +365,5 @@ def test_the_owner_reports_a_term_only_if_it_has_sent_one():
     owner._forward_signals()
     owner._handle_at = 0.0
     owner._enforce_deadlines()
-    owner._send_queued()
     assert [message.kind for message in Channel(theirs).receive()] == [links.SIGNAL]
     assert not owner._state.term_sent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from console import actions, status_text
 from console.sources.run import RunSource
+from tests import broken
+from tests.faults.scene import ROOT
 from tests.launches import STUB, phase
 from trainers.contract import rundir
 
@@ -61,6 +64,30 @@ def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
     assert (answer[0]["request"], answer[0]["ok"]) == ("late", False)
     assert started.ask("halt")["ok"]
     assert started.wait_end()["why"] == "halt requested by tester before the next phase"
+
+
+def test_a_phase_whose_config_became_invalid_cannot_start_and_leaves_no_shared_memory(
+    begin, tmp_path
+):
+    memory, config = tmp_path / "memory", tmp_path / "two.yaml"
+    memory.mkdir()
+    shutil.copyfile(ROOT / "configs" / "tiny_cpu.yaml", config)
+    moved = f"rundir.SHARED_MEMORY = pathlib.Path({str(memory)!r})"
+    shell = broken.shell(
+        tmp_path, "launch.Launch.tick", "pass", f"from trainers.contract import rundir; {moved}"
+    )
+    started = begin(
+        phase("one", "member.py", 3, "until", tmp_path / "go"),
+        {"name": "two", "module": "trainers.ddp", "config": str(config)}, shell=shell,
+    )  # fmt: skip
+    started.wait_steps(3)
+    assert len(os.listdir(memory)) == 1
+    config.write_text("no_such_setting: 1\n")
+    (tmp_path / "go").touch()
+    ended = started.wait_over()
+    assert [entry["state"] for entry in ended["phases"]] == ["completed", "failed"]
+    assert ended["why"].startswith("two cannot start: ")
+    assert os.listdir(memory) == []
 
 
 @pytest.mark.parametrize(("how", "state", "code"), [("TERM", "lost", 5), ("stop", "stopped", 4)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 
-from console.supervisor.alerts import Alerts
+from console.supervisor.alerts import DROPPED, SETTLED_S, Alerts
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 
@@ -90,3 +90,15 @@ def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_pa
     (text,) = (text for kind, text, *_ in events if kind == "alert")
     assert text.startswith("writes to the run directory fail (No such file or directory: ")
     assert rundir.read_json(path) == {"n": 1}
+
+
+def test_an_alert_on_failed_writes_stays_open_in_a_new_process_until_its_writes_work(tmp_path):
+    directory, events = Directory(), []
+    alerts = Alerts(lambda *words, **more: events.append(words) or {}, directory)
+    alerts.restore({DROPPED: {"text": "writes fail"}}, lambda name: False)
+    alerts.check_directory()
+    assert (list(alerts.open()), events) == ([DROPPED], [])
+    alerts._dropped_at -= SETTLED_S
+    alerts.check_directory()
+    assert [kind for kind, *_ in events] == ["clear"]
+    directory.close()
