@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from console.error_patterns import OomEvidence
 from console.model import EXIT_CODES, State
-from console.rank_end import NAMED_CODES, RankEnd
+from console.rank_end import NAMED_CODES, OomEvidence, RankEnd
 from console.status_text import rank_names
 
 LAST_STEP = "done"

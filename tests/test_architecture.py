@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / room).rglob("*.py"))
 STDLIB = sys.stdlib_module_names
 FLOORS = (
-    "plan", "access", "model", "status_text", "error_patterns", "rank_end", "run_state",
+    "plan", "access", "model", "status_text", "rank_end", "run_state",
     "settings_file", "action_table", "sources", "diagnose", "plans", "supervisor", "targets",
     "actions", "bundle", "tui", "commands", "cli",
 )  # fmt: skip
