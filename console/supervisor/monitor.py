@@ -96,7 +96,7 @@ class Monitor:
     def poll(
         self, now: Sampler, seen: Sequence[RankEvidence], ending: str, halting: bool, unread: str
     ) -> bool:
-        """Applies the watch rules to the last sample; returns True.
+        """Applies the watch rules to the last sample; the result True says that this was done.
 
         `seen` is empty until a rank is found, while a new child reads the records so far, and while
         the ranks end for the reason `ending`. With `ending`, no action is due. `unread` says why
@@ -301,10 +301,8 @@ class Monitor:
 
 def _says(verdict: Verdict) -> tuple[object, ...]:
     """Returns the parts of a verdict whose change makes a new verdict, without `_CHANGING`."""
-    place, sentence = (
-        (verdict.rank, verdict.phase, verdict.step),
-        _CHANGING.sub("", verdict.sentence),
-    )
+    place = verdict.rank, verdict.phase, verdict.step
+    sentence = _CHANGING.sub("", verdict.sentence)
     return verdict.cause, verdict.sure, verdict.action, sentence, *place
 
 

@@ -1,4 +1,4 @@
-"""The thread that accesses the run directory, so that a hung disk cannot block the main loop."""
+"""Works on a launch directory in one thread, so that a hung disk does not block the main loop."""
 
 from __future__ import annotations
 
