@@ -20,7 +20,7 @@ from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.verdict import diagnose
 from console.model import Verdict
 from console.plan import Watch
-from console.supervisor.offline_diagnosis import Diagnoser, collect
+from console.supervisor.offline import OfflineRun, collect, ranks_of
 from trainers.contract import rundir
 
 
@@ -36,24 +36,25 @@ class Inputs:
 
 def collected(path: Path) -> Inputs | None:
     """Returns the inputs from a stalled launch, or None if no rank can stall now."""
-    reader = Diagnoser(path)
-    ranks = _ranks(reader)
-    if not ranks or reader._source.of is None:
+    source = OfflineRun(path)
+    ranks = _ranks(source)
+    if not ranks or source.of is None:
         return None
-    evidence = collect(reader._source.of[0], ranks)
-    found = Inputs(_ranks(reader), reader._source.watch, time.time(), evidence)
+    evidence = collect(source.of[0], ranks)
+    found = Inputs(_ranks(source), source.watch, time.time(), evidence)
     return found if moment_of(found.ranks, found.watch, found.ts) else None
 
 
-def _ranks(reader: Diagnoser) -> tuple[RankEvidence, ...]:
+def _ranks(source: OfflineRun) -> tuple[RankEvidence, ...]:
     """Returns the ranks of a live run, or (). A rank without a phase counts as never changed."""
-    state, run, now = reader._poll()
-    if run is None or now is None or reader._source.over:
+    now = source.poll()
+    if now is None or source.of is None or source.over:
         return ()
+    run = source.of[0]
     since_s = time.time() - (run / rundir.RUN).stat().st_mtime
     return tuple(
         each if each.phase else replace(each, unchanged_s=since_s, doubt="")
-        for each in reader._ranks(state, run, now)
+        for each in ranks_of(source.state, run, now)
     )
 
 

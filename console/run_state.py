@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from console.error_patterns import OomEvidence
 from console.model import EXIT_CODES, State
-from console.rank_end import NAMED_CODES, RankEnd
+from console.rank_end import NAMED_CODES, OomEvidence, RankEnd
+from console.status_text import rank_names
 
 LAST_STEP = "done"
 """The reason of a rank that completed all its steps."""
@@ -194,7 +194,8 @@ def _halt_words(facts: Facts) -> str:
     if facts.by and facts.requested == "halt":
         by = f", requested by {facts.by}"
     if len(steps) == 1:
-        who = f"all {len(facts.halt_steps)} ranks" if len(facts.halt_steps) > 1 else "rank 0"
+        is_all = len(facts.halt_steps) == facts.world > 1
+        who = f"all {facts.world} ranks" if is_all else rank_names(facts.halt_steps)
         return f"{who} halted at step {steps[0]}{by}"
     return f"ranks halted at steps {', '.join(map(str, steps))}{by}" if steps else f"halted{by}"
 
@@ -219,13 +220,11 @@ def _failure_words(facts: Facts) -> str:
     earlier = [e for e in others if e.lost_peer and facts.position(e) < facts.position(end)]
     later = [e for e in others if e not in earlier]
     if earlier:
-        sentence += f"; {_ranks(earlier)} exited earlier, in a failed collective"
-    return f"{sentence}; {_ranks(later)} ended because of it" if later else sentence
-
-
-def _ranks(ends: Sequence[RankEnd]) -> str:
-    """Returns at most eight ranks as text, for example "ranks 0, 2"."""
-    return f"rank{'s' * (len(ends) > 1)} {', '.join(str(end.rank) for end in ends[:8])}"
+        named = rank_names(each.rank for each in earlier)
+        sentence += f"; {named} exited earlier, in a failed collective"
+    if later:
+        sentence += f"; {rank_names(each.rank for each in later)} ended because of it"
+    return sentence
 
 
 def _killed_together_words(facts: Facts) -> str:

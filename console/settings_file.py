@@ -39,15 +39,19 @@ class Settings:
 
 
 KEYS = tuple(each.name for each in fields(Settings))
+ANOTHER_HOME = "set HOME or XDG_CONFIG_HOME to a directory of this user"
 CHARTS = "charts"
 """The key that only the screen reads: the charts of the Dashboard, in their order."""
 CHARTS_LINES = re.compile(rf"^{CHARTS}:.*\n?(?:[ \t-].*\n?)*", re.MULTILINE)
 
 
 def path() -> Path:
-    """Returns the path of the settings file of this user."""
+    """Returns the path of this user's settings file. Raises UsageError if no home is known."""
     base = Path(environ.get("XDG_CONFIG_HOME"))
-    folder = base if base.is_absolute() else Path.home() / ".config"
+    try:
+        folder = base if base.is_absolute() else Path.home() / ".config"
+    except RuntimeError as error:
+        raise UsageError(f"this user has no home directory; {ANOTHER_HOME}") from error
     return folder / "nsa-console" / "settings.yaml"
 
 
@@ -61,10 +65,13 @@ def load() -> Settings:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    for each in (file, file.parent):
-        _check_private(each)
+    try:
+        if not file.exists():
+            return {}
+        for each in (file, file.parent):
+            _check_private(each)
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}; {ANOTHER_HOME}") from error
     return yamlfile.load(file)
 
 
@@ -117,11 +124,8 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
 
 
 def _check_private(place: Path) -> None:
-    """Raises UsageError if a user other than root and this user can write `place`."""
-    try:
-        status = place.stat()
-    except OSError as error:
-        raise UsageError(f"cannot read {place}: {error.strerror}") from error
+    """Raises UsageError if a user other than root and this user can write `place`, or OSError."""
+    status = place.stat()
     if status.st_uid not in (0, os.geteuid()):
         raise UsageError(
             f"{place} belongs to user id {status.st_uid}, and the settings name programs that run "

@@ -15,9 +15,8 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / room).rglob("*.py"))
 STDLIB = sys.stdlib_module_names
 FLOORS = (
-    "plan", "access", "model", "error_patterns", "rank_end", "run_state", "settings_file",
-    "status_text",
-    "action_table", "sources", "diagnose", "plans", "supervisor", "targets",
+    "plan", "access", "model", "status_text", "rank_end", "run_state",
+    "settings_file", "action_table", "sources", "diagnose", "plans", "supervisor", "targets",
     "actions", "bundle", "tui", "commands", "cli",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from console.sources import launches, verdicts
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from console.supervisor.monitor import stop_cost
-from console.supervisor.offline_diagnosis import Diagnoser, Diagnosis
+from console.supervisor.offline import Diagnosis, diagnosis
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 
@@ -30,7 +30,7 @@ def diagnose(options: argparse.Namespace) -> int:
 
     For a run that has ended, returns the exit code of `status`.
     """
-    found = Diagnoser(launches.find(options.run, options.root)).diagnose()
+    found = diagnosis(launches.find(options.run, options.root))
     record = as_json(found, options.root)
     show(options.json, record, map(clean, lines(found, record)))
     return found.exit_code
@@ -121,7 +121,7 @@ def bundle(options: argparse.Namespace) -> int:
 def _diagnosis(path: Path, root: Path) -> dict[str, bytes]:
     """Returns the output of `diagnose` as text and as JSON, or the reason why it is missing."""
     try:
-        found = Diagnoser(path).diagnose()
+        found = diagnosis(path)
     except (ContractError, OSError) as error:
         return {"diagnosis.txt": f"not available: {error}\n".encode()}
     record = as_json(found, root)

@@ -19,7 +19,7 @@ from console.diagnose.watchdog import Change, Watchdog
 from console.plan import Watch
 from console.sources import launches
 from console.sources.sanitize import clean
-from console.supervisor import offline_run
+from console.supervisor.offline import OfflineRun
 from trainers.contract import rundir
 
 
@@ -30,7 +30,7 @@ def watchdog(options: argparse.Namespace) -> int:
         access.check_ours(path)
         launches.check_in_place(path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    source = offline_run.OfflineRun(path)
+    source = OfflineRun(path)
     dog: Watchdog | None = None
     watched: tuple[Path, int] | None = None
     halted: set[Path] = set()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from console import error_patterns
+from console.rank_end import lost_peer
 from console.sources import json_documents, record_parts
 from console.sources.rank_totals import LAST_STEPS, MAX_ATTEMPTS, RankTotals
 from console.sources.record_files import read_end
@@ -114,7 +114,7 @@ def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
                 doubt = doubt or f"{name} is missing, unreadable or too long to be read completely"
             left -= len(data)
             for line in data.decode("utf-8", "replace").splitlines():
-                if ERROR.search(line) or error_patterns.lost_peer(line):
+                if ERROR.search(line) or lost_peer(line):
                     count += 1
                     first = first or f"{name}: {clean(line.strip(), 160)}"
     return count, first, doubt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from console.error_patterns import OomCounts, OomEvidence
+from console.rank_end import OomCounts, OomEvidence
 from console.sources.procfs import TABLE_BYTES, cgroup_folders, number_after, read_text
 
 VMSTAT = "/proc/vmstat"

@@ -13,8 +13,7 @@ from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
 from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.ends import Ends
-from console.supervisor.former_documents import ENDINGS
-from console.supervisor.former_run import FormerRun
+from console.supervisor.former_documents import ENDINGS, FormerRun
 from console.supervisor.live_directory import LastPulses
 from console.supervisor.monitor import Monitor
 from console.supervisor.process_tree import Tree

@@ -52,12 +52,11 @@ class CheckpointCheck:
     ):  # fmt: skip
         self._run, self._plan, self._event, self._alerts = run, plan, event, alerts
         self._summary, self._loads = summary, loads
-        done = (
-            {} if jsonl.text(former, "doing") else former
-        )  # a check that was cut short is repeated
+        # A check that was cut short is repeated.
+        done = {} if jsonl.text(former, "doing") else former
         self._newest = jsonl.integer(done, "attempt") or 0, jsonl.integer(done, "step") or 0
         """Attempt and step of the newest checkpoint whose check began."""
-        self._results = {key: jsonl.text(former, key)[:400] for key in ALERTS}
+        self._results = {key: jsonl.text(done, key)[:400] for key in ALERTS}
         self._doing = ""
         """The program that runs: a key of `ALERTS`, or "" for none."""
         self._job: Future[Outcome] | None = None

@@ -14,10 +14,11 @@ from typing import Any
 
 from console.sources import launches, liveness, process
 from console.supervisor import former_documents
-from console.supervisor.former_documents import NOT_ADOPTED
+from console.supervisor.former_documents import NOT_ADOPTED, FormerRun
 from console.supervisor.launch_spec import LOG_DIR, LaunchSpec, argv
+from console.supervisor.link import Link
 from console.supervisor.next_flags import OPERATOR, set_words
-from trainers.contract import jsonl, rundir
+from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 GROWING = ("watch", "restart")
@@ -131,7 +132,7 @@ def check_run(
     check_flags(record, spec, index, evidence)
     warnings = []
     if (asked := jsonl.text(document, "asked")) in former_documents.STOPS:
-        # The ranks obey a `.HALT` of a former supervisor; TERM and KILL are not sent again.
+        # The ranks still read the `.HALT`. TERM and KILL are not sent again.
         again = "" if asked == "halt" else " and is not continued: request it again"
         warnings.append(
             f"{asked} was requested from the former supervisor{again}; no further attempt starts"
@@ -140,6 +141,46 @@ def check_run(
         warnings.append(f"only {rundir.SUPERVISOR} says that a restart is due, so none is started")
         document |= {"state": "crashed"}
     return record, document, warnings
+
+
+def read_run(link: Link, run: Path, spec: LaunchSpec, index: int, is_last: bool) -> FormerRun:
+    """Returns a run from the documents that the owner stored, or else from those on disk.
+
+    `is_last` says that the end of the plan was requested. Raises RefusedError or UsageError if the
+    run cannot be adopted.
+    """
+    stored, warnings = link.stored(run / rundir.RUN), []
+    if stored is not None:
+        record, state = stored, link.stored(run / rundir.SUPERVISOR) or {}
+    else:
+        record, state, warnings = check_run(run, spec, index)
+    flags = former_documents.flags(jsonl.mapping(record, "flags"), "origin")
+    living, ended = newest_living_attempt(record, state), former_documents.ended_attempts(state)
+    written = min(jsonl.integer(state, "attempt") or 1, len(ended) + 1)
+    number = living or max(1, written)
+    if living or jsonl.text(state, "state") != "restarting":
+        del ended[number - 1 :]
+    return FormerRun(record, state, stored is not None, warnings, flags, number, ended, is_last)
+
+
+def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:
+    """Returns the newest attempt that a living process of the run names, or 0 if none does.
+
+    Raises RefusedError if run.json has no valid token, or the token of another run. In the second
+    case, processes with the token have another run directory, or supervisor.json has the live
+    directory of another token.
+    """
+    token, mine = former_documents.token(record), former_documents.home(record)
+    environments = [process.environment(pid) for pid in process.with_token(token)]
+    others = [home for each in environments if (home := each.get(environ.RUN_DIR, mine)) != mine]
+    live = jsonl.text(state, "live_dir")
+    if others or (live and not live.endswith(f"-{token}")):
+        other = f", {others[0]}" if others else ""
+        raise RefusedError(
+            f"{rundir.RUN} of {mine} holds the token of another run{other}; {NOT_ADOPTED}"
+        )
+    numbers = [each.get(environ.ATTEMPT, "") for each in environments if environ.RUN_DIR in each]
+    return max((int(n) for n in numbers if n.isdecimal() and len(n) < 6), default=0)
 
 
 def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
@@ -228,10 +269,11 @@ def check_flags(
         in_plan = planned[name].value if name in planned else None
         living = [environment.get(name) for environment in environments]
         by_operator = jsonl.text(entry, "origin").startswith(OPERATOR) and value in living
-        confirmed = value == in_plan or by_operator
-        confirmed = confirmed or (
-            value is not None and evidence.confirms_flag(name, value, names)
-        )  # fmt: skip
+        confirmed = (
+            value == in_plan
+            or by_operator
+            or (value is not None and evidence.confirms_flag(name, value, names))
+        )
         other = "" if confirmed else f"{rundir.PLAN} says {_flag_words(name, in_plan)}"
         if confirmed and living and value not in living:
             other = f"the processes of the run have {_flag_words(name, living[0])}"

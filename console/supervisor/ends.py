@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from console.error_patterns import OomEvidence
-from console.rank_end import RankEnd
+from console.rank_end import OomEvidence, RankEnd
 from console.sources import crash_log, liveness, oom_counts
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords

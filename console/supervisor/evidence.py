@@ -18,6 +18,7 @@ from console.sources import flight, kernel_evidence, py_spy, stacks
 from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.nvml import opened_by, visible_devices
 from console.sources.stacks import BY_PY_SPY, Stack
+from console.status_text import rank_names
 
 APART_S = 2.0
 """Time between the two samples of each process."""
@@ -165,16 +166,16 @@ class Collector:
         return replace(found, stacks=dumps)
 
     def _complete(self, found: Evidence) -> None:
-        numbers, gaps = [each.rank for each in self._ranks], list(found.gaps)
-        for name, of in (("process evidence", found.after), ("stack", found.stacks),
-                         ("flight record", found.flights)):  # fmt: skip
-            missing = [str(rank) for rank in numbers if rank not in of]
-            if missing:
-                gaps.append(f"no {name} of rank {', '.join(missing[:16])}")
+        numbers, gaps = {each.rank for each in self._ranks}, list(found.gaps)
         self._sampled_at = time.monotonic()
         gpus = self._own_gpus()
-        if without := [str(rank) for rank, rows in gpus.items() if not rows]:
-            gaps.append(f"no GPU figures of rank {', '.join(without[:16])}")
+        lacking = {
+            "process evidence": numbers - found.after.keys(),
+            "stack": numbers - found.stacks.keys(),
+            "flight record": numbers - found.flights.keys(),
+            "GPU figures": {rank for rank, rows in gpus.items() if not rows},
+        }
+        gaps += [f"no {name} of {rank_names(ranks)}" for name, ranks in lacking.items() if ranks]
         self.complete = replace(found, gaps=tuple(gaps), ts=time.time(), gpus=gpus)
 
     def _own_gpus(self) -> dict[int, tuple[Gpu, ...]]:

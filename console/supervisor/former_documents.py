@@ -1,19 +1,24 @@
-"""Reads and validates the documents that a former supervisor wrote.
+"""Reads the documents and events that a dead child or a dead supervisor left.
 
-The content of the documents is not trusted.
+Their content is not trusted: `console.supervisor.cross_check` compares it with other sources.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from console.model import PhaseState
 from console.sources import json_documents, liveness
+from console.sources.record_files import Line, Place
+from console.sources.reducer import Events
+from console.sources.summary import Summary
 from console.supervisor.launch_spec import FlagValue
+from console.supervisor.restart import AttemptEnd
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import flags as registry
 from trainers.contract.errors import RefusedError
@@ -26,7 +31,7 @@ STOPS = ("halt", "stop", "kill")
 """The actions after which no further attempt begins."""
 TOKEN = re.compile(r"[0-9a-f]{16}")
 PHASE_KEYS = ("state", "why", "result", "steps", "started_ts", "ended_ts")
-EVENTS_BYTES = 1 << 20
+EVENTS_BYTES, MAX_ENDED = 1 << 20, 10_000
 NOT_ADOPTED = "the launch is not adopted"
 
 
@@ -84,3 +89,69 @@ def events(folder: Path, below: Path) -> list[dict[str, Any]]:
     """Returns the newest events of a launch or run, without lines that are not records."""
     data = jsonl.read_bytes(folder / rundir.EVENTS, EVENTS_BYTES, below=below)
     return [record for record in map(jsonl.decode, data.splitlines()) if record is not None]
+
+
+# --- the former run ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FormerRun:
+    """The documents of a run, and the attempt with which the run continues."""
+
+    record: dict[str, Any]
+    """run.json."""
+    state: dict[str, Any]
+    """supervisor.json, or {} if none was written."""
+    is_stored: bool
+    """True: the documents come from the owner. False: they were read from disk and checked."""
+    warnings: Sequence[str]
+    """Sentences on entries of the documents that an operator must know."""
+    flags: Mapping[str, FlagValue]
+    number: int
+    """The newest attempt."""
+    ended: list[AttemptEnd]
+    """The attempts that have ended. While a restart is due, the newest attempt is one of them."""
+    is_last: bool
+    """True if the end of the plan was requested."""
+
+    @property
+    def is_final(self) -> bool:
+        """Returns whether the state, or a requested action, rules out a further attempt."""
+        return (
+            self.is_last
+            or jsonl.text(self.state, "state") in FINAL
+            or jsonl.text(self.state, "asked") in STOPS
+        )
+
+    @property
+    def home(self) -> str:
+        return home(self.record)
+
+    @property
+    def token(self) -> str:
+        return token(self.record)
+
+
+def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
+    """Returns how the attempts ended, according to supervisor.json."""
+    entries = jsonl.entries(state, "ended")[-MAX_ENDED:]
+    return [each for entry in entries if (each := json_documents.read(AttemptEnd, entry)).state]
+
+
+def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
+    """Returns a summary without records: the counts of attempts and stalls, and the last pulses.
+
+    A count that supervisor.json lacks stays unknown. A known number of stalls is at least the
+    number in the newest events of `run`, unless `run` is None.
+    """
+    stalls = jsonl.integer(state, "stalls")
+    newest = Events()
+    for record in () if run is None else events(run, run):
+        newest.add(Line(Place(0, 0), 0, record))
+    if stalls is not None:
+        stalls = max(stalls, newest.stalls or 0)
+    has_attempt = jsonl.integer(state, "attempt") is not None
+    found = Summary(world, attempt if has_attempt else None, stalls)
+    found.stalled_ts = newest.stalled_ts
+    found.take_document(state)
+    return found

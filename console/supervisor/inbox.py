@@ -1,4 +1,4 @@
-"""Polls the mailboxes and other files of a launch, and executes each request once.
+"""Polls the mailboxes and other files of a launch; no request is executed twice.
 
 A request file may contain anything. Therefore its size is bounded, the file must be a regular file
 of this user, and `console.action_table` checks its arguments before anything is executed.
@@ -49,7 +49,7 @@ class Request:
     written_ns: int = 0
     """Time at which the file was written, by the clock of the file system."""
     found_ns: int = 0
-    """Time at which the file was found, by the same clock."""
+    """Time at which the file was found, by the same clock if that can be read."""
 
     @property
     def folder(self) -> Path:

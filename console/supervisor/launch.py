@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from console.plans import gates
 from console.status_text import RESULT_WORDS, not_passed, with_word
-from console.supervisor import cross_check, former_documents, former_run, live_directory, overrides
+from console.supervisor import cross_check, former_documents, live_directory, overrides
 from console.supervisor.alerts import Alerts
 from console.supervisor.context import Services
 from console.supervisor.dump import Dumps
@@ -212,7 +212,7 @@ class Launch:
         if former.get("state") == "waiting" and not is_last:
             self.state, self._why = "waiting", jsonl.text(former, "why")[:400]
         elif link.stored(run / rundir.RUN) or (run / rundir.RUN).exists():
-            found = former_run.read(link, run, self._spec, self._index, bool(self._ended_by))
+            found = cross_check.read_run(link, run, self._spec, self._index, bool(self._ended_by))
             self.run = Run(self._services, self._spec, self._index, run, found.flags, found)
         elif self._ended_by:
             self._end(self._ended_by)

@@ -60,8 +60,8 @@ class Monitor:
         self._watchdog = Watchdog(context.watch, context.actions, settings=run.settings)
         self._watchdog.restore(self._alerts.open())
         self._ending = ""
-        self._stalled_since = 0.0
-        """Time of the last progress before the present stall (unix s)."""
+        self._moved_at = 0.0
+        """Time of the last progress before the present stall (monotonic s)."""
         self._documents = 0
         """Number of verdicts of the present stall that were written."""
         self._sampled_ts = 0.0
@@ -96,7 +96,7 @@ class Monitor:
     def poll(
         self, now: Sampler, seen: Sequence[RankEvidence], ending: str, halting: bool, unread: str
     ) -> bool:
-        """Applies the watch rules to the last sample; returns True.
+        """Applies the watch rules to the last sample; the result True says that this was done.
 
         `seen` is empty until a rank is found, while a new child reads the records so far, and while
         the ranks end for the reason `ending`. With `ending`, no action is due. `unread` says why
@@ -158,9 +158,8 @@ class Monitor:
         self._check_pulses(seen)
         found = diagnose(seen, self._watch, time.time())
         if found is not None and self.verdict is None:
-            self._stalled_since = time.time() - min(
-                r.unchanged_s for r in seen if r.phase != "exit"
-            )
+            running = (each.unchanged_s for each in seen if each.phase != "exit")
+            self._moved_at = time.monotonic() - min(running)
         found = self._explained(seen, found)
         if found is not None:
             heads = self._heads().values()
@@ -231,7 +230,7 @@ class Monitor:
             self._write(before, end="replaced by the next verdict", end_ts=verdict.ts)
         self._write(verdict)
         self._run.event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
-        since_ts = self._stalled_since
+        since_ts = time.time() - self._stalled_s()
         if self._alerts.raise_(STALL, verdict.sentence, "crit", "3", since_ts=since_ts):
             self._context.reducer.summary.count_stall(since_ts)
         else:
@@ -254,10 +253,13 @@ class Monitor:
     def _why_over(self, seen: Sequence[RankEvidence]) -> str:
         """Returns why the stall has ended, although the ranks are not being ended."""
         running = [each for each in seen if each.phase != "exit" and not each.doubt]
-        lasted_s = time.time() - self._stalled_since
-        if any(each.unchanged_s < lasted_s - 1 for each in running):
+        if any(each.unchanged_s < self._stalled_s() - 1 for each in running):
             return STEP_AGAIN
         return RUN_AGAIN if running else "the ranks exit, or their pulses cannot be trusted"
+
+    def _stalled_s(self) -> float:
+        """Returns the duration of the present stall; a changed wall clock does not change it."""
+        return time.monotonic() - self._moved_at
 
     def close(self, why: str) -> None:
         """Closes the verdict, if there is one, and clears the alert on the stall."""
@@ -265,7 +267,7 @@ class Monitor:
         self._documents, self._sampled_ts, self._changed = 0, 0.0, None
         if verdict is not None:
             if why in (STEP_AGAIN, RUN_AGAIN):
-                why = f"{_pause(verdict, time.time() - self._stalled_since)}: {why}"
+                why = f"{_pause(verdict, self._stalled_s())}: {why}"
             self._write(verdict, end=why, end_ts=time.time())
             more = {"rank": verdict.rank, "cause": verdict.cause}
             self._run.event("verdict", f"ended: {why}", "info", **more)
@@ -299,10 +301,8 @@ class Monitor:
 
 def _says(verdict: Verdict) -> tuple[object, ...]:
     """Returns the parts of a verdict whose change makes a new verdict, without `_CHANGING`."""
-    place, sentence = (
-        (verdict.rank, verdict.phase, verdict.step),
-        _CHANGING.sub("", verdict.sentence),
-    )
+    place = verdict.rank, verdict.phase, verdict.step
+    sentence = _CHANGING.sub("", verdict.sentence)
     return verdict.cause, verdict.sure, verdict.action, sentence, *place
 
 

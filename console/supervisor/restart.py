@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from console import error_patterns
 from console import plan as plans
+from console import rank_end
 from console.diagnose.watchdog import STRONG
 from console.model import State
 from console.plan import Restart
@@ -120,7 +120,7 @@ def signature(facts: Facts) -> str:
         return ""
     end = facts.culprit()
     if end is None:
-        return f"start:{error_patterns.without_numbers(facts.failure)}" if facts.failure else ""
+        return f"start:{rank_end.without_numbers(facts.failure)}" if facts.failure else ""
     out_of_memory = facts.oom is not None and facts.oom.here
     if end.signal == "SIGKILL" and out_of_memory and not end.killed_after_failure:
         return "signal:SIGKILL:out of host memory"
@@ -137,4 +137,4 @@ def is_permanent(facts: Facts) -> bool:
     end = facts.culprit() if signature(facts) else None
     if end is None or end.signal or not end.error:
         return False
-    return end.code in error_patterns.PERMANENT_CODES or error_patterns.is_permanent(end.error)
+    return end.code == rank_end.CONFIGURATION or rank_end.is_permanent(end.error)

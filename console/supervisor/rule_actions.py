@@ -72,7 +72,7 @@ class Policy:
         self._directory.write_request(run.path, rundir.HALT, by, report)
 
     def halt_launch(self, run: Run | None) -> None:
-        """Obeys a `.HALT` in the launch directory: halts `run`, or ends the plan if it is None."""
+        """Executes a `.HALT` in the launch directory: halts `run`; without a run, ends the plan."""
         if time.monotonic() < self._halt_at:
             return
         self._halt_at, by = math.inf, f"{rundir.HALT} in the launch directory"

@@ -18,12 +18,12 @@ from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
-from console.supervisor import former_documents, former_run, launch_spec, restart
+from console.supervisor import former_documents, launch_spec, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt
 from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.context import RunContext, Services
-from console.supervisor.former_run import FormerRun
+from console.supervisor.former_documents import FormerRun
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.live_directory import Live
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
@@ -110,7 +110,7 @@ class Run:
         else:
             home, token = former.home, former.token
             checked_with = None if former.is_stored else path
-            summary = former_run.summary(former.state, checked_with, world, self.number)
+            summary = former_documents.summary(former.state, checked_with, world, self.number)
         reducer = Reducer(Series(keeps=False), summary, timed=True)
         reading = RecordFiles(path, cursors=reducer.cursors)
         live = Live(token, world, self.number, path, former is not None)

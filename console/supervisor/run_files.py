@@ -1,4 +1,4 @@
-"""Reads `.HALT`, records, training.csv and disk space of an attempt, and at the end its logs."""
+"""Reads the files of an attempt: records, documents and `.HALT` in polls, logs at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that accesses the run directory, so that a hung disk cannot block the main loop."""
+"""Works on a launch directory in one thread, so that a hung disk does not block the main loop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Directory(Recorder):
         self._documents: dict[Path, tuple[object, Mapping[str, Any]]] = {}
         """The documents that wait, each with the mark of the call that writes the document."""
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
-        """Documents that could not be written yet; only the thread of this object uses them."""
+        """Documents to write now, or again after a failure; only this object's thread uses them."""
         self.replaced: deque[Path] = deque()
         """Files that another process removed or replaced, to be reported."""
         self.unexpected_errors: deque[Exception] = deque()
@@ -166,16 +166,24 @@ class Directory(Recorder):
             if self._documents[path][0] is not mark:
                 return
             _, self.unwritten[path] = self._documents.pop(path)
-        self._write_unwritten(path)
+        self._write_unwritten()
 
     def _write_version(self, path: Path, record: Mapping[str, Any]) -> None:
         self.unwritten[path] = record
-        self._write_unwritten(path)
+        self._write_unwritten()
 
-    def _write_unwritten(self, path: Path) -> None:
-        self._check(path)
-        rundir.write_json(path, self.unwritten[path])
-        del self.unwritten[path]
+    def _write_unwritten(self) -> None:
+        """Writes the unwritten documents. Raises OSError, after all were tried."""
+        failure = None
+        for path, record in list(self.unwritten.items()):
+            try:
+                self._check(path)
+                rundir.write_json(path, record)
+                del self.unwritten[path]
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     def _open(self, path: Path) -> int:
         self._check(path)
@@ -186,7 +194,7 @@ class Directory(Recorder):
         until = time.monotonic() + RETRY_S
         while self.unwritten and self.is_ours():
             try:
-                self._write_unwritten(next(iter(self.unwritten)))
+                self._write_unwritten()
             except OSError:
                 if time.monotonic() >= until:
                     raise

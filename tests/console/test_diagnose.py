@@ -80,7 +80,7 @@ def test_without_a_supervisor_the_evidence_is_collected_and_no_rank_is_signalled
     assert verdict["place"] == f"member.py:{STALLS_AT}"
     words = cli(run.path.parent, "diagnose", str(run.path))
     assert "  next: see " in words.stdout
-    assert "    ? no flight record of rank 1, 0" in words.stdout
+    assert "    ? no flight record of ranks 0-1" in words.stdout
 
 
 def test_an_ended_run_shows_its_last_verdict(stalled):

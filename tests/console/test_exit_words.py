@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console import error_patterns
-from console.error_patterns import OomCounts, OomEvidence
-from console.rank_end import RankEnd
+from console import rank_end
+from console.rank_end import OomCounts, OomEvidence, RankEnd
 from console.run_state import Facts, decide
 from console.supervisor.restart import is_permanent, signature
 from trainers import failures
@@ -63,7 +62,7 @@ def test_the_error_of_a_lost_peer_is_never_the_cause(text):
 
 
 def test_a_broken_pipe_of_its_own_output_is_a_cause():
-    assert not error_patterns.lost_peer("BrokenPipeError: [Errno 32] Broken pipe")
+    assert not rank_end.lost_peer("BrokenPipeError: [Errno 32] Broken pipe")
 
 
 def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
@@ -89,18 +88,18 @@ def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
     ],
 )  # fmt: skip
 def test_out_of_memory_has_sizes_and_advice(text, words):
-    found = error_patterns.out_of_memory(text)
+    found = rank_end.out_of_memory(text)
     assert found.startswith(words)
     assert bool(found) == bool(words)
 
 
 def test_out_of_gpu_memory_of_our_trainer_and_of_a_foreign_program():
     named = f"{failures.BY_NAME['OutOfMemoryError'][1]}: " + OOM_2.partition(": ")[2]
-    assert error_patterns.GPU_ADVICE in named
+    assert rank_end.GPU_ADVICE in named
     state, sentence = decide(ended(RankEnd(1, 11, None, 3, named)))
     assert state == "failed"
     assert sentence.startswith("rank 1: out of GPU memory: asked for 22.00 MiB, 11.06 MiB of")
-    assert sentence.endswith(f"; {error_patterns.GPU_ADVICE} at step 3 (code 11)")
+    assert sentence.endswith(f"; {rank_end.GPU_ADVICE} at step 3 (code 11)")
     foreign = why(RankEnd(1, 1, None, 3, log=OOM_2, raised_at="train.py:41"))
     assert "out of GPU memory: asked for 22.00 MiB" in foreign
     assert "(train.py:41)" in foreign

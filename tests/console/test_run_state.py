@@ -63,6 +63,10 @@ def test_a_stalled_run_shows_its_pending_halt():
          "all ranks done after step 9"),
         ({"torchrun_code": 0, "requested": "halt", "by": "ada", "halt_steps": HALTED}, "halted",
          "all 2 ranks halted at step 41, requested by ada"),
+        # A full disk may lose the record of the halt of some ranks.
+        ({"torchrun_code": 0, "world": 4, "halt_steps": HALTED}, "halted",
+         "ranks 0-1 halted at step 41"),
+        ({"torchrun_code": 0, "halt_steps": {1: 41}}, "halted", "rank 1 halted at step 41"),
         ({"spawned": False, "requested": "halt", "by": "ada", "failure": "halt before the start"},
          "halted", "halted, requested by ada"),
         ({"torchrun_code": 0, "requested": "stop"}, "completed", ""),
@@ -104,6 +108,12 @@ def test_a_stalled_run_shows_its_pending_halt():
 def test_ends(facts, state, why):
     found, text = over(**facts)
     assert (found, text[: len(why)]) == (state, why)
+
+
+def test_every_rank_that_ended_because_of_another_is_named():
+    lost = [replace(LOST_PEER, rank=rank) for rank in range(12)]
+    why = over(ends=(*lost, replace(KILLED, rank=12)), world=13)[1]
+    assert why == "rank 12 was killed by SIGKILL at step 41; ranks 0-11 ended because of it"
 
 
 def test_a_run_that_needed_fewer_steps_than_planned_gives_the_reason():

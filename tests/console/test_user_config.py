@@ -45,6 +45,20 @@ def test_the_file_is_below_the_home_where_xdg_says_nothing_usable(monkeypatch, t
         assert settings_file.path() == tmp_path / ".config" / "nsa-console" / "settings.yaml"
 
 
+def test_without_a_home_the_error_says_which_variable_to_set(monkeypatch):
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a user that no table of users has
+    with pytest.raises(UsageError, match="set HOME or XDG_CONFIG_HOME"):
+        settings_file.load()
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_that_names_the_variable(monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", f"/{'x' * 300}")
+    with pytest.raises(UsageError, match="File name too long; set HOME or XDG_CONFIG_HOME to a"):
+        settings_file.load()
+
+
 def test_a_hook_is_words_with_their_rate_and_levels(file):
     write(file, 'hook: [notify, "a; b", "$(c)"]\nhook_every_s: 5\nhook_levels: [warn, crit]\n')
     assert settings_file.load() == Settings(("notify", "a; b", "$(c)"), 5.0, ("warn", "crit"))

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from console.commands.watchdog import make_watchdog
-from console.supervisor import offline_run
+from console.supervisor import offline
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.pulse import PulseWriter
@@ -93,7 +93,7 @@ def test_a_run_that_has_gone_silent_is_halted_once(run):
 
 def changes(path: Path, halt: bool = True) -> list[tuple[str, str, str]]:
     """Returns what the rules say during a minute in which nothing changes in the directory."""
-    source = offline_run.OfflineRun(path)
+    source = offline.OfflineRun(path)
     now = source.poll()
     dog = make_watchdog(source.watch, source.settings, halt, 1.0)
     found = []
@@ -116,10 +116,10 @@ def test_a_run_whose_records_stop_while_its_other_files_grow_is_not_halted(run):
 @pytest.mark.decision("act-on-stall", "absent")
 def test_without_another_file_that_a_training_writes_silence_is_only_said(run):
     (run / rundir.TRAINING_CSV).unlink()
-    assert offline_run.stall_doubt(run) == "only its records show whether the run makes progress"
+    assert offline.stall_doubt(run) == "only its records show whether the run makes progress"
     assert [kind for kind, _, _ in changes(run)] == ["raise", "withhold"]
     (run / rundir.TRAINING_CSV).touch()
-    assert offline_run.stall_doubt(run) == ""
+    assert offline.stall_doubt(run) == ""
 
 
 @pytest.mark.parametrize(("attempt", "said"), [(1, ["model_size", "stall"]), (2, ["stall"])])

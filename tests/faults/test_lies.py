@@ -17,7 +17,7 @@ from console import actions
 from console.commands.watchdog import make_watchdog
 from console.sources import process
 from console.sources.run import RunSource
-from console.supervisor import offline_run
+from console.supervisor import offline
 from tests.faults.conftest import WATCH
 from tests.faults.scene import (
     all_run,
@@ -212,7 +212,7 @@ def test_records_that_no_program_writes_harm_nobody(scene, launch, orders):
     time.sleep(2)
     scene.steps_on(started, pids)
     started.wait(lambda: status(started.path)[1]["state"] == "running")
-    source = offline_run.OfflineRun(started.path)
+    source = offline.OfflineRun(started.path)
     found = source.poll()
     make_watchdog(source.watch, source.settings, True, 1.0).update(found)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from console.model import Verdict
 from console.sources import verdicts
-from console.supervisor.offline_diagnosis import Diagnoser
+from console.supervisor.offline import diagnosis
 from tests.console.sources import directory
 
 SAME = Verdict(1.0, "", "lock", 1, "log", 5, "high", place="a.py:1")
@@ -39,7 +39,7 @@ def test_the_verdict_in_the_document_of_the_supervisor_counts_before_files(tmp_p
     run = directory.run(launch / "0-first", state="stalled", verdict=said, since_ts=now - 12)
     say(run, now - 9, "sleep", end="replaced by the next verdict")
     say(run, now - 6, "lock")
-    found = Diagnoser(launch).diagnose()
+    found = diagnosis(launch)
     assert (found.outlook, found.source) == ("stalled", "supervisor")
     assert found.verdict is not None
     assert found.verdict.cause == "stopped"

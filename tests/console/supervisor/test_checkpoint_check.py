@@ -78,6 +78,14 @@ def test_a_checkpoint_is_loaded_once_and_counts_for_the_gate(tmp_path):
     assert Trial(tmp_path, former=cut_short).saved(5).finish() == [("load", 5, "pass", "info")]
 
 
+def test_a_check_that_was_cut_short_has_no_result(tmp_path):
+    doing = "the checkpoint of step 5 is being backed up"
+    former = {"attempt": 1, "step": 5, "doing": doing, "load": "pass", "backup": ""}
+    assert Trial(tmp_path, former=former).check.document() == {
+        "attempt": 0, "step": 0, "doing": "", "load": "", "backup": "",
+    }  # fmt: skip
+
+
 def test_a_checkpoint_that_is_removed_while_a_newer_one_exists_is_no_failure(tmp_path, monkeypatch):
     monkeypatch.setattr("console.supervisor.checkpoint_check.AGAIN_S", 0.05)
     script = WAITS.format(tmp_path / "go") + "rmdir $1; exit 15"

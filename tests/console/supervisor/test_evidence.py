@@ -45,6 +45,11 @@ def test_a_directory_that_does_not_answer_still_gives_the_processes(tmp_path, qu
     hung.set()
 
 
+def test_every_rank_without_a_dump_is_named(tmp_path, quick):
+    found = collected(made(tmp_path), *(replace(RANK, rank=rank) for rank in range(20)))
+    assert "no stack of ranks 0-19" in found.gaps
+
+
 def test_a_dump_from_before_the_stall_or_from_a_later_clock_is_not_used(
     tmp_path, quick, monkeypatch
 ):

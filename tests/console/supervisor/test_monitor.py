@@ -26,9 +26,9 @@ SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None, env={})
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """The wall clock of the monitor stands still: a pause of this process is part of no stall."""
-    found = SimpleNamespace(monotonic=time.monotonic, now=time.time())
-    found.time = lambda: found.now
+    """The clocks of the monitor stand still: a pause of this process is part of no stall."""
+    found = SimpleNamespace(at=time.monotonic(), now=time.time())
+    found.time, found.monotonic = lambda: found.now, lambda: found.at
     monkeypatch.setattr(monitor, "time", found)
     return found
 
@@ -108,6 +108,17 @@ def test_a_verdict_ends_with_its_true_reason(tmp_path, states, ending, end):
     assert ("verdict", "info", f"ended: {end}") in stage.events
     assert ("clear", "info", end) in stage.events
     assert stage.ends() == [end]
+
+
+@pytest.mark.parametrize("change_s", [-3600, 3600])
+def test_a_changed_wall_clock_does_not_change_the_duration_of_a_stall(tmp_path, clock, change_s):
+    stage = Stage(tmp_path)
+    stage.poll(12.0)
+    clock.now += change_s
+    clock.at += 3
+    stage.poll(15.0)
+    stage.poll(0.0, step=51)
+    assert stage.ends() == ["slow: 15 s in fetch on rank 1: the ranks step again"]
 
 
 def test_the_open_stall_of_a_former_supervisor_is_raised_again_and_not_counted_again(

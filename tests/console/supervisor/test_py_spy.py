@@ -156,7 +156,7 @@ def test_a_py_spy_that_fails_delays_nothing_for_long_and_leaves_a_gap(
     found = collected(tmp_path, rank, replace(rank, rank=1))
     assert time.monotonic() - begun < HANG_GUARD_S / 2
     assert found.stacks == {}
-    assert "no stack of rank 0, 1" in found.gaps
+    assert "no stack of ranks 0-1" in found.gaps
     assert not any("does not answer" in gap for gap in found.gaps)
     first, *_ = calls.read_text().splitlines()
     assert first == f"dump --nonblocking --json --pid {rank.pid}"
@@ -185,7 +185,7 @@ def test_only_a_rank_that_can_run_and_is_the_same_process_is_read(tmp_path, fake
     assert len(calls.read_text().splitlines()) == 1
     assert (set(found.stacks), found.places[0].own.place) == ({0}, "train.py:8")
     assert found.stacks[0].path.endswith("_pyspy.txt")
-    assert "no stack of rank 1, 2, 3" in found.gaps
+    assert "no stack of ranks 1-3" in found.gaps
     [(path, text)] = saved
     path.write_text(text)
     assert stacks.latest(tmp_path, [0])[0].threads == found.stacks[0].threads

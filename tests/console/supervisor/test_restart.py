@@ -15,7 +15,7 @@ from console.model import State
 from console.plan import Restart
 from console.sources import process
 from console.sources.run import RunSource
-from console.supervisor import former_run, restart
+from console.supervisor import former_documents, restart
 from console.supervisor.restart import AttemptEnd, NextAttempt
 from tests import broken
 from tests.launches import PROGRAMS, STUB, phase, sleeping
@@ -200,8 +200,8 @@ def test_stalls_of_a_former_supervisor_are_the_most_that_document_and_events_say
     (tmp_path / rundir.EVENTS).write_bytes(jsonl.encode(stall) * 2)
     for written, counted in ((0, 2), (5, 5)):
         state = {"attempt": 1, "stalls": written}
-        assert former_run.summary(state, tmp_path, 1, 1).stalls == counted
-    assert former_run.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
+        assert former_documents.summary(state, tmp_path, 1, 1).stalls == counted
+    assert former_documents.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
 
 
 def test_a_stall_that_an_adoption_raises_again_counts_once(tmp_path):
@@ -214,7 +214,7 @@ def test_a_stall_that_an_adoption_raises_again_counts_once(tmp_path):
         ([first, again, later], 2, 150.0),  # no supervisor saw the end of the first stall
     ):
         (tmp_path / rundir.EVENTS).write_bytes(b"".join(map(jsonl.encode, events)))
-        found = former_run.summary({"attempt": 1, "stalls": 1}, tmp_path, 1, 1)
+        found = former_documents.summary({"attempt": 1, "stalls": 1}, tmp_path, 1, 1)
         assert (found.stalls, found.stalled_ts) == (counted, open_ts)
 
 

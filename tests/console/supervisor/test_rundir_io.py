@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 
+from console.supervisor import rundir_io
 from console.supervisor.alerts import DROPPED, SETTLED_S, Alerts
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
@@ -77,6 +78,18 @@ def test_a_document_is_not_written_before_work_that_was_queued_earlier(tmp_path)
     assert json.loads((run / "supervisor.json").read_text()) == {"n": 1}
     assert json.loads(state.read_text()) == {"n": 2}
     assert not directory.dropped
+
+
+def test_a_document_whose_write_failed_is_written_with_the_next_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
+    directory, gates, seen = Directory(), tmp_path / "gone" / "gates.json", []
+    directory.document(tmp_path / "removed" / "gates.json", {"n": 0})
+    directory.document(gates, {"n": 1})
+    directory.call(gates.parent.mkdir)
+    directory.document(tmp_path / "plan_state.json", {"n": 2})
+    directory.call(lambda: seen.append((gates.exists(), (tmp_path / "plan_state.json").exists())))
+    assert directory.close(20)
+    assert seen == [(True, True)]
 
 
 def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_path):
