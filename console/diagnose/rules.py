@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from console.diagnose import corroborate, truth
-from console.diagnose.moment import ENDED_STATES, STOPPED_STATES
-from console.diagnose.rank_evidence import limit_s, slowest
+from console.diagnose.rank_evidence import ENDED_STATES, STOPPED_STATES, limit_s, slowest
 from console.diagnose.readings import History, Readings
 from console.diagnose.rule import Measure, Measured, Rule
 from console.diagnose.verdict import diagnose

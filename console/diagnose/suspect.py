@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from console.diagnose.moment import ENDED_STATES, NAMED_AFTER_S, STOPPED_STATES
-from console.diagnose.rank_evidence import RankEvidence
+from console.diagnose.rank_evidence import (
+    ENDED_STATES,
+    NAMED_AFTER_S,
+    STOPPED_STATES,
+    RankEvidence,
+)
 from console.diagnose.stack_classes import Where, loader_thread
 from console.model import Gpu
 from console.sources.descriptors import NOTHING, BlockedOn

@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.diagnose.evidence import Evidence
-from console.diagnose.moment import NAMED_AFTER_S, moment_of
-from console.diagnose.rank_evidence import RankEvidence, names, unusable_pulses
+from console.diagnose.rank_evidence import (
+    NAMED_AFTER_S,
+    RankEvidence,
+    moment_of,
+    names,
+    unusable_pulses,
+)
 from console.diagnose.readings import Readings
 from console.diagnose.verdict import diagnose, explain
 from console.model import RunState, Verdict
