@@ -231,7 +231,7 @@ def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "
 
 def _action(cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None) -> str:
     place = f"{frame.file}:{frame.line}" if frame else "the stack of the rank"
-    return cause.action.format(pid=ranks[0].pid, place=place, resume=_resume(ranks))
+    return cause.action.format(pid=_pid(ranks[0]), place=place, resume=_resume(ranks))
 
 
 # --- sentences -----------------------------------------------------------------------------------
@@ -281,8 +281,13 @@ def _exits(ranks: Sequence[RankEvidence]) -> str:
 
 def _resume(ranks: Sequence[RankEvidence]) -> str:
     """Returns a sentence with the command that resumes stopped ranks."""
-    pids = " ".join(str(each.pid) for each in sorted(ranks, key=lambda each: each.rank))
+    pids = " ".join(map(_pid, sorted(ranks, key=lambda each: each.rank)))
     return f"kill -CONT {pids} resumes {'it' if len(ranks) == 1 else 'them'}"
+
+
+def _pid(rank: RankEvidence) -> str:
+    """Returns the pid of a rank, or words in its place: `kill -CONT 0` would signal the shell."""
+    return str(rank.pid) if rank.pid > 0 else f"PID-OF-RANK-{rank.rank}"
 
 
 def _others(moment: Moment, named: Sequence[RankEvidence]) -> str:
