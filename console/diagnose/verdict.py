@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.causes import ALIKE, CAUSES, OF_LIBRARY, SEEN_BY_ONE, Cause, device
+from console.diagnose.causes import (
+    ALIKE,
+    CAUSES,
+    LASTING_STATES,
+    OF_LIBRARY,
+    SEEN_BY_ONE,
+    Cause,
+    Suspect,
+    device,
+)
 from console.diagnose.evidence import Evidence, Stall
 from console.diagnose.rank_evidence import (
     ENDED_STATES,
@@ -28,7 +37,6 @@ from console.diagnose.rank_evidence import (
     unusable_pulses,
     why_unconfirmed,
 )
-from console.diagnose.suspect import LASTING_STATES, Suspect
 from console.model import Sure, Verdict
 from console.plan import Watch
 from console.sources.stacks import Frame
