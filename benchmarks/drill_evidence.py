@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from console.diagnose.evidence import Evidence
-from console.diagnose.moment import moment_of
-from console.diagnose.rank_evidence import RankEvidence
+from console.diagnose.rank_evidence import RankEvidence, moment_of
 from console.diagnose.verdict import diagnose
 from console.model import Verdict
 from console.plan import Watch

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from console.diagnose import gpu_signs
-from console.diagnose.moment import Moment
-from console.diagnose.rank_evidence import STARTING_PHASES, RankEvidence, names, slowest
+from console.diagnose.causes import FOR_PEERS, Suspect
+from console.diagnose.rank_evidence import STARTING_PHASES, Moment, RankEvidence, names, slowest
 from console.diagnose.stack_classes import Where, is_of_torch, where
-from console.diagnose.suspect import FOR_PEERS, Suspect
 from console.model import Gpu
 from console.sources import flight
 from console.sources.descriptors import Connection

@@ -1,4 +1,4 @@
-"""The evidence about one rank: its position, its stall limit, and whether records confirm a stall.
+"""The evidence about the ranks at one moment: positions, stall limits, and which ranks are slowest.
 
 The stall limit of a rank is max(floor, 5 × p99 of its phase). Start-up with the first step,
 evaluation and saving have their own limits. No file is read here.
@@ -20,6 +20,9 @@ from trainers.contract.pulse import ORDER
 
 STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
+STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
+NAMED_AFTER_S = 3.0
+"""A verdict names a stopped or ended rank whose pulse has been unchanged for this time."""
 UNREPORTED = "step"
 """The value of `phase` within a step if the program has not reported a phase."""
 FIRST_STEP = 1
@@ -107,9 +110,9 @@ def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
     record, now = head.last.record, time.monotonic()
     step, pid = record["step"], jsonl.integer(record, "pid") or 0
     phase = "exit" if record["msg"] == "exit" else "log" if step else min(STARTING_PHASES)
-    usual_s = head.pace.usual_gap_s(watch.startup_s / SAFETY)
-    age_s = head.pace.age_s(now)
-    return RankEvidence(rank, pid, "?", max(step, 2) if step else 0, phase, age_s, 0, usual_s)
+    usual_s, age_s = head.pace.usual_gap_s(watch.startup_s / SAFETY), head.pace.age_s(now)
+    # With `first_step` 0, the limit of a rank at step 1 follows from the gaps between records.
+    return RankEvidence(rank, pid, "?", step, phase, age_s, p99_s=usual_s, first_step=0)
 
 
 def limit_s(rank: RankEvidence, watch: Watch) -> float:
@@ -136,6 +139,44 @@ def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
         return tuple(each for each in running if each.step == first)
     lowest = min((each.position for each in running), default=None)
     return tuple(each for each in running if each.position == lowest)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The running ranks, the slowest of them, and the ranks in the phase "exit"."""
+
+    running: tuple[RankEvidence, ...]
+    slowest: tuple[RankEvidence, ...]
+    exited: tuple[RankEvidence, ...]
+    doubtful: tuple[RankEvidence, ...]
+    """The ranks with a `doubt`. No other field contains them."""
+    watch: Watch
+    ts: float
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if each of the slowest ranks exceeds its stall limit, or if a rank cannot continue.
+
+        A rank cannot continue if it is stopped or has ended without reporting its exit, and its
+        pulse has been unchanged for `NAMED_AFTER_S`. If all ranks have ended and none reported its
+        exit, only the stall limits count.
+        """
+        if all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest):
+            return True
+        ended = [each.state in ENDED_STATES for each in self.running]
+        if all(ended) and not self.exited:
+            return False
+        return any(each.state in (*STOPPED_STATES, *ENDED_STATES)
+                   and each.unchanged_s > NAMED_AFTER_S for each in self.running)  # fmt: skip
+
+
+def moment_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Moment | None:
+    """Returns the moment, or None if each rank has a `doubt` or is in the phase "exit"."""
+    usable = [each for each in ranks if not each.doubt]
+    doubtful = tuple(each for each in ranks if each.doubt)
+    running = tuple(each for each in usable if each.phase != "exit")
+    exited = tuple(each for each in usable if each.phase == "exit")
+    return Moment(running, slowest(running), exited, doubtful, watch, ts) if running else None
 
 
 def names(ranks: Sequence[RankEvidence], one: str = "", many: str = "") -> str:

@@ -1,12 +1,10 @@
-"""The type of a watch rule: its bounds, how long a breach must last, and the measuring function."""
+"""The type of a watch rule: bounds, duration, action, and functions that measure and confirm it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from console.diagnose.corroborate import Corroborate
 from console.diagnose.readings import History, Readings
 from console.model import Level
 from console.plan import Watch
@@ -19,19 +17,20 @@ PURE_NUMBERS = ("limits", "ratio")
 class Measured:
     """A measured value with its sentence.
 
-    `limit_s` is the longest time that the condition may last, or 0 if the rule has no such limit.
-    `lasted_s` is the time that the condition has lasted according to the evidence. It is infinite
-    if only the observation by the watchdog counts, and negative if no strong action may follow.
+    For a stall, `limit_s` is the stall limit, and `lasted_s` is the time without progress. Other
+    rules set neither.
     """
 
     value: float
     text: str = ""
     limit_s: float = 0.0
-    lasted_s: float = math.inf
+    lasted_s: float = 0.0
 
 
 Measure = Callable[[Readings, History, Watch], Measured | None]
 """Measures the value of a rule. None ("not measured") neither raises nor clears the rule."""
+Corroborate = Callable[[Readings, History], str]
+"""Asks the second source of a rule. Returns "" if it confirms the rule, or why it does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,22 +7,36 @@ sources name this rank, and no source names only other ranks.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.causes import ALIKE, CAUSES, OF_LIBRARY, SEEN_BY_ONE, Cause, device
+from console.diagnose.causes import (
+    ALIKE,
+    CAUSES,
+    LASTING_STATES,
+    OF_LIBRARY,
+    SEEN_BY_ONE,
+    Cause,
+    Suspect,
+    device,
+)
 from console.diagnose.evidence import Evidence, Stall
-from console.diagnose.moment import ENDED_STATES, Moment, exits, moment_of, others, resume, stalled
 from console.diagnose.rank_evidence import (
+    ENDED_STATES,
     SAVING_PHASES,
+    STOPPED_STATES,
     UNREPORTED,
+    Moment,
     RankEvidence,
+    limit_s,
+    moment_of,
+    names,
     unusable_pulses,
     why_unconfirmed,
 )
-from console.diagnose.suspect import LASTING_STATES, Suspect
 from console.model import Sure, Verdict
 from console.plan import Watch
 from console.sources.stacks import Frame
@@ -31,6 +45,7 @@ NO_EVIDENCE = Evidence()
 KERNEL_CAUSES = ("stopped", "traced", "exited")
 """Causes that the kernel confirms."""
 LOOK_AT_STACKS = "dump the stacks to see the cause"
+EVIDENCE_LINES = 64
 
 
 def diagnose(
@@ -79,12 +94,12 @@ def _explain(moment: Moment, evidence: Evidence) -> Verdict:
     frame = None if native else of.where.own or of.where.frame
     at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
     action = _action(cause, ranks, frame) if cause else ""
-    verdict = moment.verdict(
-        None if everyone else of.rank,
+    verdict = _verdict(
+        moment, None if everyone else of.rank,
         cause.name if cause else "all-ranks" if alone else "slowest-rank", sure,
-        stalled(moment, ranks) + (f": {who} {cause.explain(of)}" if cause else "") + at,
+        _stalled(moment, ranks) + (f": {who} {cause.explain(of)}" if cause else "") + at,
         action if of.state == "T" else "", calls,
-        others(moment, ranks), exits(moment.exited), _advice(cause, evidence),
+        _others(moment, ranks), _exits(moment.exited), _advice(cause, evidence),
     )  # fmt: skip
     if of.where.own and not native:
         verdict = replace(verdict, place=of.where.own.place)
@@ -100,10 +115,10 @@ def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
     moment = stall.moment
     slow, first = moment.slowest[0], min(early, key=lambda each: (each.step, each.rank))
     certain = first.step < slow.step and first.state in ENDED_STATES
-    verdict = moment.verdict(
-        first, "exited-early", "high" if certain else "medium",
-        f"{exits(early)} at step {first.step} before the other ranks",
-        f"no progress since {moment.since(slow)}", others(moment, [first]),
+    verdict = _verdict(
+        moment, first, "exited-early", "high" if certain else "medium",
+        f"{_exits(early)} at step {first.step} before the other ranks",
+        f"no progress since {_since(moment, slow)}", _others(moment, [first]),
     )  # fmt: skip
     return _with_signs(verdict, stall, set())
 
@@ -201,9 +216,10 @@ def _alike(stall: Stall) -> Verdict:
         text = words.pop() if len(words) == 1 else "waits for its GPU"
         name, sure, why = "device", "medium", f": each {text}"
     rule = next((each for each in (*CAUSES, ALIKE) if each.name == name), None)
-    verdict = moment.verdict(
-        None, name, sure, stalled(moment, moment.running) + why, lost, exits(moment.exited),
-        stall.difference.text if rule else last, _advice(rule, stall.evidence),
+    verdict = _verdict(
+        moment, None, name, sure, _stalled(moment, moment.running) + why, lost,
+        _exits(moment.exited), stall.difference.text if rule else last,
+        _advice(rule, stall.evidence),
     )  # fmt: skip
     return _with_signs(verdict, stall, set(), _action(rule, moment.running, None) if rule else "")
 
@@ -223,4 +239,83 @@ def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "
 
 def _action(cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None) -> str:
     place = f"{frame.file}:{frame.line}" if frame else "the stack of the rank"
-    return cause.action.format(pid=ranks[0].pid, place=place, resume=resume(ranks))
+    return cause.action.format(pid=_pid(ranks[0]), place=place, resume=_resume(ranks))
+
+
+# --- sentences -----------------------------------------------------------------------------------
+
+
+def _verdict(
+    moment: Moment, rank: RankEvidence | None, cause: str, sure: Sure, *parts: str
+) -> Verdict:  # fmt: skip
+    """Returns a verdict on `rank`, or on all ranks if it is None; `parts` form the sentence."""
+    of, sentence = rank or moment.slowest[0], "; ".join(filter(None, parts))
+    number = rank.rank if rank else None
+    evidence = _positions(moment, rank)
+    return Verdict(moment.ts, sentence, cause, number, of.phase, of.step, sure, evidence)
+
+
+def _positions(moment: Moment, first: RankEvidence | None) -> tuple[str, ...]:
+    """Returns one line per rank without `doubt`, at most `EVIDENCE_LINES`; `first` is first."""
+    ranks = sorted((*moment.running, *moment.exited), key=lambda each: each is not first)
+    counted = any(each.collectives for each in ranks)
+    return tuple(
+        f"rank {each.rank}: process state {each.state}, {each.position_text}, unchanged for "
+        f"{each.unchanged_s:.0f} s, limit {limit_s(each, moment.watch):.0f} s"
+        + (f", {each.collectives} collectives" if counted else "")
+        for each in ranks[:EVIDENCE_LINES]
+    )
+
+
+def _since(moment: Moment, rank: RankEvidence) -> str:
+    """Returns the time of a rank's last change. An age would soon be wrong in an alert."""
+    return time.strftime("%H:%M:%S", time.localtime(moment.ts - rank.unchanged_s))
+
+
+def _stalled(moment: Moment, ranks: Sequence[RankEvidence]) -> str:
+    who, first = names(ranks, "has", "have"), ranks[0]
+    return f"{who} been stalled in {first.position_text} since {_since(moment, first)}"
+
+
+def _exits(ranks: Sequence[RankEvidence]) -> str:
+    """Returns a text such as "rank 0 exited (code 0)", or "" if there are no ranks."""
+    if not ranks:
+        return ""
+    if any(each.state not in ENDED_STATES for each in ranks):
+        return f"{names(ranks, 'is', 'are')} exiting"
+    codes = sorted({each.code for each in ranks if each.code is not None})
+    return f"{names(ranks)} exited" + (f" (code {', '.join(map(str, codes))})" if codes else "")
+
+
+def _resume(ranks: Sequence[RankEvidence]) -> str:
+    """Returns a sentence with the command that resumes stopped ranks."""
+    pids = " ".join(map(_pid, sorted(ranks, key=lambda each: each.rank)))
+    return f"kill -CONT {pids} resumes {'it' if len(ranks) == 1 else 'them'}"
+
+
+def _pid(rank: RankEvidence) -> str:
+    """Returns the pid of a rank, or words in its place: `kill -CONT 0` would signal the shell."""
+    return str(rank.pid) if rank.pid > 0 else f"PID-OF-RANK-{rank.rank}"
+
+
+def _others(moment: Moment, named: Sequence[RankEvidence]) -> str:
+    """Returns what the running ranks outside `named` do, grouped by what they do and where."""
+    first = named[0]
+    groups: dict[tuple[str, str, str], list[RankEvidence]] = {}
+    for each in moment.running:
+        if each not in named:
+            where = each.phase if each.phase and each.step == first.step else each.position_text
+            groups.setdefault((*_doing(each, first), where), []).append(each)
+    return "; ".join(f"{names(ranks, one, many)} in {where}"
+                     for (one, many, where), ranks in groups.items())  # fmt: skip
+
+
+def _doing(rank: RankEvidence, named: RankEvidence) -> tuple[str, str]:
+    """Returns what a rank does, in words for one rank and for several ranks."""
+    if rank.state in STOPPED_STATES:
+        how = "traced by a debugger" if rank.state == "t" else "stopped"
+        return f"is {how}", f"are {how}"
+    unordered = rank.step == named.step and UNREPORTED in (rank.phase, named.phase)
+    if named.phase != "exit" and not unordered and rank.position < named.position:
+        return "is slower,", "are slower,"
+    return "waits", "wait"

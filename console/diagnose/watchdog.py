@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from console.diagnose.readings import History, Readings
@@ -60,37 +60,32 @@ class _State:
     """Observed time for which the value of the raised rule has been severe."""
 
 
-@dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt. `actions` has a least action for some rules (for example from --halt).
+    """Watches one attempt.
 
-    `interval_s` is the intended time between two updates. `settings` has the values of the run's
-    settings by name, for the rules that depend on them.
+    `actions` has a least action for some rules, for example with --halt. `interval_s` is the
+    intended time between two updates. `settings` is that of `History`.
     """
 
-    watch: Watch
-    actions: Mapping[str, str] = field(default_factory=dict)
-    interval_s: float = 1.0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    rules: tuple[Rule, ...] = ()
-    _history: History = field(default_factory=History)
-    _states: dict[str, _State] = field(default_factory=dict)
-    _mono: float | None = None
-
-    def __post_init__(self) -> None:
-        self.rules = with_plan(self.watch, self.actions)
+    def __init__(
+        self, watch: Watch, actions: Mapping[str, str] | None = None, interval_s: float = 1.0,
+        settings: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        self.rules = with_plan(watch, actions or {})
+        self._watch, self._interval_s = watch, interval_s
+        self._history = History(settings)
         self._states = {rule.name: _State() for rule in self.rules}
-        self._history = History(self.settings)
+        self._mono: float | None = None
 
     def update(self, now: Readings) -> Sequence[Change]:
         """Evaluates the rules and returns their changes, in the order of the table."""
         gap_s = 0.0 if self._mono is None else now.mono - self._mono
-        gap_s = min(max(0.0, gap_s), max(LONGEST_GAP_S, 2 * self.interval_s))
+        gap_s = min(max(0.0, gap_s), max(LONGEST_GAP_S, 2 * self._interval_s))
         self._mono = now.mono
         self._history.update(now)
         changes: list[Change] = []
         for rule in self.rules:
-            measured = rule.measure(now, self._history, self.watch)
+            measured = rule.measure(now, self._history, self._watch)
             if measured is not None:
                 changes += self._apply(rule, measured, gap_s, now)
         return changes
@@ -166,7 +161,7 @@ class Watchdog:
 
     def _act_s(self, limit_s: float) -> float:
         """Returns the duration of a stall after which a strong action is due."""
-        return max(STRONG_TIMES * limit_s, self.watch.stall_act_s)
+        return max(STRONG_TIMES * limit_s, self._watch.stall_act_s)
 
     @property
     def stall_action(self) -> str:
@@ -175,7 +170,7 @@ class Watchdog:
 
     def stall_policy(self) -> str:
         """Returns the action on a stall, and when the action is due, in words."""
-        limit_s, action = self.watch.stall_floor_s, self.stall_action
+        limit_s, action = self._watch.stall_floor_s, self.stall_action
         text = f"on stall ({limit_s:g} s): alert"
         if action in STRONG:
             return f"{text}, and {self._act_s(limit_s) - limit_s:g} s later {action}"

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 from console import plan, status_text
 from console.diagnose.evidence import Evidence
-from console.diagnose.moment import NAMED_AFTER_S, moment_of
 from console.diagnose.rank_evidence import (
+    NAMED_AFTER_S,
     RankEvidence,
     by_records,
+    moment_of,
     names,
     unusable_pulses,
     why_unconfirmed,

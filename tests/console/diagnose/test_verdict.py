@@ -143,6 +143,15 @@ def test_a_stopped_or_exited_rank_is_named_after_three_seconds_whatever_the_limi
     assert waits.sentence.endswith("; rank 1 is slower, in fetch")
 
 
+def test_a_pid_that_is_not_known_is_no_number_in_a_command():
+    """`diagnose` knows no pid of a rank on another host; `kill -CONT 0` would signal the shell."""
+    found = judge(rank(0, "backward"), replace(rank(1, state="T"), pid=0))
+    assert found.action == "kill -CONT PID-OF-RANK-1 resumes it"
+    assert found.action in found.sentence
+    both = judge(rank(0, state="T"), replace(rank(1, state="T"), pid=0))
+    assert both.action == "kill -CONT 1000 PID-OF-RANK-1 resumes them"
+
+
 def test_starting_and_saving_have_limits_of_their_own():
     assert judge(rank(0, "", 121.0, step=0)).cause == "startup"
     assert judge(rank(0, "save", 130.0), rank(1, "halt", 130.0)).rank == 0

@@ -13,7 +13,7 @@ import yaml
 from console import actions
 from console import plan as plans_module
 from console.actions import LaunchOptions
-from console.plans import catalog, gpu_checks, preflight
+from console.plans import catalog, config_checks, gpu_checks, host_checks, preflight
 from console.plans.case import Case
 from console.sources import nvml
 from trainers.contract.errors import RefusedError, UsageError
@@ -97,6 +97,19 @@ def test_a_missing_program_is_refused_by_name(tmp_path, program):
     assert (found.result, "nowhere" in found.text) == ("fail", True)
 
 
+def test_a_module_is_found_and_its_package_is_not_imported(tmp_path, monkeypatch):
+    """The code of a package may load torch, or print into the screen."""
+    package = tmp_path / "planted_package"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "inner" / "train.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, result in (("inner.train", "pass"), ("inner.none", "fail"), ("none", "fail")):
+        phases = [{"name": "one", "module": f"planted_package.{module}"}]
+        found = config_checks.program(case(tmp_path, phases=phases))
+        assert found[0] == result, found
+
+
 @pytest.fixture
 def unwritable(tmp_path):
     """A folder that no user can write, root included."""
@@ -158,7 +171,7 @@ SHELL_CASES = [
 @pytest.fixture
 def bare(monkeypatch):
     """A shell without variables that set a flag or a library."""
-    flagged = (n for n in os.environ if n in FLAGS or n.startswith(preflight.LIBRARIES))
+    flagged = (n for n in os.environ if n in FLAGS or n.startswith(host_checks.LIBRARIES))
     for name in ["CONFIG", *flagged]:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
