@@ -138,19 +138,14 @@ class Report:
         )
         if missing:
             self._member.log(f"MFU is {missing}")
-        self._sinks = self._open_sinks(facts["strategy"] == "fsdp")
-
-    def _open_sinks(self, is_fsdp: bool) -> list[Csv | TensorBoard]:
-        """Opens CSV and TensorBoard (rank 0); writes a log line if TensorBoard is not installed."""
-        sinks: list[Csv | TensorBoard] = []
         if not self.settings.report.disable_csv:
-            sinks += [Csv(self._member, name, is_fsdp) for name in CSV_COLUMNS]
+            is_fsdp = facts["strategy"] == "fsdp"
+            self._sinks += [Csv(self._member, name, is_fsdp) for name in CSV_COLUMNS]
         if not self.settings.report.disable_tb:
             try:
-                sinks.append(TensorBoard(self._member))
+                self._sinks.append(TensorBoard(self._member))
             except ImportError:
                 self._member.log("TensorBoard is off: it is not installed (the extra tb)")
-        return sinks
 
     def due(self, step: int) -> bool:
         """Returns whether `step` has a progress record."""

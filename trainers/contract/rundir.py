@@ -255,7 +255,12 @@ def make_directory(path: Path) -> None:
     check_owner(path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise RefusedError(f"{path} is not writable; pass another with --run-dir")
-    _close_to_others(path)
+    try:
+        with contextlib.closing(OpenDirectory(path)) as folder:
+            if os.fstat(folder.fd).st_mode & 0o077:
+                os.fchmod(folder.fd, 0o700)
+    except OSError as error:
+        raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
 
 
 def remove_tree(path: Path) -> None:
@@ -280,16 +285,6 @@ def check_owner(path: Path) -> os.stat_result:
             f"{path} belongs to user id {status.st_uid}, not to you, so it is read-only here"
         )
     return status
-
-
-def _close_to_others(path: Path) -> None:
-    """Removes the permissions of group and others from a directory. Raises RefusedError."""
-    try:
-        with contextlib.closing(OpenDirectory(path)) as folder:
-            if os.fstat(folder.fd).st_mode & 0o077:
-                os.fchmod(folder.fd, 0o700)
-    except OSError as error:
-        raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
 
 
 def write_request(run: Path, name: str, by: str) -> None:
