@@ -241,7 +241,6 @@ class _Reader(FileSystemReader):
     """DCP's reader, limited to a safe index and to files in the checkpoint's own directory."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        del args, kwargs
         with (Path(self.path) / ".metadata").open("rb") as stream:
             index = _Index(stream).load()
         if not isinstance(index, Metadata):

@@ -49,7 +49,6 @@ class Single:
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Returns the context of a micro-batch; gradients are reduced only in the `last` one."""
-        del model, last
         return contextlib.nullcontext()
 
     def scale(self, tokens: int) -> float:
@@ -59,7 +58,6 @@ class Single:
 
     def reduce(self, vector: Tensor) -> Callable[[], object]:
         """Starts to sum `vector` over ranks in place. Returns a function that waits for the sum."""
-        del vector
         return lambda: None
 
     def gather(self, value: Value) -> list[Value]:

@@ -59,8 +59,7 @@ class Saver:
 
     def save(self, position: Manifest) -> Path:
         """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks."""
-        target, state = self._begin(position)
-        writer = FileSystemWriter(_temporary(target))
+        target, state, writer = self._begin(position)
         return self._alike(target, lambda: self._write(state, writer, position, target))
 
     def save_async(self, position: Manifest) -> None:
@@ -68,8 +67,7 @@ class Saver:
 
         Raises CheckpointError on all ranks if the save cannot start.
         """
-        target, state = self._begin(position)
-        writer = FileSystemWriter(_temporary(target))
+        target, state, writer = self._begin(position)
         copy = self._alike(target, lambda: writer.stage(state))
         # The worker stores any exception in the future, also a BaseException such as DCP's.
         written = self._worker.submit(self._write, copy, writer, position, target)
@@ -105,8 +103,8 @@ class Saver:
             ended.append(_failed(target, late))
         return ended
 
-    def _begin(self, position: Manifest) -> tuple[Path, State]:
-        """Removes the files of a killed save. Returns two values: the target, and the state."""
+    def _begin(self, position: Manifest) -> tuple[Path, State, FileSystemWriter]:
+        """Removes the files of a killed save. Returns the target, the state, and a writer."""
         self._ended = self.collect(wait_s=None)
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)
@@ -119,7 +117,8 @@ class Saver:
 
         self._alike(target, clear)
         random = torch.stack(parallel.gather(checkpoint.random_state(parallel.device)))
-        return target, self._parts.state() | {RANDOM: random}
+        state = self._parts.state() | {RANDOM: random}
+        return target, state, FileSystemWriter(_temporary(target))
 
     def _alike(self, target: Path, work: Callable[[], Result]) -> Result:
         return on_all_ranks(self._parts.parallel, work, _not_written(target))
