@@ -54,7 +54,7 @@ def test_options_are_settings_with_their_own_origin_and_set_overrides_them():
     assert other["train.strategy"]["value"] == "ddp"
 
 
-@pytest.mark.parametrize("flag", flags.TABLE, ids=lambda flag: flag.name)
+@pytest.mark.parametrize("flag", flags.FLAGS.values(), ids=lambda flag: flag.name)
 def test_a_flag_takes_type_limits_and_help_from_its_key_and_sets_it(flag):
     """One row in `flags.OWN` is all that a flag needs, from the form to the settings."""
     examples = {bool: "1", int: "2", float: flag.default, str: "0:1"}
