@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import stat
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -142,10 +141,6 @@ class OpenDirectory:
         except OSError:
             pass
         return self._is_there
-
-    def is_replaced(self) -> bool:
-        """Returns whether something else is at the directory's path; False if nothing is there."""
-        return not self.is_there() and os.path.lexists(self.path)
 
     def close(self) -> None:
         os.close(self.fd)
@@ -302,14 +297,3 @@ def write_request(run: Path, name: str, by: str) -> None:
     except OSError:
         if stamp(path) in (before, None):
             raise
-
-
-def set_aside_stale_halt(run: Path) -> Path | None:
-    """Renames an existing `.HALT` before a start; returns the new path, or None if none exists."""
-    halt = run / HALT
-    aside = run / f"{HALT}.stale-{time.time_ns() // 1_000_000}"
-    try:
-        halt.rename(aside)
-    except FileNotFoundError:
-        return None
-    return aside
