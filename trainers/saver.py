@@ -6,13 +6,12 @@ other ranks ends within the timeout of a separate process group.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,15 +41,11 @@ class Saver:
         ours: Callable[[], bool] = lambda: True,
     ):  # fmt: skip
         self._run, self._parts, self._settings, self._ours = run, parts, settings, ours
-        warnings.filterwarnings("ignore", checkpoint.ALONE, UserWarning)
         device = parts.parallel.device.type
         choice = settings.background
         self.in_background = choice == "on" or (choice == "auto" and device == "cuda")
         """True if this run uses `save_async`."""
-        self._group = cast(
-            "dist.ProcessGroup | None",
-            dist.new_group(backend="gloo") if parts.parallel.world > 1 else None,
-        )
+        self._group: Any = dist.new_group(backend="gloo") if parts.parallel.world > 1 else None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="nsa-saver")
         self._pending: tuple[Future[Path], Path] | None = None
         self._ended: list[Path | CheckpointError] = []
