@@ -12,7 +12,6 @@ from huggingface_hub import DatasetCard, HfFileSystem
 from yaml import YAMLError
 
 from trainers.contract import data_access
-from trainers.contract.data_access import DATASET
 from trainers.failures import DataError
 from trainers.schema import DataSettings
 
@@ -28,8 +27,8 @@ def resolve(
     # Without this check, `datasets` would try for 23 s to reach a hub that does not answer.
     if not data.path and (why := data_access.hub_problem()):
         raise DataError(why)
-    place = str(Path(data.path).absolute()) if data.path else DATASET
-    card = str(Path(place, "README.md")) if data.path else DATASET
+    place = str(Path(data.path).absolute()) if data.path else data_access.DATASET
+    card = str(Path(place, "README.md")) if data.path else data_access.DATASET
     try:
         # Lists this configuration's files only, because a mirror may lack other files.
         configs = DatasetCard.load(card).data.to_dict().get("configs") or ()

@@ -86,14 +86,14 @@ class Loader:
         self.state: State = dict(state) or source.state()
         self._data, self._rank, self._world, self._device = settings.data, rank, world, device
         self._count = settings.train.batch_size * world
-        self._skip = to_skip(settings.data.skip, self._count * settings.train.accumulate, resumed)
+        skip = to_skip(settings.data.skip, self._count * settings.train.accumulate, resumed)
         self._ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(
             settings.data.prefetch
         )
         self._first: tuple[Batch, State] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._read_ahead, args=(state,), name="nsa-loader", daemon=True
+            target=self._read_ahead, args=(state, skip), name="nsa-loader", daemon=True
         )
         self._thread.start()
 
@@ -125,8 +125,7 @@ class Loader:
         (batch, self.state), self._first = self._first or self._wait(), None
         return batch.to(self._device)
 
-    def _read_ahead(self, state: Mapping[str, Any]) -> None:
-        skip = self._skip
+    def _read_ahead(self, state: Mapping[str, Any], skip: Mapping[str, Any]) -> None:
         try:
             if state:
                 self.source.restore(state)

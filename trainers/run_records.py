@@ -26,7 +26,6 @@ LN2, LARGEST_EXPONENT = math.log(2), 700.0
 PHASE_FIELDS = ("fetch", "forward", "backward", "optimizer")
 FETCHES_KEPT = 200
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-TENSORBOARD = "tb"
 CSV_COLUMNS: Mapping[str, tuple[str, ...]] = {
     rundir.TRAINING_CSV: (
         "loss", "lr", "toks_per_s", "grad_norm", "tokens_total", "bytes_right", "skipped_steps",
@@ -66,7 +65,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._member = member
-        self._writer = functools.cache(lambda: SummaryWriter(str(member.run / TENSORBOARD)))
+        self._writer = functools.cache(lambda: SummaryWriter(str(member.run / "tb")))
 
     def add(self, step: int, fields: Mapping[str, Any]) -> None:
         self._member.recorder.call(lambda: self._write(step, dict(fields)))
