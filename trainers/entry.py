@@ -112,14 +112,15 @@ def _started_at(pid: int) -> float | None:
 
 
 def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry: str) -> int:
-    """Writes one sentence to stderr and, if the environment names a run, to its heartbeat.
+    """Writes one sentence to stderr and, if a supervisor started this rank, to its run.
 
-    Returns the exit code.
+    A directory that was named by hand may belong to another run. Returns the exit code.
     """
     code, sentence = failures.CONFIG, str(error)
     directory, member = variables.get(environ.RUN_DIR), None
     try:
-        member = Member(Path(directory), variables) if directory else None
+        if directory and environ.RUN_ID in variables:
+            member = Member(Path(directory), variables)
     except OSError as unwritable:
         sentence += f" (and the run directory cannot be written: {unwritable})"
     _say(f"{entry}: {sentence}\n")

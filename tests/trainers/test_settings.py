@@ -335,6 +335,22 @@ def test_a_wrong_start_inside_a_run_is_in_its_heartbeat_and_metrics(tmp_path):
     assert (metrics["steps_done"], metrics["exit_code"]) == (0, 13)
 
 
+def test_a_start_by_hand_that_is_rejected_changes_no_record_of_the_run_there(tmp_path):
+    """Also if the environment names the directory: the run may have ended, or be alive."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "heartbeat_rank0.jsonl").write_text("{}\n")
+    (run / "metrics.json").write_text('{"steps_done": 7}')
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    done = subprocess.run(
+        [sys.executable, "-m", "trainers.ddp"], capture_output=True, text=True, cwd=tmp_path,
+        env=environment(tmp_path, NSA_CONSOLE_RUN_DIR=str(run)),
+    )  # fmt: skip
+    assert done.returncode == 13
+    assert "already contains a run" in done.stderr
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
 def test_a_full_disk_does_not_change_the_exit_code(tmp_path):
     with tmpfs(tmp_path, 1) as run:
         (run / "fill").write_bytes(bytes(1 << 20))
