@@ -27,28 +27,15 @@ class Projection(nn.Linear):
         return dict(zip(self.widths, x.split(list(self.widths.values())), strict=True))
 
 
-def joined_weights(state: Mapping[str, Any], layer: str, name: str, parts: list[str]) -> Any:
-    """Returns a state dict in which a layer's separate projections are one parameter.
-
-    Checkpoints that are older than `Projection` have one weight per projection. `layer` is the
-    prefix of the layer's names, `name` the name of the Projection, and `parts` the names of its
-    projections. A state dict that lacks one of these projections is returned unchanged.
-    """
-    old = [f"{layer}{part}.weight" for part in parts]
-    if not all(key in state for key in old):
-        return state
-    kept = {key: value for key, value in state.items() if key not in old}
-    return kept | {f"{layer}{name}.weight": torch.cat([state[key] for key in old])}
-
-
 def accept_separate_weights(layer: nn.Module, name: str) -> None:
-    """Makes `load_state_dict` of a layer accept the separate weights of its Projection `name`."""
+    """Makes `load_state_dict` of a layer accept separate weights for its Projection `name`.
+
+    Checkpoints that are older than `Projection` have one weight per projection.
+    """
 
     def hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        parts = list(getattr(module, name).widths)
-        whole = joined_weights(state, prefix, name, parts)
-        if whole is not state:
-            state.clear()
-            state.update(whole)
+        separate = [f"{prefix}{part}.weight" for part in getattr(module, name).widths]
+        if all(key in state for key in separate):
+            state[f"{prefix}{name}.weight"] = torch.cat([state.pop(key) for key in separate])
 
     layer.register_load_state_dict_pre_hook(hook)

@@ -40,6 +40,8 @@ from trainers.precision import LossScale, weights_dtype
 State = dict[str, Any]
 Result = TypeVar("Result")
 RANDOM, SPIKES, LOSS_SCALE, FP16 = "random", "spikes", "loss_scale", "fp16"
+# A load, and the save of a single rank, use DCP without a process group on purpose.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,6 @@ class Parts:
             finite_steps = self.loss_scale.finite_steps
             found[LOSS_SCALE] = {"scale": self.loss_scale.scale, "finite_steps": finite_steps}
         return found
-
-
-ALONE = "torch.distributed is disabled"
-"""Start of DCP's warning that only one process takes part, which is intended here."""
 
 
 def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:
@@ -199,9 +197,7 @@ def _readable(path: Path) -> Iterator[tuple[_Reader, Metadata]]:
     """Yields two values: reader and index of a checkpoint. Read errors become CheckpointError."""
     reader = _Reader(path)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ALONE, UserWarning)
-            yield reader, reader.read_metadata()
+        yield reader, reader.read_metadata()
     except (CheckpointException, OSError, RuntimeError, KeyError, ValueError, EOFError,
             AttributeError, pickle.UnpicklingError) as error:  # fmt: skip
         raise CheckpointError(
@@ -241,7 +237,6 @@ class _Reader(FileSystemReader):
     """DCP's reader, limited to a safe index and to files in the checkpoint's own directory."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        del args, kwargs
         with (Path(self.path) / ".metadata").open("rb") as stream:
             index = _Index(stream).load()
         if not isinstance(index, Metadata):

@@ -71,26 +71,24 @@ def parse(argv: Sequence[str] | None, program: str, variables: Mapping[str, str]
 def _parser(program: str) -> argparse.ArgumentParser:
     about = "Trains with the settings of a YAML file; flags override it, options override flags."
     parser = Parser(prog=program, allow_abbrev=False, description=about)
+    add = parser.add_argument
     config_help = f"YAML file of settings (default: ${environ.CONFIG}, else the built-in toy model)"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=config_help)
-    set_help = (
-        "override one setting, such as train.steps=10; may be repeated; "
-        "takes precedence over the other options"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
+    add("--config", type=Path, metavar="FILE", help=config_help)
+    set_help = "override one setting, such as train.steps=10; repeatable; overrides other options"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
     run_help = "run directory (default artifacts/<config>/<UTC time>; see report.out_dir)"
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help=run_help)
+    add("--run-dir", type=Path, metavar="DIR", help=run_help)
     check_help = "print all settings with their origins as JSON and exit"
-    parser.add_argument("--check", action="store_true", help=check_help)
+    add("--check", action="store_true", help=check_help)
     for option, name in OPTIONS.items():
         key = keys()[name]
         text = f"{key.help} ({name}, default {'empty' if key.default == '' else key.default})"
         optional: dict[str, Any] = {"nargs": "?", "const": ALONE[name]} if name in ALONE else {}
         choices = "|".join(key.kind) if isinstance(key.kind, tuple) else "N"
         metavar = METAVARS.get(name, choices)
-        parser.add_argument(option, metavar=metavar, dest=name, help=text, **optional)
+        add(option, metavar=metavar, dest=name, help=text, **optional)
     ddp_help = "1: require torchrun, 0: require one process, -1: allow both (default)"
-    parser.add_argument("--ddp", choices=("-1", "0", "1"), default="-1", help=ddp_help)
+    add("--ddp", choices=("-1", "0", "1"), default="-1", help=ddp_help)
     return parser
 
 

@@ -69,9 +69,6 @@ def distinct(phases: Sequence[Phase], key: Callable[[Phase], Hashable]) -> list[
     return list({key(phase): phase for phase in phases}.values())
 
 
-# --- devices and data --------------------------------------------------------------------------
-
-
 def best_s(device: torch.device, work: Callable[[], object]) -> float:
     """Returns the shortest time of several repetitions of `work`, including work of the device."""
     times = []
@@ -146,9 +143,6 @@ def first_batch(phases: Sequence[Phase]) -> Found:
     return "pass", "; ".join(texts), {}
 
 
-# --- attention ---------------------------------------------------------------------------------
-
-
 def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
     """Returns an attention layer with random weights and the routes of the phase.
 
@@ -202,9 +196,8 @@ def find_leak(phase: Phase, layer: Any, x: Tensor, future: Tensor, cuts: Tensor)
     past = torch.arange(x.shape[1], device=x.device) <= cuts[:, None]
     same = x.repeat(len(cuts), 1, 1).requires_grad_()
     changed, is_nsa = torch.where(past.unsqueeze(-1), x, future), isinstance(layer, NSAttention)
-    share = 0.0
-    if is_nsa and layer.routes(x)["sel"].name == "chunked":
-        share = ROUNDING[phase.settings.train.precision]
+    is_chunked = is_nsa and layer.routes(x)["sel"].name == "chunked"
+    share = ROUNDING[phase.settings.train.precision] if is_chunked else 0.0
 
     def moved() -> Tensor:
         with torch.no_grad():
@@ -272,9 +265,6 @@ def difference(phase: Phase) -> float:
         with autocast(of.train.precision, phase.device):
             found = layer(x.to(layer.out.weight)).cpu()
     return float((found - expected).norm() / expected.norm())
-
-
-# --- the process -------------------------------------------------------------------------------
 
 
 def main(path: Path) -> None:

@@ -7,7 +7,6 @@ the file, except that gzip is read from its start and parquet from the start of 
 
 from __future__ import annotations
 
-import functools
 import gzip
 import hashlib
 import json
@@ -86,11 +85,9 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
         names = [str(path) for path in paths]
         contents = [fingerprint_entry(name, root) for name in names]
     digest = hashlib.sha256(os.fsencode("\0".join(contents))).hexdigest()
-    keep = None
+    border = round(data.held_out * (1 << 32))
     if source == "text":
         names = _part_of_files(names, contents, data.held_out, held_out)
-    else:
-        keep = functools.partial(_is_in_part, round(data.held_out * (1 << 32)), held_out)
     if not names or (held_out and not data.held_out):
         raise DataError(
             f"nothing of {about} is held out (data.held_out={data.held_out:g}); "
@@ -99,7 +96,8 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
     random.Random(seed).shuffle(names)
     part = "held-out part of " if held_out else ""
     return Documents(
-        f"{part}{about} ({len(names)} files)", tuple(names), f"{len(contents)}:{digest[:16]}", keep,
+        f"{part}{about} ({len(names)} files)", tuple(names), f"{len(contents)}:{digest[:16]}",
+        None if source == "text" else lambda text: (zlib.crc32(text) < border) == held_out,
         READERS[source], data.text_key,
     )  # fmt: skip
 
@@ -151,10 +149,6 @@ def _part_of_files(
     order = sorted(range(len(names)), key=lambda i: hashlib.sha256(os.fsencode(keys[i])).digest())
     count = min(max(1, round(fraction * len(names))), len(names) - 1) if fraction else 0
     return [names[i] for i in (order[:count] if held_out else order[count:])]
-
-
-def _is_in_part(border: int, held_out: bool, document: bytes) -> bool:
-    return (zlib.crc32(document) < border) == held_out
 
 
 def _text(file: str, cursor: int, _key: str) -> Iterator[Piece]:

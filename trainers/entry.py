@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -97,30 +98,29 @@ def _default_run(arguments: Arguments, variables: Mapping[str, str], resolved: R
     if "RANK" in variables:
         started = _started_at(os.getppid()) or started
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
-    out_dir = resolved.settings.report.out_dir
     name = arguments.config.stem if arguments.config else "default"
-    return Path(out_dir or f"artifacts/{name}") / stamp
+    return Path(resolved.settings.report.out_dir or f"artifacts/{name}") / stamp
 
 
 def _started_at(pid: int) -> float | None:
     """Returns the start time of a process in unix seconds, or None if it is not available."""
     ticks = rundir.start_ticks(pid)
-    lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
-    boot = next((line.split()[1] for line in lines if line.startswith("btime ")), None)
+    boot = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="ascii"), re.MULTILINE)
     if ticks is None or boot is None:
         return None
-    return int(boot) + ticks / os.sysconf("SC_CLK_TCK")
+    return int(boot[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry: str) -> int:
-    """Writes one sentence to stderr and, if the environment names a run, to its heartbeat.
+    """Writes one sentence to stderr and, if a supervisor started this rank, to its run.
 
-    Returns the exit code.
+    A directory that was named by hand may belong to another run. Returns the exit code.
     """
     code, sentence = failures.CONFIG, str(error)
     directory, member = variables.get(environ.RUN_DIR), None
     try:
-        member = Member(Path(directory), variables) if directory else None
+        if directory and environ.RUN_ID in variables:
+            member = Member(Path(directory), variables)
     except OSError as unwritable:
         sentence += f" (and the run directory cannot be written: {unwritable})"
     _say(f"{entry}: {sentence}\n")

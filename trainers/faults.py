@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -37,34 +37,53 @@ def arm(
     settings: Settings, member: Member, report: Report, model: nn.Module, source: Source
 ) -> None:
     """Adds the drills of this rank to the model and the source, and reports them."""
-    mine = []
+    mine: list[Drill] = []
+    last: dict[Drill, int] = {}
+    sequences_per_step = settings.train.batch_size * settings.train.accumulate * member.world
+    plain = source.read
+
+    def record(drill: Drill, state: str, text: str) -> None:
+        report.record_event("drill", member.pulse.step, text, drill=str(drill), state=state)
+
+    def happen(place: Place, step: int, on: Any) -> Any:
+        """Calls the drills that are due with `on`. Returns `on`, or the logits that they return."""
+        for drill in mine:
+            kind = KINDS[drill.kind]
+            now = step == drill.step or (kind.lasts and step > drill.step)
+            if kind.place != place or not now or last.get(drill) == step:
+                continue
+            if drill not in last:
+                record(drill, "fires", "a drill fires")
+                written = threading.Event()
+                member.recorder.call(written.set)
+                written.wait(WRITTEN_S)
+            last[drill] = step
+            changed = DRILLS[drill.kind](drill.amount, on)
+            on = on if changed is None else changed
+        return on
+
+    def before_forward(*_: Any) -> None:
+        happen("forward", member.pulse.step, member)
+
+    def read(count: int, rank: int, world: int) -> RankRows:  # in the loader's thread
+        happen("loader", source.position // sequences_per_step + 1, source)
+        return plain(count, rank, world)
+
     for drill in parse(settings.train.drill, "train.drill"):
         why = _why_skipped(drill, member, settings.train.steps, report.steps_done)
         is_ours = drill.rank in (None, member.rank)
         if is_ours or (member.rank == 0 and (drill.rank or 0) >= member.world):
+            # The log does not name a fault to come, because operators read the log.
             text = f"drill {drill} is skipped: {why}" if why else "a drill is armed"
-            _report(report, member, drill, "rests" if why else "armed", text)
+            record(drill, "rests" if why else "armed", text)
         if is_ours and not why:
             mine.append(drill)
-    if not mine:
-        return
-    drills, train = _Drills(mine, member, report), settings.train
-    sequences_per_step = train.batch_size * train.accumulate * member.world
-    plain = source.read
-
-    def before_forward(_model: nn.Module, _inputs: Any) -> None:
-        drills.happen("forward", member.pulse.step, member)
-
-    def after_forward(_model: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
-        return drills.happen("logits", member.pulse.step, logits)
-
-    def read(count: int, rank: int, world: int) -> RankRows:  # in the loader's thread
-        drills.happen("loader", source.position // sequences_per_step + 1, source)
-        return plain(count, rank, world)
-
-    model.register_forward_pre_hook(before_forward)
-    model.register_forward_hook(after_forward)
-    source.read = read
+    if mine:
+        model.register_forward_pre_hook(before_forward)
+        model.register_forward_hook(
+            lambda _model, _inputs, logits: happen("logits", member.pulse.step, logits)
+        )
+        source.read = read
 
 
 def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> str:
@@ -78,39 +97,6 @@ def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> s
     if drill.step <= steps_done and not KINDS[drill.kind].lasts:
         return f"the training resumed after step {steps_done}"
     return ""
-
-
-def _report(report: Report, member: Member, drill: Drill, state: str, text: str) -> None:
-    """Reports a drill. The log does not name a fault to come, because operators read the log."""
-    report.record_event("drill", member.pulse.step, text, drill=str(drill), state=state)
-
-
-class _Drills:
-    """The drills of this rank, and the last step at which each drill happened."""
-
-    def __init__(self, armed: Sequence[Drill], member: Member, report: Report):
-        self._armed, self._member, self._report = armed, member, report
-        self._last: dict[Drill, int] = {}
-
-    def happen(self, place: Place, step: int, on: Any) -> Any:
-        """Calls the drills that are due; returns `on`, or the logits that the drills return.
-
-        `on` is the second argument of the functions in `DRILLS`.
-        """
-        for drill in self._armed:
-            kind = KINDS[drill.kind]
-            now = step == drill.step or (kind.lasts and step > drill.step)
-            if kind.place != place or not now or self._last.get(drill) == step:
-                continue
-            if drill not in self._last:
-                _report(self._report, self._member, drill, "fires", "a drill fires")
-                written = threading.Event()
-                self._member.recorder.call(written.set)
-                written.wait(WRITTEN_S)
-            self._last[drill] = step
-            changed = DRILLS[drill.kind](drill.amount, on)
-            on = on if changed is None else changed
-        return on
 
 
 def _raise(_amount: None, _member: Member) -> NoReturn:
@@ -140,16 +126,13 @@ def _spin(amount: float, _member: Member) -> None:
         pass
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
 def _hold_gil(amount: float, _member: Member) -> None:
     """Holds the GIL and waits for a mutex that it has locked; no signal handler ends this wait."""
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(MUTEX_BYTES)
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)
-    native.pthread_mutex_timedlock(mutex, ctypes.byref(_Timespec(int(whole), int(part * 1e9))))
+    until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))
+    native.pthread_mutex_timedlock(mutex, until)
 
 
 def _deafen(amount: float, member: Member) -> None:

@@ -6,7 +6,6 @@ is 0, 12 if no data comes, or 13 for a wrong option. For 12 and 13, a sentence o
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -23,10 +22,19 @@ from trainers.schema import Settings
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fetches batches like a training of one rank. Returns the exit code."""
-    return failures.command("trainers.fwe_smoke", lambda: _fetch(_parse(argv)))
+    return failures.command("trainers.fwe_smoke", lambda: _fetch(argv))
 
 
-def _fetch(arguments: argparse.Namespace) -> str:
+def _fetch(argv: Sequence[str] | None) -> str:
+    parser = Parser(prog="trainers.fwe_smoke", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--seq-len", type=int, default=1024, help="tokens per sequence (default 1024)")
+    add("--batch", type=int, default=1, help="sequences per batch (default 1)")
+    add("--batches", type=int, default=20, help="batches to fetch (default 20)")
+    add("--timeout", type=float, default=60.0, help="longest wait in seconds (default 60)")
+    add("--tokenizer", choices=sorted(VOCABULARIES), default="byte", help="default: byte")
+    add("--local-path", default="", help="folder that mirrors the dataset (default: the hub)")
+    arguments = parser.parse_args(argv)
     wanted: dict[str, Any] = {
         "data.source": "fineweb_edu", "data.path": arguments.local_path,
         "data.seq_len": arguments.seq_len, "train.batch_size": arguments.batch,
@@ -64,18 +72,6 @@ def check(chosen: Settings, batches: int) -> str:
         f"batch after {first_s:.1f} s, {batches} batches of {chosen.train.batch_size} × "
         f"{chosen.data.seq_len}"
     )
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="trainers.fwe_smoke", description=__doc__, allow_abbrev=False)
-    add = parser.add_argument
-    add("--seq-len", type=int, default=1024, help="tokens per sequence (default 1024)")
-    add("--batch", type=int, default=1, help="sequences per batch (default 1)")
-    add("--batches", type=int, default=20, help="batches to fetch (default 20)")
-    add("--timeout", type=float, default=60.0, help="longest wait in seconds (default 60)")
-    add("--tokenizer", choices=sorted(VOCABULARIES), default="byte", help="default: byte")
-    add("--local-path", default="", help="folder that mirrors the dataset (default: the hub)")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +15,10 @@ from trainers.rejected_settings import VOCABULARIES
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the prompt and its continuation. Returns an exit code of docs/run-directory.md."""
-    return failures.command("trainers.generate", lambda: _continue(_parse(argv)))
+    return failures.command("trainers.generate", lambda: _continue(argv))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _continue(argv: Sequence[str] | None) -> str:
     parser = Parser(prog="trainers.generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help=RUN_OR_CHECKPOINT)
     add = parser.add_argument
@@ -34,10 +33,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UsageError("--tokens must be at least 1 and --temperature at least 0")
     if not 0 <= arguments.seed < 1 << 63:
         raise UsageError("--seed must be from 0 to 2^63 - 1")
-    return arguments
 
-
-def _continue(arguments: argparse.Namespace) -> str:
     import torch
 
     from nsa.generate import generate

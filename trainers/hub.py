@@ -12,10 +12,8 @@ from huggingface_hub import DatasetCard, HfFileSystem
 from yaml import YAMLError
 
 from trainers.contract import data_access
-from trainers.contract.data_access import DATASET, MIRROR
 from trainers.failures import DataError
 from trainers.schema import DataSettings
-from trainers.timeout import within
 
 
 def resolve(
@@ -24,15 +22,13 @@ def resolve(
     """Returns three values: a description, the files of the training split, their fingerprints.
 
     `fingerprint` is a function that returns the fingerprint of a file in the folder of a mirror.
-    Raises DataError, within three seconds if the hub cannot be reached.
+    Raises DataError.
     """
-    if not data.path:
-        # The package `datasets` would retry for 23 s on every rank.
-        late = f"{data_access.hub()[0]} does not answer, so {DATASET} cannot be read; {MIRROR}"
-        if why := within(3 * data_access.PROBE_S, data_access.hub_problem, late):
-            raise DataError(why)
-    place = str(Path(data.path).absolute()) if data.path else DATASET
-    card = str(Path(place, "README.md")) if data.path else DATASET
+    # Without this check, `datasets` would try for 23 s to reach a hub that does not answer.
+    if not data.path and (why := data_access.hub_problem()):
+        raise DataError(why)
+    place = str(Path(data.path).absolute()) if data.path else data_access.DATASET
+    card = str(Path(place, "README.md")) if data.path else data_access.DATASET
     try:
         # Lists this configuration's files only, because a mirror may lack other files.
         configs = DatasetCard.load(card).data.to_dict().get("configs") or ()

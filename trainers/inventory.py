@@ -29,7 +29,6 @@ from trainers.sequences import Source
 
 NVIDIA_SMI, NVIDIA_SMI_S = ("nvidia-smi", "-q", "-x"), 60.0
 MIB = 1 << 20
-NO_MEMORY_FILES = "memory dumps (mem_*): not on CPU"
 
 
 class Inventory:
@@ -51,7 +50,7 @@ class Inventory:
                 target=self._write_environment, name="environment", daemon=True
             ).start()
             if not self._on_cuda:
-                member.log(NO_MEMORY_FILES)
+                member.log("memory dumps (mem_*): not on CPU")
 
     def begin(self, step: int) -> None:
         """Writes the memory dump that is due before a step."""

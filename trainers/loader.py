@@ -12,6 +12,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,10 @@ from trainers.parallel import Single
 from trainers.rejected_settings import DRAWN, step_range
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Recall, Source, State, Synthetic
-from trainers.timeout import within
 
 CLOSE_TIMEOUT_S = 5.0
 FAILED = "failed"
 """The fingerprint of a source that cannot be opened."""
-PUT_POLL_S = 0.1
 SKIP, EDGES = "skip", ("start", "stop")
 """The key of the skipped data in the state, and the keys of its first position and its end."""
 
@@ -87,14 +86,14 @@ class Loader:
         self.state: State = dict(state) or source.state()
         self._data, self._rank, self._world, self._device = settings.data, rank, world, device
         self._count = settings.train.batch_size * world
-        self._skip = to_skip(settings.data.skip, self._count * settings.train.accumulate, resumed)
+        skip = to_skip(settings.data.skip, self._count * settings.train.accumulate, resumed)
         self._ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(
             settings.data.prefetch
         )
         self._first: tuple[Batch, State] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._read_ahead, args=(state,), name="nsa-loader", daemon=True
+            target=self._read_ahead, args=(state, skip), name="nsa-loader", daemon=True
         )
         self._thread.start()
 
@@ -109,6 +108,8 @@ class Loader:
     def close(self) -> None:
         """Stops the thread; a thread that hangs in a read continues."""
         self._stop.set()
+        with contextlib.suppress(queue.Empty):  # makes room, because the thread may wait for it
+            self._ready.get_nowait()
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _wait(self) -> tuple[Batch, State]:
@@ -124,8 +125,7 @@ class Loader:
         (batch, self.state), self._first = self._first or self._wait(), None
         return batch.to(self._device)
 
-    def _read_ahead(self, state: Mapping[str, Any]) -> None:
-        skip = self._skip
+    def _read_ahead(self, state: Mapping[str, Any], skip: Mapping[str, Any]) -> None:
         try:
             if state:
                 self.source.restore(state)
@@ -133,16 +133,10 @@ class Loader:
                 begin = self.source.position
                 batch = read_batch(self.source, self._count, self._rank, self._world, self._device)
                 if not (skip and begin < skip["stop"] and self.source.position > skip["start"]):
-                    self._put((batch, self.source.state() | ({SKIP: skip} if skip else {})))
+                    self._ready.put((batch, self.source.state() | ({SKIP: skip} if skip else {})))
         except BaseException as error:  # a panic in a Rust library is no Exception
             why = f"{self.source.about} cannot be read: {type(error).__name__}: {error}"
-            self._put(error if isinstance(error, Exception) else DataError(why))
-
-    def _put(self, item: tuple[Batch, State] | Exception) -> None:
-        while not self._stop.is_set():
-            with contextlib.suppress(queue.Full):
-                self._ready.put(item, timeout=PUT_POLL_S)
-                break
+            self._ready.put(error if isinstance(error, Exception) else DataError(why))
 
 
 def read_batch(source: Source, count: int, rank: int, world: int, device: torch.device) -> Batch:
@@ -194,14 +188,21 @@ def document_offsets(inputs: Tensor, end_token: int) -> tuple[int, ...]:
 def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source:
     """Returns the source that the settings name, or its held-out part.
 
-    Raises DataError if the source is empty or cannot be opened within data.timeout_s.
+    Raises DataError if the source is empty or cannot be opened within data.timeout_s. A thread that
+    hangs, for example on a dead mount, then continues.
     """
-    data = settings.data
-    return within(
-        data.timeout_s,
-        lambda: _source(settings, run, held_out),
-        _late("no answer", f"{data.source} {data.path}".rstrip(), data),
-    )
+    data, opened = settings.data, Future[Source]()
+
+    def work() -> None:
+        try:
+            opened.set_result(_source(settings, run, held_out))
+        except BaseException as error:  # a panic in a Rust library is no Exception
+            opened.set_exception(error)
+
+    threading.Thread(target=work, name="nsa-open", daemon=True).start()
+    if not wait([opened], data.timeout_s).done:
+        raise DataError(_late("no answer", f"{data.source} {data.path}".rstrip(), data))
+    return opened.result()
 
 
 def open_on_all_ranks(

@@ -7,10 +7,9 @@ of the token-weighted mean loss over all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -26,7 +25,7 @@ from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CollectiveError
 from trainers.precision import AUTOCAST
-from trainers.schema import DdpSettings, Settings
+from trainers.schema import Settings
 
 Value = TypeVar("Value")
 SAFE_BUCKET_MB = 2
@@ -49,8 +48,7 @@ class Single:
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Returns the context of a micro-batch; gradients are reduced only in the `last` one."""
-        del model, last
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def scale(self, tokens: int) -> float:
         """Returns the factor for a rank's loss sum, if all ranks together score `tokens`."""
@@ -59,7 +57,6 @@ class Single:
 
     def reduce(self, vector: Tensor) -> Callable[[], object]:
         """Starts to sum `vector` over ranks in place. Returns a function that waits for the sum."""
-        del vector
         return lambda: None
 
     def gather(self, value: Value) -> list[Value]:
@@ -70,15 +67,15 @@ class Single:
 class Group(Single):
     """Several ranks in one process group; the common part of DDP and FSDP."""
 
-    def __init__(self, device: torch.device, member: Member, timeout_min: float):
+    def __init__(self, device: torch.device, member: Member, settings: Settings):
         super().__init__(device)
-        self._member = member
+        self._member, self._settings = member, settings
         self.rank, self.world = member.rank, member.world
         on_cuda = device.type == "cuda"
         self.backend = "nccl" if on_cuda else "gloo"
         try:
             dist.init_process_group(
-                self.backend, timeout=timedelta(minutes=timeout_min),
+                self.backend, timeout=timedelta(minutes=settings.ddp.timeout_min),
                 device_id=device if on_cuda else None,
             )  # fmt: skip
         except (RuntimeError, ValueError) as error:
@@ -103,13 +100,12 @@ class Ddp(Group):
 
     name = "ddp"
 
-    def __init__(self, device: torch.device, member: Member, settings: DdpSettings):
-        super().__init__(device, member, settings.timeout_min)
-        self._settings = settings
-        self.comm_hook = settings.compress
+    def __init__(self, device: torch.device, member: Member, settings: Settings):
+        super().__init__(device, member, settings)
+        self.comm_hook = settings.ddp.compress
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        settings, pulse = self._settings, self._member.pulse
+        settings, pulse = self._settings.ddp, self._member.pulse
         # The embedding's gradient comes last; then this rank waits for buckets of other ranks.
         next(model.parameters()).register_post_accumulate_grad_hook(
             lambda _: pulse.count_collective()
@@ -130,9 +126,7 @@ class Ddp(Group):
         return wrapped
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        return (
-            contextlib.nullcontext() if last else cast("DistributedDataParallel", model).no_sync()
-        )
+        return nullcontext() if last else cast(DistributedDataParallel, model).no_sync()
 
 
 class Fsdp(Group):
@@ -146,12 +140,12 @@ class Fsdp(Group):
     name, sharded = "fsdp", True
 
     def __init__(self, device: torch.device, member: Member, settings: Settings):
-        super().__init__(device, member, settings.ddp.timeout_min)
+        super().__init__(device, member, settings)
         self.prepare(settings)
 
     def prepare(self, settings: Settings) -> None:
         """Divides the ranks into groups. Raises UsageError."""
-        self._settings, self._precision = settings.fsdp, settings.train.precision
+        self._settings = settings
         groups, inside = settings.fsdp.replicas, self.world // settings.fsdp.replicas
         if groups * inside != self.world:
             raise UsageError(
@@ -165,19 +159,17 @@ class Fsdp(Group):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         mixed, whole = MixedPrecisionPolicy(), MixedPrecisionPolicy()
-        if self._precision in AUTOCAST:
-            mixed = MixedPrecisionPolicy(
-                AUTOCAST[self._precision], torch.float32, cast_forward_inputs=False
-            )
+        if dtype := AUTOCAST.get(self._settings.train.precision):
+            mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
             warnings.filterwarnings("ignore", NORM_DTYPES, UserWarning)
         for unit in (*cast(Transformer, model).blocks, model):
             fully_shard(
                 unit, mesh=self._mesh, mp_policy=whole if unit is model else mixed,
-                reshard_after_forward=self._settings.sharding == "full",
+                reshard_after_forward=self._settings.fsdp.sharding == "full",
             )  # fmt: skip
         return model
 
-    @contextlib.contextmanager
+    @contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         cast(FSDPModule, model).set_requires_gradient_sync(last)
         yield
@@ -204,6 +196,4 @@ def make_strategy(settings: Settings, member: Member) -> Single:
     device = device_of(settings, member.local_rank)
     if member.world == 1:
         return Single(device)
-    if settings.train.strategy == "fsdp":
-        return Fsdp(device, member, settings)
-    return Ddp(device, member, settings.ddp)
+    return (Fsdp if settings.train.strategy == "fsdp" else Ddp)(device, member, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from trainers import changes
@@ -149,12 +150,5 @@ def refuse(settings: Settings, origins: Mapping[str, str]) -> None:
     """Raises UsageError for the first row of `TABLE` that applies."""
     for row in TABLE:
         if row.when(settings):
-            named = " with ".join(_named(key, settings, origins) for key in row.keys)
-            raise UsageError(f"{named} is rejected: {row.reason}")
-
-
-def _named(key: str, settings: Settings, origins: Mapping[str, str]) -> str:
-    value: object = settings
-    for part in key.split("."):
-        value = getattr(value, part)
-    return f"{key}={value} ({origins[key]})"
+            named = (f"{key}={attrgetter(key)(settings)} ({origins[key]})" for key in row.keys)
+            raise UsageError(f"{' with '.join(named)} is rejected: {row.reason}")

@@ -26,7 +26,6 @@ LN2, LARGEST_EXPONENT = math.log(2), 700.0
 PHASE_FIELDS = ("fetch", "forward", "backward", "optimizer")
 FETCHES_KEPT = 200
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-TENSORBOARD = "tb"
 CSV_COLUMNS: Mapping[str, tuple[str, ...]] = {
     rundir.TRAINING_CSV: (
         "loss", "lr", "toks_per_s", "grad_norm", "tokens_total", "bytes_right", "skipped_steps",
@@ -66,7 +65,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._member = member
-        self._writer = functools.cache(lambda: SummaryWriter(str(member.run / TENSORBOARD)))
+        self._writer = functools.cache(lambda: SummaryWriter(str(member.run / "tb")))
 
     def add(self, step: int, fields: Mapping[str, Any]) -> None:
         self._member.recorder.call(lambda: self._write(step, dict(fields)))
@@ -138,19 +137,14 @@ class Report:
         )
         if missing:
             self._member.log(f"MFU is {missing}")
-        self._sinks = self._open_sinks(facts["strategy"] == "fsdp")
-
-    def _open_sinks(self, is_fsdp: bool) -> list[Csv | TensorBoard]:
-        """Opens CSV and TensorBoard (rank 0); writes a log line if TensorBoard is not installed."""
-        sinks: list[Csv | TensorBoard] = []
         if not self.settings.report.disable_csv:
-            sinks += [Csv(self._member, name, is_fsdp) for name in CSV_COLUMNS]
+            is_fsdp = facts["strategy"] == "fsdp"
+            self._sinks += [Csv(self._member, name, is_fsdp) for name in CSV_COLUMNS]
         if not self.settings.report.disable_tb:
             try:
-                sinks.append(TensorBoard(self._member))
+                self._sinks.append(TensorBoard(self._member))
             except ImportError:
                 self._member.log("TensorBoard is off: it is not installed (the extra tb)")
-        return sinks
 
     def due(self, step: int) -> bool:
         """Returns whether `step` has a progress record."""

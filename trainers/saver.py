@@ -6,13 +6,12 @@ other ranks ends within the timeout of a separate process group.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,15 +41,11 @@ class Saver:
         ours: Callable[[], bool] = lambda: True,
     ):  # fmt: skip
         self._run, self._parts, self._settings, self._ours = run, parts, settings, ours
-        warnings.filterwarnings("ignore", checkpoint.ALONE, UserWarning)
         device = parts.parallel.device.type
         choice = settings.background
         self.in_background = choice == "on" or (choice == "auto" and device == "cuda")
         """True if this run uses `save_async`."""
-        self._group = cast(
-            "dist.ProcessGroup | None",
-            dist.new_group(backend="gloo") if parts.parallel.world > 1 else None,
-        )
+        self._group: Any = dist.new_group(backend="gloo") if parts.parallel.world > 1 else None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="nsa-saver")
         self._pending: tuple[Future[Path], Path] | None = None
         self._ended: list[Path | CheckpointError] = []
@@ -59,8 +54,7 @@ class Saver:
 
     def save(self, position: Manifest) -> Path:
         """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks."""
-        target, state = self._begin(position)
-        writer = FileSystemWriter(_temporary(target))
+        target, state, writer = self._begin(position)
         return self._alike(target, lambda: self._write(state, writer, position, target))
 
     def save_async(self, position: Manifest) -> None:
@@ -68,8 +62,7 @@ class Saver:
 
         Raises CheckpointError on all ranks if the save cannot start.
         """
-        target, state = self._begin(position)
-        writer = FileSystemWriter(_temporary(target))
+        target, state, writer = self._begin(position)
         copy = self._alike(target, lambda: writer.stage(state))
         # The worker stores any exception in the future, also a BaseException such as DCP's.
         written = self._worker.submit(self._write, copy, writer, position, target)
@@ -105,8 +98,8 @@ class Saver:
             ended.append(_failed(target, late))
         return ended
 
-    def _begin(self, position: Manifest) -> tuple[Path, State]:
-        """Removes the files of a killed save. Returns two values: the target, and the state."""
+    def _begin(self, position: Manifest) -> tuple[Path, State, FileSystemWriter]:
+        """Removes the files of a killed save. Returns the target, the state, and a writer."""
         self._ended = self.collect(wait_s=None)
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)
@@ -119,7 +112,8 @@ class Saver:
 
         self._alike(target, clear)
         random = torch.stack(parallel.gather(checkpoint.random_state(parallel.device)))
-        return target, self._parts.state() | {RANDOM: random}
+        state = self._parts.state() | {RANDOM: random}
+        return target, state, FileSystemWriter(_temporary(target))
 
     def _alike(self, target: Path, work: Callable[[], Result]) -> Result:
         return on_all_ranks(self._parts.parallel, work, _not_written(target))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from nsa.backends import Switches
@@ -229,11 +229,8 @@ def section_keys(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
         if is_dataclass(hint):
             yield from section_keys(hint, f"{name}.")
         else:
-            yield name, _key(name, each, get_args(hint) or hint)
-
-
-def _key(name: str, each: Field[Any], kind: type | tuple[str, ...]) -> Key:
-    default = None if each.default is MISSING else each.default
-    usual = ANY_MODEL_SIZE if name.startswith("model.") else ANY_COUNT
-    low, high = each.metadata.get("limits") or MODEL_LIMITS.get(name, usual)
-    return Key(kind, default, low, high, each.metadata.get("help", ""))
+            default = None if each.default is MISSING else each.default
+            usual = ANY_MODEL_SIZE if name.startswith("model.") else ANY_COUNT
+            low, high = each.metadata.get("limits") or MODEL_LIMITS.get(name, usual)
+            text = each.metadata.get("help", "")
+            yield name, Key(get_args(hint) or hint, default, low, high, text)

@@ -87,20 +87,17 @@ class Synthetic(Source):
         first = self.position
         mine = range(first + (rank - first) % world, first + count, world)
         mask = torch.zeros(len(mine), self.seq_len, dtype=torch.bool)
-        sequences = [self.sequence(index, mask[row]) for row, index in enumerate(mine)]
+        sequences = []
+        for index, scored in zip(mine, mask, strict=True):
+            generator = random.Random(f"{self._seed}/{index}")
+            sequences.append(bytearray(generator.randbytes(self.seq_len + 1)))
+            self.repeat(sequences[-1], generator, scored)
         self.position += count
         tokens = stack(sequences, self.seq_len + 1, torch.uint8)
         return tokens, None if self.scored == self.seq_len else mask
 
-    def sequence(self, index: int, scored: Tensor) -> bytearray:
-        """Returns S + 1 bytes; marks in `scored` (bool `[S]`) the predictions that are scored."""
-        del scored
-        return self.draw(index)[0]
-
-    def draw(self, index: int) -> tuple[bytearray, random.Random]:
-        """Returns two values: S + 1 bytes for the seed and an index, and their generator."""
-        generator = random.Random(f"{self._seed}/{index}")
-        return bytearray(generator.randbytes(self.seq_len + 1)), generator
+    def repeat(self, sequence: bytearray, generator: random.Random, scored: Tensor) -> None:
+        """Repeats a span and marks its predictions in `scored` (bool `[S]`); here, does nothing."""
 
 
 class Recall(Synthetic):
@@ -120,11 +117,9 @@ class Recall(Synthetic):
         # A range, because the checkpoints of earlier versions have one.
         self.fingerprint += f" span={self.span} distance={self.distance}..{self.distance}"
 
-    def sequence(self, index: int, scored: Tensor) -> bytearray:
-        sequence, generator = self.draw(index)
+    def repeat(self, sequence: bytearray, generator: random.Random, scored: Tensor) -> None:
         origin = generator.randint(0, self.seq_len + 1 - self.distance - self.span)
         back = origin + self.distance
         sequence[back : back + self.span] = sequence[origin : origin + self.span]
         # Position t predicts byte t + 1.
         scored[back : back - 1 + self.span] = True
-        return sequence

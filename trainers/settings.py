@@ -61,8 +61,8 @@ class Resolved:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Returns `{key: {"value": …, "origin": …}}` as plain data."""
-        plain = dict(flatten(asdict(self.settings)))
-        return {key: {"value": plain[key], "origin": self.origins[key]} for key in plain}
+        plain = flatten(asdict(self.settings))
+        return {key: {"value": value, "origin": self.origins[key]} for key, value in plain}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -338,19 +338,19 @@ def _must_have_rank(run: RunSource, state: RunState, rank: int) -> None:
 
 def flags(options: argparse.Namespace) -> int:
     """Prints the registry of environment flags."""
-    from trainers.contract.flags import TABLE, expected
+    from trainers.contract.flags import FLAGS, expected
 
     records = [
         {
             "name": flag.name, "default": flag.default, "takes": expected(flag),
             "group": flag.group, "help": flag.key.help, "setting": flag.setting,
         }
-        for flag in TABLE
+        for flag in FLAGS.values()
     ]  # fmt: skip
     lines = []
-    for group in dict.fromkeys(flag.group for flag in TABLE):
+    for group in dict.fromkeys(flag.group for flag in FLAGS.values()):
         lines.append(group)
-        for flag in TABLE:
+        for flag in FLAGS.values():
             if flag.group == group:
                 default = f"default {flag.default or 'empty'}" if flag.setting else "default: unset"
                 lines.append(f"  {flag.name:<26} {flag.key.help} ({expected(flag)}; {default})")

@@ -74,7 +74,7 @@ DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
 """The innermost wait of one of these kinds decides. If there is no such wait, the outermost wait
 decides: for example, a queue waits for its lock, and the kind is "queue"."""
 _MACHINERY = re.compile(r"^<|/(?:contextlib|functools)\.py$")
-_HELPERS = re.compile(r"/trainers/(?:contract/|timeout\.py$)")
+_HELPERS = re.compile(r"/trainers/contract/")
 _DATA = re.compile(
     r"(?<![A-Za-z])(?i:data|batch|load|pre_?fetch|fetch|read|produce|collate)|__getitems?__"
     r"|Data|Batch|Load|Fetch|Read(?!y)|Produce|Collate"

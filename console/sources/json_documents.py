@@ -153,7 +153,7 @@ def flag_field(run: Mapping[str, Any], field: str) -> dict[str, str]:
 def flag_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the scalar settings that have a flag, as text. The key is the flag's name."""
     found = {}
-    for flag in flags.TABLE:
+    for flag in flags.FLAGS.values():
         value = jsonl.mapping(settings, flag.setting).get("value")
         if isinstance(value, bool | int | float | str):
             found[flag.name] = clean(flags.format_value(value), 200)

@@ -88,7 +88,7 @@ class Directory(Recorder):
         if self._home is None or not path.is_relative_to(self._home.path):
             return
         self.replaced_run = ""
-        if self._home.is_replaced():
+        if not self._home.is_there() and os.path.lexists(self._home.path):
             self.replaced_run = (
                 f"{self._home.path} was replaced by another directory: requests and .HALT there "
                 "are ignored, and nothing is written there; restore the run's own directory"
@@ -117,7 +117,11 @@ class Directory(Recorder):
         self.set_run(run)
         for folder in (run / rundir.REQUESTS, run / rundir.VERDICTS):
             rundir.make_directory(folder)
-        aside = rundir.set_aside_stale_halt(run)
+        aside = run / f"{rundir.HALT}.stale-{time.time_ns() // 1_000_000}"
+        try:
+            (run / rundir.HALT).rename(aside)
+        except FileNotFoundError:
+            aside = None
         rundir.write_json(run / rundir.RUN, record)
         git = jsonl.mapping(record, "git")
         if sha := jsonl.text(git, "sha"):

@@ -64,7 +64,7 @@ def launch(root):
         terminal.wait("plumbing")
         wait_for(lambda: RunSource(path).poll().launch.state == "waiting")
         terminal.press("E")
-        for flag in flags.TABLE:
+        for flag in flags.FLAGS.values():
             terminal.wait(flag.key.help[:20])  # else a slow screen would be scrolled too far
             if flag.name == FLAG:
                 break

@@ -14,7 +14,8 @@ import pytest
 from tests.trainers.files import write
 from tests.trainers.hub_server import Hub, serve
 from tests.trainers.runs import ROOT, environment
-from trainers import fwe_smoke, hub
+from trainers import fwe_smoke
+from trainers.contract import data_access
 from trainers.documents import find
 from trainers.failures import CONFIG, DATA, DONE, DataError
 from trainers.schema import DataSettings
@@ -91,7 +92,7 @@ def test_a_hub_is_read_by_ranges_at_one_revision_and_gives_the_bytes_of_its_mirr
     mirror, tmp_path
 ):
     """A later revision with the same files, as after an edit of the card, is the same data."""
-    with serve(mirror, hub.DATASET) as served:
+    with serve(mirror, data_access.DATASET) as served:
         said, fingerprint, came = from_the_hub(tmp_path, served)
         asked = [(name, limits) for name, method, limits in served.served if method == "GET"]
         served.revision = "a" * 40

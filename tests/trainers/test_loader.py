@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from tests.trainers.ranks import together
 from trainers import loader, settings
 from trainers.failures import DataError
-from trainers.loader import Loader, open_on_all_ranks
+from trainers.loader import Loader, open_on_all_ranks, open_source
 from trainers.manifest import Manifest
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Recall, Synthetic
-from trainers.timeout import within
 
 CPU = torch.device("cpu")
 
@@ -130,13 +129,18 @@ def test_every_fetch_has_a_time_limit_and_says_what_did_not_come():
             broken.wait_for_first()
 
 
-def test_a_call_that_hangs_ends_in_a_sentence_and_one_that_raises_in_its_error():
-    with pytest.raises(DataError, match="too late"):
-        within(0.05, threading.Event().wait, "too late")
+def test_a_source_that_hangs_ends_in_a_sentence_and_one_that_raises_in_its_error(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(loader, "_source", lambda *_: threading.Event().wait())
+    with pytest.raises(DataError, match=r"no answer from synthetic within 0\.05 s"):
+        open_source(small(**{"data.timeout_s": 0.05}), tmp_path)
     for error in (ZeroDivisionError, Panic):
+        monkeypatch.setattr(loader, "_source", raising(error()))
         with pytest.raises(error):
-            within(60, raising(error()), "too late")
-    assert within(60, lambda: 7, "too late") == 7
+            open_source(small(), tmp_path)
+    monkeypatch.undo()
+    assert isinstance(open_source(small(), tmp_path), Synthetic)
 
 
 def raising(error: BaseException):

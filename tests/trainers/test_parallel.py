@@ -290,5 +290,5 @@ def test_ranks_that_cannot_join_exit_with_the_code_of_collectives(monkeypatch):
     with pytest.raises(
         CollectiveError, match=r"rank 1 of 2 cannot join the process group: .*env://"
     ):
-        Group(CPU, member, timeout_min=0.1)
+        Group(CPU, member, settings.resolve(None, {}, {"ddp.timeout_min": 0.1}).settings)
     assert CollectiveError.exit_code == COLLECTIVE

@@ -54,7 +54,7 @@ def test_options_are_settings_with_their_own_origin_and_set_overrides_them():
     assert other["train.strategy"]["value"] == "ddp"
 
 
-@pytest.mark.parametrize("flag", flags.TABLE, ids=lambda flag: flag.name)
+@pytest.mark.parametrize("flag", flags.FLAGS.values(), ids=lambda flag: flag.name)
 def test_a_flag_takes_type_limits_and_help_from_its_key_and_sets_it(flag):
     """One row in `flags.OWN` is all that a flag needs, from the form to the settings."""
     examples = {bool: "1", int: "2", float: flag.default, str: "0:1"}
@@ -333,6 +333,22 @@ def test_a_wrong_start_inside_a_run_is_in_its_heartbeat_and_metrics(tmp_path):
     assert "train.stepz" in (run / "logs/attempt1/rank0.log").read_text()
     metrics = json.loads((run / "metrics.json").read_text())
     assert (metrics["steps_done"], metrics["exit_code"]) == (0, 13)
+
+
+def test_a_start_by_hand_that_is_rejected_changes_no_record_of_the_run_there(tmp_path):
+    """Also if the environment names the directory: the run may have ended, or be alive."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "heartbeat_rank0.jsonl").write_text("{}\n")
+    (run / "metrics.json").write_text('{"steps_done": 7}')
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    done = subprocess.run(
+        [sys.executable, "-m", "trainers.ddp"], capture_output=True, text=True, cwd=tmp_path,
+        env=environment(tmp_path, NSA_CONSOLE_RUN_DIR=str(run)),
+    )  # fmt: skip
+    assert done.returncode == 13
+    assert "already contains a run" in done.stderr
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
 
 def test_a_full_disk_does_not_change_the_exit_code(tmp_path):

@@ -13,35 +13,32 @@ from trainers.contract import environ
 DATASET = "HuggingFaceFW/fineweb-edu"
 MIRROR = "set data.path (--local-path) to a local mirror, or use data.source=text"
 PROBE_S = 1.0
-PORTS = {"https": 443, "http": 80}
 GPT2_FILES = tuple(
     f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
     for name in ("vocab.bpe", "encoder.json")
 )
 
 
-def hub() -> tuple[str, int]:
-    """Returns host and port of the hub or proxy; a reason and 0 if HF_HUB_OFFLINE is set."""
+def hub_problem() -> str:
+    """Returns why the hub or its proxy cannot be reached, or "" if it accepts a connection.
+
+    The DNS lookup has no time limit.
+    """
+    unread = f"so {DATASET} cannot be read; {MIRROR}"
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
-        return "HF_HUB_OFFLINE is set", 0
+        return f"HF_HUB_OFFLINE is set, {unread}"
     from urllib import request  # imported here: 1 MiB, rarely needed
 
     url = urlsplit(environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    proxy = request.getproxies().get(url.scheme)
+    proxies = request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
     if proxy and not request.proxy_bypass(url.hostname or ""):
-        url = urlsplit(proxy)
-    return url.hostname or "", url.port or PORTS.get(url.scheme, 443)
-
-
-def hub_problem() -> str:
-    """Returns why the hub cannot be read, or "" if it answers. The DNS lookup has no time limit."""
-    host, port = hub()
-    if not port:
-        return f"{host}, so {DATASET} cannot be read; {MIRROR}"
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     try:
-        socket.create_connection((host, port), PROBE_S).close()
-    except OSError as error:
-        return f"{host} does not answer, so {DATASET} cannot be read; {MIRROR} ({error})"
+        port = url.port or (80 if url.scheme == "http" else 443)
+        socket.create_connection((url.hostname or "", port), PROBE_S).close()
+    except (OSError, ValueError) as error:
+        return f"{url.hostname or url.geturl()} does not answer, {unread} ({error})"
     return ""
 
 

@@ -86,15 +86,12 @@ class Flag:
         return "" if self.key.default is None else format_value(self.key.default)
 
 
-TABLE: tuple[Flag, ...] = (
-    *(Flag(name, keys()[setting], setting) for name, setting in OWN.items()),
-    *(
-        Flag(name, Key(kind, None, low, ANY_COUNT[1], text))
-        for name, (kind, low, text) in LIBRARY.items()
-    ),
-)
-
-FLAGS: dict[str, Flag] = {flag.name: flag for flag in TABLE}
+FLAGS: Mapping[str, Flag] = {
+    name: Flag(name, keys()[setting], setting) for name, setting in OWN.items()
+} | {
+    name: Flag(name, Key(kind, None, low, ANY_COUNT[1], text))
+    for name, (kind, low, text) in LIBRARY.items()
+}
 
 
 def lookup(name: str) -> Flag:
@@ -132,16 +129,6 @@ def format_value(value: Value) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def check_names(environment: Mapping[str, str]) -> None:
-    """Raises UsageError for an unknown `NSA_*` variable, because a typo would have no effect."""
-    known = {*FLAGS, *CONTRACT_NAMES, *ALERT_NAMES}
-    for name in environment:
-        if name.startswith(OWN_PREFIX) and name not in known:
-            raise UsageError(
-                f"the environment sets {name}, which is not a flag{did_you_mean(name, FLAGS)}"
-            )
-
-
 def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the flags that a launch copies from the operator's shell: `NSA_*` and the GPUs.
 
@@ -153,6 +140,14 @@ def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Value]:
-    """Returns the parsed values of all flags that are set and not empty. Raises UsageError."""
-    check_names(environment)
+    """Returns the parsed values of the flags that are set and not empty.
+
+    Raises UsageError, also for an unknown `NSA_*` variable, because a typo would have no effect.
+    """
+    known = {*FLAGS, *CONTRACT_NAMES, *ALERT_NAMES}
+    for name in environment:
+        if name.startswith(OWN_PREFIX) and name not in known:
+            raise UsageError(
+                f"the environment sets {name}, which is not a flag{did_you_mean(name, FLAGS)}"
+            )
     return {name: parse(name, environment[name]) for name in FLAGS if environment.get(name)}

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import stat
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -143,10 +142,6 @@ class OpenDirectory:
             pass
         return self._is_there
 
-    def is_replaced(self) -> bool:
-        """Returns whether something else is at the directory's path; False if nothing is there."""
-        return not self.is_there() and os.path.lexists(self.path)
-
     def close(self) -> None:
         os.close(self.fd)
 
@@ -255,7 +250,12 @@ def make_directory(path: Path) -> None:
     check_owner(path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise RefusedError(f"{path} is not writable; pass another with --run-dir")
-    _close_to_others(path)
+    try:
+        with contextlib.closing(OpenDirectory(path)) as folder:
+            if os.fstat(folder.fd).st_mode & 0o077:
+                os.fchmod(folder.fd, 0o700)
+    except OSError as error:
+        raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
 
 
 def remove_tree(path: Path) -> None:
@@ -282,16 +282,6 @@ def check_owner(path: Path) -> os.stat_result:
     return status
 
 
-def _close_to_others(path: Path) -> None:
-    """Removes the permissions of group and others from a directory. Raises RefusedError."""
-    try:
-        with contextlib.closing(OpenDirectory(path)) as folder:
-            if os.fstat(folder.fd).st_mode & 0o077:
-                os.fchmod(folder.fd, 0o700)
-    except OSError as error:
-        raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
-
-
 def write_request(run: Path, name: str, by: str) -> None:
     """Creates or touches `.HALT` or one of `REQUEST_FILES`; on a full disk the file may be empty.
 
@@ -307,14 +297,3 @@ def write_request(run: Path, name: str, by: str) -> None:
     except OSError:
         if stamp(path) in (before, None):
             raise
-
-
-def set_aside_stale_halt(run: Path) -> Path | None:
-    """Renames an existing `.HALT` before a start; returns the new path, or None if none exists."""
-    halt = run / HALT
-    aside = run / f"{HALT}.stale-{time.time_ns() // 1_000_000}"
-    try:
-        halt.rename(aside)
-    except FileNotFoundError:
-        return None
-    return aside

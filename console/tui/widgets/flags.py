@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from console.tui.rows import Row, columns, labelled, wrap
-from trainers.contract.flags import TABLE, Flag, expected
+from trainers.contract.flags import FLAGS, Flag, expected
 from trainers.contract.values import TRUE
 
 UNSET = "–"
@@ -55,7 +55,7 @@ def items(
     unless it is None. For a foreign program, our flags are left out unless they have a value.
     """
     found = [] if between is None else [Item(None, between, between)]
-    for flag in TABLE:
+    for flag in FLAGS.values():
         if foreign and flag.setting and flag.name not in {*now, *(coming or ()), *changed}:
             continue
         here = now.get(flag.name, "")

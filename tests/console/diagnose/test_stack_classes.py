@@ -94,8 +94,8 @@ BACKWARD = f"{TORCH}autograd/graph.py _engine_run_backward"
     [
         ((f"{STD}threading.py wait", f"{STD}queue.py get", "/src/trainers/loader.py _wait"),
          "loader"),
-        ((f"{STD}concurrent/futures/_base.py wait", "/src/trainers/timeout.py within",
-          "/src/trainers/loader.py open_source", "/src/trainers/ddp.py main"), "loader"),
+        ((f"{STD}concurrent/futures/_base.py wait", "/src/trainers/loader.py open_source",
+          "/src/trainers/ddp.py main"), "loader"),
         (("/src/queue.py get", "/src/train.py step"), "own"),
         ((f"{TORCH}nn/modules/linear.py forward", "/src/train.py step"), "own"),
         (("/src/data.py __getitem__", f"{TORCH}utils/data/dataloader.py _next_data"), "own"),

@@ -1,0 +1,33 @@
+"""The check that the hub answers, with the proxies that its client uses."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from trainers.contract import data_access, environ
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch):
+    for name in (*PROXIES, *map(str.upper, PROXIES), "HF_HUB_OFFLINE", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+@pytest.mark.parametrize("name", ["https_proxy", "HTTPS_PROXY", "all_proxy"])
+def test_the_hub_is_reached_through_a_proxy_which_a_training_inherits(name, scheme, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv(name, f"{scheme}127.0.0.1:{proxy.getsockname()[1]}")
+        assert data_access.hub_problem() == ""
+        assert name in environ.inherited()
+    assert "127.0.0.1 does not answer" in data_access.hub_problem()
+
+
+@pytest.mark.parametrize("name", ["HF_ENDPOINT", "https_proxy"])
+def test_an_address_with_a_wrong_port_is_a_sentence(name, monkeypatch):
+    monkeypatch.setenv(name, "https://127.0.0.1:port")
+    assert "127.0.0.1 does not answer, so HuggingFaceFW" in data_access.hub_problem()
