@@ -72,6 +72,18 @@ def test_links_and_pictures_lead_somewhere(path):
         assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
 
 
+def test_files_and_functions_that_the_page_for_developers_names_exist():
+    text = (ROOT / "docs/extend.md").read_text()
+    paths = set(re.findall(r"`((?:console|trainers|tests|benchmarks)/[\w/.]+)`", text))
+    assert len(paths) > 20
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    source = "".join(path.read_text() for name in ("console", "trainers", "tests", "benchmarks")
+                     for path in (ROOT / name).rglob("*.py"))  # fmt: skip
+    names = set(re.findall(r"`([A-Z]{2,}(?:_[A-Z]+)*|[A-Z][a-z]\w+|test_\w+)`", text)) - {"NAME"}
+    assert len(names) > 20
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", source)] == []
+
+
 def test_the_guide_or_the_readme_links_every_page():
     text = (ROOT / "README.md").read_text() + (ROOT / "docs/guide.md").read_text()
     linked = set(re.findall(r"\]\((?:docs/|nsa/)?([\w-]+\.md)", text))
