@@ -14,7 +14,7 @@ import pytest
 
 from console import action_table
 from console.cli import build_parser, main
-from console.diagnose import rules
+from console.diagnose import causes, rules, truth
 from console.plans import catalog, gates, preflight
 from docs.keys import as_markdown
 from trainers import command_line, schema
@@ -22,6 +22,7 @@ from trainers.contract import flags, pulse, rundir
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*DOCUMENTS, ROOT / "nsa/README.md"]
 COMMAND = re.compile(r"nsa-console ((?!\w+ RUN|\w+ PLAN)[a-z][^`\n#]*)")
 
 SAFE = ("flags", "plans", "check cpu_smoke", "launch cpu_smoke --dry-run", "runs")
@@ -54,11 +55,39 @@ def test_commands_that_only_look_run(command, tmp_path):
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def anchors(path: Path) -> set[str]:
+    """Returns the anchors that GitHub makes from the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
 def test_links_and_pictures_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
-        if not target.startswith("http"):
-            assert (path.parent / target).exists(), target
+    for name, _, anchor in (t.partition("#") for t in re.findall(r"\]\(([^)]+)", path.read_text())):
+        if name.startswith("http"):
+            continue
+        target = path.parent / name if name else path
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
+
+
+def test_files_and_functions_that_the_page_for_developers_names_exist():
+    text = (ROOT / "docs/extend.md").read_text()
+    paths = set(re.findall(r"`((?:console|trainers|tests|benchmarks)/[\w/.]+)`", text))
+    assert len(paths) > 20
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    source = "".join(path.read_text() for name in ("console", "trainers", "tests", "benchmarks")
+                     for path in (ROOT / name).rglob("*.py"))  # fmt: skip
+    names = set(re.findall(r"`([A-Z]{2,}(?:_[A-Z]+)*|[A-Z][a-z]\w+|test_\w+)`", text)) - {"NAME"}
+    assert len(names) > 20
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", source)] == []
+
+
+def test_the_guide_or_the_readme_links_every_page():
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs/guide.md").read_text()
+    linked = set(re.findall(r"\]\((?:docs/|nsa/)?([\w-]+\.md)", text))
+    assert {path.name for path in DOCUMENTS} <= linked | {"README.md"}
 
 
 def test_pictures_are_of_the_product_that_is_there():
@@ -91,7 +120,6 @@ def event_kinds() -> set[str]:
 
 
 @pytest.mark.parametrize(("section", "names"), [
-    ("Gates", set(gates.RULES)),
     ("Requests", {action.name for action in action_table.TABLE if action.mailboxes}),
     ("Events and alerts", event_kinds()),
 ])  # fmt: skip
@@ -102,8 +130,10 @@ def test_the_first_table_of_a_section_has_a_row_for_each_name(section, names):
     assert set(re.findall(r"`(.+?)`", cells)) - {"kind"} == names
 
 
-def test_the_run_directory_document_names_the_gates_that_fail_without_all_records():
-    text = (ROOT / "docs/run-directory.md").read_text().partition("records break a\nbound of ")[2]
+def test_the_page_on_gates_has_each_gate_and_names_those_that_fail_without_all_records():
+    assert first_cells("gates", "gate") == set(gates.RULES)
+    text = " ".join((ROOT / "docs/gates.md").read_text().split())
+    text = text.partition("records break a bound of ")[2]
     certain, _, rest = text.partition(", the gate fails")
     tails = rest.partition(". For ")[2].partition(", the pulse of a killed")[0]
     for named, field in ((certain, "certain"), (tails, "tails")):
@@ -135,11 +165,27 @@ KINDS = ("plan", "phase", "gate", "rule", "row", "setting", "cause")
 NAMED = re.compile(rf"\b({'|'.join(KINDS)})s? ((?:`[^`]+`(?:, | and )?)+)")
 
 
+def first_cells(page: str, heading: str) -> set[str]:
+    """Returns the names in the first cells of the table with this first heading."""
+    table = (ROOT / f"docs/{page}.md").read_text().partition(f"\n| {heading} | ")[2]
+    rows = table.partition("\n\n")[0].split("\n")[2:]
+    return {name for row in rows for name in re.findall(r"`(.+?)`", row.split("|")[1])}
+
+
+def test_the_pages_have_a_row_for_each_cause_truth_check_and_row_of_the_preflight():
+    unnamed = {"transport", "exited-early", "slowest-rank", "all-ranks"}
+    assert first_cells("verdicts", "cause") == {each.name for each in causes.CAUSES} | unnamed
+    assert first_cells("watch-rules", "rule") == {rule.name for rule in truth.ROWS}
+    others = re.search(r"The rows (.+?) pass or give", (ROOT / "docs/plans.md").read_text())
+    assert others
+    named = first_cells("plans", "row") | set(re.findall(r"`(.+?)`", others[1]))
+    assert named == {*preflight.ROWS, *device_checks.ROWS, "config PHASE"}
+
+
 @functools.cache
 def registries() -> dict[str, set[str]]:
     """Returns the names of each kind of thing, and in "" all other names that a page may have."""
-    guide, of_a_run = ((ROOT / f"docs/{x}.md").read_text() for x in ("guide", "run-directory"))
-    causes = guide.partition("| cause |")[2].partition("\n\n")[0].split("\n")
+    of_a_run = (ROOT / "docs/run-directory.md").read_text()
     return {
         "plan": set(catalog.files()),
         "phase": {p.sweep or p.name for x in catalog.files() for p in catalog.load(x).phases},
@@ -147,7 +193,7 @@ def registries() -> dict[str, set[str]]:
         "rule": {rule.name for rule in rules.TABLE},
         "row": {*preflight.ROWS, *preflight.MEASURED, "config PHASE"},
         "setting": set(schema.keys()),
-        "cause": set(re.findall(r"`([a-z-]+)`", " ".join(row[:30] for row in causes))),
+        "cause": first_cells("verdicts", "cause"),
         "": {*re.findall(r"`(.+?)`", of_a_run), *re.findall(r"[\w.-]+", of_a_run), *flags.FLAGS,
              *(action.key for action in action_table.TABLE)},
     }  # fmt: skip

@@ -82,7 +82,7 @@ class TrainSettings:
         5, "Stop after N non-finite steps in a row (not overflows that lower the loss scale).", 1
     )
     stop_at_bytes_right: float = key(0.0, "Stop at this fraction of right bytes; 0: never.", 0, 1)
-    drill: str = key("", "Faults for practice, KIND@STEP:RANK:SECONDS,…; see docs/guide.md.")
+    drill: str = key("", "Faults for practice, KIND@STEP:RANK:SECONDS,…; see docs/drills.md.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,7 +219,7 @@ QUERIES: tuple[Command, ...] = (
             "and every gate passed or has an override.\n", "query.check"),
     Command("compare", "Compare the variants of the sweeps in a launch.",
             ("compare latest", "compare latest --json"), (_run("LAUNCH"),),
-            "A sweep is a phase of the plan with variants and rounds, see the guide. Variants\n"
+            "A sweep is a phase of the plan with variants and rounds, see docs/plans.md. Variants\n"
             "are called different only if their difference is significant. If runs differ in\n"
             "more than the flags and settings of their variants, their sweep is not compared.\n"
             "Exit code 0: all sweeps were compared; 1: at least one sweep was not.\n",

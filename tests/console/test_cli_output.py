@@ -127,7 +127,7 @@ def test_a_launch_whose_output_is_lost_still_says_where_it_is(tmp_path, tested):
 ROW = re.compile(r"^\| (`.+`) \| (object|list|lines) \| `(.+)` \|$", re.M)
 DOCUMENTED = [
     (command, kind, set(re.sub(r"\[\{.*?\}\]|\[\]", "", names).split()))
-    for commands, kind, names in ROW.findall((ROOT / "docs/run-directory.md").read_text())
+    for commands, kind, names in ROW.findall((ROOT / "docs/json.md").read_text())
     for command in re.findall(r"`(.+?)`", commands)
 ]
 PRINTS = {

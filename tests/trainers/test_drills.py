@@ -88,11 +88,11 @@ def test_a_wrong_drill_is_refused_wherever_it_is_asked_for(text):
         assert "NSA_DRILL" in str(caught.value) or "train.drill" in str(caught.value)
 
 
-def test_every_kind_has_a_deed_and_a_line_in_the_guide():
+def test_every_kind_has_a_function_and_a_row_in_the_documents():
     assert set(DRILLS) == set(KINDS)
-    guide = (ROOT / "docs/guide.md").read_text()
+    page = (ROOT / "docs/drills.md").read_text()
     for name, kind in KINDS.items():
-        assert f"| `{name}` | {kind.about} |" in guide
+        assert f"| `{name}` | {kind.about} |" in page
 
 
 def drilled(

@@ -71,9 +71,9 @@ def test_the_back_off_doubles_without_progress_and_begins_anew_with_it():
     assert restart.restarts_left(ended, CRASH) == 2
 
 
-def test_the_policy_in_the_guide_is_one_that_a_plan_takes(tmp_path):
-    guide = (PROGRAMS.parents[1] / "docs" / "guide.md").read_text()
-    (line,) = [line.strip() for line in guide.splitlines() if line.strip().startswith("restart: {")]
+def test_the_policy_in_the_documents_is_one_that_a_plan_takes(tmp_path):
+    page = (PROGRAMS.parents[1] / "docs" / "plans.md").read_text()
+    (line,) = [line.strip() for line in page.splitlines() if line.strip().startswith("restart: {")]
     path = tmp_path / "plan.yaml"
     path.write_text(f"name: x\nphases: [{{name: one}}]\n{line}\n")
     assert plans.load(path).restart == Restart("crash", 3, 10.0)
