@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from console.sources.series import Points
 from console.tui import chartmath
 from console.tui import format as fmt
-from console.tui.chartmath import Bin, Mode, Point
+from console.tui.chartmath import Bin, Curves, Mode, Point
 from console.tui.charts import LOWEST_LAYER, Chart
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, fill, rule
@@ -30,11 +30,12 @@ Window = tuple[float, int]
 
 def chart_rows(
     chart: Chart, series: Mapping[str, Points], window: Window, width: int, height: int,
-    mode: Mode, at: float | None = None, selected: bool = False,
+    mode: Mode, at: float | None = None, selected: bool = False, former: Curves | None = None,
 ) -> list[Row]:  # fmt: skip
     """Returns the title, the body with its value axis and, if there is room, the time axis.
 
-    `at` is the time of the crosshair, or None if there is no crosshair.
+    `at` is the time of the crosshair, or None if there is no crosshair. `former` has the curves of
+    the former drawing.
     """
     held = [points for name in chart.names if (points := series.get(name))]
     start, span = window
@@ -42,7 +43,9 @@ def chart_rows(
         return [rule(chart.title, width, "no data yet", selected, detail=chart.unit_word)]
     room, has_axis = width - LABEL - 1, height >= AXIS_HEIGHT
     body_height = height - 1 - has_axis
-    curves = _curves(chart, held, window, room * 2 if mode == "braille" else room)
+    count = room * 2 if mode == "braille" else room
+    drawn = (former or Curves()).of(chart.names, held, chart.each != "layer", *window, count)
+    curves = tuple(_scaled(curve, chart.scale) for curve in drawn)
     low, high = chartmath.bounds(chartmath.merge(curves), chart.from_zero)
     high = max(high, LEAST_HIGH.get(chart.unit, high))
     gap = ", " if width >= WIDE else " "
@@ -58,17 +61,10 @@ def chart_rows(
     return rows
 
 
-def _curves(
-    chart: Chart, held: Sequence[Points], window: Window, count: int
-) -> tuple[tuple[Bin, ...], ...]:  # fmt: skip
-    """Returns what is drawn: one curve per series for layers, or else one band over all series."""
-    found = tuple(chartmath.bins(points, *window, count) for points in held)
-    found = found if chart.each == "layer" else (tuple(chartmath.merge(found)),)
-    if chart.scale == 1.0:
-        return found
-    return tuple(
-        tuple(b and (b[0] / chart.scale, b[1] / chart.scale) for b in bins) for bins in found
-    )
+def _scaled(curve: tuple[Bin, ...], scale: float) -> tuple[Bin, ...]:
+    if scale == 1.0:
+        return curve
+    return tuple(column and (column[0] / scale, column[1] / scale) for column in curve)
 
 
 def _crossed(line: str, cell: int | None) -> Row:
@@ -143,7 +139,7 @@ def time_axis(start: float, span: int, width: int) -> str:
 
 def zoomed_rows(
     chart: Chart, series: Mapping[str, Points], window: Window, width: int, height: int,
-    mode: Mode, at: float | None, now: float,
+    mode: Mode, at: float | None, now: float, former: Curves | None = None,
 ) -> list[Row]:  # fmt: skip
     """Returns one chart for the whole view, with values below the chart.
 
@@ -151,7 +147,8 @@ def zoomed_rows(
     Without a crosshair, the newest values of GPUs, ranks or layers are shown.
     """
     parts = part_rows(chart, series, at, width, height // 3)
-    rows = chart_rows(chart, series, window, width, height - 1 - len(parts), mode, at)
+    height -= 1 + len(parts)
+    rows = chart_rows(chart, series, window, width, height, mode, at, former=former)
     return [*rows, _reading(chart, series, at, now), *parts]
 
 
@@ -230,6 +227,7 @@ class ChartPanel(Panel):
         self.window: Window = (0.0, chartmath.AUTO_MAX_S)
         self._mark: object = None
         self._drawn: Sequence[Row] = ()
+        self._curves = Curves()
 
     def rows(self, snapshot: ScreenData, width: int, height: int) -> Sequence[Row]:
         state, chart, series = snapshot.state, self.chart, snapshot.charts
@@ -250,8 +248,8 @@ class ChartPanel(Panel):
         self._mark = mark
         given = chart, series, window, width, height, self.mode
         self._drawn = (
-            zoomed_rows(*given, self.at, snapshot.now) if self.zoomed
-            else chart_rows(*given, selected=self.selected)
+            zoomed_rows(*given, self.at, snapshot.now, self._curves) if self.zoomed
+            else chart_rows(*given, selected=self.selected, former=self._curves)
         )  # fmt: skip
         return self._drawn
 
