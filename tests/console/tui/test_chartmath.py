@@ -56,8 +56,9 @@ def test_curves_that_grow_are_those_of_all_points(points, count, is_band, data):
         whole = [chartmath.bins(each, 0.0, 600.0, count) for each in held]
         expected = [tuple(chartmath.merge(whole))] if is_band else whole
         assert list(curves.of(("x", "y"), held, is_band, 0.0, 600.0, count)) == expected
-    renamed = curves.of(("z",), [points[:1]], is_band, 0.0, 600.0, count)
-    assert renamed == (chartmath.bins(points[:1], 0.0, 600.0, count),)
+    other = [(points[0][0], 7.0), *points[1:]]
+    renamed = curves.of(("z",), [other], is_band, 0.0, 600.0, count)
+    assert renamed == (chartmath.bins(other, 0.0, 600.0, count),)
 
 
 @given(st.lists(st.one_of(st.none(), st.tuples(sane, sane)), max_size=50), st.booleans())
