@@ -140,7 +140,8 @@ class Dashboard(View):
             self._shape = now
             self._apply(now)
         if self.selected is not None:
-            self.selected = min(self.selected, len(self._charts) - 1)
+            drawn = len(self._charts) if self.zoomed else now.charts
+            self.selected = min(self.selected, max(1, drawn) - 1)
         first = self.selected or 0 if self.zoomed else 0
         shown = self._charts[first : first + now.charts]
         for index, (panel, chart) in enumerate(zip(self.panels, shown, strict=False)):

@@ -13,6 +13,7 @@ from console.tui.chartmath import Bin, Curves, Mode, Point
 from console.tui.charts import LOWEST_LAYER, Chart
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, fill, rule
+from console.tui.widgets.figures import OLD_S
 from console.tui.widgets.lines import Panel
 
 LABEL = 6
@@ -83,9 +84,11 @@ def _window_words(span: int, width: int) -> str:
 def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
     """Returns the newest value, or for several series the range of the newest values.
 
-    For layers, returns mean and lowest layer; for a chart that `is_over`, returns "–".
+    For layers, returns mean and lowest layer; for a chart that `is_over`, returns "–". If the
+    newest value is old, its age comes first.
     """
-    now = "now " * (width >= WIDE)
+    old, wide = _old(chart, series), width >= WIDE
+    now = old or "now " * wide
     newest = {name: points[-1][1] for name, points in series.items() if points}
     values = [newest[name] / chart.scale for name in chart.names if name in newest]
     low, high = (scale_label(each(values), chart.unit) for each in (min, max))
@@ -95,11 +98,17 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
         return now + high
     if chart.each == "layer" and LOWEST_LAYER in newest:
         layer = f"{newest[LOWEST_LAYER]:.0f}"
-        return (
-            f"now mean {high}, lowest {low} in layer {layer}" if width >= WIDE
-            else f"{high} L{layer} {low}"
-        )  # fmt: skip
+        if wide:
+            return f"{now}mean {high}, lowest {low} in layer {layer}"
+        return f"{now}{high}" if old else f"{high} L{layer} {low}"
     return now + (f"{high} each" if low == high else f"{low} to {high}")
+
+
+def _old(chart: Chart, series: Mapping[str, Points]) -> str:
+    """Returns the age of the newest value if other charts have much newer values, or else ""."""
+    newest = max((points[-1][0] for points in series.values() if points), default=0.0)
+    own = max((series[name][-1][0] for name in chart.names if series.get(name)), default=newest)
+    return f"{fmt.age(newest - own)} old: " if newest - own > OLD_S else ""
 
 
 def scale_label(value: float, unit: str) -> str:
@@ -238,11 +247,12 @@ class ChartPanel(Panel):
             return self._drawn if is_same else [rule(chart.title, width, detail=chart.unit_word)]
         points = [held for name in chart.names if (held := series.get(name))]
         first = min((p[0][0] for p in points), default=snapshot.now)
-        last = max((p[-1][0] for p in points), default=snapshot.now)
+        last = max((p[-1][0] for p in series.values() if p), default=snapshot.now)
         self.window = window = chartmath.window(first, last, self.span_s)
         ages = int(snapshot.now) if self.zoomed else 0
         marks = [(len(p), p[-1]) for p in points]
-        mark = (chart, window, width, height, self.selected, self.zoomed, self.at, ages, marks)
+        old = _old(chart, series)
+        mark = (chart, window, width, height, self.selected, self.zoomed, self.at, ages, marks, old)
         if mark == self._mark:
             return self._drawn
         self._mark = mark

@@ -57,6 +57,28 @@ async def test_the_first_screen_has_the_charts_that_the_records_allow(kind, size
         assert later == (size == SIZES[1]) or kind == "foreign"
 
 
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_charts_have_one_time_axis_and_old_values_have_their_age(size):
+    app = app_on(recorded.running())
+    series = app.feed._open(None).series
+    for second in range(0, 100, 2):
+        series.add("", NOW + second, {"cpu_pct:0": 96.0, "rss_mib:0": 1240.0})
+    async with driven(app, size) as (_, pilot):
+        shown = await charted(pilot)
+        assert re.search(r"utilisation CPU % 5m ─* 96% to 97%", shown), shown
+        assert re.search(r"throughput tok/s 5m ─* 2m old: 41.0k", shown), shown
+        assert re.search(r"gate entropy nats 5m ─* 2m old: 0.93\n?", shown), shown
+
+
+async def test_a_selected_chart_that_no_longer_fits_gives_the_mark_to_the_last_chart():
+    async with driven(app_on(recorded.running()), SIZES[1]) as (app, pilot):
+        await charted(pilot)
+        await play(pilot, *["right"] * 6)
+        assert app.dashboard.selected == 5
+        await pilot.resize_terminal(*SIZES[0])
+        await until(pilot, lambda: app.dashboard.selected == 3)
+
+
 async def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
     async with driven(app_on(recorded.running())) as (app, pilot):
         await play(pilot, "…gate entropy", "right", "left", "z", "…layer 2")
