@@ -191,6 +191,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.feed.wants_stacks = name == "stall"
         self.feed.wants_coming = name == "launch"
         self.footer.draw(name)
+        self.alert.redraw()
         self.view.focus_default()
         self.repaint_view()
         self.call_after_refresh(self.feed.nudge)

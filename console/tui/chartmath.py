@@ -47,18 +47,24 @@ def window_start(first: float, now: float, span: float) -> float:
     return first + math.ceil((now - first - span) / (span / 4)) * (span / 4)
 
 
-def bins(points: Sequence[Point], start: float, span: float, count: int) -> tuple[Bin, ...]:
-    """Returns the smallest and largest value per column; points must be in order of time."""
-    first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
-    ats, values = zip(*points[first:end], strict=True) if first < end else ((), ())
-    found: list[Bin] = [None] * count
-    begin, column = 0, 0
+def bins(
+    points: Sequence[Point], start: float, span: float, count: int, first: int = 0
+) -> tuple[Bin, ...]:  # fmt: skip
+    """Returns the smallest and largest value of each column, from the column `first` on.
+
+    The points must be in order of time.
+    """
+    edges = start + first * span / count, start + span
+    begin, end = (bisect_left(points, (edge, -math.inf)) for edge in edges)
+    ats, values = zip(*points[begin:end], strict=True) if begin < end else ((), ())
+    found: list[Bin] = [None] * (count - first)
+    begin, column = 0, first
     while begin < len(ats):
         column += 1
         after = start + column * span / count
         stop = bisect_left(ats, after, begin) if column < count else len(ats)
         if part := values[begin:stop]:
-            found[column - 1] = min(part), max(part)
+            found[column - 1 - first] = min(part), max(part)
         begin = stop
     return tuple(found)
 
@@ -72,6 +78,40 @@ def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:
         held = [b for b in column if b is not None]
         merged.append((min(held)[0], max([b[1] for b in held])) if held else None)
     return merged
+
+
+class Curves:
+    """The curves of one chart, of which new points change only the last columns."""
+
+    def __init__(self) -> None:
+        self._view: object = None
+        self._newest: list[tuple[int, Point]] = []
+        self._found: tuple[tuple[Bin, ...], ...] = ()
+
+    def of(
+        self, names: Sequence[str], held: Sequence[Sequence[Point]], is_band: bool, start: float,
+        span: float, count: int,
+    ) -> tuple[tuple[Bin, ...], ...]:  # fmt: skip
+        """Returns one curve of `count` columns per series, or one band over all series.
+
+        `names` are the names of the chart's series; each series in `held` has at least one point.
+        """
+        view, first = (names, start, span, count), 0
+        if view == self._view and all(map(_continues, held, self._newest)):
+            oldest = min(at for _, (at, _) in self._newest)
+            first = min(count, max(0, int((oldest - start) * count / span) - 1))
+        last = tuple(bins(points, start, span, count, first) for points in held)
+        last = (tuple(merge(last)),) if is_band else last
+        before = self._found if first else [()] * len(last)
+        self._found = tuple(old[:first] + new for old, new in zip(before, last, strict=True))
+        self._view, self._newest = view, [(len(points), points[-1]) for points in held]
+        return self._found
+
+
+def _continues(points: Sequence[Point], newest: tuple[int, Point]) -> bool:
+    """Returns whether the point with this number still is the same, so that points only follow."""
+    count, point = newest
+    return len(points) >= count and points[count - 1] == point
 
 
 def bounds(held: Sequence[Bin], from_zero: bool) -> tuple[float, float]:

@@ -91,6 +91,9 @@ class Feed:
         self._deliver, self._open = deliver, open_source
         self._root = root
         self._path = path
+        self._newest: Path | None = None
+        """The launch or run that the operator chose, or else the newest; each has one writer, the
+        screen's thread or the feed's thread."""
         self._source: RunSource | None = None
         self._opened: Path | None = None
         self._state: RunState | None = None
@@ -156,7 +159,7 @@ class Feed:
 
     def _take_or_say(self) -> ScreenData:
         """Reads once; an error becomes a text for the screen, so that the thread continues."""
-        at, path = time.monotonic(), self._path or self._root
+        at, path = time.monotonic(), self._path or self._newest or self._root
         try:
             return self.take()
         except OSError as error:
@@ -170,8 +173,9 @@ class Feed:
         from console.plans.gate_check import poll_confirmed
 
         at, now = time.monotonic(), time.time()
-        newest = None if self._path else find_newest(self._root)
-        path = self._path = self._path or newest
+        if self._path is None and self._newest is None:
+            self._newest = find_newest(self._root)
+        path = self._path or self._newest
         if path is None:
             return ScreenData(at, now)
         if self._source is None or self._opened != path:

@@ -32,13 +32,17 @@ LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
 """Heights of a chart in lines: the least height, the height in a low terminal with a log, and the
 least height if there are more than two rows of charts."""
 LEAST_LOG = 3
+BESIDE_WIDTH, BESIDE_HEIGHT = 70, 5
+"""The least room below the ranks for the log, which is then not at the end of the view."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The layout of the Dashboard: heights of top and log, width of the figures, number of charts.
 
-    The charts fill the height between top and log, in rows of `per_row` charts.
+    The top has the ranks and, to their right, the figures. The charts fill the height between top
+    and log, in rows of `per_row` charts. `beside` is the height of the log if it is in the top,
+    below the ranks; `log` is then 0.
     """
 
     top: int
@@ -46,11 +50,14 @@ class Shape:
     charts: int
     per_row: int
     log: int
+    beside: int = 0
 
 
 SETTINGS_S = 0.5
 """Time from the mount of the Dashboard until the settings file is read."""
 ZOOMED = Shape(0, 0, 1, 1, 0)
+GAP = 2
+"""Width in cells between two panels."""
 
 
 def shape(width: int, height: int, ranks: int, available: int) -> Shape:
@@ -68,6 +75,9 @@ def shape(width: int, height: int, ranks: int, available: int) -> Shape:
     rows = min(max(left * 3 // 4 // HIGH_CHART, 2), -(-available // per_row))
     count = min(available, rows * per_row)
     log = left - rows * LOW_CHART
+    beside = top - max(2, ranks + 1)
+    if tall and beside >= BESIDE_HEIGHT and width - figures - GAP >= BESIDE_WIDTH:
+        return Shape(top, figures, count, min(per_row, count), 0, beside)
     if tall:
         log = min(max(5, left // 4), left - rows * LEAST_CHART)
     elif rows == 1:
@@ -83,13 +93,14 @@ def _settings() -> Any:
 class Dashboard(View):
     """The Dashboard. `choice` has the titles of the operator's charts; () means the defaults."""
 
-    DEFAULT_CSS = """
-    Dashboard { layout: vertical; }
-    Dashboard #top { layout: horizontal; height: auto; }
-    Dashboard #ranks { width: 1fr; height: 1fr; }
-    Dashboard #figures { margin-left: 2; width: 28; height: 1fr; }
-    Dashboard #charts { layout: grid; height: 1fr; grid-gutter: 0 2; }
-    Dashboard ChartPanel { width: 1fr; height: 1fr; }
+    DEFAULT_CSS = f"""
+    Dashboard {{ layout: vertical; }}
+    Dashboard #top {{ layout: horizontal; height: auto; }}
+    Dashboard #left {{ layout: vertical; width: 1fr; height: 1fr; }}
+    Dashboard #ranks {{ height: 1fr; }}
+    Dashboard #figures {{ margin-left: {GAP}; width: 28; height: 1fr; }}
+    Dashboard #charts {{ layout: grid; height: 1fr; grid-gutter: 0 {GAP}; }}
+    Dashboard ChartPanel {{ width: 1fr; height: 1fr; }}
     """
 
     def __init__(self, console: Console, id: str):
@@ -107,7 +118,9 @@ class Dashboard(View):
 
     def compose(self) -> ComposeResult:
         with Box(id="top"):
-            yield Panel("ranks", of_run(rank_rows))
+            with Box(id="left"):
+                yield Panel("ranks", of_run(rank_rows))
+                yield Panel("beside", self._log_rows)
             yield Panel("figures", of_run(figure_rows))
         with Box(id="charts"):
             yield from self.panels
@@ -127,7 +140,8 @@ class Dashboard(View):
             self._shape = now
             self._apply(now)
         if self.selected is not None:
-            self.selected = min(self.selected, len(self._charts) - 1)
+            drawn = len(self._charts) if self.zoomed else now.charts
+            self.selected = min(self.selected, max(1, drawn) - 1)
         first = self.selected or 0 if self.zoomed else 0
         shown = self._charts[first : first + now.charts]
         for index, (panel, chart) in enumerate(zip(self.panels, shown, strict=False)):
@@ -153,8 +167,9 @@ class Dashboard(View):
             panel.display = index < now.charts
             is_last = index == now.charts - 1
             panel.styles.column_span = 1 + -now.charts % (now.per_row or 1) if is_last else 1
-        log = self.query_one("#log")
-        log.display, log.styles.height = now.log > 0, now.log or 1
+        for name, height in (("#log", now.log), ("#beside", now.beside)):
+            log = self.query_one(name)
+            log.display, log.styles.height = height > 0, height or 1
 
     def on_mount(self) -> None:
         self.set_timer(SETTINGS_S, self._load_choice)

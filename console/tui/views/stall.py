@@ -19,7 +19,8 @@ from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured, wrong
 from console.tui.widgets.stacks import LEAST_WIDTH, grouped, stack_rows, top_frame, whole_rows
 
-VERDICT, VERDICT_HEIGHT = "VERDICT  ", 2
+VERDICT, LEAST_VERDICT, MOST_VERDICT = "VERDICT  ", 2, 4
+"""Heading of the verdict, and its least and largest height in lines."""
 STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
     letter: word for letter, word in PROCESS_WORDS.items() if word}}  # fmt: skip
 
@@ -164,7 +165,7 @@ class StacksPanel(Panel):
 class Stall(Scrolls, View):
     DEFAULT_CSS = f"""
     Stall {{ layout: vertical; }}
-    Stall #verdict {{ height: {VERDICT_HEIGHT}; }}
+    Stall #verdict {{ height: {LEAST_VERDICT}; }}
     Stall StacksPanel {{ height: 1fr; }}
     """
 
@@ -192,9 +193,12 @@ class Stall(Scrolls, View):
         if snapshot is None or state is None or not height:
             return
         ranks = min(len(state.ranks) + 1, max(3, height // 2 - 1))
-        free = height - VERDICT_HEIGHT - ranks
+        said = len(verdict_rows(state, width, MOST_VERDICT, snapshot.now))
+        verdict = max(LEAST_VERDICT, min(said, height // 4))
+        free = height - verdict - ranks
         evidence = len(evidence_rows(state, width, WHOLE - 1, snapshot.now))
         stacks = len(self.query_one(StacksPanel).rows(snapshot, width, WHOLE))
+        self.query_one("#verdict").styles.height = verdict
         self.picker.styles.height = ranks
         self.query_one("#evidence").styles.height = max(
             1, min(evidence, max(free - stacks, (free + 1) // 2))

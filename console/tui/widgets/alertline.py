@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from console.model import BAD_STATES, LEVELS, STALL, Alert, Gate, LaunchState, Level, RunState
+from console.model import (
+    BAD_STATES,
+    LEVELS,
+    STALL,
+    Alert,
+    Gate,
+    LaunchState,
+    Level,
+    RunState,
+    Verdict,
+)
 from console.status_text import not_passed, skipped
 from console.tui import format as fmt
 from console.tui.background import Pending
@@ -21,6 +31,7 @@ SILENT_S = 5.0
 MOST_LINES = 3
 LEAST_ROOM = 24
 """Least width of the text to the left of the keys; if there is less room, no keys are shown."""
+STALL_HINT = "3 diagnose"
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 
@@ -91,7 +102,7 @@ def _of_alert(alert: Alert) -> Notice:
 def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
     if state.state == "stalled":
         said = state.verdict.sentence if state.verdict else state.why or "no rank makes progress"
-        return [] if is_stall_told else [Notice("crit", said, "3 diagnose")]
+        return [] if is_stall_told else [Notice("crit", said, STALL_HINT)]
     if state.state == "unsupervised":
         why = state.why or "the supervisor is not running; ranks are alive"
         # Nothing went wrong if a run that was started by hand has no supervisor.
@@ -156,6 +167,14 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
     return [clip(row, width) for row in (first, *rest)]
 
 
+def without_verdict(notice: Notice, verdict: Verdict | None) -> Notice:
+    """Returns a notice for the Stall view, which shows the sentence of the verdict itself."""
+    if verdict is None or verdict.sentence not in notice.text:
+        return notice
+    text = notice.text.replace(verdict.sentence, "stalled; see the verdict")
+    return replace(notice, text=text, hint=notice.hint.removeprefix(STALL_HINT).strip())
+
+
 class AlertLine(Panel):
     """Shows one notice; `A` acknowledges its alert. When notices come or go, the worst is shown.
 
@@ -176,6 +195,8 @@ class AlertLine(Panel):
         self._kinds = kinds
         self.notice = found[self._at] if found else None
         limit = MOST_LINES if self.screen.size.height >= HEIGHT else 1
+        if app.view_name == "stall" and snapshot and snapshot.state:
+            found = [without_verdict(notice, snapshot.state.verdict) for notice in found]
         return alert_rows(found, width, self._at, limit)
 
     def redraw(self) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from console.sources.series import Points
 from console.tui import chartmath
 from console.tui import format as fmt
-from console.tui.chartmath import Bin, Mode, Point
+from console.tui.chartmath import Bin, Curves, Mode, Point
 from console.tui.charts import LOWEST_LAYER, Chart
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, fill, rule
+from console.tui.widgets.figures import OLD_S
 from console.tui.widgets.lines import Panel
 
 LABEL = 6
@@ -30,11 +31,12 @@ Window = tuple[float, int]
 
 def chart_rows(
     chart: Chart, series: Mapping[str, Points], window: Window, width: int, height: int,
-    mode: Mode, at: float | None = None, selected: bool = False,
+    mode: Mode, at: float | None = None, selected: bool = False, former: Curves | None = None,
 ) -> list[Row]:  # fmt: skip
     """Returns the title, the body with its value axis and, if there is room, the time axis.
 
-    `at` is the time of the crosshair, or None if there is no crosshair.
+    `at` is the time of the crosshair, or None if there is no crosshair. `former` has the curves of
+    the former drawing.
     """
     held = [points for name in chart.names if (points := series.get(name))]
     start, span = window
@@ -42,7 +44,9 @@ def chart_rows(
         return [rule(chart.title, width, "no data yet", selected, detail=chart.unit_word)]
     room, has_axis = width - LABEL - 1, height >= AXIS_HEIGHT
     body_height = height - 1 - has_axis
-    curves = _curves(chart, held, window, room * 2 if mode == "braille" else room)
+    count = room * 2 if mode == "braille" else room
+    drawn = (former or Curves()).of(chart.names, held, chart.each != "layer", *window, count)
+    curves = tuple(_scaled(curve, chart.scale) for curve in drawn)
     low, high = chartmath.bounds(chartmath.merge(curves), chart.from_zero)
     high = max(high, LEAST_HIGH.get(chart.unit, high))
     gap = ", " if width >= WIDE else " "
@@ -58,17 +62,10 @@ def chart_rows(
     return rows
 
 
-def _curves(
-    chart: Chart, held: Sequence[Points], window: Window, count: int
-) -> tuple[tuple[Bin, ...], ...]:  # fmt: skip
-    """Returns what is drawn: one curve per series for layers, or else one band over all series."""
-    found = tuple(chartmath.bins(points, *window, count) for points in held)
-    found = found if chart.each == "layer" else (tuple(chartmath.merge(found)),)
-    if chart.scale == 1.0:
-        return found
-    return tuple(
-        tuple(b and (b[0] / chart.scale, b[1] / chart.scale) for b in bins) for bins in found
-    )
+def _scaled(curve: tuple[Bin, ...], scale: float) -> tuple[Bin, ...]:
+    if scale == 1.0:
+        return curve
+    return tuple(column and (column[0] / scale, column[1] / scale) for column in curve)
 
 
 def _crossed(line: str, cell: int | None) -> Row:
@@ -87,9 +84,11 @@ def _window_words(span: int, width: int) -> str:
 def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
     """Returns the newest value, or for several series the range of the newest values.
 
-    For layers, returns mean and lowest layer; for a chart that `is_over`, returns "–".
+    For layers, returns mean and lowest layer; for a chart that `is_over`, returns "–". If the
+    newest value is old, its age comes first.
     """
-    now = "now " * (width >= WIDE)
+    old, wide = _old(chart, series), width >= WIDE
+    now = old or "now " * wide
     newest = {name: points[-1][1] for name, points in series.items() if points}
     values = [newest[name] / chart.scale for name in chart.names if name in newest]
     low, high = (scale_label(each(values), chart.unit) for each in (min, max))
@@ -99,11 +98,17 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
         return now + high
     if chart.each == "layer" and LOWEST_LAYER in newest:
         layer = f"{newest[LOWEST_LAYER]:.0f}"
-        return (
-            f"now mean {high}, lowest {low} in layer {layer}" if width >= WIDE
-            else f"{high} L{layer} {low}"
-        )  # fmt: skip
+        if wide:
+            return f"{now}mean {high}, lowest {low} in layer {layer}"
+        return f"{now}{high}" if old else f"{high} L{layer} {low}"
     return now + (f"{high} each" if low == high else f"{low} to {high}")
+
+
+def _old(chart: Chart, series: Mapping[str, Points]) -> str:
+    """Returns the age of the newest value if other charts have much newer values, or else ""."""
+    newest = max((points[-1][0] for points in series.values() if points), default=0.0)
+    own = max((series[name][-1][0] for name in chart.names if series.get(name)), default=newest)
+    return f"{fmt.age(newest - own)} old: " if newest - own > OLD_S else ""
 
 
 def scale_label(value: float, unit: str) -> str:
@@ -143,7 +148,7 @@ def time_axis(start: float, span: int, width: int) -> str:
 
 def zoomed_rows(
     chart: Chart, series: Mapping[str, Points], window: Window, width: int, height: int,
-    mode: Mode, at: float | None, now: float,
+    mode: Mode, at: float | None, now: float, former: Curves | None = None,
 ) -> list[Row]:  # fmt: skip
     """Returns one chart for the whole view, with values below the chart.
 
@@ -151,7 +156,8 @@ def zoomed_rows(
     Without a crosshair, the newest values of GPUs, ranks or layers are shown.
     """
     parts = part_rows(chart, series, at, width, height // 3)
-    rows = chart_rows(chart, series, window, width, height - 1 - len(parts), mode, at)
+    height -= 1 + len(parts)
+    rows = chart_rows(chart, series, window, width, height, mode, at, former=former)
     return [*rows, _reading(chart, series, at, now), *parts]
 
 
@@ -230,6 +236,7 @@ class ChartPanel(Panel):
         self.window: Window = (0.0, chartmath.AUTO_MAX_S)
         self._mark: object = None
         self._drawn: Sequence[Row] = ()
+        self._curves = Curves()
 
     def rows(self, snapshot: ScreenData, width: int, height: int) -> Sequence[Row]:
         state, chart, series = snapshot.state, self.chart, snapshot.charts
@@ -240,18 +247,19 @@ class ChartPanel(Panel):
             return self._drawn if is_same else [rule(chart.title, width, detail=chart.unit_word)]
         points = [held for name in chart.names if (held := series.get(name))]
         first = min((p[0][0] for p in points), default=snapshot.now)
-        last = max((p[-1][0] for p in points), default=snapshot.now)
+        last = max((p[-1][0] for p in series.values() if p), default=snapshot.now)
         self.window = window = chartmath.window(first, last, self.span_s)
         ages = int(snapshot.now) if self.zoomed else 0
         marks = [(len(p), p[-1]) for p in points]
-        mark = (chart, window, width, height, self.selected, self.zoomed, self.at, ages, marks)
+        old = _old(chart, series)
+        mark = (chart, window, width, height, self.selected, self.zoomed, self.at, ages, marks, old)
         if mark == self._mark:
             return self._drawn
         self._mark = mark
         given = chart, series, window, width, height, self.mode
         self._drawn = (
-            zoomed_rows(*given, self.at, snapshot.now) if self.zoomed
-            else chart_rows(*given, selected=self.selected)
+            zoomed_rows(*given, self.at, snapshot.now, self._curves) if self.zoomed
+            else chart_rows(*given, selected=self.selected, former=self._curves)
         )  # fmt: skip
         return self._drawn
 

@@ -94,17 +94,15 @@ class Lines(Plain):
 
     def render_lines(self, crop: Region) -> list[Strip]:
         """Returns the strips of a region; colours, borders and padding of CSS do not apply."""
-        strips = [self.render_line(y) for y in crop.line_range]
+        width = self.size.width
+        strips = [self._strip(y, width) for y in crop.line_range]
         for each in self.app.get_line_filters():
             strips = [strip.apply_filter(each, self.background_colors[1]) for strip in strips]
         return (
-            strips
-            if crop.width == self.size.width
-            else [strip.crop(*crop.column_span) for strip in strips]
+            strips if crop.width == width else [strip.crop(*crop.column_span) for strip in strips]
         )
 
-    def render_line(self, y: int) -> Strip:
-        width = self.size.width
+    def _strip(self, y: int, width: int) -> Strip:
         strip = self._strips.get(y)
         if strip is None or strip.cell_length != width:
             row = self.shown[y] if y < len(self.shown) else BLANK

@@ -148,22 +148,23 @@ def grid(
 ) -> list[Row]:
     """Returns a heading and cells of (result, text), failed cells first.
 
-    The columns are wide enough for the longest text, if all cells fit then. With `WHOLE` as height,
-    no text is cut.
+    The columns are wide enough for the longest text, if all cells fit then. The heading counts the
+    cells that do not fit. With `WHOLE` as height, no text is cut.
     """
-    rows = [rule(heading, width, note)]
     if not cells:
-        return [*rows, (("none yet", "dim"),)]
+        return [rule(heading, width, note), (("none yet", "dim"),)]
     cells = sorted(cells, key=lambda cell: [*SIGNS].index(cell[0]))
     longest = max(cell_len(text) for _, text in cells) + 4
     if height >= WHOLE and longest > width:
+        rows = [rule(heading, width, note)]
         for result, text in cells:
             rows += labelled((f"{SIGNS[result][0]} ", SIGNS[result][1]), wrap(text, width - 2))
         return rows
     per_row = max(1, width // min(longest, width))
     if -(-len(cells) // per_row) > height - 1:
         per_row = max(per_row, min(len(cells), max(1, width // 36)))
-    each = width // per_row
+    each, hidden = width // per_row, len(cells) - per_row * (height - 1)
+    rows = [rule(heading, width, f"+{hidden} more: z   {note}" if hidden > 0 else note)]
     for start in range(0, len(cells), per_row):
         row: list[tuple[str, str]] = []
         for result, text in cells[start : start + per_row]:

@@ -14,7 +14,18 @@ from console.tui.rows import flow, text_of, width_of
 from console.tui.widgets import alertline
 from console.tui.widgets.alertline import Notice, alert_rows
 from tests.console.tui import recorded
-from tests.console.tui.recorded import NOW, SIZES, Asked, app_on, driven, lines, play, see, until
+from tests.console.tui.recorded import (
+    NOW,
+    SIZES,
+    Asked,
+    app_on,
+    driven,
+    lines,
+    play,
+    see,
+    settled,
+    until,
+)
 
 WITHHELD = (
     "no act on the stall of 74 s: the pulses stand still, but the records of rank 3 show new "
@@ -53,6 +64,26 @@ async def test_a_long_alert_is_shown_whole_and_is_acknowledged_by_its_id(size):
         await play(pilot, "A", "…Acknowledge this alert?", "y")
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent[0][1:] == ("ack", {"alert": "withheld"})
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_the_stall_view_says_the_verdict_once_and_whole(size):
+    said = (
+        "rank 1 has been stalled in backward of step 109 since 20:49:32: it is stopped (SIGSTOP); "
+        "kill -CONT 13326 resumes it; ranks 0, 2-7 wait in backward"
+    )
+    alert = Alert("stall", NOW, "crit", said, "3")
+    verdict = dataclasses.replace(recorded.VERDICT, sentence=said, rank=1)
+    state = dataclasses.replace(recorded.stalled(), alerts=(alert,), verdict=verdict)
+    async with driven(app_on(state), size) as (_, pilot):
+        await play(pilot, "…3 diagnose", "3", "…stalled; see the verdict")
+        shown = await settled(pilot)
+        assert "3 diagnose" not in shown
+        assert " ".join(shown.split()).count(said) == 1
+        assert "…" not in shown.partition("VERDICT")[2].partition("rank ")[0]
+        await play(pilot, "A", "…Acknowledge this alert?")
+        await see(pilot, "20:49:32")
+        await play(pilot, "n", "1", "…3 diagnose")
 
 
 async def test_the_lines_of_an_alert_go_with_it():

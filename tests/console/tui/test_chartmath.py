@@ -40,6 +40,27 @@ def test_bins_hold_every_point_and_nothing_else(points, count):
         assert known == []
 
 
+@given(
+    st.lists(st.tuples(st.floats(0, 700), sane), min_size=3, max_size=80), st.integers(1, 70),
+    st.booleans(), st.data(),
+)  # fmt: skip
+def test_curves_that_grow_are_those_of_all_points(points, count, is_band, data):
+    points.sort()
+    half = len(points) // 2
+    begin, ends = 0, sorted(data.draw(st.lists(st.integers(1, half), min_size=1, max_size=6)))
+    if data.draw(st.booleans()):  # older points are read later
+        begin, ends = half, [half + end for end in ends]
+    curves = chartmath.Curves()
+    for first, end in [*((begin, end) for end in ends), (0, len(points))]:
+        held = [points[first:end], points[first : first + (end - first + 1) // 2]]
+        whole = [chartmath.bins(each, 0.0, 600.0, count) for each in held]
+        expected = [tuple(chartmath.merge(whole))] if is_band else whole
+        assert list(curves.of(("x", "y"), held, is_band, 0.0, 600.0, count)) == expected
+    other = [(points[0][0], 7.0), *points[1:]]
+    renamed = curves.of(("z",), [other], is_band, 0.0, 600.0, count)
+    assert renamed == (chartmath.bins(other, 0.0, 600.0, count),)
+
+
 @given(st.lists(st.one_of(st.none(), st.tuples(sane, sane)), max_size=50), st.booleans())
 def test_bounds_enclose_all_values_and_are_not_empty(held, from_zero):
     ordered = [None if b is None else (min(b), max(b)) for b in held]

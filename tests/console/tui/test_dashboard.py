@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console import settings_file
+from console.model import LogLine
 from console.sources.run import RunSource
 from console.tui import chartmath, charts
+from console.tui.feed import ScreenData
 from console.tui.rows import text_of, width_of
 from console.tui.views.dashboard import LEAST_CHART, shape
 from console.tui.widgets.chart import chart_rows, zoomed_rows
@@ -27,6 +29,7 @@ from tests.console.tui.recorded import (
     picture,
     play,
     see,
+    settled,
     until,
 )
 
@@ -52,6 +55,28 @@ async def test_the_first_screen_has_the_charts_that_the_records_allow(kind, size
         assert any(line.startswith("1 ") for line in lines(app))
         later = "loss nats/token" in shown and "step time s" in shown
         assert later == (size == SIZES[1]) or kind == "foreign"
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_charts_have_one_time_axis_and_old_values_have_their_age(size):
+    app = app_on(recorded.running())
+    series = app.feed._open(None).series
+    for second in range(0, 100, 2):
+        series.add("", NOW + second, {"cpu_pct:0": 96.0, "rss_mib:0": 1240.0})
+    async with driven(app, size) as (_, pilot):
+        shown = await charted(pilot)
+        assert re.search(r"utilisation CPU % 5m ─* 96% to 97%", shown), shown
+        assert re.search(r"throughput tok/s 5m ─* 2m old: 41.0k", shown), shown
+        assert re.search(r"gate entropy nats 5m ─* 2m old: 0.93\n?", shown), shown
+
+
+async def test_a_selected_chart_that_no_longer_fits_gives_the_mark_to_the_last_chart():
+    async with driven(app_on(recorded.running()), SIZES[1]) as (app, pilot):
+        await charted(pilot)
+        await play(pilot, *["right"] * 6)
+        assert app.dashboard.selected == 5
+        await pilot.resize_terminal(*SIZES[0])
+        await until(pilot, lambda: app.dashboard.selected == 3)
 
 
 async def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
@@ -88,11 +113,30 @@ async def test_the_operator_chooses_the_charts_and_the_settings_file_keeps_them(
     assert "charts" not in settings_file.path().read_text()
 
 
+@pytest.mark.parametrize("count", [2, 8])
+async def test_few_ranks_leave_room_for_the_log_below_them(count):
+    async with driven(app_on(recorded.running(count)), SIZES[1]) as (app, pilot):
+        lines_ = tuple(LogLine("r0", f"step {step}") for step in range(40))
+        app.book.take(ScreenData(0.0, NOW, log=lines_))
+        app.repaint_view()
+        await settled(pilot)
+        shown = lines(app)
+        heading = next(i for i, line in enumerate(shown) if line.startswith("log ──"))
+        charts = next(i for i, line in enumerate(shown) if line.startswith("utilisation"))
+        newest = next(i for i, line in enumerate(shown) if "r0    step 39" in line)
+        assert (heading < newest < charts) == (count == 2)
+        assert sum("log ──" in line for line in shown) == 1
+        assert newest - heading >= 4
+        await play(pilot, "z", "…z or esc all charts")
+        assert "log ──" not in picture(app)
+
+
 @given(st.integers(20, 300), st.integers(4, 80), st.integers(0, 2000), st.integers(1, 8))
 def test_the_dashboard_fills_its_height_whatever_it_is(width, height, ranks, available):
     now = shape(width, height, ranks, available)
     assert now.top >= 2
     assert now.top + now.log <= height
+    assert now.beside == 0 or now.top - now.beside >= ranks + 1
     rows = -(-now.charts // now.per_row) if now.charts else 0
     assert height - now.top - now.log >= rows * LEAST_CHART
 

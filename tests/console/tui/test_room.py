@@ -80,6 +80,21 @@ def test_a_dead_supervisor_is_the_first_alert_of_a_stall():
     assert (alone.level, alone.hint) == ("warn", ""), "no launch to adopt, and nothing went wrong"
 
 
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_gates_that_do_not_fit_are_counted_and_z_shows_all_of_them(size):
+    bounds = {f"gate_of_a_long_name_{number}": f"bound {number}" for number in range(7)}
+    state = recorded.running(bounds=bounds, launch=recorded.launch(between="go"))
+    async with driven(app_on(state), size) as (_, pilot):
+        await play(pilot, "2", "…gates of plumbing")
+        shown = await settled(pilot)
+        more = re.search(r"\+(\d) more: z", shown)
+        assert (
+            len(re.findall(r"· gate_of_a_long_name_\d", shown)) + int(more[1] if more else 0) == 7
+        ), shown
+        assert bool(more) == (size[1] == 24), shown
+        await play(pilot, "z", *(f"…{name}" for name in bounds))
+
+
 def test_a_long_check_is_cut_in_its_panel_and_whole_in_the_zoom():
     checks = [Check("disk", "pass", "1 GiB free"), Check("data", "fail", "missing " * 20 + "end")]
     low, whole = ([text_of(row) for row in check_rows(checks, 80, height)] for height in (3, WHOLE))
