@@ -21,7 +21,7 @@ CLOCK_S = 2.0
 
 
 class Document:
-    """One JSON file, which is read again when it has changed.
+    """One JSON file, which is read again if it has changed or if the last read failed.
 
     `trouble` says why the newest content cannot be shown, or is "".
     """
@@ -38,8 +38,8 @@ class Document:
         stamp = rundir.stamp(self.path)
         if stamp is None or stamp == self._stamp:
             return self.record
-        self._stamp = stamp
         record = rundir.read_json(self.path)
+        self._stamp = None if record is None else stamp
         if record is None:
             self.trouble = f"{self.path.name} cannot be read as a JSON object"
         elif record.get("v", VERSION) != VERSION:
