@@ -227,7 +227,7 @@ class Device:
             power_w=None if power is None else power / 1000,
             mem_used_mib=None if memory is None else round(memory.used / MIB, 1),
             temp_c=temp_c, sm_mhz=sm_mhz, ecc_uncorrected=ecc,
-            why=", ".join(set(self._refused.values())) if silent else self._missing(),
+            why=self._missing(),
             throttle=", ".join(word for bit, word in THROTTLES.items() if (reasons or 0) & bit),
         )  # fmt: skip
 
