@@ -16,7 +16,7 @@ from console.sources.sanitize import clean
 
 SMALL_BYTES, TABLE_BYTES = 1 << 12, 1 << 18
 """The most bytes that are read of a short file, and of a longer file."""
-MAX_PATH_CHARS, MAX_NAME_CHARS, MAX_DEPTH = 300, 64, 32
+MAX_PATH_CHARS, MAX_NAME_CHARS, MAX_DEPTH, MAX_DESCRIPTORS = 300, 64, 32, 1024
 MOUNTS = "/proc/self/mounts"
 _FIELDS = (11, 12, 19, 21, 49)
 
@@ -66,6 +66,12 @@ def link_of(pid: int, name: str, proc: str = "/proc") -> str:
         return clean(str(Path(f"{proc}/{pid}/{name}").readlink()), MAX_PATH_CHARS)
     except OSError:
         return ""
+
+
+def open_links(pid: int, proc: str = "/proc") -> dict[int, str]:
+    """Returns the link of each of the first `MAX_DESCRIPTORS` descriptors of a process, or {}."""
+    fds = numbers_in(f"{proc}/{pid}/fd")[:MAX_DESCRIPTORS]
+    return {fd: link_of(pid, f"fd/{fd}", proc) for fd in fds}
 
 
 def stat(folder: str) -> Stat | None:

@@ -14,10 +14,11 @@ from console.diagnose.evidence import Evidence
 from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.suspect import LASTING_STATES
 from console.model import Gpu
-from console.sources import flight, kernel_evidence, py_spy, stacks
+from console.sources import flight, kernel_evidence, process, py_spy, stacks
 from console.sources.kernel_evidence import ProcessEvidence
-from console.sources.nvml import opened_by, visible_devices
+from console.sources.nvml import opened_by
 from console.sources.stacks import BY_PY_SPY, Stack
+from trainers.contract.flags import DEVICES
 
 APART_S = 2.0
 """Time between the two samples of each process."""
@@ -181,7 +182,7 @@ class Collector:
         """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}
-        visible = {rank: visible_devices(pid) for rank, pid in pids.items()}
+        visible = {rank: process.environment(pid).get(DEVICES, "") for rank, pid in pids.items()}
         return gpu_signs.own_gpus(opened, visible, self._gpus())
 
 
@@ -189,4 +190,4 @@ def _processes(ranks: Sequence[RankEvidence]) -> dict[int, ProcessEvidence]:
     tables: dict[str, str] = {}
     found = {each.rank: kernel_evidence.collect(each.pid, each.start_ticks, tables)
              for each in ranks}  # fmt: skip
-    return {rank: process for rank, process in found.items() if process is not None}
+    return {rank: each for rank, each in found.items() if each is not None}
