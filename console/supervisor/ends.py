@@ -9,10 +9,11 @@ from typing import Any
 
 from console.error_patterns import OomEvidence
 from console.rank_end import RankEnd
-from console.sources import crash_log, liveness, oom_counts
+from console.sources import crash_log, oom_counts
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
+from console.status_text import rank_names
 from console.supervisor.live_directory import LastPulses
 from console.supervisor.process_tree import Tree, Worker
 from trainers.contract import jsonl, pulse, rundir
@@ -76,7 +77,7 @@ class Ends:
         status = self._tree.agent_status
         how = "code not available" if status is None else f"code {status}"
         return (f"torchrun (pid {self._tree.agent_pid}) has exited ({how}); "
-                f"{liveness.still_run('rank', left)}")  # fmt: skip
+                f"{rank_names(left, 'still runs', 'still run')}")  # fmt: skip
 
     def conclude(self, log: bytes, crashes: Mapping[int, Crash]) -> str:
         """Adds the ends that torchrun's `log`, the last errors and the last pulses show.
