@@ -15,7 +15,7 @@ from trainers.contract import VERSION, flags, jsonl, rundir
 from trainers.contract.jsonl import entries
 
 T = TypeVar("T")
-MAX_GPUS = 1024
+MAX_GPUS, STEPS = 1024, "train.steps"
 CLOCK_S = 2.0
 """The clock of a writer may be ahead of the clock of this host by at most this time."""
 
@@ -130,11 +130,11 @@ def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
     return tuple(read(Gate, {"name": "?"} | entry) for entry in entries(record, "gates"))
 
 
-def setting_int(record: Mapping[str, Any], key: str) -> int | None:
-    """Returns a setting of run.json or of a phase in a plan, or None if it is not an integer."""
+def planned_steps(record: Mapping[str, Any]) -> int | None:
+    """Returns `train.steps` of run.json or of a phase in a plan, or None if it is no integer."""
     for name in ("settings", "set"):
         settings = jsonl.mapping(record, name)
-        setting = jsonl.mapping(settings, key) or {"value": settings.get(key)}
+        setting = jsonl.mapping(settings, STEPS) or {"value": settings.get(STEPS)}
         value = jsonl.integer(setting, "value")
         if value is not None:
             return value

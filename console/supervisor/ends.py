@@ -9,7 +9,7 @@ from typing import Any
 
 from console.error_patterns import OomEvidence
 from console.rank_end import RankEnd
-from console.sources import crash_log, oom_counts
+from console.sources import crash_log, procfs
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
@@ -33,7 +33,7 @@ class Ends:
     ):
         self._tree, self._heads, self._pulses = tree, heads, pulses
         self.crashes: Mapping[int, Crash] = {}
-        self._oom_before = oom_counts.snapshot()
+        self._oom_before = procfs.oom_counts()
 
     def of(self, worker: Worker) -> RankEnd:
         """Returns how a rank ended."""
@@ -95,7 +95,7 @@ class Ends:
 
     def oom_kills(self) -> OomEvidence:
         """Returns the kernel's out-of-memory kills since this object was created."""
-        return oom_counts.since(self._oom_before)
+        return procfs.oom_since(self._oom_before)
 
     def documents(self, blamed: RankEnd | None) -> list[dict[str, Any]]:
         """Returns the value of the key `workers` of supervisor.json."""

@@ -14,7 +14,7 @@ from console.diagnose.evidence import Evidence
 from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.suspect import LASTING_STATES
 from console.model import Gpu
-from console.sources import flight, kernel_evidence, process, py_spy, stacks
+from console.sources import flight, kernel_evidence, process, stacks
 from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.nvml import opened_by
 from console.sources.stacks import BY_PY_SPY, Stack
@@ -159,7 +159,7 @@ class Collector:
         ts = max((each.ts for each in dumps.values()), default=time.time())
         can_run = {n for n, each in found.after.items() if each.state in "RS" and not each.frozen}
         for rank in (each for each in ranks if each.rank in can_run - dumps.keys()):
-            if text := py_spy.dump(rank.pid, rank.start_ticks, until - time.monotonic()):
+            if text := stacks.py_spy_dump(rank.pid, rank.start_ticks, until - time.monotonic()):
                 path = self._run / f"stackdump_rank{rank.rank}_{round(ts * 1000)}{BY_PY_SPY}"
                 self._save(path, text)
                 dumps[rank.rank] = Stack(rank.rank, ts, str(path), stacks.parse(text))
