@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, median, publish, table
 from benchmarks.trace import Trace
-from console.sources import record_parts, snapshot
+from console.sources import record_files, snapshot
 from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import SPANS_S, Series
@@ -63,9 +63,9 @@ def write_samples(path: Path, lines: Iterator[bytes]) -> None:
         part.append(line)
         size += len(line)
         if size >= PART_BYTES:
-            number = len(record_parts.parts(path)) + 1
-            whole = record_parts.part(path, number).with_name(
-                f"{path.name}.{number:04d}{record_parts.GZIP}"
+            number = len(record_files.parts(path)) + 1
+            whole = record_files.part(path, number).with_name(
+                f"{path.name}.{number:04d}{record_files.GZIP}"
             )
             whole.write_bytes(gzip.compress(b"".join(part), GZIP_LEVEL))
             part, size = [], 0

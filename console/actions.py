@@ -346,9 +346,7 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
         return {"ok": True, "text": text, "detail": [], "request": ""}
     top = launches.launch_of(path)
     folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]
-    tails = [
-        Tail(folder / rundir.EVENTS, lambda record: record, ANSWER_BYTES) for folder in folders
-    ]
+    tails = [Tail(folder / rundir.EVENTS, recent_bytes=ANSWER_BYTES) for folder in folders]
     deadline = time.monotonic() + timeout_s
     while True:
         for tail in tails:

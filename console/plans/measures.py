@@ -100,9 +100,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def loss_fall(s: Summary) -> Measured:
-    window, last = s.of_rank(0).window, s.of_rank(0).window.last("loss", FIRST_LOSSES)
+    window, last = s.of_rank(0).window, s.of_rank(0).window.last_losses
     few = window.losses < 2 * FIRST_LOSSES or len(window.first) < FIRST_LOSSES
-    if last is None or len(last) < FIRST_LOSSES or few:
+    if few or len(last) < FIRST_LOSSES:
         needs = f"{2 * FIRST_LOSSES} progress records are needed, {window.losses} exist"
         return Measured(None, why=needs)
     before, after = _mean([loss for _, loss in window.first]), _mean(last)

@@ -72,11 +72,10 @@ class Rows(Generic[Row]):
 
 
 class Figures(NamedTuple):
-    """The step and three figures of one progress record, for the gates."""
+    """The step and two figures of one progress record, for the gates."""
 
     step: int
     loss: float | None
-    toks_per_s: float | None
     bytes_right: float | None
 
 
@@ -103,8 +102,8 @@ class Window:
         if not self.newest.rows:
             self.losses = len(self.first)
 
-    def last(self, name: str, count: int) -> list[float] | None:
-        """Returns up to `count` newest values of a figure, or None if some may be missing."""
-        values = (getattr(each, name) for each in self.newest.rows)
-        found = [value for value in values if value is not None][-count:]
-        return None if self.newest.dropped and len(found) < count else found
+    @property
+    def last_losses(self) -> list[float]:
+        """At most `FIRST_LOSSES` newest losses; fewer if the others were not stored."""
+        found = [each.loss for each in self.newest.rows if each.loss is not None]
+        return found[-FIRST_LOSSES:]

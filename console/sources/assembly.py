@@ -90,14 +90,15 @@ class Assembly:
         records, supervisor, run_json = self.records, self._newest, self.run_json
         flags = json_documents.flag_field(run_json, "value")
         ranks = read_ranks(supervisor, records, self._live, flags.get(DEVICES, ""), self._has_ended)
-        step, planned = newest_step(supervisor, ranks, records), self._planned_steps
+        step = newest_step(supervisor, ranks, records)
+        planned = json_documents.planned_steps(run_json)
         is_legacy = records.files.is_legacy
         return RunState(
             id=self._id, path=str(self.run), state=self._state, why=self._why,
             since_ts=liveness.since_ts(supervisor, self._state, records.heads),
             attempt=records.attempt,
             host=json_documents.line(supervisor, "host", json_documents.line(run_json, "host", "")),
-            world=len(ranks), step=step, steps_planned=planned, eta_s=self._eta_s(step),
+            world=len(ranks), step=step, steps_planned=planned, eta_s=self._eta_s(step, planned),
             data_age_s=None if self._has_ended else data_age_s(ranks, records),
             ranks=ranks, gpus=records.gpus,
             figures=records.figures(loss_unit(run_json.get("settings") or is_legacy)),
@@ -123,12 +124,7 @@ class Assembly:
         default = f"{launch.id}/{name}" if launch else name
         return json_documents.line(self.run_json, "run", default)
 
-    @property
-    def _planned_steps(self) -> int | None:
-        return json_documents.setting_int(self.run_json, "train.steps")
-
-    def _eta_s(self, step: int | None) -> float | None:
-        planned = self._planned_steps
+    def _eta_s(self, step: int | None, planned: int | None) -> float | None:
         if not step or not planned or self._has_ended or self._state == "stalled":
             return None
         return self.records.reducer.series.eta_s(step, planned)

@@ -13,18 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from console.sources import procfs
-from console.sources.procfs import TABLE_BYTES, link_of, number_after, numbers_in, read_text
+from console.sources.procfs import TABLE_BYTES, link_of, number_after, read_text
 from console.sources.sanitize import clean
 
 MAX_CONNECTIONS = 256
 SYN_SENT = "02"
 _RETRANSMITS = "01"
+_OPENING = re.compile(rf"^ *[0-9]+: \S+ \S+ {SYN_SENT} (?:\S+ +){{5}}([0-9]+) ", re.MULTILINE)
 _LINE = re.compile(
     r"^ *[0-9]+: (\S+) (\S+) 01 ([0-9A-F]{8}):\S+ ([0-9A-F]{2}):\S+ ([0-9A-F]{8}) "
     r"+\S+ +\S+ ([0-9]+) ",
     re.MULTILINE,
 )
-MAX_DESCRIPTORS = 64
+MAX_POLLED = 64
 Kind = Literal["lock", "pipe", "network", "child", "timer", "disk", "futex", "none"]
 NO_PEER = "a socket whose peer is not available"
 
@@ -54,11 +55,11 @@ def poll_wait(pid: int) -> BlockedOn:
     """Returns the process's only unfinished connection, or else its only socket, or else `NOTHING`.
 
     The kernel does not show which descriptors a poll has. A socket without an unfinished connection
-    is therefore named only if at most `MAX_DESCRIPTORS` descriptors above stderr are open, and none
+    is therefore named only if at most `MAX_POLLED` descriptors above stderr are open, and none
     of them is a pipe.
     """
-    fds = [fd for fd in numbers_in(f"/proc/{pid}/fd") if fd > 2]
-    return _only(pid, len(fds), {link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]})
+    links = {fd: link for fd, link in procfs.open_links(pid).items() if fd > 2}
+    return _only(pid, len(links), set(links.values()))
 
 
 def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
@@ -79,9 +80,9 @@ def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
     The wake-up sockets of an event loop are left out. A loop that has only wake-up sockets waits
     for a timer or an event.
     """
-    info = read_text(f"/proc/{pid}/fdinfo/{fd}")
+    info = read_text(f"/proc/{pid}/fdinfo/{fd}", TABLE_BYTES)
     fds = [int(fd) for fd in re.findall(r"^tfd:\s*([0-9]{1,9})\s", info, re.MULTILINE)]
-    targets = {fd: link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]}
+    targets = {fd: link_of(pid, f"fd/{fd}") for fd in fds[:MAX_POLLED]}
     for each, link in targets.items():
         if link == "anon_inode:[pidfd]":
             child = number_after(read_text(f"/proc/{pid}/fdinfo/{each}"), "Pid")
@@ -100,8 +101,7 @@ def _wake_ups(pid: int, sockets: set[str]) -> set[str]:
 
     The other end of a socket pair usually has the next or the previous inode.
     """
-    names = (link_of(pid, f"fd/{fd}") for fd in numbers_in(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS])
-    mine = {int(each) for each in inodes_of(names)}
+    mine = {int(each) for each in inodes_of(procfs.open_links(pid).values())}
     table = read_text(f"/proc/{pid}/net/unix", TABLE_BYTES)
     unnamed = set(re.findall(r"^(?:\S+ ){6} *([0-9]+)$", table, re.MULTILINE))
     return {each for each in sockets & unnamed if {int(each) - 1, int(each) + 1} & mine}
@@ -109,11 +109,10 @@ def _wake_ups(pid: int, sockets: set[str]) -> set[str]:
 
 def _only(pid: int, count: int, links: set[str]) -> BlockedOn:
     """Returns the only unfinished connection, or else the only socket (see `poll_wait`)."""
-    sockets = sorted(inodes_of(links))
-    tables = socket_tables(pid) if sockets else ""
-    opening = [each for each in sockets if tcp_entry(tables, each)[2] == SYN_SENT]
+    sockets = inodes_of(links)
+    opening = sockets & {*_OPENING.findall(socket_tables(pid))} if sockets else set[str]()
     has_pipe = any(link.startswith("pipe:[") for link in links)
-    named = opening or (sockets if not has_pipe and count <= MAX_DESCRIPTORS else [])
+    named = [*(opening or (sockets if not has_pipe and count <= MAX_POLLED else ()))]
     return socket_wait(pid, named[0], False) if len(named) == 1 else NOTHING
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from console.rank_end import lost_peer
-from console.sources import json_documents, record_parts
+from console.sources import json_documents
 from console.sources.rank_totals import LAST_STEPS, MAX_ATTEMPTS, RankTotals
-from console.sources.record_files import read_end
+from console.sources.record_files import read_end, rotated_log
 from console.sources.sanitize import clean
 from console.sources.tail import READ_CHUNK_BYTES, Tail
 from trainers.contract import heartbeat, jsonl, rundir
@@ -124,7 +124,7 @@ def _size_of(log: Path) -> int:
     """Returns the size of a log in bytes, or -1 if it cannot be read or was rotated."""
     try:
         with jsonl.opened(log) as fd:
-            return -1 if os.path.lexists(record_parts.rotated_log(log)) else os.fstat(fd).st_size
+            return -1 if os.path.lexists(rotated_log(log)) else os.fstat(fd).st_size
     except OSError:
         return -1
 

@@ -15,13 +15,13 @@ from trainers.contract import VERSION, flags, jsonl, rundir
 from trainers.contract.jsonl import entries
 
 T = TypeVar("T")
-MAX_GPUS = 1024
+MAX_GPUS, STEPS = 1024, "train.steps"
 CLOCK_S = 2.0
 """The clock of a writer may be ahead of the clock of this host by at most this time."""
 
 
 class Document:
-    """One JSON file, which is read again when it has changed.
+    """One JSON file, which is read again if it has changed or if the last read failed.
 
     `trouble` says why the newest content cannot be shown, or is "".
     """
@@ -38,8 +38,8 @@ class Document:
         stamp = rundir.stamp(self.path)
         if stamp is None or stamp == self._stamp:
             return self.record
-        self._stamp = stamp
         record = rundir.read_json(self.path)
+        self._stamp = None if record is None else stamp
         if record is None:
             self.trouble = f"{self.path.name} cannot be read as a JSON object"
         elif record.get("v", VERSION) != VERSION:
@@ -130,11 +130,11 @@ def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
     return tuple(read(Gate, {"name": "?"} | entry) for entry in entries(record, "gates"))
 
 
-def setting_int(record: Mapping[str, Any], key: str) -> int | None:
-    """Returns a setting of run.json or of a phase in a plan, or None if it is not an integer."""
+def planned_steps(record: Mapping[str, Any]) -> int | None:
+    """Returns `train.steps` of run.json or of a phase in a plan, or None if it is no integer."""
     for name in ("settings", "set"):
         settings = jsonl.mapping(record, name)
-        setting = jsonl.mapping(settings, key) or {"value": settings.get(key)}
+        setting = jsonl.mapping(settings, STEPS) or {"value": settings.get(STEPS)}
         value = jsonl.integer(setting, "value")
         if value is not None:
             return value

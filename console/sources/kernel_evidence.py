@@ -143,8 +143,7 @@ def collect(
     main = NOTHING
     if sleeps and not frozen:
         main = _blocked_on(pid, last.state, wchan, children, threads)
-    fds = numbers_in(f"/proc/{pid}/fd")[: descriptors.MAX_CONNECTIONS]
-    sockets = descriptors.inodes_of(link_of(pid, f"fd/{fd}") for fd in fds)
+    sockets = descriptors.inodes_of(procfs.open_links(pid).values())
     return ProcessEvidence(
         pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children,
         descriptors.connections(descriptors.socket_tables(pid, tables), sockets),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from console.model import LaunchState, PendingFlag, PhaseState, State
-from console.sources.json_documents import line, read, setting_int
+from console.sources.json_documents import line, planned_steps, read
 from console.sources.liveness import is_supervised
 from console.sources.sanitize import clean
 from trainers.contract import jsonl, rundir
@@ -73,12 +73,11 @@ def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
     for index in range(min(MAX_PHASES, max(len(planned), len(reached)))):
         entry, now = (each[index] if index < len(each) else {} for each in (planned, reached))
         phase = {"name": f"phase {index}", "state": "later"} | entry | now
-        steps = setting_int(entry, "train.steps")
         folder = run_directory({"dir": f"{index}-{jsonl.text(phase, 'name')}"} | phase)
         if not folder and phase.get("dir"):
             wrong = f"the directory of phase {index} is not named <n>-<phase>"
         phases.append(read(
-            PhaseState, phase, index=index, steps_planned=steps, dir=folder,
+            PhaseState, phase, index=index, steps_planned=planned_steps(entry), dir=folder,
             has_gates=bool(jsonl.mapping(entry, "gates")),
         ))  # fmt: skip
     return tuple(phases), wrong

@@ -252,7 +252,7 @@ def _is_home(home: Path, run: Path, host: str) -> bool:
     """Returns whether a run was started in this directory, or seems to belong to another host."""
     try:
         return home.samefile(run)
-    except OSError:
+    except (OSError, ValueError):  # a name can contain half of a surrogate pair
         return host not in ("", rundir.host_name())
 
 

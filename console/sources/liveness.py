@@ -11,7 +11,7 @@ import fcntl
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -23,6 +23,7 @@ from console.sources import process
 from console.sources.json_documents import CLOCK_S
 from console.sources.reducer import LatestRecords
 from console.sources.sanitize import clean
+from console.status_text import rank_names
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -205,27 +206,21 @@ def _workers_without_exit(supervisor: Record) -> list[tuple[dict[str, Any], bool
     return [(worker, rundir.is_alive(worker)) for worker in found]
 
 
-def still_run(thing: str, names: Sequence[object]) -> str:
-    """Returns a text such as "ranks 0, 1 still run", with at most eight names, or ""."""
-    first = ", ".join(map(str, names[:8])) + (", …" if len(names) > 8 else "")
-    plural = "es" if thing.endswith("s") else "s"
-    one = f"{thing} {first} still runs" if names else ""
-    return f"{thing}{plural} {first} still run" if len(names) > 1 else one
-
-
 def living_ranks(supervisor: Record) -> str:
     """Returns a sentence on the ranks in supervisor.json that are alive on this host, or ""."""
-    ranks = [
-        str(worker.get("rank")) for worker, alive in _workers_without_exit(supervisor) if alive
-    ]
-    return still_run("rank", [clean(rank, 12) for rank in ranks])
+    workers = [worker for worker, is_alive in _workers_without_exit(supervisor) if is_alive]
+    ranks = [jsonl.integer(worker, "rank") or 0 for worker in workers]
+    return rank_names(ranks, "still runs", "still run") if ranks else ""
 
 
 def living_processes(run: Record, supervisor: Record) -> str:
     """Returns a sentence on the processes on this host that have a run's token, or ""."""
     named = jsonl.text(supervisor, "live_dir").rpartition("-")[2]
     token = rundir.token(run) or named
-    return still_run("process", process.with_token(token) if token else [])
+    pids = process.with_token(token) if token else []
+    names = ", ".join(map(str, pids[:8])) + (", …" if len(pids) > 8 else "")
+    one = f"process {names} still runs" if pids else ""
+    return f"processes {names} still run" if len(pids) > 1 else one
 
 
 def living_in(run: Path) -> str:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from console.model import ALL_SOURCES, LogLine
-from console.sources import record_parts
+from console.sources.record_files import rotated_log
 from console.sources.sanitize import clean
 from console.sources.tail import READ_CHUNK_BYTES, Tail
 from trainers.contract import jsonl, rundir
@@ -64,7 +64,7 @@ class Log:
             self._offset = max(0, status.st_size - BACKLOG_BYTES)
             before = BACKLOG_BYTES - status.st_size
             if before > 0:
-                kept = record_parts.rotated_log(self.path)
+                kept = rotated_log(self.path)
                 self._carry = jsonl.read_bytes(kept, before, below=self._run)
         elif status.st_ino != self._inode or status.st_size < self._offset:
             self._offset, self._carry = 0, b""
@@ -77,7 +77,7 @@ class LogSource:
     def __init__(self, run: Path, attempt: int = 1):
         self.run, self.attempt = run, attempt
         self._files: dict[str, Log] = {}
-        self._events = Tail(run / rundir.EVENTS, lambda record: record, READ_CHUNK_BYTES - 1)
+        self._events = Tail(run / rundir.EVENTS, recent_bytes=READ_CHUNK_BYTES - 1)
         self._last_event: dict[str, object] = {}
         self._polled_ts = 0.0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import RECENT_XID_S, Gpu
-from console.sources import process, procfs
+from console.sources import procfs
 
 LIBRARY = "libnvidia-ml.so.1"
 KERNEL_GPUS = "proc/driver/nvidia/gpus"
@@ -39,7 +39,6 @@ THROTTLES = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardwar
              0x80: "power brake"}  # fmt: skip
 """Bits of nvmlDeviceGetCurrentClocksThrottleReasons that show a protection of the GPU."""
 DEVICE_FILE = re.compile(r"/dev/nvidia([0-9]{1,4})")
-MAX_DESCRIPTORS = 1024
 KEPT = 8
 WAIT_MS = 1
 TIMEOUT_CODE = 10
@@ -63,19 +62,13 @@ def opened_by(pid: int, proc: str = "/proc") -> frozenset[int] | None:
     """Returns N for each file /dev/nvidiaN that a process has open, or None if not available.
 
     CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
-    use. The device file of WSL has the number -1. Only the first `MAX_DESCRIPTORS` descriptors are
-    read. The driver is not called.
+    use. The device file of WSL has the number -1. If a process has `procfs.MAX_DESCRIPTORS` files
+    open, and none of these is a GPU, the answer is not available. The driver is not called.
     """
-    fds = procfs.numbers_in(f"{proc}/{pid}/fd")
-    links = [procfs.link_of(pid, f"fd/{fd}", proc) for fd in fds[:MAX_DESCRIPTORS]]
+    links = procfs.open_links(pid, proc).values()
     found = {int(file[1]) for link in links if (file := DEVICE_FILE.fullmatch(link))}
     found |= {-1 for link in links if link == "/dev/dxg"}
-    return frozenset(found) if found or 0 < len(fds) <= MAX_DESCRIPTORS else None
-
-
-def visible_devices(pid: int) -> str:
-    """Returns the CUDA_VISIBLE_DEVICES of a process at its start, or "" if not available."""
-    return process.environment(pid).get("CUDA_VISIBLE_DEVICES", "")
+    return frozenset(found) if found or 0 < len(links) < procfs.MAX_DESCRIPTORS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +220,7 @@ class Device:
             power_w=None if power is None else power / 1000,
             mem_used_mib=None if memory is None else round(memory.used / MIB, 1),
             temp_c=temp_c, sm_mhz=sm_mhz, ecc_uncorrected=ecc,
-            why=", ".join(set(self._refused.values())) if silent else self._missing(),
+            why=self._missing(),
             throttle=", ".join(word for bit, word in THROTTLES.items() if (reasons or 0) & bit),
         )  # fmt: skip
 

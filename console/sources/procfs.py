@@ -1,4 +1,4 @@
-"""Reads files of the kernel about processes and cgroups; no function raises an error.
+"""Reads files of the kernel about processes, cgroups and memory; no function raises an error.
 
 The target of a descriptor is read with readlink, which cannot block. A stat would ask the file
 system of the target, which may hang.
@@ -12,12 +12,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from console.rank_end import OomCounts, OomEvidence
 from console.sources.sanitize import clean
 
 SMALL_BYTES, TABLE_BYTES = 1 << 12, 1 << 18
 """The most bytes that are read of a short file, and of a longer file."""
-MAX_PATH_CHARS, MAX_NAME_CHARS, MAX_DEPTH = 300, 64, 32
-MOUNTS = "/proc/self/mounts"
+MAX_PATH_CHARS, MAX_NAME_CHARS, MAX_DEPTH, MAX_DESCRIPTORS = 300, 64, 32, 1024
+MOUNTS, VMSTAT = "/proc/self/mounts", "/proc/vmstat"
+OOM_EVENTS = "memory.events"
+"""The file of a cgroup (version 2) with the count `oom_kill`."""
+CACHE = ("inactive_file", "active_file")
+"""Memory of a cgroup that the kernel can usually free when a process needs it."""
 _FIELDS = (11, 12, 19, 21, 49)
 
 
@@ -66,6 +71,12 @@ def link_of(pid: int, name: str, proc: str = "/proc") -> str:
         return clean(str(Path(f"{proc}/{pid}/{name}").readlink()), MAX_PATH_CHARS)
     except OSError:
         return ""
+
+
+def open_links(pid: int, proc: str = "/proc") -> dict[int, str]:
+    """Returns the link of each of the first `MAX_DESCRIPTORS` descriptors of a process, or {}."""
+    fds = numbers_in(f"{proc}/{pid}/fd")[:MAX_DESCRIPTORS]
+    return {fd: link_of(pid, f"fd/{fd}", proc) for fd in fds}
 
 
 def stat(folder: str) -> Stat | None:
@@ -127,3 +138,54 @@ def cgroup_folders(pid: int | str, controller: str = "") -> list[str]:
     if not top or ".." in parts:
         return []
     return ["/".join((top, *parts[:depth])) for depth in range(len(parts) + 1)]
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+def oom_counts() -> OomCounts:
+    """Returns the OOM-kill counts of the host, and of our nearest cgroup that has counts."""
+    folder = _counting_folder()
+    return _oom_counts(f"{folder}/{OOM_EVENTS}" if folder else "")
+
+
+def oom_since(before: OomCounts) -> OomEvidence:
+    """Returns the counts `before`, and the present counts of the same cgroup and of the host."""
+    return OomEvidence(before, _oom_counts(before.path))
+
+
+def spare_bytes() -> int | None:
+    """Returns the memory that is left until the kernel kills all processes of our cgroup.
+
+    An out-of-memory kill ends all processes if memory.oom.group is 1, as Kubernetes sets it.
+    Returns None if memory.oom.group is not 1, if there is no memory limit, or if the limit or the
+    use cannot be read.
+    """
+    folder = _counting_folder()
+    if not folder or _number_in(folder, "memory.oom.group") != 1:
+        return None
+    most, used = _number_in(folder, "memory.max"), _number_in(folder, "memory.current")
+    if most is None or used is None:
+        return None
+    text = read_text(f"{folder}/memory.stat", TABLE_BYTES)
+    return most - used + sum(number_after(text, name) or 0 for name in CACHE)
+
+
+def _number_in(folder: str, name: str) -> int | None:
+    """Returns the number that is the whole content of a file, or None if it is no number."""
+    text = read_text(f"{folder}/{name}").strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _counting_folder() -> str:
+    """Returns our nearest cgroup that counts out-of-memory kills, or ""."""
+    folders = reversed(cgroup_folders("self"))
+    return next((each for each in folders if _oom_kills(f"{each}/{OOM_EVENTS}") is not None), "")
+
+
+def _oom_counts(path: str) -> OomCounts:
+    return OomCounts(_oom_kills(path), _oom_kills(VMSTAT), path)
+
+
+def _oom_kills(path: str) -> int | None:
+    return number_after(read_text(path, TABLE_BYTES), "oom_kill")

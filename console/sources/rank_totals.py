@@ -328,7 +328,7 @@ class RankTotals:
 
     def _take_figures(self, record: Record, step: int, loss: float | None) -> None:
         """Adds the figures that the gates need only of rank 0."""
-        norm, speed = jsonl.number(record, "grad_norm"), jsonl.number(record, "toks_per_s")
+        norm = jsonl.number(record, "grad_norm")
         self.norms += norm is not None
         self.norm_min = _worst(self.norm_min, norm, min)
         entropy = jsonl.number(record, "gate_entropy_mean")
@@ -336,20 +336,22 @@ class RankTotals:
         self.gated += None not in (entropy, collapse)
         self.entropy_min = _worst(self.entropy_min, entropy, min)
         self.collapse_max = _worst(self.collapse_max, collapse, max)
-        self._take_steps(record, step, speed)
+        self._take_steps(record, step)
         self.window.add(Figures(
             step, loss if loss is not None and math.isfinite(loss) else None,
-            speed if speed is None or math.isfinite(speed) else 0.0,
             jsonl.number(record, "bytes_right"),
         ))  # fmt: skip
 
-    def _take_steps(self, record: Record, step: int, toks_per_s: float | None) -> None:
+    def _take_steps(self, record: Record, step: int) -> None:
         """Adds the durations of the steps since the previous record.
 
         A record that was shortened to fit its line (`cut`), or that has no `toks_per_s`, adds no
         duration.
         """
-        durations = jsonl.numbers(record, "steps_dt_s")
+        durations, toks_per_s = (
+            jsonl.numbers(record, "steps_dt_s"),
+            jsonl.number(record, "toks_per_s"),
+        )
         first = step - len(durations) + 1
         self.steps.cut(max(first, 0))
         if "cut" in record or toks_per_s is None:

@@ -1,18 +1,22 @@
-"""Reads new records from the heartbeat, sample and event files of one run."""
+"""Names the parts of the record files of one run, and reads new records from these files.
+
+A record file is a heartbeat, sample or event file.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from console.sources import legacy, record_parts
-from console.sources.record_parts import GZIP, PART, head, rotated_log
-from console.sources.tail import GzipTail, Line, Place, Tail
+from console.sources import legacy
+from console.sources.tail import PACKED_BYTES, GzipTail, Line, Place, Tail
 from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
@@ -21,7 +25,9 @@ CHUNK_BYTES = 128 << 10
 """Bytes that are read for one batch; the decoded records need about 15 times as much memory."""
 MAX_PART_BYTES = 64 << 20
 """`read_line` stops after about this many unpacked bytes of a compressed part."""
+HEAD_BYTES = 4096
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
+GZIP, PART = ".gz", re.compile(r"\.([0-9]{4,9})(\.gz)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,29 @@ class Cursor:
 
 
 FILE_START = Cursor("", Place(0, 0))
+
+
+def head(path: Path) -> str:
+    """Returns a hash of a file's first line, or "" if the line is incomplete or cannot be read.
+
+    The hash covers at most `HEAD_BYTES`. It identifies a file of records, also in a copy and under
+    another name.
+    """
+    if path.suffix == GZIP:
+        unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        try:
+            data = unpacker.decompress(jsonl.read_bytes(path, PACKED_BYTES, 0), HEAD_BYTES)
+        except zlib.error:
+            return ""
+    else:
+        data = jsonl.read_bytes(path, HEAD_BYTES, 0)
+    first, end, _ = data.partition(b"\n")
+    return hashlib.sha256(first).hexdigest()[:16] if end or len(data) == HEAD_BYTES else ""
+
+
+def rotated_log(log: Path) -> Path:
+    """Returns the path of the rotated file of a log or of a history file."""
+    return log.with_name(f"{log.name}.1")
 
 
 def read_end(path: Path, limit_bytes: int, below: Path) -> bytes:
@@ -83,21 +112,36 @@ def whole_name(name: str) -> str:
     return base + found if is_part else name
 
 
-def parts(path: Path) -> dict[int, Path]:
-    """Returns the older parts of a file of records by number, or {} after an error."""
+def part(path: Path, number: int) -> Path:
+    """Returns the path of part `number` of a record file while the part is not compressed."""
+    return path.with_name(f"{path.name}.{number:04d}")
+
+
+def parts(path: Path) -> list[tuple[int, Path]]:
+    """Returns the older parts of a record file with their numbers, the oldest first.
+
+    If a part exists both compressed and plain, the compressed file is returned. Raises OSError.
+    """
+    found: dict[int, Path] = {}
+    for name in sorted(os.listdir(path.parent)):
+        match = PART.fullmatch(name.removeprefix(path.name)) if name.startswith(path.name) else None
+        if match:
+            found[int(match[1])] = path.with_name(name)
+    return sorted(found.items())
+
+
+def _parts(path: Path) -> dict[int, Path]:
+    """Returns the older parts of a record file by number, or {} after an error."""
     try:
-        return dict(record_parts.parts(path))
+        return dict(parts(path))
     except OSError:
         return {}
 
 
 def _part_at(path: Path, number: int) -> Path | None:
     """Returns the path of a part, or None; a part without its own file is in the growing file."""
-    plain = record_parts.part(path, number)
-    packed = plain.with_name(f"{plain.name}{GZIP}")
-    # The plain file first: the compressed file is complete before the plain one is removed.
-    found = [each for each in (plain, packed) if number and os.path.lexists(each)]
-    return found[-1] if found else path if jsonl.size_bytes(path) else None
+    own = _parts(path).get(number) if number else None
+    return own or (path if jsonl.size_bytes(path) else None)
 
 
 def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
@@ -106,7 +150,7 @@ def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
     if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
         return {}
     if found.suffix == GZIP:
-        tail, lines = GzipTail(found, _any, place.at, place.part), []
+        tail, lines = GzipTail(found, place.at, place.part), []
         while not lines and tail.taken_bytes <= min(place.at + length, MAX_PART_BYTES):
             offset, taken = tail.offset, tail.taken_bytes
             lines = tail.poll_lines()
@@ -114,10 +158,6 @@ def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
                 break
         return lines[0].record if lines and lines[0].place == place else {}
     return jsonl.decode(jsonl.read_bytes(found, length, place.at).lstrip(b"\0")) or {}
-
-
-def _any(record: dict[str, Any]) -> dict[str, Any]:
-    return record
 
 
 class RecordFile:
@@ -158,7 +198,7 @@ class RecordFile:
         behind = max(0, size_bytes - max(tail.offset, 0 if has_begun else tail.line_at))
         if tail.path == self.path:
             return behind
-        later = [path for number, path in parts(self.path).items() if number > tail.part]
+        later = [path for number, path in _parts(self.path).items() if number > tail.part]
         return behind + sum(map(jsonl.size_bytes, (*later, self.path)))
 
     def cursor(self) -> Cursor:
@@ -170,7 +210,7 @@ class RecordFile:
     def poll(self, limit_bytes: int) -> tuple[list[Line], int]:
         """Returns two values: new records, and the number of bytes read (0 at the end)."""
         left, found = limit_bytes, list[Line]()
-        if self.tail.part and self.tail.path == self.path and self.tail.part in parts(self.path):
+        if self.tail.part and self.tail.path == self.path and self.tail.part in _parts(self.path):
             self._next_part()  # the growing file became this part before it was read to its end
         while left > 0:
             taken, offset = self.tail.taken_bytes, self.tail.offset
@@ -185,7 +225,7 @@ class RecordFile:
         """Opens another file if reading continues there; returns whether a file was opened."""
         if self.tail.unread:
             return False
-        there, part = parts(self.path), self.tail.part
+        there, part = _parts(self.path), self.tail.part
         own = there.get(part)
         if own is None and self.tail.path == self.path:
             replaced = self.tail.is_replaced
@@ -211,8 +251,8 @@ class RecordFile:
 def open_part(path: Path, part: int, begin_at: int = 0) -> Tail:
     """Returns a `Tail` of one part of a file of records."""
     if path.suffix == GZIP:
-        return GzipTail(path, _any, begin_at, part)
-    return Tail(path, _any, begin_at=begin_at, stays=True, part=part)
+        return GzipTail(path, begin_at, part)
+    return Tail(path, begin_at=begin_at, stays=True, part=part)
 
 
 class RecordFiles:
@@ -294,35 +334,34 @@ class RecordFiles:
         for name in map(whole_name, names):
             if name in self._followed or len(self._followed) >= MAX_FILES:
                 continue
-            rank = rank_of(name)
-            if name == rundir.EVENTS:
-                self._followed[name] = self._plain(name, _any, None)
-            elif name.endswith(".jsonl") and name.startswith(SAMPLES):
-                self._followed[name] = self._parted(name)
-            elif rank is not None and rank < world:
-                self._followed[name] = self._heartbeats(name, rank)
-            else:
-                continue
-            self._turns.append(name)
+            if (follower := self._open(name, world)) is not None:
+                self._followed[name] = follower
+                self._turns.append(name)
 
-    def _plain(self, name: str, accept: Any, recent_bytes: int | None) -> RecordFile:
-        cursor = self._cursors.get(name, FILE_START)
-        tail = Tail(self.run / name, accept, recent_bytes, cursor.place.at)
-        return RecordFile(self.run / name, tail, cursor.skipped)
-
-    def _heartbeats(self, name: str, rank: int) -> RecordFile:
+    def _open(self, name: str, world: int) -> RecordFile | None:
+        """Returns a record file to follow, or None for another file or a rank beyond `world`."""
+        path, rank, cursor = self.run / name, rank_of(name), self._cursors.get(name, FILE_START)
+        if name.endswith(".jsonl") and name.startswith(SAMPLES):
+            return self._parted(name)
+        if name == rundir.EVENTS:
+            return RecordFile(path, Tail(path, begin_at=cursor.place.at), cursor.skipped)
+        if rank is None or rank >= world:
+            return None
         if legacy.is_legacy(self.run):
             self.is_legacy = True
-            return RecordFile(self.run / name, legacy.tail(self.run, rank, self._recent_bytes))
-        return self._plain(name, heartbeat.accept, self._recent_bytes)
+            return RecordFile(path, legacy.tail(self.run, rank, self._recent_bytes))
+        tail = Tail(path, heartbeat.accept, self._recent_bytes, cursor.place.at)
+        return RecordFile(path, tail, cursor.skipped)
 
     def _parted(self, name: str) -> RecordFile:
         path, cursor = self.run / name, self._cursors.get(name)
-        there = parts(path)
+        there = _parts(path)
         if cursor is not None:
             part, at = cursor.place
             return RecordFile(path, open_part(there.get(part, path), part, at), cursor.skipped)
         if self._recent_bytes is None and there:
             return RecordFile(path, open_part(there[min(there)], min(there)))
-        tail = Tail(path, _any, self._recent_bytes, stays=True, part=max(there, default=0) + 1)
+        tail = Tail(
+            path, recent_bytes=self._recent_bytes, stays=True, part=max(there, default=0) + 1
+        )
         return RecordFile(path, tail, left_out_bytes=sum(map(jsonl.size_bytes, there.values())))

@@ -148,6 +148,7 @@ class Events:
             oldest = next(iter(self.alert_ts))
             del self.alert_ts[oldest]
             self.alerts.pop(oldest, None)
+            self.acknowledged.discard(oldest)
         self.alert_ts[name] = jsonl.number(line.record, "ts") or 0.0
         if kind == "ack":
             self.acknowledged |= {name} & self.alerts.keys()

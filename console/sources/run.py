@@ -213,10 +213,12 @@ class RunSource:
         return document.read()
 
     def _troubles(self) -> list[Alert]:
+        """Returns an alert for each document of the launch and of the run that has a `trouble`."""
         return [
             Alert(f"document {path.name}", time.time(), "warn", document.trouble, observed=True)
-            for path, document in self._documents.items() if document.trouble
-        ]  # fmt: skip
+            for path, document in self._documents.items()
+            if document.trouble and path.parent in (self.launch_path, self.run_path)
+        ]
 
     def _without_run(self, launch: LaunchState | None) -> RunState:
         state: State = "lost" if launch and launch.state == "unsupervised" else "queued"

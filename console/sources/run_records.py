@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.model import LEVELS, Alert, Figure, Gpu
-from console.sources import json_documents, liveness, record_parts, snapshot
-from console.sources.record_files import MAX_RANKS, RecordFiles
+from console.sources import json_documents, liveness, snapshot
+from console.sources.record_files import GZIP, MAX_RANKS, RecordFiles
 from console.sources.reducer import UNITS, LatestRecords, Reducer, alert_of
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -131,7 +131,7 @@ def _is_short(run: Path) -> bool:
     if there is None:
         return False
     names = [name for name in there if ".jsonl" in name]
-    has_parts = any(name.endswith(record_parts.GZIP) for name in names)
+    has_parts = any(name.endswith(GZIP) for name in names)
     return not has_parts and sum(jsonl.size_bytes(run / name) for name in names) <= SHORT_BYTES
 
 

@@ -25,7 +25,7 @@ from console.sources.series import PACE_WINDOW, SPANS_S, STEP_WINDOW, Span, Thin
 from console.sources.summary import GpuTotals
 from trainers.contract import heartbeat, jsonl, rundir
 
-VERSION = 2
+VERSION = 3
 """The format of snapshot.json; a reader ignores another version and reads the files instead."""
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
 """The largest size of a snapshot, and the largest size per rank for more than 16 ranks."""

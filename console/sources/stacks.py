@@ -1,19 +1,24 @@
-"""Finds and parses the stack dumps of faulthandler and `trainers.contract.dumps`.
+"""Finds and parses stack dumps, and makes a dump of a process with py-spy.
 
-Text that is not a dump causes no error.
+faulthandler and `trainers.contract.dumps` write dumps in the same form. Text that is not a dump
+causes no error. py-spy is used if the operator has installed it. With `--nonblocking`, it reads the
+memory of the process and does not pause the process. The kernel must allow this access, as it does
+for a debugger.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from console.sources.sanitize import clean
-from trainers.contract import jsonl, rundir
+from trainers.contract import environ, jsonl, rundir
 
 T = TypeVar("T")
 MAX_DUMP_BYTES = 1 << 20
@@ -27,6 +32,10 @@ _THREAD = re.compile(r"(?:Current t|T)hread (?P<name>.+?)(?: \(most recent call 
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")
 BY_PY_SPY = "_pyspy.txt"
 """The end of the name of a dump that py-spy made."""
+COMMAND = '"$0" dump --nonblocking --json --pid "$1" | head -c 4194304'
+MAX_THREADS, LEAST_S = 100, 0.05
+ENOUGH_BYTES = MAX_DUMP_BYTES // 3
+"""No further thread is added to a longer dump of py-spy; a thread has at most twice this size."""
 _NAME = re.compile(r"stackdump_rank(?P<rank>[0-9]{1,9})_(?P<ms>[0-9]{1,16})(?:_pyspy)?\.txt")
 
 
@@ -127,3 +136,47 @@ def newest_of(
             if (content := read(run / each[0], rank, ts)) is not None:
                 found[rank] = content
     return found
+
+
+# --- py-spy ------------------------------------------------------------------------------------
+
+
+def py_spy_dump(pid: int, start_ticks: int | None, limit_s: float) -> str:
+    """Returns the stacks of a process in the form of a dump, or "" if they are not available.
+
+    If the process with this pid did not start at `start_ticks`, they are not available.
+    """
+    path = environ.get("PATH")
+    program = shutil.which("py-spy", path=path) if path else None
+    is_known = start_ticks is not None and rundir.start_ticks(pid) == start_ticks
+    if not (program and is_known) or limit_s < LEAST_S:
+        return ""
+    words = ["timeout", "--signal=KILL", f"{limit_s:.2f}", "sh", "-c", COMMAND, program, str(pid)]
+    try:
+        done = subprocess.run(
+            words, env={"PATH": path}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, check=False,
+        )  # fmt: skip
+    except OSError:
+        return ""
+    return as_dump(done.stdout) if rundir.start_ticks(pid) == start_ticks else ""
+
+
+def as_dump(output: bytes) -> str:
+    """Returns the JSON output of py-spy in the form of a dump, or "" if it has no main thread."""
+    threads = jsonl.entries(jsonl.decode(b'{"threads":%b}' % output) or {}, "threads")
+    names = [jsonl.text(each, "thread_name") for each in threads]
+    if "MainThread" not in names:
+        return ""
+    threads.insert(0, threads.pop(names.index("MainThread")))
+    lines = list[str]()
+    for each in threads[:MAX_THREADS]:
+        if sum(len(line.encode()) for line in lines) > ENOUGH_BYTES:
+            break
+        name = clean(jsonl.text(each, "thread_name"), 100) or "0x"
+        lines.append(f"{f'Thread {name}' if lines else 'Stack'} (most recent call first):")
+        for frame in jsonl.entries(each, "frames")[:MAX_FRAMES]:
+            file, function = (clean(jsonl.text(frame, key), 400) for key in ("filename", "name"))
+            line = jsonl.integer(frame, "line") or 0
+            lines.append(f'  File "{file}", line {line} in {function}')
+    return "\n".join([*lines, ""])

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from console.sources import record_parts
 from trainers.contract import jsonl
 
 READ_CHUNK_BYTES = 1 << 20
+PACKED_BYTES = 1 << 16
+"""The most compressed bytes that are read at a time."""
+Record = dict[str, Any]
 
 
 class Place(NamedTuple):
@@ -31,7 +33,7 @@ class Line(NamedTuple):
 
     place: Place
     length: int
-    record: dict[str, Any]
+    record: Record
 
 
 def is_missing(path: Path) -> bool:
@@ -57,7 +59,7 @@ class Tail:
     """
 
     def __init__(
-        self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None],
+        self, path: Path, accept: Callable[[Record], Record | None] = lambda record: record,
         recent_bytes: int | None = None, begin_at: int = 0, stays: bool = False, part: int = 0,
     ):  # fmt: skip
         self.path, self.part = path, part
@@ -83,7 +85,7 @@ class Tail:
         self._carry = b""
         self._overlong = False
 
-    def poll(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[dict[str, Any]]:
+    def poll(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[Record]:
         """Returns the next records; one call reads at most 1 MiB."""
         return [line.record for line in self.poll_lines(limit_bytes)]
 
@@ -182,11 +184,8 @@ class GzipTail(Tail):
     `skipped` then increases by one.
     """
 
-    def __init__(
-        self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None],
-        begin_at: int = 0, part: int = 0,
-    ):  # fmt: skip
-        super().__init__(path, accept, begin_at=begin_at, part=part)
+    def __init__(self, path: Path, begin_at: int, part: int):
+        super().__init__(path, begin_at=begin_at, part=part)
         self._left, self._is_damaged = begin_at, False
         self._unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
 
@@ -196,7 +195,7 @@ class GzipTail(Tail):
         try:
             with jsonl.opened(self.path) as fd:
                 self.size_bytes = os.fstat(fd).st_size
-                packed = os.pread(fd, record_parts.PACKED_BYTES, self.offset)
+                packed = os.pread(fd, PACKED_BYTES, self.offset)
         except OSError:
             self.unread = not is_missing(self.path)
             return b""

@@ -16,7 +16,7 @@ from typing import Any
 
 from console.model import Level, Result
 from console.plan import PLACEHOLDER, Checkpoints
-from console.sources import oom_counts
+from console.sources import procfs
 from console.sources.summary import Summary
 from console.sources.tail import is_missing
 from console.supervisor import program
@@ -165,7 +165,7 @@ class CheckpointCheck:
 
 def _lack_of_memory(path: Path) -> str:
     """Returns why loading could take the memory of the training, or "" if no reason is known."""
-    spare = oom_counts.spare_bytes()
+    spare = procfs.spare_bytes()
     needed = PROGRAM_BYTES + sum(map(jsonl.size_bytes, path.glob("*")))
     if spare is None or needed <= spare:
         return ""

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from console.rank_end import OomEvidence, RankEnd
-from console.sources import crash_log, liveness, oom_counts
+from console.sources import crash_log, procfs
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
+from console.status_text import rank_names
 from console.supervisor.live_directory import LastPulses
 from console.supervisor.process_tree import Tree, Worker
 from trainers.contract import jsonl, pulse, rundir
@@ -31,7 +32,7 @@ class Ends:
     ):
         self._tree, self._heads, self._pulses = tree, heads, pulses
         self.crashes: Mapping[int, Crash] = {}
-        self._oom_before = oom_counts.snapshot()
+        self._oom_before = procfs.oom_counts()
 
     def of(self, worker: Worker) -> RankEnd:
         """Returns how a rank ended."""
@@ -75,7 +76,7 @@ class Ends:
         status = self._tree.agent_status
         how = "code not available" if status is None else f"code {status}"
         return (f"torchrun (pid {self._tree.agent_pid}) has exited ({how}); "
-                f"{liveness.still_run('rank', left)}")  # fmt: skip
+                f"{rank_names(left, 'still runs', 'still run')}")  # fmt: skip
 
     def conclude(self, log: bytes, crashes: Mapping[int, Crash]) -> str:
         """Adds the ends that torchrun's `log`, the last errors and the last pulses show.
@@ -93,7 +94,7 @@ class Ends:
 
     def oom_kills(self) -> OomEvidence:
         """Returns the kernel's out-of-memory kills since this object was created."""
-        return oom_counts.since(self._oom_before)
+        return procfs.oom_since(self._oom_before)
 
     def documents(self, blamed: RankEnd | None) -> list[dict[str, Any]]:
         """Returns the value of the key `workers` of supervisor.json."""

@@ -14,11 +14,12 @@ from console.diagnose.causes import LASTING_STATES
 from console.diagnose.evidence import Evidence
 from console.diagnose.rank_evidence import RankEvidence
 from console.model import Gpu
-from console.sources import flight, kernel_evidence, py_spy, stacks
+from console.sources import flight, kernel_evidence, process, stacks
 from console.sources.kernel_evidence import ProcessEvidence
-from console.sources.nvml import opened_by, visible_devices
+from console.sources.nvml import opened_by
 from console.sources.stacks import BY_PY_SPY, Stack
 from console.status_text import rank_names
+from trainers.contract.flags import DEVICES
 
 APART_S = 2.0
 """Time between the two samples of each process."""
@@ -159,7 +160,7 @@ class Collector:
         ts = max((each.ts for each in dumps.values()), default=time.time())
         can_run = {n for n, each in found.after.items() if each.state in "RS" and not each.frozen}
         for rank in (each for each in ranks if each.rank in can_run - dumps.keys()):
-            if text := py_spy.dump(rank.pid, rank.start_ticks, until - time.monotonic()):
+            if text := stacks.py_spy_dump(rank.pid, rank.start_ticks, until - time.monotonic()):
                 path = self._run / f"stackdump_rank{rank.rank}_{round(ts * 1000)}{BY_PY_SPY}"
                 self._save(path, text)
                 dumps[rank.rank] = Stack(rank.rank, ts, str(path), stacks.parse(text))
@@ -182,7 +183,7 @@ class Collector:
         """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}
-        visible = {rank: visible_devices(pid) for rank, pid in pids.items()}
+        visible = {rank: process.environment(pid).get(DEVICES, "") for rank, pid in pids.items()}
         return gpu_signs.own_gpus(opened, visible, self._gpus())
 
 
@@ -190,4 +191,4 @@ def _processes(ranks: Sequence[RankEvidence]) -> dict[int, ProcessEvidence]:
     tables: dict[str, str] = {}
     found = {each.rank: kernel_evidence.collect(each.pid, each.start_ticks, tables)
              for each in ranks}  # fmt: skip
-    return {rank: process for rank, process in found.items() if process is not None}
+    return {rank: each for rank, each in found.items() if each is not None}

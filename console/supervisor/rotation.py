@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from console.sources import record_parts
+from console.sources import record_files
 from console.supervisor.rundir_io import Directory
 from trainers.contract import jsonl, rundir
 
@@ -130,16 +130,16 @@ def divide(directory: Directory, path: Path, part_bytes: int = PART_BYTES) -> No
     Also compresses at most one older part. Runs on the thread of the run directory. Raises OSError.
     """
     if jsonl.size_bytes(path) >= part_bytes:
-        numbers = [number for number, _ in record_parts.parts(path)]
-        directory.set_aside(path, record_parts.part(path, max(numbers, default=0) + 1))
-    plain = (path for _, path in record_parts.parts(path) if path.suffix != record_parts.GZIP)
+        numbers = [number for number, _ in record_files.parts(path)]
+        directory.set_aside(path, record_files.part(path, max(numbers, default=0) + 1))
+    plain = (path for _, path in record_files.parts(path) if path.suffix != record_files.GZIP)
     if part := next(filter(jsonl.size_bytes, plain), None):
         _compress(part)
 
 
 def _compress(part: Path) -> None:
     """Replaces a plain part by a compressed part; if that fails, the plain part remains."""
-    whole = part.with_name(part.name + record_parts.GZIP)
+    whole = part.with_name(part.name + record_files.GZIP)
     half = part.with_name(f".{whole.name}.tmp")
     try:
         half.unlink(missing_ok=True)

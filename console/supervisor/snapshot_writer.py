@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from console.sources import record_parts, snapshot
+from console.sources import record_files, snapshot
 from console.sources.reducer import Reducer
 from console.supervisor.alerts import Alerts
 from console.supervisor.context import Services
@@ -90,4 +90,4 @@ class Snapshots:
             directory.append(path, jsonl.encode(snapshot.plain(ended[0])))
             ended.popleft()
             if jsonl.size_bytes(path) >= snapshot.HISTORY_BYTES:
-                directory.set_aside(path, record_parts.rotated_log(path))
+                directory.set_aside(path, record_files.rotated_log(path))

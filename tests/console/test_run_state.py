@@ -14,6 +14,7 @@ from console.supervisor.process_tree import Tree
 from console.supervisor.run_files import DEATH
 from tests import owners
 from tests.console.sources.recorded import Recorded
+from trainers.contract import rundir
 
 PEER = "a collective failed, another rank has exited or stalled: Connection closed by peer"
 GOOD = (RankEnd(0, 0, None, 9), RankEnd(1, 0, None, 9))
@@ -230,9 +231,9 @@ def test_between_two_attempts_only_requests_count(facts, state, why):
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
-    [([], ""), ([3], "rank 3 still runs"), ([0, 1], "ranks 0, 1 still run"),
-     (range(9), "ranks 0, 1, 2, 3, 4, 5, 6, 7, … still run")],
-)  # fmt: skip
-def test_still_running_ranks_are_named(names, words):
-    assert liveness.still_run("rank", [*names]) == words
+    ("ranks", "words"),
+    [([], ""), ([3], "rank 3 still runs"), (range(9), "ranks 0-8 still run")],
+)
+def test_living_ranks_are_named(ranks, words):
+    workers = [rundir.identity() | {"rank": rank, "exit": None} for rank in ranks]
+    assert liveness.living_ranks({"workers": workers}) == words

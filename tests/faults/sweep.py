@@ -24,7 +24,7 @@ from typing import Any
 from console import actions, status_text
 from console.model import Gate, RunState
 from console.plans.gate_check import poll_confirmed
-from console.sources import process, record_parts
+from console.sources import process, record_files
 from console.sources.record_files import RecordFiles
 from console.sources.run import RunSource
 from console.supervisor import lock
@@ -318,7 +318,7 @@ class Case:
         """Yields what is wrong with samples that became parts: none is lost, doubled or damaged."""
         run = self._launch / "0-one"
         path = rundir.samples(run, rundir.host_name())
-        numbers = [number for number, _ in record_parts.parts(path)]
+        numbers = [number for number, _ in record_files.parts(path)]
         read = [each for each in RecordFiles(run).poll(1 << 30) if each.name == path.name]
         found = [line.record["ts"] for batch in read for line in batch.lines]
         if numbers != [*range(1, len(numbers) + 1)] or found != sorted(set(found)):

@@ -150,7 +150,7 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
     """Returns inode, size and modification time of a file, or None if they cannot be read."""
     try:
         status = os.stat(path, follow_symlinks=False)
-    except OSError:
+    except (OSError, ValueError):
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from console.sources.run_records import RunRecords
 from console.sources.series import SPANS_S, Series
 from console.supervisor.snapshot_writer import Snapshots
 from tests.console.plans.histories import EVERY_BOUND
+from tests.console.sources import directory
 from trainers.contract import rundir
 
 AGES = ("age_s", "data_age_s", "since_s", "eta_s", "directory_blocked_s")
@@ -39,7 +41,8 @@ def told(state: RunState):
 
 
 def same_state(run: Path) -> None:
-    """Holds what a snapshot tells against all records."""
+    """Holds what a snapshot tells against all records, of a supervisor that is not silent."""
+    directory.change(run / rundir.SUPERVISOR, updated_ts=time.time())
     whole, recent, drawn = (RunSource(run, reads=each) for each in ("all", "recent", "charts"))
     expected = told(whole.poll())
     found = told(recent.poll())

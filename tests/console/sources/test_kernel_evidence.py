@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from console.sources import descriptors, procfs
 from console.sources import kernel_evidence as kernel
-from console.sources.descriptors import BlockedOn
+from console.sources.descriptors import NOTHING, BlockedOn
 from console.sources.kernel_evidence import ProcessEvidence, collect, cpu_share
 from tests.launches import HANG_GUARD_S, wait_for
 from trainers.contract import rundir
@@ -89,6 +89,26 @@ def test_the_wake_up_of_an_event_loop_is_not_what_it_waits_for(start, program, k
             f"import asyncio, sys\nasync def main(): {program}\nasyncio.run(main())", port
         )
         waiting(child, kind, text)
+
+
+def test_the_wake_up_of_an_event_loop_is_known_in_a_process_with_many_open_files(start):
+    child = start(
+        "import asyncio\nfiles = [open('/dev/null') for _ in range(100)]\n"
+        "async def main(): await asyncio.sleep(600)\nasyncio.run(main())"
+    )
+    waiting(child, "timer", "a timer of its event loop")
+
+
+def test_one_socket_of_an_epoll_with_many_is_not_named(start):
+    """The kernel lists the 200 descriptors sorted by socket, in more than 4 KiB."""
+    child = start(
+        "import os, select, socket\nepoll = select.epoll()\n"
+        "for one in (socket.socket(type=socket.SOCK_DGRAM) for _ in range(2)):\n"
+        "    for _ in range(100): epoll.register(os.dup(one.fileno()), select.EPOLLIN)\n"
+        "print(flush=True)\nepoll.poll()"
+    )
+    assert child.stdout.readline()
+    assert until(child.pid, lambda found: found.state == "S").main == NOTHING
 
 
 @pytest.mark.parametrize(("sets", "is_full"), [("[r], [], []", False), ("[], [w], []", True)])

@@ -63,7 +63,7 @@ def test_a_tail_that_starts_late_has_the_last_complete_lines(
     path = tmp_path_factory.mktemp("tail") / "x.jsonl"
     lines = [json.dumps({"n": number}).encode() + b"\n" for number in before]
     path.write_bytes(b"".join(lines))
-    tail = Tail(path, lambda record: record, recent)
+    tail = Tail(path, recent_bytes=recent)
     found = [record["n"] for record in tail.poll()]
     size = sum(map(len, lines))
     assert found == before[len(before) - len(found) :]

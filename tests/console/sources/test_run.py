@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import time
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from console import status_text
 from console.sources import liveness
+from console.sources.json_documents import Document
 from console.sources.run import RunSource
 from console.sources.series import MAX_SERIES, Series
 from tests.console.sources import directory
@@ -253,6 +255,31 @@ def test_a_document_that_cannot_be_shown_is_named_and_ignored(launch, content, s
     assert state.state == "queued"
     assert state.launch is not None
     assert (state.launch.state, state.launch.why) == ("unknown", f"{rundir.PLAN_STATE} {says}")
+
+
+def test_a_document_that_could_not_be_opened_for_a_moment_is_read_again(launch):
+    """Here no descriptor is free; the file itself does not change."""
+    document = Document(launch / rundir.PLAN)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        found = document.read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (found, document.trouble) == ({}, "plan.json cannot be read as a JSON object")
+    assert (document.read()["name"], document.trouble) == ("toy", "")
+
+
+def test_a_document_of_an_earlier_run_raises_no_alert_in_the_next_run(launch):
+    source = RunSource(launch)
+    (launch / "0-first" / rundir.SUPERVISOR).write_bytes(b"garbage")
+    assert "document supervisor.json" in {alert.id for alert in source.poll().alerts}
+    directory.run(launch / "1-second")
+    state = json.loads((launch / rundir.PLAN_STATE).read_text())
+    state["phases"][1] = {"name": "second", "state": "running", "dir": "1-second"}
+    directory.document(launch / rundir.PLAN_STATE, state | {"phase": 1})
+    after = source.poll()
+    assert (after.id, after.alerts) == ("toy/1-second", ())
 
 
 def test_a_launch_that_lost_its_supervisor_before_it_had_a_run_is_lost(tmp_path):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from console import status_text
 from console.cli import main
 from console.plans import gates
-from console.sources import record_parts, run_records, snapshot
+from console.sources import record_files, run_records, snapshot
 from console.sources.rank_totals import RankTotals
 from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
@@ -103,10 +103,10 @@ class Writer:
         path = self.run / "samples_here.jsonl"
         if not path.exists() or self.rng.random() < 0.5:
             return
-        part = record_parts.part(path, len(record_parts.parts(path)) + 1)
+        part = record_files.part(path, len(record_files.parts(path)) + 1)
         path.rename(part)
         if self.rng.random() < 0.7:
-            part.with_name(part.name + record_parts.GZIP).write_bytes(
+            part.with_name(part.name + record_files.GZIP).write_bytes(
                 gzip.compress(part.read_bytes())
             )
             part.unlink()
@@ -403,8 +403,8 @@ def test_read_all_reads_compressed_parts_to_their_end(run):
     text = path.read_bytes()
     path.unlink()
     for number in (1, 2):
-        part = record_parts.part(path, number)
-        part.with_name(part.name + record_parts.GZIP).write_bytes(gzip.compress(text))
+        part = record_files.part(path, number)
+        part.with_name(part.name + record_files.GZIP).write_bytes(gzip.compress(text))
     left = []
     source = RunSource(run, limit_bytes=1 << 11, reads="all")
     assert source.read_all(left.append).behind_bytes == 0

@@ -10,8 +10,8 @@ from console.sources import launches, stacks
 from console.sources.logs import LogSource
 from console.sources.sanitize import MAX_CHARS, clean
 from tests.console.sources import directory
-from trainers.contract import rundir
-from trainers.contract.errors import NotFoundError, UsageError
+from trainers.contract import environ, rundir
+from trainers.contract.errors import NotFoundError, RefusedError, UsageError
 
 DUMP = """Stack (most recent call first):
   File "/x/distributed_c10d.py", line 3252 in all_reduce
@@ -128,6 +128,14 @@ def test_no_log_is_read_through_a_link(tmp_path):
     (run / "logs").mkdir()
     (run / "logs" / "attempt1").symlink_to(outside / "attempt1")
     assert LogSource(run).poll() == []
+
+
+@pytest.mark.parametrize("home", ["/x/\ud800", "/\ud800/x"])
+def test_a_recorded_directory_whose_name_is_no_text_is_another_directory(tmp_path, home):
+    run = directory.run(directory.launch(tmp_path) / "0-first")
+    directory.change(run / rundir.RUN, environment={environ.RUN_DIR: home})
+    with pytest.raises(RefusedError, match="is a copy or was moved"):
+        launches.check_in_place(run)
 
 
 def test_a_name_without_one_run_raises_a_sentence(tmp_path):

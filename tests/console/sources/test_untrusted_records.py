@@ -9,6 +9,8 @@ import time
 import pytest
 
 from console import actions, status_text
+from console.sources.record_files import Line, Place
+from console.sources.reducer import MAX_ALERTS, Events
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -77,6 +79,14 @@ def test_records_of_another_rank_or_beyond_the_world_are_ignored(launch):
     directory.beat(run, 4000, 99)
     state = RunSource(launch).poll()
     assert ([rank.rank for rank in state.ranks], state.step) == ([0, 1], 3)
+
+
+def test_events_on_any_number_of_alerts_cost_bounded_memory():
+    events = Events()
+    for number in range(2 * MAX_ALERTS):
+        for kind in ("alert", "ack"):
+            events.add(Line(Place(0, 0), 1, {"kind": kind, "alert": f"a{number}"}))
+    assert len(events.open()) == len(events.acknowledged) == MAX_ALERTS
 
 
 # --- runs without a living process ------------------------------------------------------------

@@ -326,7 +326,7 @@ def test_without_run_json_no_second_attempt_starts_beside_living_ranks(begin, tm
     born = started.run() / rundir.RUN
     born.rename(tmp_path / "kept")
     change(started.path / rundir.PLAN_STATE, ended_by=asked)
-    with pytest.raises(RefusedError, match="ranks 0, 1 still run"):
+    with pytest.raises(RefusedError, match="ranks 0-1 still run"):
         actions.adopt(started.path)
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)

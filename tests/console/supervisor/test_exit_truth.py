@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from console.sources import liveness, oom_counts, process, procfs
+from console.sources import liveness, process, procfs
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import rundir
 
@@ -91,18 +91,18 @@ def test_the_nearest_cgroup_that_counts_tells_a_kill_for_memory(tmp_path, monkey
     mounts.write_text(f"proc /proc proc rw 0 0\ncgroup2 {tmp_path} cgroup2 rw 0 0\n")
     host.write_text("oom_kill 5\n")
     monkeypatch.setattr(procfs, "MOUNTS", str(mounts))
-    monkeypatch.setattr(oom_counts, "VMSTAT", str(host))
+    monkeypatch.setattr(procfs, "VMSTAT", str(host))
     inner.mkdir(parents=True, exist_ok=True)
-    alone = oom_counts.snapshot()
+    alone = procfs.oom_counts()
     assert (alone.cgroup, alone.host, alone.path) == (None, 5, "")
     counts = tmp_path / "memory.events"
     counts.write_text("low 0\noom 0\noom_kill 0\n")
-    before = oom_counts.snapshot()
+    before = procfs.oom_counts()
     assert before.path == str(counts)
     host.write_text("oom_kill 6\n")
-    assert (oom_counts.since(before).here, oom_counts.since(alone).perhaps) == (False, True)
+    assert (procfs.oom_since(before).here, procfs.oom_since(alone).perhaps) == (False, True)
     counts.write_text("low 0\noom 1\noom_kill 1\n")
-    found = oom_counts.since(before)
+    found = procfs.oom_since(before)
     assert (found.here, found.words()) == (True, "cgroup oom_kill 0 → 1")
 
 

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from console.sources import record_parts
+from console.sources import record_files
 from console.sources.run_records import Reads, RunRecords
 from console.supervisor.rotation import divide
 from console.supervisor.rundir_io import Directory
@@ -44,14 +44,14 @@ def filled(tmp_path_factory):
 
 def lines_of(run) -> list[bytes]:
     path = rundir.samples(run, "here")
-    older = [gzip.decompress(part.read_bytes()) for _, part in record_parts.parts(path)]
+    older = [gzip.decompress(part.read_bytes()) for _, part in record_files.parts(path)]
     return b"".join([*older, path.read_bytes()]).splitlines()
 
 
 def test_parts_and_the_newest_file_hold_every_record_in_order(filled):
     numbers = [json.loads(line)["ts"] - 1e9 for line in lines_of(filled)]
     assert numbers == list(range(COUNT))
-    parts = record_parts.parts(rundir.samples(filled, "here"))
+    parts = record_files.parts(rundir.samples(filled, "here"))
     assert [number for number, _ in parts] == list(range(1, len(parts) + 1))
     assert sum(p.stat().st_size for _, p in parts) < COUNT * len(jsonl.encode(sample(1))) / 4
 
@@ -79,7 +79,7 @@ def test_a_compressed_part_is_on_disk_before_the_plain_one_goes(tmp_path, monkey
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
     fill(rundir.samples(tmp_path, "here"))
     whole = [
-        part.stat().st_size for _, part in record_parts.parts(rundir.samples(tmp_path, "here"))
+        part.stat().st_size for _, part in record_files.parts(rundir.samples(tmp_path, "here"))
     ]
     assert whole
     assert synced == whole
@@ -89,7 +89,7 @@ def test_a_compressed_part_is_on_disk_before_the_plain_one_goes(tmp_path, monkey
 def test_a_damaged_part_costs_its_own_records(filled, tmp_path, damage):
     run = tmp_path / "run"
     shutil.copytree(filled, run)
-    part = record_parts.parts(rundir.samples(run, "here"))[1][1]
+    part = record_files.parts(rundir.samples(run, "here"))[1][1]
     part.write_bytes(damage)
     records, values = read(run)
     assert records.files.skipped <= 1
@@ -98,8 +98,8 @@ def test_a_damaged_part_costs_its_own_records(filled, tmp_path, damage):
 
 def test_a_part_that_unpacks_to_more_than_memory_is_read_in_pieces(tmp_path):
     run = tmp_path
-    bomb = record_parts.part(rundir.samples(run, "here"), 1)
-    with gzip.open(f"{bomb}{record_parts.GZIP}", "wb") as packed:
+    bomb = record_files.part(rundir.samples(run, "here"), 1)
+    with gzip.open(f"{bomb}{record_files.GZIP}", "wb") as packed:
         for _ in range(64):
             packed.write(b"x" * (1 << 20))
     rundir.samples(run, "here").write_bytes(jsonl.encode(sample(7)))
@@ -120,25 +120,25 @@ def test_a_full_disk_leaves_the_plain_part(tmp_path):
         directory = Directory()
         divide(directory, path, PART_BYTES)
         assert directory.close()
-        ((_, part),) = record_parts.parts(path)
+        ((_, part),) = record_files.parts(path)
         assert part.read_bytes() == data
         assert sorted(os.listdir(mount)) == ["filler", part.name]
 
 
 def test_a_fifo_is_no_part_and_no_link_is_written_through(tmp_path):
     path, victim = rundir.samples(tmp_path, "here"), tmp_path / "victim"
-    first, second = record_parts.part(path, 1), record_parts.part(path, 2)
+    first, second = record_files.part(path, 1), record_files.part(path, 2)
     victim.write_bytes(b"untouched")
     os.mkfifo(first)
     second.write_bytes(b"x" * PART_BYTES)
-    (tmp_path / f".{second.name}{record_parts.GZIP}.tmp").symlink_to(victim)
+    (tmp_path / f".{second.name}{record_files.GZIP}.tmp").symlink_to(victim)
     directory = Directory()
     divide(directory, path, PART_BYTES)
     assert directory.close()
     assert victim.read_bytes() == b"untouched"
-    assert gzip.decompress(record_parts.parts(path)[1][1].read_bytes()) == b"x" * PART_BYTES
+    assert gzip.decompress(record_files.parts(path)[1][1].read_bytes()) == b"x" * PART_BYTES
     assert sorted(os.listdir(tmp_path)) == [
         first.name,
-        f"{second.name}{record_parts.GZIP}",
+        f"{second.name}{record_files.GZIP}",
         "victim",
     ]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.stack_classes import where
-from console.sources import process, py_spy, stacks
+from console.sources import process, stacks
 from console.supervisor import evidence
 from console.supervisor.evidence import Collector
 from tests.console.test_diagnose import diagnosed
@@ -47,7 +47,7 @@ GARBAGE = st.recursive(
 
 
 def test_what_py_spy_printed_has_the_main_thread_first_and_each_frame():
-    main, feeder = stacks.parse(py_spy.as_dump(RECORDED.read_bytes()))
+    main, feeder = stacks.parse(stacks.as_dump(RECORDED.read_bytes()))
     assert (main.name, [each.short for each in main.frames]) == (
         "main", ["train.py:8 step", "train.py:9 <module>"],
     )  # fmt: skip
@@ -59,7 +59,7 @@ def test_what_py_spy_printed_has_the_main_thread_first_and_each_frame():
 
 
 def test_one_thread_from_py_spy_is_no_sign_that_native_code_holds_the_gil():
-    threads = stacks.parse(py_spy.as_dump(RECORDED.read_bytes()))[:1]
+    threads = stacks.parse(stacks.as_dump(RECORDED.read_bytes()))[:1]
     found = stacks.Stack(0, 1.0, f"/run/stackdump_rank0_1000{stacks.BY_PY_SPY}", threads)
     assert where(found).kind == "own"
     assert where(replace(found, path="/run/stackdump_rank0_1000.txt")).kind == "native"
@@ -67,9 +67,9 @@ def test_one_thread_from_py_spy_is_no_sign_that_native_code_holds_the_gil():
 
 @given(GARBAGE)
 def test_any_json_becomes_a_dump_or_none(value):
-    stacks.parse(py_spy.as_dump(json.dumps(value).encode()))
+    stacks.parse(stacks.as_dump(json.dumps(value).encode()))
     output = [value, {"thread_name": "MainThread", "frames": [value, {"line": value}]}, value]
-    threads = stacks.parse(py_spy.as_dump(json.dumps(output).encode()))
+    threads = stacks.parse(stacks.as_dump(json.dumps(output).encode()))
     assert threads[0].name == "main"
     shown = [text for each in threads for x in each.frames for text in (x.file, x.function)]
     assert not any(ord(char) < 32 or 0x7F <= ord(char) < 0xA0 for char in "".join(shown))
@@ -77,12 +77,12 @@ def test_any_json_becomes_a_dump_or_none(value):
 
 @given(st.binary(max_size=200))
 def test_any_bytes_become_no_dump(output):
-    assert py_spy.as_dump(output) == ""
+    assert stacks.as_dump(output) == ""
 
 
 @pytest.mark.parametrize("output", [b"[" * 100_000, b'[{"thread_id":' + b"9" * 9999 + b"}]", b""])
 def test_other_tricks_become_no_dump(output):
-    assert py_spy.as_dump(output) == ""
+    assert stacks.as_dump(output) == ""
 
 
 def test_a_name_cannot_add_a_thread_or_a_frame():
@@ -92,9 +92,9 @@ def test_a_name_cannot_add_a_thread_or_a_frame():
         threads = [
             {"thread_name": each, "frames": frames} for each in [name] * 60 + ["MainThread"] * 60
         ]
-        text = py_spy.as_dump(json.dumps(threads).encode())
+        text = stacks.as_dump(json.dumps(threads).encode())
         found = stacks.parse(text)
-        assert len(found) == py_spy.MAX_THREADS or len(text.encode()) > py_spy.ENOUGH_BYTES
+        assert len(found) == stacks.MAX_THREADS or len(text.encode()) > stacks.ENOUGH_BYTES
         assert len(text.encode()) < stacks.MAX_DUMP_BYTES
         assert {len(each.frames) for each in found} == {known}
 
@@ -181,7 +181,7 @@ def test_only_a_rank_that_can_run_and_is_the_same_process_is_read(tmp_path, fake
     finally:
         stopped.kill()
         stopped.wait()
-    assert py_spy.dump(rank.pid, reused.start_ticks, 2.0) == ""
+    assert stacks.py_spy_dump(rank.pid, reused.start_ticks, 2.0) == ""
     assert len(calls.read_text().splitlines()) == 1
     assert (set(found.stacks), found.places[0].own.place) == ({0}, "train.py:8")
     assert found.stacks[0].path.endswith("_pyspy.txt")

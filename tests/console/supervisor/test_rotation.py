@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from console.sources import record_parts
+from console.sources import record_files
 from console.sources.logs import LogSource
 from console.sources.record_files import RecordFiles
 from console.supervisor.rotation import Rotation
@@ -52,8 +52,8 @@ def test_a_short_log_is_left_alone_and_a_long_one_goes_on_in_a_new_file(run):
     assert said == "rank1.log was rotated: its content is in rank1.log.1"
     assert short.read_bytes() == b"hello\n"
     assert (long.stat().st_ino, long.stat().st_size) == (inode, 0)
-    assert record_parts.rotated_log(long).read_bytes() == numbered(0, 1000)
-    assert record_parts.rotated_log(long).stat().st_mode & 0o777 == 0o600
+    assert record_files.rotated_log(long).read_bytes() == numbered(0, 1000)
+    assert record_files.rotated_log(long).stat().st_mode & 0o777 == 0o600
     assert rotation(run).poll() == ""
 
 
@@ -62,12 +62,12 @@ def test_one_former_part_is_kept_and_of_a_much_longer_log_its_end(run):
     for part in range(3):
         append(log, numbered(part * 1000, part * 1000 + 1000))
         rotates.poll()
-    assert lines_of(record_parts.rotated_log(log))[0] == 2000
+    assert lines_of(record_files.rotated_log(log))[0] == 2000
     append(log, numbered(3000, 8000))
     said = rotates.poll()
     assert "without the first 0.3 MiB" in said
-    assert record_parts.rotated_log(log).stat().st_size == 2 * LIMIT
-    assert lines_of(record_parts.rotated_log(log))[-1] == 7999
+    assert record_files.rotated_log(log).stat().st_size == 2 * LIMIT
+    assert lines_of(record_files.rotated_log(log))[-1] == 7999
     assert sorted(os.listdir(log.parent)) == ["torchrun.log", "torchrun.log.1"]
 
 
@@ -81,7 +81,7 @@ def test_what_is_written_during_the_copy_is_copied_too(run, monkeypatch):
     append(log, numbered(0, 1000))
     monkeypatch.setattr(os, "rename", write_and_rename)
     assert rotation(run).poll()
-    assert lines_of(record_parts.rotated_log(log)) == list(range(1001))
+    assert lines_of(record_files.rotated_log(log)) == list(range(1001))
 
 
 def test_the_ranks_and_torchrun_append_so_that_a_cut_leaves_no_hole(run):
@@ -131,7 +131,7 @@ def test_a_disk_without_room_is_not_filled_further(tmp_path):
         folder = rundir.logs(mount, 1)
         rundir.make_directory(folder)
         log = folder / "rank0.log"
-        append(record_parts.rotated_log(log), b"a" * (1 << 20))
+        append(record_files.rotated_log(log), b"a" * (1 << 20))
         append(log, b"e" * (1 << 20))
         rotates = Rotation(folder, 1 << 19, reserve_bytes=1 << 19)
         append(mount / "checkpoint", b"d" * (3 << 18))
@@ -139,7 +139,7 @@ def test_a_disk_without_room_is_not_filled_further(tmp_path):
         assert "cannot be rotated (No space left on device" in said
         assert rotates.poll() == ""
         assert sorted(os.listdir(folder)) == ["rank0.log", "rank0.log.1"]
-        assert record_parts.rotated_log(log).read_bytes().startswith(b"aaa")
+        assert record_files.rotated_log(log).read_bytes().startswith(b"aaa")
         assert log.read_bytes().startswith(b"eee")
         (mount / "checkpoint").unlink()
         said = rotates.poll()
