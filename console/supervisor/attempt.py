@@ -217,7 +217,7 @@ class Attempt:
             self._sampled = now
             self._sample()
             self._watch_stuck()
-            if not self.tree.agent_over:  # no rotation after torchrun has ended
+            if not self.tree.agent_over or self.tree.alive():
                 self._upkeep.poll(self._run.event)
         if self.tree.is_over():
             self._begin_collecting()
