@@ -1,4 +1,4 @@
-"""The type of a watch rule: its bounds, how long a breach must last, and the measuring function."""
+"""The type of a watch rule: bounds, duration, action, and functions that measure and confirm it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from console.diagnose.corroborate import Corroborate
 from console.diagnose.readings import History, Readings
 from console.model import Level
 from console.plan import Watch
@@ -32,6 +31,8 @@ class Measured:
 
 Measure = Callable[[Readings, History, Watch], Measured | None]
 """Measures the value of a rule. None ("not measured") neither raises nor clears the rule."""
+Corroborate = Callable[[Readings, History], str]
+"""Asks the second source of a rule. Returns "" if it confirms the rule, or why it does not."""
 
 
 @dataclass(frozen=True, slots=True)

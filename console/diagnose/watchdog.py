@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from console.diagnose.readings import History, Readings
@@ -60,32 +60,27 @@ class _State:
     """Observed time for which the value of the raised rule has been severe."""
 
 
-@dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt. `actions` has a least action for some rules (for example from --halt).
+    """Watches one attempt.
 
-    `interval_s` is the intended time between two updates. `settings` has the values of the run's
-    settings by name, for the rules that depend on them.
+    `actions` has a least action for some rules, for example with --halt. `interval_s` is the
+    intended time between two updates. `settings` is that of `History`.
     """
 
-    watch: Watch
-    actions: Mapping[str, str] = field(default_factory=dict)
-    interval_s: float = 1.0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    rules: tuple[Rule, ...] = ()
-    _history: History = field(default_factory=History)
-    _states: dict[str, _State] = field(default_factory=dict)
-    _mono: float | None = None
-
-    def __post_init__(self) -> None:
-        self.rules = with_plan(self.watch, self.actions)
+    def __init__(
+        self, watch: Watch, actions: Mapping[str, str] | None = None, interval_s: float = 1.0,
+        settings: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        self.rules = with_plan(watch, actions or {})
+        self.watch, self._interval_s = watch, interval_s
+        self._history = History(settings)
         self._states = {rule.name: _State() for rule in self.rules}
-        self._history = History(self.settings)
+        self._mono: float | None = None
 
     def update(self, now: Readings) -> Sequence[Change]:
         """Evaluates the rules and returns their changes, in the order of the table."""
         gap_s = 0.0 if self._mono is None else now.mono - self._mono
-        gap_s = min(max(0.0, gap_s), max(LONGEST_GAP_S, 2 * self.interval_s))
+        gap_s = min(max(0.0, gap_s), max(LONGEST_GAP_S, 2 * self._interval_s))
         self._mono = now.mono
         self._history.update(now)
         changes: list[Change] = []
