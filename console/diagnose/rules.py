@@ -48,7 +48,8 @@ def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
     ratio = first.unchanged_s / limit
     halted = [
         rank.unchanged_s for rank in now.ranks
-        if rank.state in (*STOPPED_STATES, *ENDED_STATES) and rank.phase != "exit"
+        if rank.state in (*STOPPED_STATES, *ENDED_STATES)
+        and rank.phase != "exit" and not rank.doubt
     ]  # fmt: skip
     verdict = diagnose(now.ranks, watch, now.ts) if halted or ratio > 1 else None
     if verdict is None:
@@ -112,12 +113,15 @@ def _gate_never_learned(_now: Readings, history: History, _watch: Watch) -> Meas
 def _memory_growth(now: Readings, history: History, _watch: Watch) -> Measured | None:
     if not history.growth_mib_s or now.host_free_mib is None:
         return None
-    growth = math.fsum(mib_s for rank, mib_s in history.growth_mib_s.items() if rank in now.rss_mib)
-    left = now.host_free_mib / growth if growth > 0 else 1e9
-    worst = max(history.growth_mib_s, key=lambda rank: history.growth_mib_s[rank])
+    growths = {rank: mib_s for rank, mib_s in history.growth_mib_s.items() if rank in now.rss_mib}
+    growth = math.fsum(growths.values())
+    if growth <= 0:
+        return Measured(1e9)
+    left = now.host_free_mib / growth
     text = (
-        f"the memory of the ranks grows by {growth * 60:.0f} MiB a minute (fastest: rank {worst}); "
-        f"the host's memory is full in {left / 60:.0f} min"
+        f"the memory of the ranks grows by {growth * 60:.0f} MiB a minute (fastest: rank "
+        f"{max(growths, key=lambda rank: growths[rank])}); the host's memory is full in "
+        f"{left / 60:.0f} min"
     )
     return Measured(left, text)
 

@@ -298,6 +298,22 @@ def test_a_plateau_and_a_jump_are_no_growth():
     assert steady_growth([(t, 500.0 * (t > 45)) for t in range(90)]) == 0
 
 
+def test_the_growth_of_memory_names_a_rank_that_still_runs():
+    dog, said = Watchdog(WATCH), []
+    for second in range(500):
+        rss_mib = {0: 20.0 * second} | ({1: 60.0 * second} if second < 350 else {})
+        now = Readings(mono=second, ts=1e9 + second, rss_mib=rss_mib, host_free_mib=20_000.0)
+        said += [change.text for change in dog.update(now)]
+    assert len(said) == 1
+    assert "grows by 1200 MiB a minute (fastest: rank 0); " in said[0]
+
+
+def test_the_time_of_a_rank_whose_pulse_is_in_doubt_is_not_the_time_of_a_stall():
+    lost = RankEvidence(1, 101, "T", 0, "", 5000.0, doubt="lost")
+    (change,) = Watchdog(WATCH).update(Readings(mono=0, ts=1e9, ranks=(*ranks(11), lost)))
+    assert (change.kind, change.value) == ("raise", 1.1)
+
+
 def test_a_jump_of_the_wall_clock_is_reported_and_then_accepted():
     dog, kinds = Watchdog(WATCH), []
     for second in range(200):
