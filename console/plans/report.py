@@ -6,16 +6,18 @@ section lists what was not measured.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from console import status_text
 from console.model import LIVE_STATES, OPERATOR, RESULTS, LaunchState, RunState
-from console.plans import gates, report_chart, sweep
+from console.plans import gates, sweep
 from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches
 from console.sources.rank_totals import FIGURES
@@ -23,7 +25,7 @@ from console.sources.record_files import read_end
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from console.sources.summary import LATEST_S
-from console.status_text import counted, number
+from console.status_text import age, counted, number
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
@@ -31,6 +33,7 @@ NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 1024, 256
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
 CHARTS = (("loss", "loss"), ("toks_per_s", "speed"))
 """The series of each chart, and the word in its file name."""
+WIDTH, HEIGHT, MARGIN, MOST_POINTS = 720, 240, 56, 1000
 FILES = (
     "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "heartbeat_rank0.jsonl",
     "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
@@ -82,8 +85,7 @@ def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]
     phases = list(_phases(path, source))
     charts = _charts(phases, output.stem) if output and phases else {}
     before = (
-        _head(state, source.is_launch, phases), _left_out(path, source, phases), _gates(phases),
-        _speed(phases), _figures(phases),
+        _head(path, source, state, phases), _gates(phases), _speed(phases), _figures(phases),
     )  # fmt: skip
     after = (
         _expected(phases), _environment(phases), _files(phases), _notes(source, phases),
@@ -147,10 +149,12 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) ->
         yield f"\n{len(found) - MAX_ROWS} more rows are left out."
 
 
-def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator[str]:
-    launch = state.launch if is_launch else None
+def _head(
+    path: Path, source: RunSource, state: RunState, phases: Sequence[Phase]
+) -> Iterator[str]:  # fmt: skip
+    launch = state.launch if source.is_launch else None
     word, why = status_text.outcome(state)
-    result = "no go" if status_text.exit_code(state, is_launch) else "go"
+    result = "no go" if status_text.exit_code(state, source.is_launch) else "go"
     result = result if status_text.is_over(state) else "no go yet: the run has not ended"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     count = sum(gate.result != "pass" and not gate.blocks for p in phases for gate in p.state.gates)
@@ -161,10 +165,6 @@ def _head(state: RunState, is_launch: bool, phases: Sequence[Phase]) -> Iterator
         "Phases", ("phase", "state", "steps", "attempts", "stalls", "gates", "why"),
         (_phase_row(each, launch) for each in phases),
     )  # fmt: skip
-
-
-def _left_out(path: Path, source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields a line with the number of phases that the report does not show, if there are any."""
     more = len(launches.run_directories(path)) - len(phases) if source.is_launch else 0
     if more > 0:
         yield f"\n{counted(more, 'phase')} more are not in this report."
@@ -349,7 +349,7 @@ def _charts(phases: Sequence[Phase], stem: str) -> dict[str, str]:
     longest = max(phases, key=lambda each: each.state.step or 0)
     units = {name: figure.unit for name, figure in longest.state.figures.items()}
     drawn = {
-        f"{stem}-{word}.svg": report_chart.svg(
+        f"{stem}-{word}.svg": svg(
             f"{name} of {clean(longest.name, 60)}",
             units.get(name, ""),
             longest.source.series.points(name),
@@ -357,3 +357,37 @@ def _charts(phases: Sequence[Phase], stem: str) -> dict[str, str]:
         for name, word in CHARTS
     }
     return {name: text for name, text in drawn.items() if text}
+
+
+def svg(title: str, unit: str, points: Sequence[tuple[float, float]]) -> str:
+    """Returns a line chart of points (unix s, value), or "" for fewer than two finite points.
+
+    The points must be in order of time.
+    """
+    known = [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
+    known = known[:: max(1, math.ceil(len(known) / MOST_POINTS))]
+    if len(known) < 2:
+        return ""
+    begin, end = known[0][0], known[-1][0]
+    low, high = min(v for _, v in known), max(v for _, v in known)
+    across, up = max(end - begin, 1e-9), max(high - low, 1e-9)
+    inner, tall = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
+    places = ((inner * (at - begin) / across, tall * (v - low) / up) for at, v in known)
+    line = " ".join(f"{MARGIN + x:.1f},{HEIGHT - MARGIN - y:.1f}" for x, y in places)
+    labels = (
+        (MARGIN, MARGIN / 2, "start", f"{title} ({unit})" if unit else title),
+        (MARGIN - 6, MARGIN + 4, "end", number(high)),
+        (MARGIN - 6, HEIGHT - MARGIN + 4, "end", number(low)),
+        (MARGIN, HEIGHT - MARGIN / 2, "start", "0"),
+        (WIDTH - MARGIN, HEIGHT - MARGIN / 2, "end", age(end - begin)),
+    )
+    texts = "\n".join(
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
+        for x, y, anchor, text in labels
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="#fff"/>\n'
+        f'<rect x="{MARGIN}" y="{MARGIN}" width="{inner}" height="{tall}" fill="none" '
+        f'stroke="#999"/>\n<polyline fill="none" stroke="#06c" points="{line}"/>\n{texts}\n</svg>\n'
+    )

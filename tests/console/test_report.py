@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from console.plans import report, report_chart
+from console.plans import report
 from console.sources.rank_totals import FIGURES
 from tests.console.sources import directory
 from tests.console.sources.test_snapshot import HOSTILE as DOCUMENTS
@@ -117,7 +117,7 @@ def test_text_from_the_run_directory_stays_text(launch, capsys):
     for bad in ("<script", "[x](http", "![i](u)", "\x1b", "a|b"):
         assert bad not in out.replace("\\|", "").replace("\\[", "").replace("\\]", ""), bad
     assert report.cell("x" * 10_000) == "x" * (report.MAX_CELL - 1) + "…"
-    hostile = report_chart.svg("<script>", "&", [(0.0, 1.0), (1.0, float("nan")), (2.0, 1e300)])
+    hostile = report.svg("<script>", "&", [(0.0, 1.0), (1.0, float("nan")), (2.0, 1e300)])
     assert "<script" not in hostile
     ET.fromstring(hostile)
 
