@@ -167,7 +167,7 @@ def _head(
     )  # fmt: skip
     more = len(launches.run_directories(path)) - len(phases) if source.is_launch else 0
     if more > 0:
-        yield f"\n{counted(more, 'phase')} more are not in this report."
+        yield f"\nThis report leaves out {counted(more, 'more phase')} of the launch."
 
 
 def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
@@ -234,12 +234,13 @@ def _figures(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _sweeps(path: Path) -> Iterator[str]:
-    """Yields the comparison of each sweep; yields nothing if the sweeps cannot be read."""
+    """Yields the comparison of each sweep, or why the sweeps cannot be compared."""
+    yield from ("", "## Sweeps", "")
     try:
         found = sweep.sweeps(path)
-    except ContractError:
+    except ContractError as error:
+        yield f"    not compared: {clean(str(error), MAX_CELL)}"
         return
-    yield from ("", "## Sweeps", "")
     yield from (f"    {clean(line, MAX_CELL)}" for each in found for line in each.lines())
 
 

@@ -70,6 +70,13 @@ def test_a_whole_report_has_the_comparison_and_no_event(launch, monkeypatch):
     assert (said, "speed: not compared: planted" in text, "yet" in text) == ([], True, False)
 
 
+def test_a_sweep_that_cannot_be_compared_is_in_the_report_with_the_reason(launch):
+    """No phase of plan.json has a variant."""
+    assert written(launch) == []
+    text = (launch / report.NAME).read_text()
+    assert f"## Sweeps\n\n    not compared: the plan of {launch.name} has no sweep" in text
+
+
 def test_a_report_that_cannot_be_written_is_an_event(launch):
     os.mkdir(launch / report.NAME)
     (text,) = written(launch)
