@@ -15,7 +15,7 @@ import pytest
 from console import action_table
 from console.cli import build_parser, main
 from console.diagnose import rules
-from console.plans import catalog, device_checks, gates, preflight
+from console.plans import catalog, gates, preflight
 from docs.keys import as_markdown
 from trainers import command_line, schema
 from trainers.contract import flags, pulse, rundir
@@ -145,7 +145,7 @@ def registries() -> dict[str, set[str]]:
         "phase": {p.sweep or p.name for x in catalog.files() for p in catalog.load(x).phases},
         "gate": set(gates.RULES),
         "rule": {rule.name for rule in rules.TABLE},
-        "row": {*preflight.ROWS, *device_checks.ROWS, "config PHASE"},
+        "row": {*preflight.ROWS, *preflight.MEASURED, "config PHASE"},
         "setting": set(schema.keys()),
         "cause": set(re.findall(r"`([a-z-]+)`", " ".join(row[:30] for row in causes))),
         "": {*re.findall(r"`(.+?)`", of_a_run), *re.findall(r"[\w.-]+", of_a_run), *flags.FLAGS,

@@ -1,17 +1,20 @@
-"""The checks of the settings of each phase, and of the data, disk and memory that they need."""
+"""The checks of each phase: its program and settings, and the data, disk and memory they need."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from console.plans import gates, gpu_checks, launch_facts, sweep
+from console import access
+from console.plans import catalog, gates, gpu_checks, launch_facts, sweep
 from console.plans.case import Case, Found
 from console.status_text import size
 from trainers import settings
 from trainers.contract import data_access
+from trainers.contract.errors import RefusedError
 
 KEYS = {
     "parameters": ("model.",),
@@ -24,6 +27,23 @@ RECORDS_BYTES = 1 << 30
 STATE_BYTES = 16
 """Bytes per parameter on a GPU: weight, gradient and two moments in fp32."""
 NEARLY_FULL = 0.9
+
+
+def program(case: Case) -> Found:
+    for phase in case.plan.phases:
+        if phase.script and not catalog.is_file(Path(phase.script)):
+            return "fail", f"phase {phase.name!r}: there is no script {phase.script}"
+        if not phase.script and not _is_there(phase.module):
+            return "fail", f"phase {phase.name!r}: there is no module {phase.module}"
+    named = dict.fromkeys(phase.script or phase.module for phase in case.plan.phases)
+    return "pass", ", ".join(named)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def config(case: Case, index: int) -> Found:
@@ -103,6 +123,22 @@ def _kept_bytes(case: Case, index: int) -> int:
     written = (steps // every if every else 0) + at_end
     kept = min(written, last + 1 + (steps // forever if forever else 0))
     return kept * _figures(case, index).checkpoint_bytes
+
+
+def directory(case: Case) -> Found:
+    try:
+        access.check_parents(case.directory)
+    except RefusedError as error:
+        return "fail", str(error)
+    folder = nearest_folder(case.directory)
+    path = case.directory.absolute()
+    if path != folder and os.path.lexists(file := folder / path.relative_to(folder).parts[0]):
+        return "fail", f"{file} is not a directory; pass another directory with --root or --run-dir"
+    read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+    if read_only or not os.access(folder, os.W_OK | os.X_OK):
+        why = "is on a read-only file system" if read_only else "is not writable"
+        return "fail", f"{folder} {why}; pass another directory with --root or --run-dir"
+    return "pass", str(case.directory)
 
 
 def nearest_folder(path: Path) -> Path:

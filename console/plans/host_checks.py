@@ -1,21 +1,26 @@
-"""The checks of this host: clock, limits, shared memory, ports, other trainers, and the code."""
+"""The checks of this host: cores, memory, clock, limits, other trainers, shell, logout, code."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import resource
+import shlex
+import shutil
 import socket
+import subprocess
 import time
 from pathlib import Path
 
+from console.model import Result
 from console.plans.case import Case, Found
 from console.plans.config_checks import checkpoint_bytes
 from console.sources import launches, liveness, process, procfs
 from console.sources.nvml import opened_by
 from console.sources.sanitize import clean
 from console.status_text import age, size
-from trainers.contract import environ, jsonl, rundir
+from trainers.contract import environ, flags, jsonl, rundir
 
 JUMP_S, LATEST_S = 60.0, 1 << 36
 ENOUGH_FILES = 1024
@@ -26,6 +31,41 @@ TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b"
 SUPERVISOR = "console.supervisor"
 END = "check PLAN --end-leftovers"
 MAX_SHOWN, MAX_COMMAND = 8, 4096
+LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
+"""Prefixes of the variables that configure the libraries of a training."""
+LEAST_MEMORY_GIB_PER_RANK = 0.5
+RUNS, LINGER = "run/systemd/system", "var/lib/systemd/linger"
+ASK = (
+    "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
+    "org.freedesktop.login1.Manager", "KillUserProcesses", "RemoveIPC",
+)  # fmt: skip
+ANSWER_S = 5.0
+LEAST_UID = 1000
+"""Smallest uid of a normal user; logind does not remove the shared memory of system users."""
+SESSION, USER_MANAGER = "/session-", "/user@"
+
+
+def python(_case: Case) -> Found:
+    return "pass", f"Python {platform.python_version()}"
+
+
+def cores(case: Case) -> Found:
+    cores = len(os.sched_getaffinity(0))
+    text = f"{case.nproc} processes on {cores} cores"
+    if case.nproc > cores:
+        return "unknown", f"{text}: they share cores and run slower"
+    return "pass", text
+
+
+def memory(case: Case) -> Found:
+    _, free_mib = process.host_memory_mib()
+    if free_mib is None:
+        return "unknown", "the free memory of this host is not available"
+    free = free_mib / 1024
+    needed = LEAST_MEMORY_GIB_PER_RANK * case.nproc
+    if free < needed:
+        return "fail", f"{free:.1f} GiB of memory is free; {case.nproc} ranks need {needed:.1f} GiB"
+    return "pass", f"{free:.1f} GiB free"
 
 
 def clock(case: Case) -> Found:
@@ -164,3 +204,94 @@ def code(case: Case) -> Found:
         text = f"commit {sha} with local changes; commit them, or nobody can repeat the run"
         return "unknown" if case.plan.gpus else "pass", text
     return "pass", f"commit {sha}"
+
+
+def shell(case: Case) -> Found:
+    """Lists the shell's variables that configure a training, whether passed on or dropped.
+
+    A dropped flag that the plan or an option sets for every phase is not listed.
+    """
+    variables = environ.snapshot()
+    passed = {n: x for n, x in flags.from_shell(variables).items()
+              if all(p.flags.get(n) == x for p in case.plan.phases)}  # fmt: skip
+    given = {*case.plan.env}.union(set.intersection(*(set(p.flags) for p in case.plan.phases)))
+    known = sorted(n for n in flags.FLAGS if variables.get(n) and n not in given | passed.keys())
+    foreign = sorted(name for name in variables if _is_foreign(name))
+    parts = [f"handed to the training: {', '.join(passed)}"] if passed else []
+    if known:
+        parts.append(
+            f"not handed to the training: {', '.join(known)}; to set one, use launch --flag "
+            f"{known[0]}=VALUE"
+        )
+    if foreign:
+        parts.append(
+            f"not handed to the training: {clean(', '.join(foreign))}; a launch can set only the "
+            f"flags that `{process.program()} flags` lists"
+        )
+    return "unknown" if known or foreign else "pass", "; ".join(parts) or "the shell sets no flag"
+
+
+def _is_foreign(name: str) -> bool:
+    """Returns whether a variable configures a library or a trainer, and a launch does not use it.
+
+    A variable whose name ends with `_VERSION` configures nothing, so the result is False.
+    """
+    known = name in flags.FLAGS or name in environ.INHERITED or name.endswith("_VERSION")
+    return name == environ.CONFIG or (name.startswith(LIBRARIES) and not known)
+
+
+def logout(case: Case) -> Found:
+    """Reports what systemd-logind would end or remove when the operator logs out."""
+    return at_logout(case.root, os.getuid(), process.user_name())
+
+
+def at_logout(root: Path, uid: int, user: str) -> Found:
+    """Returns the result of the row `logout` for a user; `root` is the root of the file system."""
+    if not (root / RUNS).is_dir():
+        return "pass", "no systemd-logind here"
+    try:
+        done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown", "not available: systemd-logind does not answer busctl"
+    answers = done.stdout.splitlines()
+    if len(answers) != 2 or not {*answers} <= {"b true", "b false"}:
+        return "unknown", f"not available: busctl answers {clean(done.stdout, 80)!r}"
+    kills, removes = (line == "b true" for line in answers)
+    place = (root / "proc/self/cgroup").read_text(errors="replace")
+    lingers = (root / LINGER / user).exists()
+    found = []
+    if USER_MANAGER in place and not lingers:
+        found.append(f"the run ends when {user} logs out, because it belongs to the user manager")
+    elif SESSION in place and kills and uid:  # root is excluded by default
+        found.append(
+            f"logind has KillUserProcesses=yes and kills the run when {user} logs out: launch with "
+            "systemd-run --user --scope"
+        )
+    if removes and not lingers and uid >= LEAST_UID:
+        found.append(
+            f"logind has RemoveIPC=yes and removes the shared memory of the run when {user} logs "
+            "out, so no stack can be dumped"
+        )
+    if not found:
+        return "pass", "the run survives a logout"
+    return "unknown", f"{'; '.join(found)}; run loginctl enable-linger {user}"
+
+
+def environment(_case: Case) -> Found:
+    """Lists the variables that a training inherits; `--dry-run` shows the whole environment."""
+    names = ", ".join(environ.inherited()) or "nothing"
+    return "pass", f"a training inherits {names}, and no other variable except its flags"
+
+
+def hook(case: Case) -> Found:
+    result: Result = "pass"
+    of, texts = case.operator, list[str]()
+    for argv, every_s, when in (
+        (of.hook, of.hook_every_s, f"on {'/'.join(of.hook_levels)} alerts, at most every"),
+        (of.alive, of.alive_every_s, "alive, every"),
+    ):
+        if argv and shutil.which(argv[0], path=environ.inherited().get("PATH")) is None:
+            result = "unknown"
+            texts.append(f"cannot run {argv[0]}: no such program in PATH")
+        texts += [f"{when} {every_s:g} s: {shlex.join(argv)}"] if argv else []
+    return result, "; ".join(texts) or "no hook is set"

@@ -13,7 +13,7 @@ import yaml
 from console import actions
 from console import plan as plans_module
 from console.actions import LaunchOptions
-from console.plans import catalog, gpu_checks, preflight
+from console.plans import catalog, gpu_checks, host_checks, preflight
 from console.plans.case import Case
 from console.sources import nvml
 from trainers.contract.errors import RefusedError, UsageError
@@ -158,7 +158,7 @@ SHELL_CASES = [
 @pytest.fixture
 def bare(monkeypatch):
     """A shell without variables that set a flag or a library."""
-    flagged = (n for n in os.environ if n in FLAGS or n.startswith(preflight.LIBRARIES))
+    flagged = (n for n in os.environ if n in FLAGS or n.startswith(host_checks.LIBRARIES))
     for name in ["CONFIG", *flagged]:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch

@@ -12,7 +12,7 @@ import yaml
 from console import actions, plan
 from console.actions import LaunchOptions
 from console.cli import main
-from console.plans import device_checks
+from console.plans import preflight
 from console.plans.case import Case
 from trainers.contract import rundir
 
@@ -60,7 +60,7 @@ def test_a_leak_is_refused_by_its_row_and_the_other_rows_are_measured(tmp_path, 
     assert "TFLOP/s by rank" in rows["matmul"].text
     assert rows["first batch"].text.startswith("synthetic random bytes: ")
     assert rows["parity"].result == "pass"
-    assert said == [f"the preflight measures {', '.join(device_checks.ROWS)}, at most 300 s"]
+    assert said == [f"the preflight measures {', '.join(preflight.MEASURED)}, at most 300 s"]
     measured = prepared.spec.host["measured"]
     assert (measured["allreduce_ranks"], measured["allreduce_gb_s"] > 0) == (2, True)
     assert prepared.spec.as_dict(0.0)["host"]["measured"] == measured
@@ -86,9 +86,9 @@ def bare(root: Path, gpus: int = 0, measure: bool = True, assumed: str = "") -> 
 def test_what_is_not_measured_is_said_with_the_reason(
     tmp_path, gpus, measure, assumed, refused, result, text
 ):
-    (found,) = device_checks.measure(bare(tmp_path, gpus, measure, assumed), refused, None)
+    (found,) = preflight.measure(bare(tmp_path, gpus, measure, assumed), refused, None)
     assert (found.name, found.result) == ("measured", result)
-    assert found.text == f"{', '.join(device_checks.ROWS)} are not measured: {text}"
+    assert found.text == f"{', '.join(preflight.MEASURED)} are not measured: {text}"
 
 
 STUB = "import json, os, sys, time\nsay = lambda **it: print(json.dumps(it), flush=True)\n"
@@ -111,9 +111,9 @@ def test_a_row_that_hangs_or_crashes_fails_and_later_rows_are_not_measured(
 ):
     (tmp_path / "stub_probe.py").write_text(STUB + program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(device_checks, "MODULE", "stub_probe")
-    monkeypatch.setattr(device_checks, "LIMIT_S", 10.0 if "600" in program else 100.0)
-    found = device_checks.measure(bare(tmp_path), False, None)
+    monkeypatch.setattr(preflight, "MODULE", "stub_probe")
+    monkeypatch.setattr(preflight, "MEASURE_S", 10.0 if "600" in program else 100.0)
+    found = preflight.measure(bare(tmp_path), False, None)
     assert tuple(check.result for check in found[:3]) == results
     assert text in found[2].text
     assert all(len(check.text) <= 700 and check.text.isprintable() for check in found)
@@ -121,7 +121,7 @@ def test_a_row_that_hangs_or_crashes_fails_and_later_rows_are_not_measured(
 
 def test_a_full_disk_measures_nothing_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    found = device_checks.measure(bare(tmp_path), False, None)
+    found = preflight.measure(bare(tmp_path), False, None)
     assert {check.result for check in found} == {"unknown"}
     assert "not measured: cannot start the process that measures: No such file" in found[0].text
 
@@ -136,8 +136,8 @@ while not os.path.exists({str(left)!r}): time.sleep(0.01)
 """
     (tmp_path / "stub_probe.py").write_text(f"{STUB}{program}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(device_checks, "MODULE", "stub_probe")
-    device_checks.measure(bare(tmp_path), False, None)
+    monkeypatch.setattr(preflight, "MODULE", "stub_probe")
+    preflight.measure(bare(tmp_path), False, None)
     pid = int(left.read_text())
     until = time.monotonic() + 60
     while rundir.start_ticks(pid) is not None and time.monotonic() < until:

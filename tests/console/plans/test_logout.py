@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from console.plans.preflight import at_logout
+from console.plans.host_checks import at_logout
 
 SESSION = "0::/user.slice/user-1000.slice/session-3.scope\n"
 MANAGER = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/x.scope\n"

@@ -119,7 +119,7 @@ def test_a_full_disk_is_refused(tmp_path, full):
 def test_a_launch_directory_that_is_a_file_or_in_a_file_is_refused(tmp_path, below):
     (tmp_path / "taken").write_text("x")
     case = replace(bare(tmp_path), directory=tmp_path / "taken" / below)
-    result, text = preflight._directory(case)
+    result, text = config_checks.directory(case)
     assert (result, "taken is not a directory; pass another" in text) == ("fail", True), text
 
 
