@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -73,9 +74,15 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
     For each phase, the newest completed run with the same settings, host and number of ranks is
     used. If a phase has no such run in the newest `EARLIER` launches, there is no estimate.
     """
+    of_plan = (x for x in launches.launches(root) if x.parent.name == phases[0]["plan"])
+    earlier = [
+        (launch / launch_documents.run_directory(entry), entry)
+        for launch in itertools.islice(of_plan, EARLIER)
+        for entry in jsonl.entries(rundir.read_json(launch / rundir.PLAN_STATE) or {}, "phases")
+    ]
     total_s = 0.0
     for phase in phases:
-        took_s = _took_s(root, phase)
+        took_s = _took_s(earlier, phase)
         if took_s is None:
             name = phase["phase"]
             return f"no estimate: no completed run of {name} with these settings on this host"
@@ -83,17 +90,20 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
     return f"about {age(total_s)}, as in the newest runs"
 
 
-def _took_s(root: Path, phase: Mapping[str, Any]) -> float | None:
-    """Returns the time of the newest completed run of a phase with the same settings, or None."""
-    of_plan = (path for path in launches.launches(root) if path.parent.name == phase["plan"])
-    for _, launch in zip(range(EARLIER), of_plan, strict=False):
-        for each in jsonl.entries(rundir.read_json(launch / rundir.PLAN_STATE) or {}, "phases"):
-            begun, ended = jsonl.number(each, "started_ts"), jsonl.number(each, "ended_ts")
-            if (each.get("name"), each.get("state")) != (phase["phase"], "completed"):
-                continue
-            folder = launch / launch_documents.run_directory(each)
-            run = rundir.read_json(folder / rundir.RUN) or {}
-            is_same = (run.get("host"), run.get("world")) == (phase["host"], phase["world"])
-            if begun and ended and is_same and _values(run) == _values(phase):
-                return ended - begun
+def _took_s(
+    earlier: Sequence[tuple[Path, Mapping[str, Any]]], phase: Mapping[str, Any]
+) -> float | None:
+    """Returns the time of the newest completed run of a phase with the same settings, or None.
+
+    `earlier` has the directory and the entry in plan_state.json of each earlier run, the newest
+    launch first.
+    """
+    for folder, entry in earlier:
+        begun, ended = jsonl.number(entry, "started_ts"), jsonl.number(entry, "ended_ts")
+        if (entry.get("name"), entry.get("state")) != (phase["phase"], "completed"):
+            continue
+        run = rundir.read_json(folder / rundir.RUN) or {}
+        is_same = (run.get("host"), run.get("world")) == (phase["host"], phase["world"])
+        if begun and ended and is_same and _values(run) == _values(phase):
+            return ended - begun
     return None
