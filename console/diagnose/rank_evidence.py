@@ -110,9 +110,9 @@ def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
     record, now = head.last.record, time.monotonic()
     step, pid = record["step"], jsonl.integer(record, "pid") or 0
     phase = "exit" if record["msg"] == "exit" else "log" if step else min(STARTING_PHASES)
-    usual_s = head.pace.usual_gap_s(watch.startup_s / SAFETY)
-    age_s = head.pace.age_s(now)
-    return RankEvidence(rank, pid, "?", max(step, 2) if step else 0, phase, age_s, 0, usual_s)
+    usual_s, age_s = head.pace.usual_gap_s(watch.startup_s / SAFETY), head.pace.age_s(now)
+    # With `first_step` 0, the limit of a rank at step 1 follows from the gaps between records.
+    return RankEvidence(rank, pid, "?", step, phase, age_s, p99_s=usual_s, first_step=0)
 
 
 def limit_s(rank: RankEvidence, watch: Watch) -> float:

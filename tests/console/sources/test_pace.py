@@ -55,6 +55,13 @@ def test_before_the_first_step_the_startup_limit_counts():
     assert head.pace.age_s(899.0) == 899
 
 
+def test_a_rank_without_a_pulse_has_the_step_of_its_record_and_the_limit_of_its_rhythm():
+    for steps in ((1,), (1, 2, 3)):
+        found = by_records(0, told(steps, 60.0), WATCH)
+        assert found.step == steps[-1]
+        assert limit_s(found, WATCH) == SAFETY * found.p99_s
+
+
 def test_a_clock_that_jumps_makes_no_record_older():
     head = told((), 1.0)
     take(head, 40, 1e9, 50.0, 1e9 + 2)
