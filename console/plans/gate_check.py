@@ -92,9 +92,7 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     run, launch = source.run_path, source.launch_path
     if run is None or source.summary is None:
         return
-    run_json, document = (
-        rundir.read_json(run / n, below=run) for n in (rundir.RUN, rundir.SUPERVISOR)
-    )
+    run_json, document = _documents(run)
     by_hand = launch is None and run_json is None and document is None
     if not by_hand and (run_json is None or document is None):
         yield f"{rundir.RUN if run_json is None else rundir.SUPERVISOR} cannot be read"
@@ -105,31 +103,30 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     if launch is not None and state.launch is not None:
         yield from _contradictions(launch, state.launch, run.name, bounds)
     if bounds or state.gates:
-        yield from _unconfirmed_gates(source, state, run_json, document)
+        yield from unconfirmed(source, state)
+
+
+def _documents(run: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Returns run.json and supervisor.json, each of them None if it cannot be read."""
+    run_json, document = (
+        rundir.read_json(run / n, below=run) for n in (rundir.RUN, rundir.SUPERVISOR)
+    )
+    return run_json, document
 
 
 def unconfirmed(source: RunSource, state: RunState) -> Iterator[str]:
-    """Yields why gates.json and the records do not both confirm the gates of an ended run."""
-    if (run := source.run_path) is not None:
-        run_json, document = (
-            rundir.read_json(run / n, below=run) or {} for n in (rundir.RUN, rundir.SUPERVISOR)
-        )
-        yield from _unconfirmed_gates(source, state, run_json, document)
-
-
-def _unconfirmed_gates(
-    source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
-) -> Iterator[str]:  # fmt: skip
-    """Yields a text for each gate that gates.json and the records do not both confirm.
+    """Yields a text for each gate of an ended run that gates.json or the records do not confirm.
 
     If the gates cannot be evaluated, yields only the reason.
     """
+    if (run := source.run_path) is None:
+        return
+    run_json, document = (found or {} for found in _documents(run))
     summary = _complete(source, state, run_json, document)
     if isinstance(summary, str):
         yield summary
         return
-    if source.run_path is not None:
-        summary.former = summary.former or continued(source.run_path, summary.resumed_at_end)
+    summary.former = summary.former or continued(run, summary.resumed_at_end)
     written = {gate.name: gate for gate in state.gates}
     found = gates.evaluate(summary, jsonl.mapping(run_json, "gates"))
     own = {gate.name: gate for gate in found}
@@ -212,9 +209,7 @@ def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
     run = source.run_path
     if run is None or source.summary is None:
         return ()
-    run_json, document = (
-        rundir.read_json(run / n, below=run) or {} for n in (rundir.RUN, rundir.SUPERVISOR)
-    )
+    run_json, document = (found or {} for found in _documents(run))
     summary, bounds = _complete(source, state, run_json, document), jsonl.mapping(run_json, "gates")
     if not isinstance(summary, str):
         return gates.so_far(summary, bounds)

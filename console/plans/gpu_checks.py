@@ -217,12 +217,12 @@ def driver(case: Case) -> Found:
 
 def nccl(case: Case) -> Found:
     """Reports the flags that make NCCL slow, and files that configure it, for a plan with GPUs."""
+    if not case.plan.gpus:
+        return "pass", "no GPU is needed"
     parts = (case.plan.env, *(phase.flags for phase in case.plan.phases))
     given = {item for each in parts for item in each.items()}
     found = [f"{name}={value} {effect}" for name, value, effect in SLOW if (name, value) in given]
     files = [case.root / "etc/nccl.conf", Path(environ.get("HOME") or "/") / ".nccl.conf"]
     found += [f"{each} configures NCCL too" for each in files if each.is_file()]
-    if not case.plan.gpus:
-        return "pass", "no GPU is needed"
     chosen = "NCCL chooses by the topology, except for the flags of the plan"
     return ("unknown", "; ".join(found)) if found else ("pass", chosen)
