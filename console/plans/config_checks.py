@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 from dataclasses import asdict
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from console import access
@@ -30,20 +31,28 @@ NEARLY_FULL = 0.9
 
 
 def program(case: Case) -> Found:
+    """Checks that the script or the module of each phase can be found."""
     for phase in case.plan.phases:
+        found = f"phase {phase.name!r}: there is no"
         if phase.script and not catalog.is_file(Path(phase.script)):
-            return "fail", f"phase {phase.name!r}: there is no script {phase.script}"
+            return "fail", f"{found} script {phase.script}; correct 'script' in the plan"
         if not phase.script and not _is_there(phase.module):
-            return "fail", f"phase {phase.name!r}: there is no module {phase.module}"
+            return "fail", f"{found} module {phase.module}; install it, or correct 'module'"
     named = dict.fromkeys(phase.script or phase.module for phase in case.plan.phases)
     return "pass", ", ".join(named)
 
 
 def _is_there(module: str) -> bool:
+    """Returns whether a module can be found, without an import of its packages."""
+    top, *parts = module.split(".")
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return False
+    for part in parts:
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        spec = PathFinder.find_spec(part, folders)
+    return spec is not None
 
 
 def config(case: Case, index: int) -> Found:
@@ -126,6 +135,7 @@ def _kept_bytes(case: Case, index: int) -> int:
 
 
 def directory(case: Case) -> Found:
+    """Checks that the launch can create its directory, and that not every user can rename it."""
     try:
         access.check_parents(case.directory)
     except RefusedError as error:

@@ -46,10 +46,12 @@ SESSION, USER_MANAGER = "/session-", "/user@"
 
 
 def python(_case: Case) -> Found:
+    """Reports the version of Python."""
     return "pass", f"Python {platform.python_version()}"
 
 
 def cores(case: Case) -> Found:
+    """Warns if the largest phase has more ranks than this process may use cores."""
     cores = len(os.sched_getaffinity(0))
     text = f"{case.nproc} processes on {cores} cores"
     if case.nproc > cores:
@@ -58,6 +60,7 @@ def cores(case: Case) -> Found:
 
 
 def memory(case: Case) -> Found:
+    """Checks that each rank of the largest phase can have `LEAST_MEMORY_GIB_PER_RANK`."""
     _, free_mib = process.host_memory_mib()
     if free_mib is None:
         return "unknown", "the free memory of this host is not available"

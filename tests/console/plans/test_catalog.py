@@ -13,7 +13,7 @@ import yaml
 from console import actions
 from console import plan as plans_module
 from console.actions import LaunchOptions
-from console.plans import catalog, gpu_checks, host_checks, preflight
+from console.plans import catalog, config_checks, gpu_checks, host_checks, preflight
 from console.plans.case import Case
 from console.sources import nvml
 from trainers.contract.errors import RefusedError, UsageError
@@ -95,6 +95,19 @@ def test_more_processes_than_cores_only_warns(tmp_path):
 def test_a_missing_program_is_refused_by_name(tmp_path, program):
     found = checks(case(tmp_path, phases=[{"name": "one"} | program]))["program"]
     assert (found.result, "nowhere" in found.text) == ("fail", True)
+
+
+def test_a_module_is_found_and_its_package_is_not_imported(tmp_path, monkeypatch):
+    """The code of a package may load torch, or print into the screen."""
+    package = tmp_path / "planted_package"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "inner" / "train.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, result in (("inner.train", "pass"), ("inner.none", "fail"), ("none", "fail")):
+        phases = [{"name": "one", "module": f"planted_package.{module}"}]
+        found = config_checks.program(case(tmp_path, phases=phases))
+        assert found[0] == result, found
 
 
 @pytest.fixture
