@@ -231,10 +231,10 @@ class History:
 def rate_ratio(logs: list[float]) -> float | None:
     """Returns an upper bound of new rate ÷ old rate, from the logarithms of the rates in order.
 
-    The median of each window of newest records is compared with the median of all earlier records.
+    The median of each window of newest rates is compared with the median of the rates before it.
     The bound of a window is `SURE_Z` standard errors above the measured ratio; the lowest bound is
     returned. The standard error follows from the spread of the rates, so a run with uneven steps
-    needs more records. Returns None until there are enough records.
+    needs more rates. Returns None until there are enough rates.
     """
     bounds = []
     for count in WINDOWS:

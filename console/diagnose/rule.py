@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,15 +17,14 @@ PURE_NUMBERS = ("limits", "ratio")
 class Measured:
     """A measured value with its sentence.
 
-    `limit_s` is the longest time that the condition may last, or 0 if the rule has no such limit.
-    `lasted_s` is the time that the condition has lasted according to the evidence. It is infinite
-    if only the observation by the watchdog counts, and negative if no strong action may follow.
+    For a stall, `limit_s` is the stall limit, and `lasted_s` is the time without progress. Other
+    rules set neither.
     """
 
     value: float
     text: str = ""
     limit_s: float = 0.0
-    lasted_s: float = math.inf
+    lasted_s: float = 0.0
 
 
 Measure = Callable[[Readings, History, Watch], Measured | None]

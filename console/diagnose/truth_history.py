@@ -133,8 +133,8 @@ class TruthHistory:
     def skipped_share(self, steps: int, after: int) -> tuple[float, int] | None:
         """Returns two values: the share of skipped steps, and the number of steps that it covers.
 
-        The share covers the last `steps` steps or more. Returns None until the attempt has recorded
-        `steps` steps after its first `after` steps.
+        The share covers the last `steps` steps or more. Returns None unless the stored records
+        cover `steps` steps after their first `after` steps.
         """
         if not self._skips:
             return None

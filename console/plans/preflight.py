@@ -65,7 +65,7 @@ ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
 
 
 def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
-    """Returns all checks. A row that exceeds its time limit fails (but see `_in_time`).
+    """Returns the results of all rows and of the measurements.
 
     `said` gets a text when rows are late, and before the measurements.
     """
@@ -98,14 +98,15 @@ def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Fou
     for check, answer in work:
         try:
             answer.set_result(check(case))
-        except BaseException as error:  # `_in_time` handles it
+        except BaseException as error:  # `_in_time` raises or reports it
             answer.set_exception(error)
 
 
 def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check:
-    """Returns the result of a row; with assumed GPUs, a check of this machine can only warn.
+    """Returns the result of a row, which fails if its check is late or raises an error.
 
     A late answer of `PROCESSES` only warns: one process in state D can keep every reader waiting.
+    With assumed GPUs, a check of this machine can only warn.
     """
     limit_s = LIMIT_S.get(row.needs, USUAL_S)
     try:

@@ -77,8 +77,8 @@ class Phase:
 def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]]:
     """Yields versions of the report of a launch or run: the content of each file, Markdown first.
 
-    Comparing sweeps may take minutes, so a report with a sweep has a first version without the
-    comparison. Without `output` there are no charts.
+    The comparison of sweeps may take minutes, so a report with a sweep has a first version without
+    it. Without `output`, the key of the Markdown is `path`, and there are no charts.
     """
     source = RunSource(path)
     state = poll_confirmed(source)

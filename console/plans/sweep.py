@@ -216,7 +216,7 @@ def sweeps(launch: Path) -> list[Comparison]:
     """
     plan = rundir.read_json(launch / rundir.PLAN, below=launch)
     if plan is None:
-        raise NotFoundError(f"{launch} holds no readable {rundir.PLAN}")
+        raise NotFoundError(f"{launch} has no readable {rundir.PLAN}")
     found: dict[str, dict[str, list[tuple[int, Mapping[str, Any]]]]] = {}
     for index, phase in enumerate(jsonl.entries(plan, "phases")):
         names = [jsonl.text(phase, key) for key in ("sweep", "variant", "name")]
