@@ -41,9 +41,9 @@ class Row:
     needs: str = "this machine"
 
 
-PLAN, DISK, NETWORK = "the plan", "the file system", "the network"
+PLAN, DISK, DATA = "the plan", "the file system", "the data (folder, mirror or hub)"
 DRIVER, PROCESSES = "the NVIDIA driver", "the other processes"
-LIMIT_S: Mapping[str, float] = {DRIVER: gpu_survey.LIMIT_S + 2, NETWORK: 8.0}
+LIMIT_S: Mapping[str, float] = {DRIVER: gpu_survey.LIMIT_S + 2, DATA: 8.0}
 """Time limit of the rows, by their `needs`; `USUAL_S` is the limit of all other rows."""
 USUAL_S, SAID_S = 20.0, 2.0
 """After `SAID_S`, the preflight reports what it is still waiting for."""
@@ -56,7 +56,7 @@ TABLE: tuple[Row, ...] = (
     Row("cores", host_checks.cores), Row("memory", host_checks.memory), Row("shm", host_checks.shm),
     Row("limits", host_checks.limits), Row("ports", host_checks.ports),
     Row("clock", host_checks.clock, DISK), Row("disk", config_checks.disk, DISK),
-    Row("directory", config_checks.directory, DISK), Row("data", config_checks.data, NETWORK),
+    Row("directory", config_checks.directory, DISK), Row("data", config_checks.data, DATA),
     Row("code", host_checks.code), Row("shell", host_checks.shell),
     Row("environment", host_checks.environment), Row("logout", host_checks.logout),
     Row("hook", host_checks.hook),

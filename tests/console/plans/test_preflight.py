@@ -57,7 +57,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_of_the_plan_is_refused(tmp_path
 
 
 def test_the_guide_has_the_time_limits():
-    driver, network = (preflight.LIMIT_S[x] for x in (preflight.DRIVER, preflight.NETWORK))
+    driver, network = (preflight.LIMIT_S[x] for x in (preflight.DRIVER, preflight.DATA))
     usual = f"{preflight.USUAL_S:g} s after the start of the preflight"
     limits = f"{usual} (`gpus`, `driver` and `gpu memory` {driver:g} s, `data` {network:g} s)"
     assert limits in (ROOT / "docs" / "guide.md").read_text()
@@ -348,11 +348,9 @@ def test_code_that_no_commit_holds_is_a_warning_for_a_plan_on_gpus(
 
 def test_a_row_that_hangs_is_said_soon_and_fails_alone(tmp_path, monkeypatch):
     end = threading.Event()
-    hanging = preflight.Row(
-        "stuck", lambda case: (end.wait(600), ("pass", ""))[1], preflight.NETWORK
-    )
+    hanging = preflight.Row("stuck", lambda case: (end.wait(600), ("pass", ""))[1], preflight.DATA)
     monkeypatch.setattr(preflight, "TABLE", (*preflight.TABLE[:1], hanging))
-    monkeypatch.setattr(preflight, "LIMIT_S", {preflight.NETWORK: preflight.SAID_S + 0.5})
+    monkeypatch.setattr(preflight, "LIMIT_S", {preflight.DATA: preflight.SAID_S + 0.5})
     said: list[str] = []
     try:
         python, stuck = preflight.run(bare(tmp_path), said.append)[:2]
@@ -360,7 +358,10 @@ def test_a_row_that_hangs_is_said_soon_and_fails_alone(tmp_path, monkeypatch):
         end.set()
     (sentence,) = said
     assert sentence.startswith("the preflight is still waiting for ")
-    assert "the network" in sentence
+    assert "the data (folder, mirror or hub)" in sentence
     assert python.result == "pass"
-    assert (stuck.result, stuck.text) == ("fail", "no answer from the network within 2.5 s")
+    assert (stuck.result, stuck.text) == (
+        "fail",
+        "no answer from the data (folder, mirror or hub) within 2.5 s",
+    )
     assert preflight.SAID_S <= 3
