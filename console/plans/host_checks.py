@@ -51,7 +51,7 @@ def python(_case: Case) -> Found:
 
 
 def cores(case: Case) -> Found:
-    """Warns if the largest phase has more ranks than this process may use cores."""
+    """Warns if the largest phase has more ranks than this process has cores."""
     cores = len(os.sched_getaffinity(0))
     text = f"{case.nproc} processes on {cores} cores"
     if case.nproc > cores:

@@ -128,8 +128,8 @@ def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check
 
 MEASURED = ("matmul", "all-reduce", "first batch", "causality", "parity")
 MEASURE_S, SPARE_S, ENDING_S = 300.0, 5.0, 1.0
-"""Time limit of all rows together, extra time before `timeout` ends their processes, and longest
-wait for the end of a killed process."""
+"""Time limit of all measurements together, extra time before `timeout` ends their processes, and
+longest wait for the end of a killed process."""
 ANSWER_BYTES, LOG_BYTES, MAX_TEXT = 1 << 18, 1 << 12, 600
 MODULE = "trainers.device_probe"
 
