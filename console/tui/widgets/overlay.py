@@ -38,7 +38,7 @@ def answer_rows(text: str, level: str, width: int) -> list[Row]:
 
 
 class Answer(Lines):
-    """Shows the message of the last action or key for some seconds; else its height is zero."""
+    """The message of the last action or key for some seconds; without one its height is zero."""
 
     DEFAULT_CSS = "Answer { height: 0; background: ansi_default; }"
 
@@ -76,7 +76,10 @@ class Overlay(Box):
     """
 
     gives_way = False
-    """True if a key that has no meaning here closes this overlay and then works in the view."""
+    """True if a key without a meaning here closes this overlay and then works in the view.
+
+    In a text field, such a key does nothing.
+    """
 
     class Closed(Message):
         """Says that the overlay is closed; the app then removes it."""
