@@ -138,7 +138,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 class Handle:
-    """One process: its pidfd, pid and start time. A later process with the same pid is another."""
+    """One process: its pidfd, pid and start time. Its pid may later be that of another process."""
 
     def __init__(self, pid: int, fd: int, start_ticks: int):
         self.pid, self.fd, self.start_ticks = pid, fd, start_ticks

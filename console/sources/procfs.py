@@ -47,7 +47,7 @@ def read_text(path: str, limit: int = SMALL_BYTES) -> str:
 
 
 def numbers_in(folder: str) -> list[int]:
-    """Returns the names in a directory of /proc that are numbers, or [] after an error."""
+    """Returns the numbers among the names in a directory of /proc, sorted; [] after an error."""
     try:
         return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
     except OSError:
