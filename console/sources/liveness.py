@@ -232,7 +232,10 @@ def living_in(run: Path) -> str:
 
 
 def is_locked(launch: Path) -> bool:
-    """Returns whether a process of this host holds the lock of a launch directory."""
+    """Returns whether a process holds the lock of a launch directory; True if this is unknown.
+
+    Returns False if there is no lock file that can be read.
+    """
     fd = jsonl.open_regular(launch / rundir.LOCK)
     if fd is None:
         return False
