@@ -219,9 +219,10 @@ QUERIES: tuple[Command, ...] = (
             "and every gate passed or has an override.\n", "query.check"),
     Command("compare", "Compare the variants of the sweeps in a launch.",
             ("compare latest", "compare latest --json"), (_run("LAUNCH"),),
-            "A sweep is a phase of the plan with variants and rounds, see docs/plans.md. Variants\n"
-            "are called different only if their difference is significant. If runs differ in\n"
-            "more than the flags and settings of their variants, their sweep is not compared.\n"
+            "A sweep is a phase of the plan with variants and rounds, see docs/plans.md.\n"
+            "Variants are called different only if their difference is significant. If runs\n"
+            "differ in more than the flags and settings of their variants, their sweep is not\n"
+            "compared.\n"
             "Exit code 0: all sweeps were compared; 1: at least one sweep was not.\n",
             "query.compare"),
     Command("report", "Print the report of a launch or run as Markdown.",
