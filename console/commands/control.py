@@ -138,6 +138,8 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
             f"the file system of {path} does not answer {limit}: {delivery} when the file system "
             "answers"
         ) from None
+    except EOFError:
+        raise ContractError(f"the process that accesses {path} died: {delivery}") from None
     if event is None:
         raise ContractError(
             f"no answer to {action} {limit}{of}; the request remains and may still be executed; "
@@ -153,7 +155,7 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
 def within(limit_s: float, work: Callable[[], T]) -> T:
     """Runs `work` in a child process, because a disk may hang; returns its result.
 
-    Raises the error of `work`, or ContractError if the child dies.
+    Raises the error of `work`, or EOFError if the child dies.
 
     A process that waits for a hung file system may survive KILL. So after `limit_s` seconds this
     function sends KILL and raises TimeoutError, and does not wait for the child.
@@ -167,10 +169,6 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
         if not reading.poll(limit_s):
             raise TimeoutError
         result, error = reading.recv()
-    except EOFError:
-        raise ContractError(
-            "the process that sends the request died: delivery unknown; send the request again"
-        ) from None
     except BaseException:
         os.kill(child, signal.SIGKILL)
         raise

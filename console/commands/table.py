@@ -290,7 +290,7 @@ DRILL = Command(
         option("--list", action="store_true", help="list the faults and start nothing"),
         option("--rank", type=at_least(0, "a rank; ranks count from 0"), metavar="R",
                help="rank that has the fault (default: the last rank)"),
-        option("--nproc", type=at_least(1, "a number of processes"), default=2, metavar="N",
+        option("--nproc", type=at_least(1, "a number of at least 1"), default=2, metavar="N",
                help="processes of the run, 1-16 (default: %(default)s)"),
         option("--plain", action="store_true",
                help="print one sentence per change, no screen"),

@@ -254,7 +254,9 @@ def at_logout(root: Path, uid: int, user: str) -> Found:
         return "pass", "no systemd-logind here"
     try:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)
-    except (OSError, subprocess.SubprocessError):
+    except OSError as error:
+        return "unknown", f"not available: busctl cannot be run: {error.strerror}"
+    except subprocess.SubprocessError:
         return "unknown", "not available: systemd-logind does not answer busctl"
     answers = done.stdout.splitlines()
     if len(answers) != 2 or not {*answers} <= {"b true", "b false"}:

@@ -282,7 +282,7 @@ def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
 
 
 def _locks_of_others(pid: int) -> dict[int, int]:
-    """Returns for each inode with a POSIX lock a holder of the lock other than `pid`."""
+    """Returns, by inode, a process other than `pid` that has a POSIX lock of this inode."""
     lines = map(_LOCK.match, read_text("/proc/locks", TABLE_BYTES).splitlines())
     return {
         int(found[5]): int(found[4]) for found in lines

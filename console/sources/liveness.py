@@ -232,9 +232,9 @@ def living_in(run: Path) -> str:
 
 
 def is_locked(launch: Path) -> bool:
-    """Returns whether a process holds the lock of a launch directory; True if this is unknown.
+    """Returns whether a process holds the lock of a launch directory.
 
-    Returns False if there is no lock file that can be read.
+    Returns False if no lock file can be opened, and True if flock fails for any reason.
     """
     fd = jsonl.open_regular(launch / rundir.LOCK)
     if fd is None:
