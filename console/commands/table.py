@@ -305,8 +305,12 @@ DRILL = Command(
 )  # fmt: skip
 RESUME = Command(
     "resume", "Launch the rest of an ended launch, with its options.",
-    ("resume latest", "resume latest --dry-run"), (_run("LAUNCH"), WAIT, DRY_RUN),
-    "The new launch begins with the first phase that did not pass, at the newest\n"
+    ("resume latest", "resume latest --dry-run"), (
+        _run("LAUNCH"),
+        option("--yes", action="store_true",
+               help="confirm a launch that another launch already continues"),
+        WAIT, DRY_RUN,
+    ), "The new launch begins with the first phase that did not pass, at the newest\n"
     "verified checkpoint of this phase, if it has one and its trainer is one of this\n"
     "project. The flags that an operator set for the phases apply.\n",
     "control.resume",
