@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from console import actions
-from console.sources import process, record_parts
+from console.sources import process, record_files
 from console.supervisor import launch_spec
 from console.supervisor.process_tree import LATE_S, Tree, Worker
 from tests import broken, owners
@@ -70,7 +70,7 @@ def test_the_files_of_ranks_that_outlive_torchrun_stay_bounded(begin, tmp_path):
     started.wait(lambda: started.alerts("torchrun-gone"))
 
     def newest() -> int:
-        return max((number for number, _ in record_parts.parts(samples)), default=0)
+        return max((number for number, _ in record_files.parts(samples)), default=0)
 
     before = newest()
     started.wait(lambda: newest() > before + 2)
