@@ -147,7 +147,9 @@ def test_an_orphan_that_kill_does_not_end_is_reported_although_it_has_no_token(r
     """The attempt is not over while the orphan is there, so the operator must know of it."""
     with subprocess.Popen(["sleep", "60"]) as orphan:
         found = Tree(secrets.token_hex(8), 1, select.poll(), owners.absent(), str(run))
-        found._parent, found._first_killed = os.getpid(), 0.0  # as if KILL had been sent long ago
+        found._parent, found._first_killed = os.getpid(), 0.0
+        assert found.stuck() == []  # as if only the ranks had got KILL, long ago
+        found._kill_at = 0.0
         assert any(text.startswith(f"{orphan.pid} (") for text in found.stuck())
         orphan.kill()
 
