@@ -92,6 +92,18 @@ def test_a_document_whose_write_failed_is_written_with_the_next_document(tmp_pat
     assert seen == [(True, True)]
 
 
+def test_a_document_of_a_removed_directory_does_not_make_later_writes_fail(tmp_path, monkeypatch):
+    """An operator may remove a former phase while the next one runs."""
+    monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
+    directory, failures = Directory(), []
+    directory.document(tmp_path / "removed" / "gates.json", {"n": 0})
+    for number in range(3):
+        directory.document(tmp_path / "plan_state.json", {"n": number}, keeps_place=True)
+    directory.call(lambda: failures.append(directory.dropped))
+    assert directory.close(20)
+    assert failures == [1]
+
+
 def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_path):
     directory, events = Directory(), []
     alerts = Alerts(lambda *words, **more: events.append(words) or {}, directory)
