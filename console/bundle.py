@@ -25,6 +25,7 @@ from urllib.parse import quote
 from console.plans import catalog
 from console.sources import launches
 from console.supervisor import launch_spec
+from console.supervisor.launch_spec import REMOVED
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
@@ -36,7 +37,6 @@ MAX_NAMES = 20_000
 """Largest number of names that are used from one directory."""
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 LEAST_TAIL_BYTES, MAX_LEFT_OUT = 4 << 10, 1000
-REMOVED = "[removed]"
 KEPT = "host names, user names, process ids, IP addresses, paths below the home directory (as ~)"
 SHELL_PREFIXES = ("NSA_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "HF_")
 PACKAGES = ("torch", "textual", "rich", "psutil", "nvidia-ml-py", "numpy", "pyyaml", "datasets")

@@ -355,6 +355,25 @@ def test_a_large_document_does_not_wait_for_an_owner_that_is_stopped():
     assert [json.loads(each.data.partition(b"\0")[2]) for each in messages] == contents
 
 
+def test_the_end_of_a_child_reaches_the_owner_behind_a_large_document():
+    """The owner replaces a child that ends without this report."""
+    ours, theirs = socket.socketpair()
+    link = links.Link(Channel(ours), links.ChildState(identity={}))
+    link.store(Path("snapshot.json"), {"pad": "x" * 1_000_000})
+
+    def end() -> None:
+        link.closing()
+        ours.close()
+
+    child = threading.Thread(target=end, daemon=True)
+    child.start()
+    child.join(0.1)  # the owner is slower
+    owner, kinds = Channel(theirs), []
+    while links.CLOSING not in kinds:
+        kinds += [each.kind for each in owner.receive()]
+    assert kinds == [links.STORE, links.CLOSING]
+
+
 def test_the_owner_reports_a_term_only_if_it_has_sent_one():
     """The child is still starting; an adopted rank would get KILL without TERM before it."""
     ours, theirs = socket.socketpair()
