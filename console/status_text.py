@@ -23,6 +23,7 @@ from console.model import (
 
 NOT_GOOD = 1
 FIGURES_EVERY_S = 10.0
+MOST_SPANS = 8
 DASH = "–"
 COUNTED = ("records", "restarts", "stalls", "steps")
 """Units that are shown in the singular for the value 1."""
@@ -65,9 +66,15 @@ def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
 
 
 def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
-    """Returns the names of ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait"."""
+    """Returns the names of ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait".
+
+    After `MOST_SPANS` ranges, the other ranks are only counted.
+    """
     numbers = list(ranks)
-    listed = ", ".join(spans(numbers))
+    found = spans(numbers)
+    listed = ", ".join(found[:MOST_SPANS])
+    if len(found) > MOST_SPANS:
+        listed += f", … ({len(numbers):,} in all)"
     words = ("rank", listed, one) if len(numbers) == 1 else ("ranks", listed, many)
     return " ".join(words).rstrip()
 
