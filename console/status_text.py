@@ -332,7 +332,8 @@ def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
     why = f": {state.why}" if state.why else ""
     yield "state", (state.id, state.state, state.attempt), f"{state.id} is {state.state}{why}"
     for alert in state.alerts:
-        yield f"alert {alert.id}", alert.text, f"{alert.level.upper()}: {alert.text}"
+        text = "" if alert.text == state.why else f"{alert.level.upper()}: {alert.text}"
+        yield f"alert {alert.id}", alert.text, text
     text = f"Verdict ({verdict.sure}): {verdict.sentence}" if verdict else ""
     yield "verdict", verdict and verdict.sentence, text
     blocked = state.directory_blocked_s >= 3
@@ -343,6 +344,8 @@ def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
     yield from _phases_ended(phases[current:])
     if launch:
         why = outcome(state)[1] if launch.state == "ended" else launch.why
+        if state.why and state.why in why:
+            why = why.partition(state.why)[2].removeprefix("; ")
         text = f"Launch {launch.id} is {launch.state}" + (f": {why}" if why else "")
         yield "launch", (launch.state, launch.why), text
 

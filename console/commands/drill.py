@@ -229,7 +229,7 @@ def read_score(path: Path, fault: Drill) -> Score:
                 said, right = (said, right) if said else (found.sentence, named)
                 shown_ts = found.ts if all(named) else shown_ts
     elif truth.ends and over:
-        said, is_named = f"{state.state}: {state.why}", _names(state.why, rank)
+        said, is_named = status_text.with_word(state.state, state.why), _names(state.why, rank)
         right = (is_named, is_named, state.state == truth.ends)
         shown_ts = state.since_ts if all(right) else None
     elif truth.alert:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.plans import gates
+from console.sources import process
 from console.status_text import RESULT_WORDS, not_passed, with_word
 from console.supervisor import cross_check, former_documents, live_directory, overrides
 from console.supervisor.alerts import Alerts
@@ -240,7 +241,8 @@ class Launch:
         elif self._spec.plan.between == "ask":
             self.state = "waiting"
             following = self._phases[self._index + 1]["name"]
-            self._why = f"{name} is done; the action proceed starts {following}"
+            command = f"{process.program()} do {self._spec.launch} proceed"
+            self._why = f"{name} is done; to start {following}: {command}"
             self._event("state", self._why)
             self._publish()
         else:
@@ -303,7 +305,7 @@ class Launch:
     def _do_checkpoint(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
         if run is None or not run.attempt.tree.handles():
-            return False, f"no rank is running, so a {request.action} is not possible", []
+            return self._without_ranks(request)
         name = FILES[request.action]
         text = f"{name} is written; a trainer of this project reads it at the end of its step"
         self._directory.write_request(
@@ -313,6 +315,13 @@ class Launch:
         return None
 
     _do_profile = _do_checkpoint
+
+    def _without_ranks(self, request: Request) -> Outcome:
+        run = self._addressed(request)
+        if run is not None and run.state in ("starting", "restarting"):
+            name, again = run.path.name, f"send {request.action} again in a few seconds"
+            return False, f"{name} is {run.state}, so no rank is running yet; {again}", []
+        return False, f"no rank is running, so a {request.action} is not possible", []
 
     def _do_stop(self, request: Request) -> Outcome:
         return True, self.end(request.action, request.by), []
@@ -362,8 +371,8 @@ class Launch:
 
     def _do_dump(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
-        if run is None:
-            return False, "no rank is running, so there are no stacks", []
+        if run is None or not run.attempt.tree.handles():
+            return self._without_ranks(request)
         return self._dumps.request(run.path, run.live, run.attempt.tree.handles(), request)
 
     # --- records -------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def test_a_drill_is_of_rank_0_and_the_first_attempt_unless_it_says_more():
 
 WRONG = {
     "slep@20:1": "did you mean 'sleep'",
+    "foo@1": "there is no drill 'foo'(?!; did you mean)",
     "sleep": "KIND@STEP",
     "sleep@0": "KIND@STEP",
     "sleep@20:-1": "KIND@STEP",
