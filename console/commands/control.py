@@ -1,4 +1,4 @@
-"""The commands that act: each starts a launch or a supervisor, or sends a request."""
+"""The commands that act: they start launches and supervisors, and send requests."""
 
 from __future__ import annotations
 

@@ -29,11 +29,10 @@ from console.tui.terminal import Terminal
 from console.tui.views.dashboard import Dashboard
 from console.tui.views.view import Body, Main, View
 from console.tui.widgets.alertline import AlertLine
-from console.tui.widgets.answer import Answer
 from console.tui.widgets.bars import ActionBar, Footer
 from console.tui.widgets.header import PUNCTUAL_S, Header
 from console.tui.widgets.loglines import LogBook
-from console.tui.widgets.overlay import Drawer, Overlay
+from console.tui.widgets.overlay import Answer, Drawer, Overlay
 from trainers.contract import environ, rundir
 
 if TYPE_CHECKING:

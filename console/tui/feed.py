@@ -63,9 +63,10 @@ def open_source(path: Path) -> RunSource:
 
 
 def find_newest(root: Path) -> Path | None:
-    """Returns the newest launch in `root` that may be alive, else the newest launch, or None.
+    """Returns the newest launch in `root` that may be alive, or else the newest launch.
 
-    Only the newest 50 launches are examined. Without a launch, returns the newest run by hand.
+    Only the newest 50 launches are examined. If there is no launch, returns the newest run that was
+    started by hand, or None.
     """
     from console.sources import launch_documents, launches
 

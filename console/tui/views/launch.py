@@ -247,7 +247,7 @@ class Launch(Scrolls, View):
 
     def do_open(self) -> None:
         """Opens a field for the flag under the cursor, or changes the choice under the cursor."""
-        from console.tui.widgets.editor import Editor
+        from console.tui.widgets.confirm import Editor
 
         item = self._chosen()
         if item is None or item.flag is None:

@@ -135,7 +135,7 @@ class LogView(Scrolls, View):
     do_right, do_left = partialmethod(_choose, 1), partialmethod(_choose, -1)
 
     def do_find(self) -> None:
-        from console.tui.widgets.editor import Editor
+        from console.tui.widgets.confirm import Editor
 
         hint = "text to find; n, N: next and previous line; no text ends the search"
         self.console.open_overlay(Editor("find in the log", self.needle, hint, str, self.find))

@@ -220,9 +220,10 @@ def part_rows(
 
 
 class ChartPanel(Panel):
-    """A chart that is drawn again only if its points, window, size or options have changed.
+    """A chart that is drawn again only if its points, age, window, size or options change.
 
-    A zoomed chart is also drawn again every second, because it shows an age.
+    The window contains the newest point of the shown charts, so that charts side by side have one
+    time axis. A zoomed chart is also drawn again every second, because it shows an age.
     """
 
     def __init__(self, id: str, mode: Mode):

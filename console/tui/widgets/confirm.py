@@ -1,4 +1,4 @@
-"""The confirmation of an action. No is the default; the facts of an open question never change."""
+"""The overlays that ask the operator: the confirmation of an action, and a field for one value."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from console.tui.confirmations import Choice, Question
 from console.tui.rows import Row, fill, labelled, rule, wrap
 from console.tui.widgets.lines import Box, Lines
 from console.tui.widgets.overlay import FlatButton, Overlay
+from trainers.contract.errors import UsageError
 
 LABEL = 11
 MOST_WIDTH = 110
@@ -28,7 +29,10 @@ def question_rows(question: Question, width: int) -> list[Row]:
 
 
 class Confirm(Overlay):
-    """A question; calls `then` with the choice. No and Escape call nothing."""
+    """A question; calls `then` with the choice. No is the default; No and Escape call nothing.
+
+    The facts of an open question do not change.
+    """
 
     DEFAULT_CSS = """
     Confirm Input { padding: 0 2; }
@@ -99,3 +103,50 @@ class Confirm(Overlay):
     def action_yes(self) -> None:
         if not self.question.typed and len(self.question.choices) == 1:
             self._decide(self.question.choices[0])
+
+
+class Editor(Overlay):
+    """A field; calls `then` with the text. `check` raises UsageError for an invalid text.
+
+    The error is shown while the operator types.
+    """
+
+    def __init__(
+        self, title: str, value: str, hint: str, check: Callable[[str], object],
+        then: Callable[[str], object],
+    ):  # fmt: skip
+        super().__init__(id="editor")
+        self._title, self._value, self._hint = title, value, hint
+        self._check, self._then = check, then
+
+    def compose(self) -> ComposeResult:
+        head = Lines(id="head")
+        head.show([rule(f"── {self._title}", self.app.size.width, "enter saves, esc cancels")])
+        yield head
+        yield Lines(id="trouble")
+        yield Input(self._value, compact=True, select_on_focus=False)
+
+    def on_mount(self) -> None:
+        self._say(self._hint, "dim")
+        self.query_one(Input).focus()
+
+    def _say(self, text: str, style: str) -> None:
+        lines = wrap(text, self.app.size.width - 2, 1) or [""]
+        self.query_one("#trouble", Lines).show([((lines[0], style),)])
+
+    def _is_good(self, text: str, style: str) -> bool:
+        try:
+            self._check(text)
+        except UsageError as error:
+            self._say(str(error), style)
+            return False
+        return True
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        if self._is_good(event.value, "warn"):
+            self._say(self._hint, "dim")
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if self._is_good(event.value, "crit"):
+            self.close()
+            self._then(event.value.strip())

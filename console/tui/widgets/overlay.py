@@ -1,14 +1,19 @@
-"""A drawer over the bottom of the view for questions, help and fields; it is repainted alone."""
+"""A drawer over the bottom of the view: a message, and one overlay; it is repainted alone."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from textual.content import Content
 from textual.message import Message
 from textual.widgets import Button
 
-from console.tui.widgets.lines import Box, Plain
+from console.tui.rows import Row, labelled, safe, wrap
+from console.tui.widgets.lines import Box, Lines, Plain
+
+KEEP_S = {"ok": 6.0, "error": 12.0, "wait": 20.0}
+MOST_LINES = 3
 
 
 class Drawer(Box):
@@ -25,6 +30,42 @@ class Drawer(Box):
     """
 
 
+def answer_rows(text: str, level: str, width: int) -> list[Row]:
+    """Returns at most three lines; a sign at the start shows success or failure without colour."""
+    sign, style = {"ok": ("✓", "ok"), "error": ("✗", "crit")}.get(level, ("…", "info"))
+    lines = wrap(text, max(10, width - 3), MOST_LINES)
+    return labelled((f"{sign} ", style), lines, style if level != "ok" else "")
+
+
+class Answer(Lines):
+    """The message of the last action or key for some seconds; without one its height is zero."""
+
+    DEFAULT_CSS = "Answer { height: 0; background: ansi_default; }"
+
+    def __init__(self) -> None:
+        super().__init__(id="answer")
+        self.text = ""
+        self._until = 0.0
+
+    def say(self, text: str, level: str) -> None:
+        """Shows a text with its level: `ok`, `error`, or `wait` while there is no result."""
+        self.text = text
+        self._until = time.monotonic() + KEEP_S[level]
+        self.shown = tuple(map(safe, answer_rows(text, level, self.screen.size.width)))
+        self.styles.height = len(self.shown)
+        self._strips.clear()
+        self.refresh()
+
+    def clear(self) -> None:
+        self.text = ""
+        self.styles.height = 0
+
+    def tick(self) -> None:
+        """Clears the message when its time has passed."""
+        if self.text and time.monotonic() > self._until:
+            self.clear()
+
+
 class Overlay(Box):
     """A widget that receives the keys while it is open; at most one is open."""
 
@@ -35,7 +76,10 @@ class Overlay(Box):
     """
 
     gives_way = False
-    """True if a key that has no meaning here closes this overlay and then works in the view."""
+    """True if a key without a meaning here closes this overlay and then works in the view.
+
+    In a text field, such a key does nothing.
+    """
 
     class Closed(Message):
         """Says that the overlay is closed; the app then removes it."""

@@ -13,11 +13,10 @@ from console.sources.stacks import Frame, Stack, Thread
 from console.tui.feed import ScreenData
 from console.tui.keys import KEYS
 from console.tui.rows import rule, text_of, width_of
-from console.tui.views.stall import evidence_rows, verdict_rows
+from console.tui.views.stall import evidence_rows, grouped, stack_rows, verdict_rows
 from console.tui.widgets.alertline import notices
-from console.tui.widgets.answer import KEEP_S
+from console.tui.widgets.overlay import KEEP_S
 from console.tui.widgets.picker import Picker
-from console.tui.widgets.stacks import grouped, stack_rows
 from tests.console.tui import recorded
 from tests.console.tui.recorded import (
     NOW,

@@ -15,11 +15,11 @@ from console.sources.stacks import Frame, Stack, Thread
 from console.tui import feed
 from console.tui.feed import ScreenData, find_newest
 from console.tui.rows import text_of, width_of
+from console.tui.views.stall import LEAST_WIDTH, grouped, stack_rows
 from console.tui.widgets.alertline import alert_rows, notices
 from console.tui.widgets.header import header_row
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.ranks import rank_rows
-from console.tui.widgets.stacks import LEAST_WIDTH, grouped, stack_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import (
