@@ -113,15 +113,21 @@ class RunRecords:
         return tuple(sorted([*found.values(), *more], key=_urgency))
 
     def figures(self, loss_unit: str) -> Mapping[str, Figure]:
-        """Returns the newest figures of rank 0 and of the samples, and the largest memory."""
+        """Returns the newest figures of rank 0 and of the samples, the largest memory, the stalls.
+
+        A run without a stall has no figure `stalls`.
+        """
         progress = {
             rank: line.record for rank, head in self.heads.items()
             if (line := head.figures or head.progress)
         }  # fmt: skip
+        stalls = self.reducer.events.stalls
+        counted = Figure(float(stalls), "", "all attempts", time.time()) if stalls else None
         return (
             progress_figures(progress, loss_unit)
             | step_figures(progress, self.reducer.series)
             | sample_figures(self.samples)
+            | ({"stalls": counted} if counted else {})
         )
 
 

@@ -240,7 +240,8 @@ def diagnosis(path: Path) -> Diagnosis:
 
 def _of_ended(source: OfflineRun) -> Diagnosis:
     state, run = source.state, source.of[0] if source.of else None
-    last = (verdicts.newest(run) if run else None) or state.verdict
+    stored = verdicts.newest(run) if run else None
+    last = stored.verdict if stored else state.verdict
     why = "" if last else "no verdict was given while it ran"
     return Diagnosis(
         "ended", state, f"{source.over}{'; ' if why else ''}{why}", last,

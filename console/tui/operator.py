@@ -99,6 +99,11 @@ class Operator:
         )
 
     def _send(self, path: Path, choice: Choice) -> None:
+        if choice.action == "resume":
+            from console.launch_options import LaunchOptions
+
+            self._launch(LaunchOptions(resume=path, root=self._screen.draft.root), None)
+            return
         self.send(path, choice.action, dict(choice.args))
 
     def send(self, path: Path, action: str, args: dict[str, Any]) -> None:
@@ -169,7 +174,7 @@ class Operator:
             await screen.show_view("launch")
         options, plan = screen.draft.checked, screen.draft.plan
         self.ask(
-            lambda _: screen.draft.question(rundir.host_name()),
+            lambda _: screen.draft.question(rundir.host_name(), state),
             lambda _: self._launch(options, plan),
         )
 
@@ -180,18 +185,20 @@ class Operator:
     def _launch(self, options: Any, plan: Any) -> None:
         """Launches the confirmed `plan`; a plan that has changed since its check is rejected.
 
+        To resume a launch, `plan` is None, because the launch itself has the plan.
         While another launch is starting, only shows a message.
         """
         screen = self._screen
         if self._is_starting():
             return
-        screen.say(f"launching {options.plan} …", "wait")
+        what = options.plan or f"the rest of {options.resume}"
+        screen.say(f"launching {what} …", "wait")
 
         def launched(path: Path) -> None:
-            screen.say(f"launched {options.plan} in {path}; q leaves, the run continues")
+            screen.say(f"launched {what} in {path}; q leaves, the run continues")
             screen.follow(path)
 
         def work() -> Path:
             return self.actions.launch(options, self.actions.who(), plan)
 
-        run_in_background(screen, "launch", work, launched, about=options.plan)
+        run_in_background(screen, "launch", work, launched, about=what)
