@@ -45,7 +45,7 @@ def _past_rows(past: Stored, calm: str, width: int, height: int, now: float) -> 
     when = f"{begun} to {ended}" if past.end_ts else f"{begun}, no end recorded"
     sentence = verdict.sentence.replace(f"; {verdict.action.partition('; ')[0]}", "")
     said = [*wrap(f"{calm}; last stall: {when}", room), *wrap(sentence, room)]
-    end = wrap(f"ended: {past.end}", room, 2) if past.end else []
+    end = wrap(f"ended: {past.end}", room, 2 if height > 4 else 1) if past.end else []
     return labelled((VERDICT, "title"), [*said[: max(1, height - len(end))], *end][:height], "dim")
 
 
