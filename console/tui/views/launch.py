@@ -247,7 +247,7 @@ class Launch(Scrolls, View):
     def do_toggle(self) -> None:
         """Changes the value under the cursor, or opens a field if a value must be typed."""
         item = self._chosen()
-        if item is None:
+        if item is None or self._is_fixed(item):
             return
         if item.flag is None:
             self.draft.between = "go" if self.draft.between == "ask" else "ask"
@@ -259,8 +259,27 @@ class Launch(Scrolls, View):
         else:
             self.do_open()
 
+    def _is_fixed(self, item: flag_list.Item) -> bool:
+        """Returns whether the flag can no longer be changed; if so, also shows a message."""
+        live, ended = (
+            live_launch(self.snapshot),
+            self.snapshot and self._without_plan(self.snapshot),
+        )
+        why = ""
+        if live is not None and not live[1].rest:
+            why = f"{live[1].id} has no next phase: a changed flag would have no effect"
+        elif ended and item.flag is not None:
+            why = f"{ended[1].current} has ended, and its plan has no file; o chooses a plan"
+        if why:
+            self.console.say(why, "error")
+        return bool(why)
+
     def do_phases(self) -> None:
         """Switches changed flags between the next phase and all later phases."""
+        if live_launch(self.snapshot) is None:
+            self.console.say("v works only while a launch runs: a new launch has these flags "
+                             "in all its phases", "error")  # fmt: skip
+            return
         self._later = "next" if self._later == "all" else "all"
         self.fill()
 
@@ -279,6 +298,8 @@ class Launch(Scrolls, View):
         item = self._chosen()
         if item is None or item.flag is None:
             self.do_toggle()
+            return
+        if self._is_fixed(item):
             return
         name, live = item.flag.name, live_launch(self.snapshot)
         hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.key.help}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from console.model import Alert, Verdict
+from console.model import Alert, Gate, Verdict
 from console.sources import launches
 from console.sources.launches import launch_id
 from console.sources.run import RunSource
@@ -161,3 +161,39 @@ async def test_another_launch_that_runs_is_the_first_alert_of_an_ended_one(tmp_p
         await play(pilot, "a", "…! CRIT crashed")
     async with driven(app_on(recorded.running(), root=tmp_path)) as (app, _):
         assert "another launch" not in recorded.picture(app)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_an_ended_launch_whose_plan_has_no_file_shows_its_own_phases_and_gates(
+    tmp_path, size
+):
+    gates = (Gate("no_stall", 1.0, "stalls", "run", "events", "yes", "fail"),)
+    held = recorded.launch("ended", plan="tiny_cpu", phases=recorded.phases(1, "crashed"))
+    async with driven(app_on(ended(launch=held, gates=gates), root=tmp_path), size) as (app, pilot):
+        await play(pilot, "2", "…✗ no_stall", "…1-plumbing", "…command of phase 1-plumbing",
+                   "…crashed", "…o chooses a plan", "…0.001")  # fmt: skip
+        shown = recorded.picture(app)
+        assert "would be rejected" not in shown
+        await play(pilot, "enter", "…its plan has no file; o chooses a plan")
+        assert app.overlay is None
+        app.draft.choose("cpu_smoke")
+        await play(pilot, "…plan cpu_smoke", "…gates of " + held.id)
+
+
+async def test_a_key_that_can_change_no_flag_says_so_before_anything_is_typed():
+    last = recorded.running(launch=recorded.launch(phase=2, phases=recorded.phases(2)))
+    async with driven(app_on(last)) as (app, pilot):
+        await play(pilot, "2", "…no phase left", "enter", "…has no next phase")
+        assert app.overlay is None
+        await play(pilot, "1", "…now ──")
+        assert "has no next phase" not in recorded.picture(app)
+    async with driven(app_on(recorded.crashed())) as (app, pilot):
+        await play(pilot, "2", "…✓ python", "v", "…v works only while a launch runs")
+
+
+async def test_the_checks_below_gates_use_all_lines_of_the_view(tmp_path):
+    gates = tuple(Gate(f"gate{n}", 1.0, "", "run", "x", "yes", "pass") for n in range(3))
+    async with driven(app_on(ended(gates=gates), root=tmp_path), (120, 40)) as (app, pilot):
+        await play(pilot, "2", "…✓ python")
+        await recorded.settled(pilot)
+        assert recorded.lines(app)[-3].strip(), recorded.picture(app)
