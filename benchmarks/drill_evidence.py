@@ -37,9 +37,9 @@ def collected(path: Path) -> Inputs | None:
     """Returns the inputs from a stalled launch, or None if no rank can stall now."""
     source = OfflineRun(path)
     ranks = _ranks(source)
-    if not ranks or source.of is None:
+    if not ranks:
         return None
-    evidence = collect(source.of[0], ranks)
+    evidence = collect(source.run, ranks)
     found = Inputs(_ranks(source), source.watch, time.time(), evidence)
     return found if moment_of(found.ranks, found.watch, found.ts) else None
 
@@ -47,13 +47,12 @@ def collected(path: Path) -> Inputs | None:
 def _ranks(source: OfflineRun) -> tuple[RankEvidence, ...]:
     """Returns the ranks of a live run, or (). A rank without a phase counts as never changed."""
     now = source.poll()
-    if now is None or source.of is None or source.over:
+    if now is None or source.over:
         return ()
-    run = source.of[0]
-    since_s = time.time() - (run / rundir.RUN).stat().st_mtime
+    since_s = time.time() - (source.run / rundir.RUN).stat().st_mtime
     return tuple(
         each if each.phase else replace(each, unchanged_s=since_s, doubt="")
-        for each in ranks_of(source.state, run, now)
+        for each in ranks_of(source.state, source.run, now)
     )
 
 

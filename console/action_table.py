@@ -164,7 +164,8 @@ TABLE: tuple[Action, ...] = (
     Action(
         "ack", "Acknowledge an alert.", ("run",),
         (Argument("alert", "ID", _text(80), "id of the alert, from `status --json`"),),
-        cost=("keeps", "the alert, at level info"), key="A", weight=2,
+        cost=("keeps", "all work (the alert stays, at level info)"), key="A", weight=2,
+        neutral=True,
     ),
     Action(
         "note", "Write a sentence into the events of the run or launch.", ("run", "launch"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shlex
@@ -51,6 +52,8 @@ class Prepared:
     """Facts about the training, each with a label and a text."""
     assumed: str = ""
     """The GPUs that the checks assumed, or ""; a launch with assumed GPUs cannot begin."""
+    is_numbered: bool = True
+    """True if the directory is named after the time; False if it was given with --run-dir."""
 
     @property
     def ok(self) -> bool:
@@ -100,9 +103,10 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
         raise RefusedError("the working directory does not exist: cd to one that exists") from None
     plan, flag_origins, set_origins = _plan(options, said)
     directory = _directory(options, plan.name)
-    name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
+    is_numbered = options.run_dir is None
     spec = LaunchSpec(
-        name, plan, who(), flag_origins, set_origins,
+        _id(plan, directory) if is_numbered else directory.name,
+        plan, who(), flag_origins, set_origins,
         launch_spec.host_facts(), launch_spec.git_facts(catalog.PROJECT),
         operator=settings_file.load(),
     )  # fmt: skip
@@ -120,7 +124,7 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     if measured := {key: value for check in checks for key, value in check.figures.items()}:
         spec = replace(spec, host={**spec.host, "measured": measured})
     facts = launch_facts.facts(options.root, phases)
-    return Prepared(plan, directory, phases, checks, spec, facts, options.assume_gpus)
+    return Prepared(plan, directory, phases, checks, spec, facts, options.assume_gpus, is_numbered)
 
 
 def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
@@ -139,14 +143,26 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 
 
 def begin(prepared: Prepared, by: str) -> Path:
-    """Starts a prepared launch and returns its directory; raises the same errors as `launch`."""
+    """Starts a prepared launch and returns its directory; raises the same errors as `launch`.
+
+    If another launch has taken a directory that is named after the time, the next name is used.
+    """
     if prepared.assumed:
         raise UsageError("--assume-gpus is only for check and --dry-run, so nothing was launched")
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))
-    launcher.start(prepared.directory, replace(prepared.spec, by=by))
-    return prepared.directory
+    directory, spec = prepared.directory, replace(prepared.spec, by=by)
+    while True:
+        try:
+            launcher.start(directory, spec)
+        except launcher.TakenError:
+            if not prepared.is_numbered:
+                raise
+            directory = _new_directory(prepared.directory.parent)
+            spec = replace(spec, launch=_id(prepared.plan, directory))
+        else:
+            return directory
 
 
 def _plan(
@@ -259,16 +275,26 @@ def _script(phase: Phase, folder: Path) -> str:
 
 def _directory(options: LaunchOptions, plan: str) -> Path:
     """Returns the directory of the launch: `--run-dir`, or a new one named after the UTC time."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    path = options.run_dir or options.root / plan / stamp
+    path = options.run_dir or options.root / plan
     try:
-        again = 1
-        while path.exists() and options.run_dir is None:
-            again += 1
-            path = options.root / plan / f"{stamp}-{again}"
+        if options.run_dir is None:
+            return _new_directory(path)
+        path.exists()
     except OSError as error:
         raise UsageError(f"{path} cannot be used as a directory: {error.strerror}") from None
     return path
+
+
+def _new_directory(folder: Path) -> Path:
+    """Returns a path in `folder` that does not exist, named after the UTC time. Raises OSError."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    return next(path for name in names if not (path := folder / name).exists())
+
+
+def _id(plan: Plan, directory: Path) -> str:
+    """Returns the id of a launch whose directory is named after the time."""
+    return f"{plan.name}-{directory.name}"
 
 
 def _run_record(spec: LaunchSpec, index: int, directory: Path) -> Mapping[str, Any]:

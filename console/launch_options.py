@@ -13,8 +13,8 @@ from console.sources import launches
 class LaunchOptions:
     """The choices of an operator for a launch; an empty choice leaves the plan as it is.
 
-    The plan has one of four sources: its name, a YAML file, a `config` with a trainer of `TRAINERS`
-    (the plan then has a single phase), or the launch `resume` (its options and remaining phases).
+    `plan` is the name or the YAML file of a plan. Two choices replace it: a `config`, with which
+    `trainer` trains in a single phase, and the ended launch `resume`, whose remaining phases run.
     """
 
     plan: str = ""

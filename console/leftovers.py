@@ -7,6 +7,7 @@ supervisor is dead. The row `end-leftovers` of docs/decisions.md lists the sourc
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -57,14 +58,14 @@ def _why_not(run: Path, token: str) -> str:
         rundir.read_json(path, below=run.parent) or {}
         for path in (run / rundir.SUPERVISOR, run.parent / rundir.PLAN_STATE)
     )
+    stop = f"stop the run with {process.program()} stop {shlex.quote(str(run))}"
     if liveness.is_locked(run.parent):
-        stop = f"stop the run with {process.program()} stop"
         return f"a supervisor has the lock of {run.parent}; {stop}"
     for named in (own, jsonl.mapping(plan, "supervisor")):
         if not named or named.get("host") != rundir.host_name():
             return f"the supervisor of {run} is not known on this host"
         if rundir.is_alive(named) or rundir.is_alive(jsonl.mapping(named, "child")):
-            return f"the supervisor of {run} is alive; stop it with {process.program()} stop"
+            return f"the supervisor of {run} is alive; {stop}"
     return ""
 
 

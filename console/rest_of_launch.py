@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from console.plan import Phase, Plan
 from console.plans import gate_check
 from console.sources import launches, liveness
 from console.sources.run import RunSource
-from console.supervisor import cross_check, former_documents, launch_spec
+from console.supervisor import cross_check, former_documents, launch_spec, run_files
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 RESUME = "resume"
 """The origin of the setting `checkpoint.resume`."""
+FROM_STEP = "checkpoint.from_step"
 
 
 def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
@@ -50,10 +52,52 @@ def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
     phases, by_operator = _with_operator_flags(top, old.plan, index, state)
     run, origins = top / f"{index}-{phases[0].name}", dict(old.set_origins)
     if phases[0].is_ours and RunSource(run).poll().checkpoint:
-        resume = {"checkpoint.resume": str(run.absolute())}
-        phases[0] = replace(phases[0], set={**phases[0].set, **resume})
-        origins["checkpoint.resume"] = RESUME
+        given = {key: value for key, value in phases[0].set.items() if key != FROM_STEP}
+        phases[0] = replace(phases[0], set={**given, gate_check.RESUME: str(run.absolute())})
+        origins[gate_check.RESUME] = RESUME
     return replace(old.plan, phases=tuple(phases)), {**old.flag_origins, **by_operator}, origins
+
+
+def start_words(phase: Mapping[str, Any]) -> str:
+    """Returns from which step a phase starts; `phase` is a preview of its run.json."""
+    name, settings = phase["phase"], phase["settings"]
+    if not settings:
+        return f"starts {name}, a foreign program, again"
+    run = Path(settings[gate_check.RESUME]["value"])
+    step = settings[FROM_STEP]["value"] or run_files.newest_checkpoint(run)
+    if not settings[gate_check.RESUME]["value"] or step == 0:
+        return f"starts {name} at step 1: it has no checkpoint"
+    launch = launches.launch_id(run.parent)
+    if step is None:
+        return f"resumes {name} from the newest verified checkpoint of {launch}"
+    is_left = step < (phase["steps_planned"] or step + 1)
+    at = f"at step {step + 1}" if is_left else "with no step left"
+    return f"resumes {name} {at} from the checkpoint of step {step} of {launch}"
+
+
+def continued_words(path: Path, root: Path) -> str:
+    """Returns which launch below `root` continues the launch at `path`, or "" if none does.
+
+    If several do, directly or one after the other, the newest is named.
+    """
+    top, newest = launches.launch_of(path) or path, None
+    chain = {os.path.realpath(top)}
+    for each in reversed(launches.launches(root)):
+        stored = rundir.read_json(each / rundir.PLAN) or {}
+        sets = [jsonl.mapping(phase, "set") for phase in jsonl.entries(stored, "phases")]
+        runs = [Path(run) for given in sets if (run := jsonl.text(given, gate_check.RESUME))]
+        if any(os.path.realpath(run.parent) in chain for run in runs):
+            chain.add(os.path.realpath(each))
+            newest = each
+    if newest is None:
+        return ""
+    source = RunSource(newest)
+    state = source.poll()
+    phase = source.run_path.name.partition("-")[2] if source.run_path else "its first phase"
+    return (
+        f"{launches.launch_id(top)} is already continued by {launches.launch_id(newest)}, which is "
+        f"{state.state} at step {state.step or 0} of {phase}"
+    )
 
 
 def _with_operator_flags(

@@ -75,9 +75,10 @@ def nsa_attention(
     with a cache are a block of a prefill, and all tokens without a cache are a training forward.
 
     `cu_seqlens` are the offsets 0, …, S of documents packed in the sequence; each document is
-    computed as if it were alone. With a cache, the first document continues the cached document
-    (offsets 0, 0, … end the cached document), and the last document stays in the cache. Raises
-    ValueError for shapes, dtypes, lengths and a cache that do not fit.
+    computed as if it were alone. With a cache, the first document continues the cached document,
+    and the last document stays in the cache. To end the cached document instead of continuing it,
+    begin with an empty document: offsets 0, 0, …. Raises ValueError for shapes, dtypes, lengths and
+    a cache that do not fit.
     """
     _check_shapes(q, k, v, gates)
     _check_positions(q.shape[2], k[0].shape[2], first, cu_seqlens is not None, cache)

@@ -27,6 +27,11 @@ LONGEST = (
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config):
+    # pytest resets the filter that `trainers.checkpoint` sets.
+    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled:UserWarning")
+
+
 def pytest_collection_modifyitems(items):
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))

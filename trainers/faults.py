@@ -29,7 +29,6 @@ from trainers.sequences import RankRows, Source
 EXIT_CODE = 7
 WRITTEN_S = 10.0
 """Longest wait for the record of a drill to be written before the drill happens."""
-MUTEX_BYTES = 64
 _leaked: list[bytes] = []
 
 
@@ -128,7 +127,7 @@ def _spin(amount: float, _member: Member) -> None:
 
 def _hold_gil(amount: float, _member: Member) -> None:
     """Holds the GIL and waits for a mutex that it has locked; no signal handler ends this wait."""
-    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(MUTEX_BYTES)
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # at least a mutex
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))

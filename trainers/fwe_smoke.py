@@ -1,7 +1,8 @@
 """`python -m trainers.fwe_smoke` measures how fast FineWeb-Edu is read, without training.
 
-It prints the tokens per second, and two percentiles of the time of a fetch. The exit code
-is 0, 12 if no data comes, or 13 for a wrong option. For 12 and 13, a sentence on stderr says why.
+It prints the tokens per second, and two percentiles of the time of a fetch. The exit code is 0, 12
+if the data are missing, damaged or late, or 13 for a wrong option. For 12 and 13, a sentence on
+stderr says why.
 """
 
 from __future__ import annotations

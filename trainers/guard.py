@@ -39,12 +39,12 @@ def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
     return norm, (~torch.isfinite(norm)).to(torch.float32)
 
 
-def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
-    """Steps the optimizer unless `nonfinite` is 1, then deletes the gradients."""
+def optimise(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
+    """Steps the optimizer unless `skipped` is 1 (non-finite or a spike); deletes the gradients."""
     if optimizer.defaults.get("fused"):
-        optimizer.found_inf = nonfinite  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.step()
-    elif not nonfinite.item():
+    elif not skipped.item():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -69,8 +69,8 @@ def dead_parameters(model: nn.Module) -> list[str]:
 class Spikes:
     """Detects steps whose gradient norm is far above earlier norms, without waiting for the GPU.
 
-    The detection uses the norm, which is the same on every rank before the optimizer runs. With
-    `sigmas` 0 nothing is detected. The window contains the last finite norms; in place of a spike
+    All ranks have the same norm, so they detect the same spikes. With `sigmas` 0 nothing is
+    detected. The window contains the last finite norms; in place of a spike
     it contains the limit that the spike exceeded. So one spike changes the limit little, and after
     a lasting rise of the norm the limit grows until the new level is accepted.
     """

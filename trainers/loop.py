@@ -45,8 +45,9 @@ def train(settings: Settings, member: Member, report: Report) -> str:
         )  # fmt: skip
         reason = run_steps(training)
         count_skipped(training, training.reduction.finish(include_newest=True))
-        save_final(training)
-        if reason not in (DONE, RIGHT_REACHED):
+        halted = reason not in (DONE, RIGHT_REACHED)
+        save_final(training, halted)
+        if halted:
             training.phases.enter(report.steps_done, "halt")
             report.record_event("halt", report.steps_done, f"halted: {reason}", reason=reason)
     except torch.OutOfMemoryError:
@@ -255,15 +256,16 @@ def save(t: Training, step: int) -> None:
     t.report.paused(time.perf_counter() - began)
 
 
-def save_final(t: Training) -> None:
-    """Waits for a background save, then saves the final checkpoint if `checkpoint.at_end` is set.
+def save_final(t: Training, halted: bool) -> None:
+    """Waits for a background save, then saves the final checkpoint.
 
-    Exports this checkpoint if `checkpoint.export` is set. Raises CheckpointError.
+    Without `checkpoint.at_end`, only a halted training saves. Exports the checkpoint if
+    `checkpoint.export` is set. Raises CheckpointError.
     """
     step = t.report.steps_done
     t.phases.enter(step, "save")
     report_save(t, step, *t.saver.collect(wait_s=None))
-    if t.settings.checkpoint.at_end:
+    if t.settings.checkpoint.at_end or halted:
         saved = t.saver.save(position(t))
         report_save(t, step, saved)
         if t.settings.checkpoint.export and t.parallel.rank == 0:

@@ -165,7 +165,7 @@ class CheckpointSettings:
     """The checkpoints to write, and the checkpoint to start from."""
 
     every: int = key(0, "Steps between checkpoints; 0: none before the end.")
-    at_end: bool = key(True, "Save when the run ends or is halted.")
+    at_end: bool = key(True, "Save after the last step; a halted run always saves.")
     keep_last: int = key(3, "Number of newest checkpoints to keep.", 1, 1 << 20)
     keep_every: int = key(0, "Also keep the checkpoint of every N-th step forever; 0: none.")
     background: Literal["auto", "on", "off"] = key("auto", "Save while training; auto: on GPUs.")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any, NoReturn, TypeVar
 
-from console import actions, targets
+from console import actions, rest_of_launch, targets
 from console.action_table import ACTIONS
 from console.actions import LaunchOptions
 from console.commands.output import print_error, print_line, show
@@ -20,7 +20,7 @@ from console.sources import launches
 from console.sources.process import program
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from trainers.contract.errors import ContractError, UsageError
+from trainers.contract.errors import ContractError, RefusedError, UsageError
 
 SPARE_S, SOON_S = 1.0, 2.0
 """If no answer comes within `SOON_S`, a message names stopped processes of the supervisor."""
@@ -63,14 +63,19 @@ def launch(options: argparse.Namespace) -> int:
 def resume(options: argparse.Namespace) -> int:
     """Launches the rest of an ended launch: its phases from the first that did not pass."""
     path = launches.find(options.run, options.root, act=True)
+    if text := rest_of_launch.continued_words(path, options.root):
+        if not (options.yes or options.dry_run):
+            raise RefusedError(f"{text}; resume that launch, or add --yes to resume this one")
+        print_error(f"warning: {text}")
     return _begin(LaunchOptions(resume=path, root=options.root), options)
 
 
 def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
     chosen = replace(chosen, measure=False) if options.dry_run else chosen
     prepared = actions.prepare(chosen, print_error)
+    start = [rest_of_launch.start_words(prepared.phases[0])] if chosen.resume else []
     if options.dry_run:
-        show(options.json, prepared.as_dict(), prepared.lines())
+        show(options.json, prepared.as_dict(), [*prepared.lines(), *start])
         return 0 if prepared.ok else 1
     for check in prepared.checks:
         if prepared.ok and check.result == "unknown":
@@ -80,10 +85,12 @@ def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
     if options.wait:
         if not options.json:
             print_line(f"launched {name} in {path}; ctrl+c leaves, the run continues")
+            for text in start:
+                print_line(f"{name} {text}")
         return follow(RunSource(path), options.json)
     known = chosen.run_dir is None and options.root == launches.ROOT
     line = f"launched {name} in {path}; to follow it: {program()} watch {name if known else path}"
-    show(options.json, {"id": name, "path": str(path)}, [line])
+    show(options.json, {"id": name, "path": str(path)}, [line, *(f"{name} {x}" for x in start)])
     return 0
 
 
@@ -138,6 +145,8 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
             f"the file system of {path} does not answer {limit}: {delivery} when the file system "
             "answers"
         ) from None
+    except EOFError:
+        raise ContractError(f"the process that accesses {path} died: {delivery}") from None
     if event is None:
         raise ContractError(
             f"no answer to {action} {limit}{of}; the request remains and may still be executed; "
@@ -153,7 +162,7 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
 def within(limit_s: float, work: Callable[[], T]) -> T:
     """Runs `work` in a child process, because a disk may hang; returns its result.
 
-    Raises the error of `work`, or ContractError if the child dies.
+    Raises the error of `work`, or EOFError if the child dies.
 
     A process that waits for a hung file system may survive KILL. So after `limit_s` seconds this
     function sends KILL and raises TimeoutError, and does not wait for the child.
@@ -167,10 +176,6 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
         if not reading.poll(limit_s):
             raise TimeoutError
         result, error = reading.recv()
-    except EOFError:
-        raise ContractError(
-            "the process that sends the request died: delivery unknown; send the request again"
-        ) from None
     except BaseException:
         os.kill(child, signal.SIGKILL)
         raise

@@ -22,7 +22,7 @@ MAX_SENTENCE_CHARS = 400
 
 
 class OutputError(ContractError):
-    """Standard output cannot be written; the action itself succeeded."""
+    """Standard output cannot be written. An action was executed or answered before this error."""
 
     exit_code = 6
 

@@ -219,9 +219,10 @@ QUERIES: tuple[Command, ...] = (
             "and every gate passed or has an override.\n", "query.check"),
     Command("compare", "Compare the variants of the sweeps in a launch.",
             ("compare latest", "compare latest --json"), (_run("LAUNCH"),),
-            "A sweep is a phase of the plan with variants and rounds, see docs/plans.md. Variants\n"
-            "are called different only if their difference is significant. If runs differ in\n"
-            "more than the flags and settings of their variants, their sweep is not compared.\n"
+            "A sweep is a phase of the plan with variants and rounds, see docs/plans.md.\n"
+            "Variants are called different only if their difference is significant. If runs\n"
+            "differ in more than the flags and settings of their variants, their sweep is not\n"
+            "compared.\n"
             "Exit code 0: all sweeps were compared; 1: at least one sweep was not.\n",
             "query.compare"),
     Command("report", "Print the report of a launch or run as Markdown.",
@@ -289,7 +290,7 @@ DRILL = Command(
         option("--list", action="store_true", help="list the faults and start nothing"),
         option("--rank", type=at_least(0, "a rank; ranks count from 0"), metavar="R",
                help="rank that has the fault (default: the last rank)"),
-        option("--nproc", type=at_least(1, "a number of processes"), default=2, metavar="N",
+        option("--nproc", type=at_least(1, "a number of at least 1"), default=2, metavar="N",
                help="processes of the run, 1-16 (default: %(default)s)"),
         option("--plain", action="store_true",
                help="print one sentence per change, no screen"),
@@ -304,8 +305,12 @@ DRILL = Command(
 )  # fmt: skip
 RESUME = Command(
     "resume", "Launch the rest of an ended launch, with its options.",
-    ("resume latest", "resume latest --dry-run"), (_run("LAUNCH"), WAIT, DRY_RUN),
-    "The new launch begins with the first phase that did not pass, at the newest\n"
+    ("resume latest", "resume latest --dry-run"), (
+        _run("LAUNCH"),
+        option("--yes", action="store_true",
+               help="confirm a launch that another launch already continues"),
+        WAIT, DRY_RUN,
+    ), "The new launch begins with the first phase that did not pass, at the newest\n"
     "verified checkpoint of this phase, if it has one and its trainer is one of this\n"
     "project. The flags that an operator set for the phases apply.\n",
     "control.resume",

@@ -36,12 +36,12 @@ def watchdog(options: argparse.Namespace) -> int:
     halted: set[Path] = set()
     while True:
         now = source.poll()
-        if now is not None and source.of is not None:
+        if now is not None:
             if dog is None or watched != source.of:
                 watched = source.of
                 dog = make_watchdog(source.watch, source.settings, options.halt, options.interval)
             for change in dog.update(now):
-                _report(change, source.of[0], halted, options)
+                _report(change, source.run, halted, options)
         if source.over:
             _print(options.json, {"kind": "end", "text": clean(source.over)})
             return source.exit_code

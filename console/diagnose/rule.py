@@ -39,8 +39,8 @@ class Rule:
 
     A strong action interrupts or ends the run. It needs a value that reaches `severe` (`threshold`
     if `severe` is None), and the second source `corroborate` must confirm the rule. A rule without
-    `corroborate` can only warn or dump. `watchdog --halt` can halt a run by each rule that has an
-    `anomaly`, and then writes this word to `.anomaly_type`.
+    `corroborate` can only warn or dump. `watchdog --halt` can halt a run by a rule that has an
+    `anomaly`, even if the plan gives the rule no action; it writes this word to `.anomaly_type`.
     """
 
     name: str

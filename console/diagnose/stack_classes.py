@@ -179,7 +179,7 @@ def loader_thread(rank: int, stacks: Mapping[int, Stack]) -> tuple[str, bool]:
     A data thread reads the data of the program. The first sign is that the thread's name or one of
     its frames in the program matches `_DATA`. The second sign is that a thread of the same name on
     another rank has filled its queue. The text is "" if no thread has such a sign. If a queue of
-    this rank is full, only threads that have ended count.
+    this rank is full, only missing threads count.
     """
     others = [each for number, stack in stacks.items() if number != rank
               for each in stack.threads[1:]]  # fmt: skip
@@ -193,7 +193,8 @@ def loader_thread(rank: int, stacks: Mapping[int, Stack]) -> tuple[str, bool]:
     for name in missing_threads(stacks).get(rank, ()):
         same = [each for each in others if _name(each) == name]
         if any(map(_reads_data, same)) or name in full:
-            return f"its thread {name} has ended", any(map(_reads_data, same)) and name in full
+            text = f"it lacks the thread {name} of most other ranks"
+            return text, any(map(_reads_data, same)) and name in full
     return "", False
 
 

@@ -72,7 +72,7 @@ class Watchdog:
         settings: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self.rules = with_plan(watch, actions or {})
-        self._watch, self._interval_s = watch, interval_s
+        self.watch, self._interval_s = watch, interval_s
         self._history = History(settings)
         self._states = {rule.name: _State() for rule in self.rules}
         self._mono: float | None = None
@@ -85,7 +85,7 @@ class Watchdog:
         self._history.update(now)
         changes: list[Change] = []
         for rule in self.rules:
-            measured = rule.measure(now, self._history, self._watch)
+            measured = rule.measure(now, self._history, self.watch)
             if measured is not None:
                 changes += self._apply(rule, measured, gap_s, now)
         return changes
@@ -161,7 +161,7 @@ class Watchdog:
 
     def _act_s(self, limit_s: float) -> float:
         """Returns the duration of a stall after which a strong action is due."""
-        return max(STRONG_TIMES * limit_s, self._watch.stall_act_s)
+        return max(STRONG_TIMES * limit_s, self.watch.stall_act_s)
 
     @property
     def stall_action(self) -> str:
@@ -170,7 +170,7 @@ class Watchdog:
 
     def stall_policy(self) -> str:
         """Returns the action on a stall, and when the action is due, in words."""
-        limit_s, action = self._watch.stall_floor_s, self.stall_action
+        limit_s, action = self.watch.stall_floor_s, self.stall_action
         text = f"on stall ({limit_s:g} s): alert"
         if action in STRONG:
             return f"{text}, and {self._act_s(limit_s) - limit_s:g} s later {action}"

@@ -135,7 +135,7 @@ def _kept_bytes(case: Case, index: int) -> int:
 
 
 def directory(case: Case) -> Found:
-    """Checks that the launch can create its directory, and that not every user can rename it."""
+    """Checks that the launch can create its directory, and that its parents are protected."""
     try:
         access.check_parents(case.directory)
     except RefusedError as error:

@@ -25,7 +25,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError
 
 RESUME = "checkpoint.resume"
-FULL = "run nsa-console check --full"
+FULL = "run nsa-console check RUN --full"
 
 
 def poll_confirmed(source: RunSource, former: bool = True) -> RunState:

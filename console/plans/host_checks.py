@@ -28,6 +28,7 @@ SHM_PER_RANK = 1 << 20
 NCCL_SHM_PER_RANK = 64 << 20
 """Approximate size of NCCL's buffers in /dev/shm."""
 TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
+TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b")
 SUPERVISOR = "console.supervisor"
 END = "check PLAN --end-leftovers"
 MAX_SHOWN, MAX_COMMAND = 8, 4096
@@ -51,12 +52,32 @@ def python(_case: Case) -> Found:
 
 
 def cores(case: Case) -> Found:
-    """Warns if the largest phase has more ranks than this process may use cores."""
-    cores = len(os.sched_getaffinity(0))
-    text = f"{case.nproc} processes on {cores} cores"
-    if case.nproc > cores:
+    """Warns if the ranks of the largest phase and of other trainings exceed the usable cores."""
+    cores, others = len(os.sched_getaffinity(0)), _living_ranks(case.root / "proc")
+    of_others = f" and {others} of other trainings" if others else ""
+    text = f"{case.nproc} processes{of_others} on {cores} cores"
+    if case.nproc + others > cores:
         return "unknown", f"{text}: they share cores and run slower"
     return "pass", text
+
+
+def _living_ranks(proc: Path) -> int:
+    """Returns the number of ranks of other trainings, as far as this user can see them.
+
+    The children of a rank have its environment, so ranks are counted by their number. A trainer
+    without a number is a rank of its own, unless its command is torchrun.
+    """
+    found = set[object]()
+    for folder in proc.glob("[0-9]*"):
+        pid, command = int(folder.name), _command(folder)
+        variables = process.environment(pid, str(proc))
+        is_trainer = TRAINER.search(command) is not None
+        if "RANK" in variables and (is_trainer or environ.TOKEN in variables):
+            training = variables.get(environ.TOKEN) or variables.get("MASTER_PORT")
+            found.add((training, variables["RANK"]))
+        elif is_trainer and not TORCHRUN.search(command):
+            found.add(pid)
+    return len(found)
 
 
 def memory(case: Case) -> Found:
@@ -164,16 +185,17 @@ def leftovers(case: Case) -> Found:
     if not found:
         return "pass", "no trainer runs without a supervisor"
     on_gpu = [pid for pid in found if case.plan.gpus and opened_by(pid, str(proc))]
-    pids = " ".join(map(str, (on_gpu or found)[:MAX_SHOWN]))
-    if on_gpu:
-        text = (
-            f"trainers without a supervisor have GPUs open: kill {pids}, or {END}, or wait for them"
-        )
-        return "fail", text
-    text = (
-        f"trainers without a supervisor share this machine: pid {pids}; end them with kill or {END}"
+    dead, others = list[int](), list[int]()
+    for pid in on_gpu or found:
+        (others if liveness.why_foreign(*_run_of(pid, str(proc))) else dead).append(pid)
+    texts = (
+        (dead, f"of a dead supervisor: {END} ends them"),
+        (others, "of no launch of yours (started by hand?): wait for them, or ask their owner"),
     )
-    return "unknown" if case.plan.gpus else "pass", text
+    parts = [f"pid {' '.join(map(str, pids[:MAX_SHOWN]))} {text}" for pids, text in texts if pids]
+    what = "have GPUs open" if on_gpu else "share this machine"
+    result: Result = "fail" if on_gpu else "unknown" if case.plan.gpus else "pass"
+    return result, f"trainers without a supervisor {what}: {'; '.join(parts)}"
 
 
 def unsupervised(proc: Path) -> list[int]:
@@ -193,9 +215,13 @@ def _is_supervised(pid: int, proc: str, commands: dict[int, str]) -> bool:
     """Returns whether a process descends from a supervisor, or a supervisor adopted its run."""
     if any(SUPERVISOR in commands.get(each, "") for each in procfs.lineage(pid, proc)):
         return True
+    return liveness.is_adopted(*_run_of(pid, proc))
+
+
+def _run_of(pid: int, proc: str) -> tuple[Path, str]:
+    """Returns the run directory and the token in the environment of a process; each may be ""."""
     variables = process.environment(pid, proc)
-    run, token = variables.get(environ.RUN_DIR, ""), variables.get(environ.TOKEN, "")
-    return liveness.is_adopted(Path(run), token)
+    return Path(variables.get(environ.RUN_DIR, "")), variables.get(environ.TOKEN, "")
 
 
 def code(case: Case) -> Found:
@@ -254,7 +280,9 @@ def at_logout(root: Path, uid: int, user: str) -> Found:
         return "pass", "no systemd-logind here"
     try:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)
-    except (OSError, subprocess.SubprocessError):
+    except OSError as error:
+        return "unknown", f"not available: busctl cannot be run: {error.strerror}"
+    except subprocess.SubprocessError:
         return "unknown", "not available: systemd-logind does not answer busctl"
     answers = done.stdout.splitlines()
     if len(answers) != 2 or not {*answers} <= {"b true", "b false"}:

@@ -53,8 +53,8 @@ TABLE: tuple[Row, ...] = (
     Row("gpus", gpu_checks.gpus, DRIVER),
     Row("driver", gpu_checks.driver, DRIVER), Row("gpu memory", config_checks.gpu_memory, DRIVER),
     Row("nccl", gpu_checks.nccl, PLAN), Row("leftovers", host_checks.leftovers, PROCESSES),
-    Row("cores", host_checks.cores), Row("memory", host_checks.memory), Row("shm", host_checks.shm),
-    Row("limits", host_checks.limits), Row("ports", host_checks.ports),
+    Row("cores", host_checks.cores, PROCESSES), Row("memory", host_checks.memory),
+    Row("shm", host_checks.shm), Row("limits", host_checks.limits), Row("ports", host_checks.ports),
     Row("clock", host_checks.clock, DISK), Row("disk", config_checks.disk, DISK),
     Row("directory", config_checks.directory, DISK), Row("data", config_checks.data, DATA),
     Row("code", host_checks.code), Row("shell", host_checks.shell),
@@ -128,8 +128,8 @@ def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check
 
 MEASURED = ("matmul", "all-reduce", "first batch", "causality", "parity")
 MEASURE_S, SPARE_S, ENDING_S = 300.0, 5.0, 1.0
-"""Time limit of all rows together, extra time before `timeout` ends their processes, and longest
-wait for the end of a killed process."""
+"""Time limit of all measurements together, extra time before `timeout` ends their processes, and
+longest wait for the end of a killed process."""
 ANSWER_BYTES, LOG_BYTES, MAX_TEXT = 1 << 18, 1 << 12, 600
 MODULE = "trainers.device_probe"
 

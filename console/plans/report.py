@@ -337,7 +337,9 @@ def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
         rows += [(each.name, f"gate {gate.name}", gate.why) for gate in each.state.gates
                  if gate.result == "unknown"]  # fmt: skip
         if lacking := [name for name in FIGURES if each.figures[name] is None]:
-            rows.append((each.name, ", ".join(lacking), "no record, or records are missing"))
+            rows.append(
+                (each.name, ", ".join(lacking), "no value recorded, or records are missing")
+            )
         if not each.state.gpus:
             rows.append((each.name, "use, power and memory of GPUs", "no sample has a GPU"))
         if each.state.skipped_records:

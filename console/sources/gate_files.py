@@ -143,4 +143,4 @@ def _size(folder: Path, run: Path) -> tuple[int, str]:
         if not stat.S_ISREG(status.st_mode) or status.st_size != listed:
             return 0, f"{folder.name}: {clean(name, 80)} has another size than in its manifest"
         total += status.st_size
-    return total, "" if files else f"{folder.name} has no readable manifest"
+    return total, "" if files else f"{folder.name} has no readable manifest with files"

@@ -1,6 +1,6 @@
-"""Reads all GPUs of this host once, in a child process, because a call may hang in the driver.
+"""Reads the GPUs that NVML finds on this host, once, in a child process: a call may hang.
 
-KILL does not end a process that hangs in the driver, so its end is not awaited for long.
+KILL does not end a process that hangs in the driver, so the parent waits only `KILLED_S` for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All GPUs of a host. `cuda` is the newest CUDA that the driver supports, or (0, 0)."""
+    """The GPUs that NVML finds. `cuda` is the newest CUDA that the driver supports, or (0, 0)."""
 
     cards: tuple[Card, ...] = ()
     driver: str = ""

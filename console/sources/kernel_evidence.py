@@ -1,9 +1,10 @@
 """Reads the kernel's evidence about one process, for example the object that it waits for.
 
-The only sources are /proc and the cgroup file systems, and no read can block. The holder of a file
+The only sources are /proc and the cgroup file systems. The files of the process are not opened, so
+a file system that does not answer does not block the reader. The memory of the process is not read,
+although it contains the path of an `open` and the descriptors of a `poll`. The holder of a file
 lock is found in /proc/locks, by the pid of the waiting process. If a process asks for a lock again
-and again, the holder is found by the inode of a file that the process has open. The memory of the
-process is not read, although it contains the path of an `open` and the descriptors of a `poll`.
+and again, the holder is found by the inode of a file that the process has open.
 """
 
 from __future__ import annotations
@@ -281,7 +282,7 @@ def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
 
 
 def _locks_of_others(pid: int) -> dict[int, int]:
-    """Returns for each inode with a POSIX lock a holder of the lock other than `pid`."""
+    """Returns, by inode, a process other than `pid` that has a POSIX lock of this inode."""
     lines = map(_LOCK.match, read_text("/proc/locks", TABLE_BYTES).splitlines())
     return {
         int(found[5]): int(found[4]) for found in lines

@@ -95,7 +95,7 @@ def run_directories(launch: Path) -> list[Path]:
 
 def launches(root: Path = ROOT) -> list[Path]:
     """Returns the launches in `root` (`<plan>/<stamp>/` or `<name>/`), the newest first."""
-    return [each.path for each in _all(root)]
+    return [each.path for each in _known_in(_directories(root))]
 
 
 def bare_runs(root: Path = ROOT) -> list[Path]:
@@ -127,10 +127,6 @@ def _bare(directories: Iterable[tuple[Path, list[str]]]) -> list[tuple[float, Pa
                 status = path.lstat()
                 found.setdefault((status.st_dev, status.st_ino), (status.st_mtime, path))
     return list(found.values())
-
-
-def _all(root: Path) -> list[KnownLaunch]:
-    return _known_in(_directories(root))
 
 
 def _known_in(directories: Iterable[tuple[Path, list[str]]]) -> list[KnownLaunch]:
@@ -172,7 +168,7 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     there = path.is_dir()
     if there and (is_launch(path) or is_run(path)):
         return path
-    known = _all(root)
+    known = _known_in(_directories(root))
     if name == "latest":
         return _latest(known, root, act)
     wanted, _, phase = name.partition("/")

@@ -232,7 +232,10 @@ def living_in(run: Path) -> str:
 
 
 def is_locked(launch: Path) -> bool:
-    """Returns whether a process of this host holds the lock of a launch directory."""
+    """Returns whether a process holds the lock of a launch directory.
+
+    Returns False if no lock file can be opened, and True if flock fails for any reason.
+    """
     fd = jsonl.open_regular(launch / rundir.LOCK)
     if fd is None:
         return False

@@ -1,9 +1,9 @@
 """Reads processes from /proc and signals them through pidfds.
 
-psutil is not used, because it reads three files per process instead of one, and because it scans
-all processes to find the children of a process. A process is identified by pid and start time. The
-pidfd of a `Handle` is opened before the identity is checked, so that its signals never reach a
-reused pid.
+A process is identified by pid and start time. The pidfd of a `Handle` is opened before the identity
+is checked, so that its signals never reach a reused pid. psutil is not used: it sends signals by
+pid, has no exit code of a process that is not a child, and scans all processes to find the children
+of one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def program() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """One sample of a process: the kernel's state letter or "gone", CPU in % of one core."""
+    """One sample of a process: the kernel's state letter or "gone", CPU (% of one core), memory."""
 
     state: str = GONE
     cpu_pct: float | None = None
@@ -120,10 +120,11 @@ def environment(pid: int, proc: str = "/proc") -> dict[str, str]:
 
 
 def with_token(token: str, home: str = "") -> list[int]:
-    """Returns the pids of the processes that were started with this token.
+    """Returns the pids of the processes whose initial environment contains this token.
 
-    Processes whose environment this user cannot read are left out. With `home`, the environment
-    must also contain this run directory, because a token may be copied.
+    A process is not found if it has overwritten its environment, or if this user cannot read it.
+    With `home`, the environment must also contain this run directory, because a token may be
+    copied. Raises OSError if the processes cannot be listed.
     """
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if (variables := environment(pid)).get(environ.TOKEN) == token
@@ -137,7 +138,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 class Handle:
-    """One process: its pidfd, pid and start time. A later process with the same pid is another."""
+    """One process: its pidfd, pid and start time. Its pid may later be that of another process."""
 
     def __init__(self, pid: int, fd: int, start_ticks: int):
         self.pid, self.fd, self.start_ticks = pid, fd, start_ticks
@@ -164,8 +165,8 @@ class Handle:
         """Returns the exit code, the negative number of a signal, or None if not available.
 
         Call this method when `is_over` returns True. The method never waits. The code comes from
-        /proc while the process is a zombie, and from the pidfd after it is reaped. The parent may
-        be any process.
+        /proc while the process is a zombie, and from the pidfd after it is reaped (Linux 6.15 or
+        later). The parent may be any process.
         """
         status = _zombie_status(self.pid, self.start_ticks)
         if status is None and self.fd >= 0:

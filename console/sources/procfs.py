@@ -47,7 +47,7 @@ def read_text(path: str, limit: int = SMALL_BYTES) -> str:
 
 
 def numbers_in(folder: str) -> list[int]:
-    """Returns the names in a directory of /proc that are numbers, or [] after an error."""
+    """Returns the numbers among the names in a directory of /proc, sorted; [] after an error."""
     try:
         return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
     except OSError:
@@ -155,11 +155,11 @@ def oom_since(before: OomCounts) -> OomEvidence:
 
 
 def spare_bytes() -> int | None:
-    """Returns the memory that is left until the kernel kills all processes of our cgroup.
+    """Returns about how many bytes our cgroup can still use before the kernel kills its processes.
 
-    An out-of-memory kill ends all processes if memory.oom.group is 1, as Kubernetes sets it.
-    Returns None if memory.oom.group is not 1, if there is no memory limit, or if the limit or the
-    use cannot be read.
+    The kernel kills all of them if memory.oom.group is 1, as Kubernetes sets it. Returns None if
+    memory.oom.group is not 1, if this cgroup has no memory limit, or if the limit or the use cannot
+    be read.
     """
     folder = _counting_folder()
     if not folder or _number_in(folder, "memory.oom.group") != 1:

@@ -328,7 +328,7 @@ class RecordFiles:
 
     def _discover(self, world: int) -> None:
         names = rundir.names(self.run)
-        if names is None:  # the files that every run has are tried
+        if names is None:  # the directory cannot be listed, so the usual names are tried
             names = [rundir.EVENTS] if world < MAX_RANKS else []
             names += [rundir.heartbeat(self.run, rank).name for rank in range(world) if names]
         for name in map(whole_name, names):

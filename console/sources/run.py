@@ -77,10 +77,9 @@ class RunSource:
 
     @property
     def counted(self) -> tuple[bool, float | None, int]:
-        """Returns three values about the totals.
+        """Three values: whether the totals include a snapshot, its time, and a count of records.
 
-        These are: whether the totals include a snapshot, the time of the snapshot, and the number
-        of heartbeat records that were read in addition.
+        The count is the number of heartbeat records that were read in addition.
         """
         records = self._records
         if records is None:

@@ -50,7 +50,8 @@ def is_missing(path: Path) -> bool:
 class Tail:
     """Follows one growing file of JSON lines.
 
-    `accept` returns the record of a decoded object, or None if the line is to be skipped.
+    `accept` returns the record of a decoded object, or None if the line is to be skipped; by
+    default the object is the record.
     `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
     `begin_at`. If `begin_at` is 0, reading starts at most `recent_bytes` before the end, or, if

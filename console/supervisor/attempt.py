@@ -75,8 +75,6 @@ class Attempt:
         self._decided: tuple[State, str] = ("starting", "")
         self._again_at = math.inf
         """The time at which failed work in the run directory is tried again (monotonic s)."""
-        self._is_ours = False
-        """True after a successful `prepare` of the run. A later RefusedError may be temporary."""
         if former is None or link.has_no_processes(self.path, context.home, number):
             self._begin_preparing()
         else:
@@ -155,11 +153,16 @@ class Attempt:
         self._directory.job(self._prepare, self._begin, self.path)
 
     def _prepare(self) -> int:
-        """Makes the directories of the attempt; returns the descriptor of torchrun's log."""
+        """Makes the directories of the attempt; returns the descriptor of torchrun's log.
+
+        Raises OSError for errors that may be temporary, or RefusedError.
+        """
         self._run.prepare()
-        self._is_ours = True
         logs = rundir.logs(self.path, self._number)
-        rundir.make_directory(logs)
+        try:
+            rundir.make_directory(logs)
+        except RefusedError as error:
+            raise OSError(str(error)) from error
         return rundir.open_append(logs / rundir.TORCHRUN_LOG)
 
     def _begin(self, log_fd: int | None, error: Exception | None) -> None:
@@ -179,10 +182,7 @@ class Attempt:
 
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
         """Retries a restart after an error that may be temporary; otherwise ends the attempt."""
-        is_temporary = isinstance(error, OSError) or (
-            self._is_ours and isinstance(error, RefusedError)
-        )
-        if self._number == 1 or not is_temporary or self.known.requested:
+        if self._number == 1 or not isinstance(error, OSError) or self.known.requested:
             self._end_unstarted(why)
             return
         self._again_at = time.monotonic() + PREPARE_AGAIN_S
@@ -216,7 +216,7 @@ class Attempt:
             self._sampled = now
             self._sample()
             self._watch_stuck()
-            if not self.tree.agent_over:  # no rotation after torchrun has ended
+            if not self.tree.agent_over or self.tree.alive():
                 self._upkeep.poll(self._run.event)
         if self.tree.is_over():
             self._begin_collecting()

@@ -89,8 +89,10 @@ class Ends:
             self._tree.add_unseen({rank: x.last.record for rank, x in self._heads().items()})
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
         self._pulses.read_all(pids, self._tree.nproc)
-        has_none = self._tree.agent_status and not self._tree.workers
-        return no_rank_words(log) if has_none else ""
+        if self._tree.workers or not self._tree.agent_status:
+            return ""
+        error = crash_log.read(log).error or f"see {rundir.TORCHRUN_LOG}"
+        return f"torchrun started no rank: {error}"
 
     def oom_kills(self) -> OomEvidence:
         """Returns the kernel's out-of-memory kills since this object was created."""
@@ -107,12 +109,6 @@ class Ends:
                 record["exit"] |= {"code": end.code, "signal": end.signal, "secondary": secondary}
             found.append(record)
         return found
-
-
-def no_rank_words(log: bytes) -> str:
-    """Returns the sentence that torchrun started no rank, with the error in its log, if any."""
-    error = crash_log.read(log).error or f"see {rundir.TORCHRUN_LOG}"
-    return f"torchrun started no rank: {error}"
 
 
 def end_of(

@@ -75,7 +75,7 @@ class Hooks:
     def close(self) -> None:
         """Waits for the running hook, then runs the hook once more if alerts are waiting.
 
-        Each of the two runs has the time limit of `program.run`.
+        Each of the two runs may take `limit_s` and the grace times of `program.run`.
         """
         self._next_at = 0.0
         until = time.monotonic() + 2 * (self._limit_s + program.GRACE_S + program.SPARE_S)

@@ -35,6 +35,10 @@ BEFORE_THE_START = frozenset(
 HALF_WRITTEN = f".{rundir.PLAN}.tmp-"
 
 
+class TakenError(RefusedError):
+    """The directory of a launch belongs to another launch."""
+
+
 class Claim:
     """A launch directory that belongs to this process while the lock's descriptor is open.
 
@@ -125,7 +129,7 @@ class Claim:
                 f"{self.directory} is not empty and holds no launch ({min(others)!r} is in it); "
                 "pass another directory with --run-dir"
             )
-        raise RefusedError(
+        raise TakenError(
             f"{self.directory} holds the launch {launch or '?'}; pass another directory with "
             "--run-dir"
         )
@@ -138,7 +142,7 @@ class Claim:
                 f"{self.directory} has a supervisor ({_owner_words(owner)}); only a launch "
                 "without a supervisor can be adopted"
             )
-        return RefusedError(
+        return TakenError(
             f"{self.directory} is in use by {_owner_words(owner)}; "
             "watch that launch, or start again with a new directory"
         )
@@ -177,8 +181,9 @@ def _owner_words(owner: Mapping[str, Any]) -> str:
 def start(directory: Path, spec: LaunchSpec) -> None:
     """Starts the supervisor of a launch and waits until the supervisor is ready.
 
-    Raises RefusedError if the directory cannot be used, or ContractError if the supervisor does not
-    start. The files that this launch wrote are then removed.
+    Raises TakenError if the directory belongs to another launch, RefusedError if it cannot be used,
+    or ContractError if the supervisor does not start. The files that this launch wrote are then
+    removed.
     """
     record, claim = spec.as_dict(time.time()), Claim(directory)
     claim.take()

@@ -24,9 +24,9 @@ T = TypeVar("T")
 ALERT = "observer-"
 """The prefix of the name of an alert on an observer; the name of the observer follows."""
 WAITS_S = (2.0, 10.0, math.inf)
-"""Seconds for which an observer is skipped after its first, second and third failure in a row."""
+"""Seconds for which an observer is skipped after its first, second and third failure."""
 SETTLED_S = 60.0
-"""The count of failures starts again after this time without a failure."""
+"""The count of failures starts again after this time without a failure, not after each success."""
 
 
 @dataclass(slots=True)

@@ -101,6 +101,11 @@ class OfflineRun:
         self.over, self.exit_code = "", 0
         self._settled = False
 
+    @property
+    def run(self) -> Path:
+        """The run of the last readings; without readings, the path of the launch or run."""
+        return self.of[0] if self.of else self._path
+
     def _open(self, run: Path, attempt: int) -> None:
         """Prepares to read another run or attempt."""
         self.of, self._settled = (run, attempt), False
@@ -222,10 +227,47 @@ def diagnosis(path: Path) -> Diagnosis:
     progress, this process collects the evidence itself, with the code of the supervisor.
     """
     source = OfflineRun(path)
+    before = _poll(source)
+    if isinstance(before, Diagnosis):
+        return before
+    of, watch = source.of, source.watch
+    early = replace(watch, stall_floor_s=min(SLOW_S, watch.stall_floor_s))
+    if diagnose(before.ranks, early, time.time()) is None:
+        return _without_verdict(source, before.ranks)
+    evidence = collect(source.run, before.ranks)
+    after = _poll(source)
+    if isinstance(after, Diagnosis):
+        return after
+    ranks, state = after.ranks, source.state
+    moment = moment_of(ranks, watch, time.time())
+    if source.of != of or moment is None or diagnose(ranks, early, time.time()) is None:
+        return _without_verdict(source, ranks)
+    found, why = explain(moment, evidence), ""
+    if not moment.is_stalled:
+        why = "within its stall limit; so far the evidence says:"
+        found = replace(found, sure="medium" if found.sure == "high" else found.sure)
+    if not (evidence.after or evidence.stacks or evidence.flights):
+        found = replace(found, sure="low")  # the only source is pulses or records
+    missing = (*filter(None, (after.stall_doubt,)), *_elsewhere(state))
+    return Diagnosis(
+        "slow" if why else "stalled", state, why, found, "evidence collected now",
+        ranks, missing, int(not why), source.run, watch,
+    )  # fmt: skip
+
+
+def _poll(source: OfflineRun) -> Diagnosis | Readings:
+    """Polls a run; returns its diagnosis if this needs no new evidence, or else its readings.
+
+    In these readings, each rank has its process (see `ranks_of`).
+    """
     now, state = source.poll(), source.state
     run = source.of[0] if source.of else None
     if source.over:
-        return _of_ended(source)
+        stored = verdicts.newest(run) if run else None
+        last = stored.verdict if stored else state.verdict
+        why = source.over if last else f"{source.over}; no verdict was given while it ran"
+        code = source.exit_code
+        return Diagnosis("ended", state, why, last, "last verdict of the run", (), (), code, run)
     if state.launch and state.launch.state == "waiting" and is_supervised(state):
         return Diagnosis("no stall", state, f"the plan waits: {state.launch.why}", run=run)
     if run is None or now is None:
@@ -235,51 +277,12 @@ def diagnosis(path: Path) -> Diagnosis:
     if is_supervised(state) and state.state == "stalled":
         why = "" if state.verdict else "the supervisor has not written a verdict yet"
         return Diagnosis("stalled", state, why, state.verdict, "supervisor", exit_code=1, run=run)
-    return _own(source, run, ranks_of(state, run, now))
+    return replace(now, ranks=ranks_of(state, run, now))
 
 
-def _of_ended(source: OfflineRun) -> Diagnosis:
-    state, run = source.state, source.of[0] if source.of else None
-    stored = verdicts.newest(run) if run else None
-    last = stored.verdict if stored else state.verdict
-    why = "" if last else "no verdict was given while it ran"
-    return Diagnosis(
-        "ended", state, f"{source.over}{'; ' if why else ''}{why}", last,
-        "last verdict of the run", exit_code=source.exit_code, run=run,
-    )  # fmt: skip
-
-
-def _own(source: OfflineRun, run: Path, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
-    """Diagnoses the run with evidence that this process collects now."""
-    watch = source.watch
-    early = replace(watch, stall_floor_s=min(SLOW_S, watch.stall_floor_s))
-    if diagnose(ranks, early, time.time()) is None:
-        return _without_verdict(source, run, ranks)
-    evidence = collect(run, ranks)
-    now, state = source.poll(), source.state
-    after = ranks_of(state, run, now) if now else ()
-    if source.over:
-        return _of_ended(source)
-    moment = moment_of(after, watch, time.time())
-    if moment is None or diagnose(after, early, time.time()) is None:
-        return _without_verdict(source, run, after)
-    found, why = explain(moment, evidence), ""
-    if not moment.is_stalled:
-        why = "within its stall limit; so far the evidence says:"
-        found = replace(found, sure="medium" if found.sure == "high" else found.sure)
-    if not (evidence.after or evidence.stacks or evidence.flights):
-        found = replace(found, sure="low")  # the only source is pulses or records
-    doubt = now.stall_doubt if now else ""
-    missing = (*filter(None, (doubt,)), *_elsewhere(state))
-    return Diagnosis(
-        "slow" if why else "stalled", state, why, found, "evidence collected now",
-        after, missing, int(not why), run, watch,
-    )  # fmt: skip
-
-
-def _without_verdict(source: OfflineRun, run: Path, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
+def _without_verdict(source: OfflineRun, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
     """Returns "no stall" if the run is starting or all ranks show progress, else "unknown"."""
-    state, watch = source.state, source.watch
+    state, run, watch = source.state, source.run, source.watch
     silent = [each for each in ranks if not each.phase]
     why, missing = "", _elsewhere(state)
     if not ranks:

@@ -101,7 +101,8 @@ class Tree:
         self._kill_at = self._ranks_kill_at = math.inf
         """The end of the grace time of all processes (0 after KILL), and that of the ranks."""
         self._first_killed = math.inf
-        """The time of the first KILL to all processes, or before that, to the ranks."""
+        """The time of the first KILL to all processes; before that, of the first KILL to the ranks
+        alone."""
         self._scanned = self._killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
@@ -169,7 +170,7 @@ class Tree:
         """Finds torchrun and ranks in `pids`, processes with the token; skips `ended` ranks.
 
         The oldest process of a rank is the rank itself, because its children inherit its
-        environment. A process of a rank that has ended may have a copied token.
+        environment. If the rank has ended, the oldest process is a child or has a copied token.
         """
         for pid in sorted(pids, key=lambda pid: rundir.start_ticks(pid) or math.inf):
             rank = process.environment(pid).get("RANK")

@@ -182,12 +182,21 @@ class Directory(Recorder):
         for path, record in list(self.unwritten.items()):
             try:
                 self._check(path)
-                rundir.write_json(path, record)
+                if not self._was_removed(path.parent):
+                    rundir.write_json(path, record)
                 del self.unwritten[path]
             except OSError as error:
                 failure = error
         if failure is not None:
             raise failure
+
+    def _was_removed(self, folder: Path) -> bool:
+        """Returns whether `folder` is missing and not in the current run, which may come back.
+
+        The documents of an earlier run are then given up.
+        """
+        home = self._home
+        return home is not None and not folder.is_relative_to(home.path) and not folder.exists()
 
     def _open(self, path: Path) -> int:
         self._check(path)

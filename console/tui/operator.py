@@ -21,6 +21,7 @@ from console.tui.widgets.alertline import AlertLine
 from console.tui.widgets.loglines import LogBook
 from console.tui.widgets.overlay import Overlay
 from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
 
 LATER = (
     "console.tui.widgets.confirm",
@@ -199,6 +200,14 @@ class Operator:
             screen.follow(path)
 
         def work() -> Path:
+            from console import rest_of_launch
+
+            if options.resume and (
+                text := rest_of_launch.continued_words(options.resume, options.root)
+            ):
+                raise RefusedError(
+                    f"{text}; o opens that launch; resume --yes in a shell ignores it"
+                )
             return self.actions.launch(options, self.actions.who(), plan)
 
         run_in_background(screen, "launch", work, launched, about=what)

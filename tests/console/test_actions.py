@@ -13,7 +13,7 @@ import pytest
 from console import actions
 from console.actions import LaunchOptions
 from tests.console.sources import directory
-from tests.launches import HANG_GUARD_S, PROGRAMS, Started, phase, write_plan
+from tests.launches import HANG_GUARD_S, PROGRAMS, STUB, Started, phase, write_plan
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
@@ -226,6 +226,28 @@ def test_a_later_launch_into_the_live_directory_names_the_owner(raced):
     owner = rundir.read_json(path / rundir.PLAN_STATE)["supervisor"]["pid"]
     with pytest.raises(RefusedError, match=rf"the launch one: pid {owner} of .* for \d+"):
         actions.launch(options(path.parent, run_dir=path), "tester")
+
+
+@pytest.mark.parametrize("wins", ["has its lock", "has ended"])
+def test_a_launch_whose_directory_another_launch_took_gets_the_next_name(
+    tmp_path, begin, monkeypatch, wins
+):
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
+    monkeypatch.setattr(actions.time, "strftime", lambda *_: "20261126-211736")
+    first, second = (actions.prepare(options(tmp_path)) for _ in range(2))
+    assert first.directory == second.directory
+    if wins == "has ended":
+        rundir.make_directory(first.directory)
+        for name in (rundir.PLAN, rundir.PLAN_STATE):
+            rundir.write_json(first.directory / name, {"launch": "other", "state": "ended"})
+    else:
+        begin.adopt(actions.begin(first, "first"))
+    started = begin.adopt(actions.begin(second, "second"))
+    assert started.path == first.directory.with_name("20261126-211736-2")
+    assert rundir.read_json(started.path / rundir.PLAN)["launch"] == "tested-20261126-211736-2"
+    third = begin.adopt(actions.begin(second, "third"))
+    assert third.path.name == "20261126-211736-3"
+    started.wait_steps(1)
 
 
 def holders(file: Path) -> list[int]:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from console.diagnose.evidence import Evidence
 from console.sources import verdicts
+from console.supervisor import offline
 from tests.console.sources import directory
 from tests.console.test_cli import cli
 from tests.launches import PROGRAMS, STUB, Begin, Started, phase
@@ -102,6 +104,20 @@ def test_a_plan_that_waits_for_its_operator_says_so(tmp_path):
         code, found = diagnosed(launch)
     assert (code, found["why"], found["ranks"]) == (0, f"the plan waits: {why}", [])
     assert "known" not in cli(tmp_path / "none", "diagnose", "nope").stderr
+
+
+def test_a_run_that_begins_to_end_while_evidence_is_collected_is_ending(tmp_path, monkeypatch):
+    run = directory.run(directory.launch(tmp_path) / "0-first")
+    for step in (1, 2, 3):
+        directory.beat(run, 0, step, pid=os.getpid(), ts=time.time() - 1000)
+
+    def collect(*_: object) -> Evidence:
+        directory.change(run / rundir.SUPERVISOR, state="restarting", why="exit 1")
+        return Evidence()
+
+    monkeypatch.setattr(offline, "collect", collect)
+    found = offline.diagnosis(run)
+    assert (found.outlook, found.why) == ("ending", "the ranks are being ended: exit 1")
 
 
 def test_a_record_that_names_another_process_is_no_proof(tmp_path):

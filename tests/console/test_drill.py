@@ -72,6 +72,7 @@ def test_a_right_verdict_and_a_right_reaction_pass_with_their_times(launched):
         False,
         False,
     )
+    assert {"ack", "dump", "note"} < NEUTRAL
     for name in sorted(NEUTRAL):
         assert ACTIONS[name].cost[1].startswith("all work"), name
         ask(launched, 12.0, name)

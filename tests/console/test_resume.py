@@ -6,25 +6,27 @@ import json
 
 import pytest
 
-from console import actions
+from console import actions, cli, rest_of_launch
 from console.actions import LaunchOptions
 from console.supervisor.next_flags import set_words
+from tests.console.sources import directory
 from tests.launches import STUB, phase
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 
-def ended(folder, checkpoint=True, **state):
+def ended(folder, checkpoint="step_00000001", sets=None, **state):
     """Writes a launch of cpu_smoke that ended in its first phase; returns its directory."""
     options = LaunchOptions(
-        "cpu_smoke", flags={"NSA_LR": "0.5"}, sets={"train.seed": "7"}, nproc=1,
+        "cpu_smoke", flags={"NSA_LR": "0.5"}, sets={"train.seed": "7"} | (sets or {}), nproc=1,
         root=folder / "artifacts",
     )  # fmt: skip
     old = actions.prepare(options)
     run = old.directory / "0-sanity"
     (run / rundir.CHECKPOINTS).mkdir(parents=True)
     if checkpoint:
-        (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000001\n")
+        (run / rundir.CHECKPOINTS / checkpoint).mkdir()
+        (run / rundir.CHECKPOINTS / rundir.LATEST).write_text(f"{checkpoint}\n")
     rundir.write_json(old.directory / rundir.PLAN, old.spec.as_dict(1.0))
     record = json.loads(json.dumps(dict(old.phases[0])))
     record["flags"]["NCCL_DEBUG"] = {"value": "WARN", "origin": "operator ann@host"}
@@ -112,8 +114,62 @@ def test_a_flag_of_the_shell_does_not_replace_an_option_or_the_flag_of_an_operat
 
 
 def test_a_phase_without_a_checkpoint_begins_anew(tmp_path):
-    first = resumed(ended(tmp_path, checkpoint=False)).phases[0]
+    first = resumed(ended(tmp_path, checkpoint="")).phases[0]
     assert first["settings"]["checkpoint.resume"]["value"] == ""
+
+
+def continued(root, run, name, created_ts):
+    """Writes a launch that began with the checkpoint of `run` and was halted; returns it."""
+    new = directory.launch(root, "cpu_smoke", name)
+    phases = [{"name": "sanity", "dir": "0-sanity", "set": {"checkpoint.resume": str(run)}}]
+    directory.change(new / rundir.PLAN, phases=phases, created_ts=created_ts, launch=name)
+    directory.beat(directory.run(new / "0-sanity", state="halted"), 0, 168)
+    directory.end(new)
+    return new
+
+
+def test_a_launch_that_another_continues_is_resumed_only_with_a_confirmation(tmp_path, capsys):
+    old = ended(tmp_path, sets={"train.steps": "20"})
+    root = old.parents[1]
+    named = ["--root", str(root), "resume", str(old), "--dry-run"]
+    cli.main(named)
+    found = capsys.readouterr()
+    assert "is already continued" not in found.err
+    start = f"at step 2 from the checkpoint of step 1 of {old.parent.name}-{old.name}"
+    assert found.out.splitlines()[-1] == f"resumes sanity {start}"
+    first = continued(root, old / "0-sanity", "one", 1.6e9)
+    continued(root, first / "0-sanity", "two", 1.7e9)
+    cli.main(named)
+    assert "is already continued by two, which is halted at step 168 of sanity" in (
+        capsys.readouterr().err.replace("\n", " ")
+    )
+    assert cli.main(named[:-1]) == 4
+    assert "add --yes to resume this one" in capsys.readouterr().err.replace("\n", " ")
+    assert rest_of_launch.continued_words(first / "0-sanity", root).startswith("one is already")
+    assert rest_of_launch.continued_words(root / "cpu_smoke" / "two", root) == ""
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "sets", "says"),
+    [
+        ("step_00000001", {}, "resumes sanity at step 2 from the checkpoint of step 1 of "),
+        ("step_00000020", {}, "resumes sanity with no step left from the checkpoint of step 20 "),
+        ("step_00000001 without its directory", {},
+         "resumes sanity from the newest verified checkpoint of "),
+        ("", {}, "starts sanity at step 1: it has no checkpoint"),
+        ("step_00000001", {"checkpoint.resume": "/old/0-sanity", "checkpoint.from_step": "7"},
+         "resumes sanity at step 2 from the checkpoint of step 1 of "),
+    ],
+)  # fmt: skip
+def test_the_step_and_the_launch_from_which_a_phase_resumes_are_said(
+    tmp_path, checkpoint, sets, says
+):
+    """A step from which the launch to resume began is not a step of its own run."""
+    name, _, missing = checkpoint.partition(" ")
+    launch = ended(tmp_path, checkpoint=name, sets=sets | {"train.steps": "20"})
+    if missing:
+        (launch / "0-sanity" / rundir.CHECKPOINTS / name).rmdir()
+    assert rest_of_launch.start_words(resumed(launch).phases[0]).startswith(says)
 
 
 def test_a_launch_that_has_not_ended_or_is_not_confirmed_is_refused(tmp_path):

@@ -168,7 +168,8 @@ class Member:
                 if seen not in (None, self._known_requests[name]) and self.home.is_there():
                     self._known_requests[name] = seen
                     self._requests.add(name)
-            if self.live is None and time.monotonic() - mirrored >= PULSE_MIRROR_S:
+            is_due = self.live is None and time.monotonic() - mirrored >= PULSE_MIRROR_S
+            if is_due and not self.recorder.waiting:
                 mirrored = time.monotonic()
                 self.recorder.call(self._mirror_pulse)
 

@@ -1,6 +1,6 @@
 """Writes heartbeats and log lines of a rank in a thread, so that no step waits for these writes.
 
-Records wait in a queue. When the queue is full or a write fails, records are dropped and counted.
+Records wait in a queue. If the queue is full or a write fails, the record is dropped and counted.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class Recorder:
         return True
 
     def call(self, work: Callable[[], None]) -> None:
-        """Queues a function that writes something other than a record, such as a document."""
+        """Queues a function that writes something other than a record, such as a document.
+
+        A full queue does not drop the function.
+        """
         self._queue.put(work)
 
     def close(self, timeout_s: float = 60.0) -> bool:

@@ -1,7 +1,7 @@
 """Paths of launches and runs, safe file access, and the identity of processes.
 
-Other users may have written the files of a launch, so its files are opened without following
-links, only regular files are read, and sizes are limited.
+Other users may have written the files of a launch. So a file is not opened if its path ends in a
+link, only regular files are read, and the size of a document is limited.
 """
 
 from __future__ import annotations

@@ -48,3 +48,10 @@ def test_what_a_logout_ends_or_removes_is_named_with_what_to_do(
     result, found = at_logout(tmp_path, uid, "ann")
     assert (result, found[: len(text)]) == ("unknown" if text else "pass", text)
     assert ("loginctl enable-linger ann" in found) is (bool(text) and "not available" not in text)
+
+
+def test_a_busctl_that_cannot_be_run_is_not_blamed_on_logind(tmp_path, monkeypatch):
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = "not available: busctl cannot be run: No such file or directory"
+    assert at_logout(tmp_path, 1000, "ann") == ("unknown", said)

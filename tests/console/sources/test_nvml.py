@@ -197,9 +197,9 @@ def test_a_sensor_that_is_refused_leaves_the_others(gpus):
 
 def test_a_gpu_whose_sensors_are_all_refused_is_an_error_with_each_reason(gpus):
     folder, reader = gpus
-    fake.write(folder, gpu6={"refused": "memory=999,util=4,power=4,throttle=4,temp=4,ecc=4"})
-    rows = reader.wait(lambda rows: rows[6]["state"] == "error")
-    assert rows[6]["why"] == (
+    fake.write(folder, gpu2={"refused": "memory=999,util=4,power=4,throttle=4,temp=4,ecc=4"})
+    rows = reader.wait(lambda rows: rows[2]["state"] == "error")
+    assert rows[2]["why"] == (
         "no memory (Unknown Error); no utilization, power, throttle reasons, temperature, "
         "ECC errors (Insufficient Permissions)"
     )

@@ -13,10 +13,10 @@ import threading
 import pytest
 
 from console import actions
-from console.sources import process
+from console.sources import process, record_parts
 from console.supervisor import launch_spec
 from console.supervisor.process_tree import LATE_S, Tree, Worker
-from tests import owners
+from tests import broken, owners
 from tests.faults.scene import order, sweep_own
 from tests.launches import STUB, phase, sleeping, wait_for
 from trainers.contract import environ, rundir
@@ -55,6 +55,27 @@ def test_an_attempt_is_not_over_while_a_rank_lives_and_kill_reaches_all_processe
     assert bare.wait_end()["phases"][0]["state"] == "killed"
     assert {worker["exit"]["signal"] for worker in bare.state()["workers"]} == {"SIGKILL"}
     assert process.state(stray) in (process.GONE, "Z")
+
+
+def test_the_files_of_ranks_that_outlive_torchrun_stay_bounded(begin, tmp_path):
+    setup = (
+        "from console.supervisor import rotation; rotation.POLL_EVERY_S = 0.1; "
+        "rotation.divide.__defaults__ = (1000,)"
+    )
+    shell = broken.shell(tmp_path, "launch.Launch.tick", "pass", setup)
+    started = begin(phase("one", "member.py", 100_000), shell=shell)
+    started.wait_steps(3)
+    samples = rundir.samples(started.run(), rundir.host_name())
+    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
+    started.wait(lambda: started.alerts("torchrun-gone"))
+
+    def newest() -> int:
+        return max((number for number, _ in record_parts.parts(samples)), default=0)
+
+    before = newest()
+    started.wait(lambda: newest() > before + 2)
+    assert started.ask("stop")["ok"]
+    started.wait_end()
 
 
 def test_a_new_supervisor_adopts_them_dumps_them_and_halts_them(bare):

@@ -345,3 +345,14 @@ def test_an_attempt_waits_for_a_directory_that_is_away(begin):
     away.rename(run)
     started.wait_end()
     assert started.state()["attempt"] == 2
+
+
+def test_an_attempt_that_waits_for_its_directory_does_not_start_in_that_of_another_run(begin):
+    started = waiting(begin, 3)
+    run = started.run()
+    (run / "logs" / "attempt2").touch()  # a file where the directory of the logs should be
+    started.wait(lambda: started.alerts("restart-waits"))
+    record = rundir.read_json(run / rundir.RUN)
+    record["environment"][environ.TOKEN] = FOREIGN_TOKEN
+    rundir.write_json(run / rundir.RUN, record)
+    assert "belongs to another run; no further attempt starts" in started.wait_end()["why"]

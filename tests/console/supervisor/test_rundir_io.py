@@ -92,6 +92,29 @@ def test_a_document_whose_write_failed_is_written_with_the_next_document(tmp_pat
     assert seen == [(True, True)]
 
 
+def test_the_documents_of_a_removed_earlier_run_do_not_fail_for_ever(tmp_path):
+    """A new working process writes them again; an operator may have deleted the run for space."""
+    directory, current, earlier = Directory(), tmp_path / "1-two", tmp_path / "0-one"
+    current.mkdir()
+    directory.call(lambda: directory.set_run(current))
+    directory.document(earlier / "gates.json", {"n": 1})
+    directory.document(current / "supervisor.json", {"n": 2})
+    assert directory.close(20)
+    assert not (directory.dropped or directory.failing or directory.unwritten)
+    assert rundir.read_json(current / "supervisor.json") == {"n": 2}
+
+
+def test_a_verdict_waits_for_the_current_run_whose_directory_is_away(tmp_path):
+    directory, run = Directory(), tmp_path / "0-one"
+    (run / "verdicts").mkdir(parents=True)
+    directory.call(lambda: directory.set_run(run))
+    directory.call(lambda: run.rename(tmp_path / "away"))
+    directory.document(run / "verdicts" / "1.json", {"n": 1})
+    directory.call(lambda: (tmp_path / "away").rename(run))
+    assert directory.close(20)
+    assert rundir.read_json(run / "verdicts" / "1.json") == {"n": 1}
+
+
 def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_path):
     directory, events = Directory(), []
     alerts = Alerts(lambda *words, **more: events.append(words) or {}, directory)

@@ -431,3 +431,18 @@ def test_the_exit_record_has_the_phase_in_which_the_rank_ended(tmp_path, how, ph
     subprocess.run(words, env=environment(tmp_path), timeout=150, cwd=tmp_path, check=False)
     last = next(each for each in reversed(beats(tmp_path)) if each["msg"] == "exit")
     assert last.get("phase") == phase
+
+
+def test_a_directory_that_hangs_gets_one_copy_of_the_pulse_at_a_time(tmp_path, monkeypatch):
+    """Without a directory in memory, the pulse is copied several times a second."""
+    polls, hang = threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr("trainers.contract.member.PULSE_MIRROR_S", 0.0)
+    monkeypatch.setattr(rundir, "stamp", lambda _path: polls.release())
+    one = Member(tmp_path, {})
+    one.recorder.call(lambda: hang.wait(60) and None)
+    one._watcher.start()
+    assert all(polls.acquire(timeout=60) for _ in range(30))
+    assert one.recorder.waiting <= 1
+    hang.set()
+    assert one.close(0)
+    assert pulse.read(rundir.pulse(tmp_path, 0)) is not None
