@@ -140,6 +140,10 @@ TABLE: tuple[Action, ...] = (
         key="R", title="Start a new supervisor for this launch?",
     ),
     Action(
+        "resume", "Launch the rest of a launch that has ended, from its newest checkpoint.",
+        cost=("keeps", "all other launches, also the one that has ended"), key="R",
+    ),
+    Action(
         "launch", "Launch a plan.", cost=("keeps", "all other launches"),
         key="L", weight=5, button=True,
     ),

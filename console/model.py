@@ -34,12 +34,16 @@ STALL = "stall"
 OPERATOR = "operator "
 """Start of the origin of a flag that a request has set."""
 LOSS_UNIT = "nats/token"
+OWN_DIRECTORY = "own-directory"
+"""The alert of a directory that was moved, replaced or removed; requests there are ignored."""
 NO_GO = "no-go"
 """The alert of a run or launch whose files do not confirm that it is go."""
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
 """Exit codes of `--wait` and `status` for each state of an ended run, apart from its gates."""
+ENDED_EARLY: tuple[State, ...] = ("halted", "stopped", "killed", "failed", "crashed", "lost")
+"""States of a run that ended and is not completed."""
 UNHEALTHY_STATES: frozenset[State] = frozenset(("stalled", "unsupervised"))
 """Live states that need an operator."""
 
@@ -327,6 +331,16 @@ class RunState:
     origins: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     backend: str = ""
+
+    @property
+    def can_resume(self) -> bool:
+        """True if the launch has ended in a phase that ended early and has a checkpoint.
+
+        A foreign program has no `decided` settings; its checkpoints are not used.
+        """
+        has_ended = self.launch is not None and self.launch.state == "ended"
+        is_early = has_ended and self.state in ENDED_EARLY
+        return is_early and bool(self.checkpoint and self.decided)
 
 
 def loss_unit(settings: object) -> str:

@@ -25,7 +25,7 @@ from console.commands.output import (
     show_progress,
 )
 from console.commands.table import regex
-from console.model import LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState, State
+from console.model import ENDED_EARLY, LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState
 from console.plans.gate_check import poll_confirmed, so_far, unconfirmed
 from console.sources import launches, liveness
 from console.sources.process import program
@@ -36,8 +36,6 @@ from trainers.contract.errors import NotFoundError, RefusedError, UsageError
 
 LOGS_POLL_S = 0.5
 FULL_BYTES = 8 << 20
-ENDED_EARLY: tuple[State, ...] = ("halted", "stopped", "killed", "failed", "crashed", "lost")
-"""States of a run that ended and is not completed."""
 
 
 def source(options: argparse.Namespace) -> RunSource:
@@ -81,10 +79,8 @@ def status(options: argparse.Namespace) -> int:
 
 def _resume(state: RunState) -> Iterator[str]:
     """Yields a line with the command `resume`, if a phase ended early and can continue."""
-    launch = state.launch
-    if launch is None or state.state not in ENDED_EARLY or not (state.checkpoint and state.decided):
-        return
-    yield f"  to resume, run: {program()} resume {shlex.quote(launch.path)}"
+    if state.launch is not None and state.can_resume:
+        yield f"  to resume, run: {program()} resume {shlex.quote(state.launch.path)}"
 
 
 def follow(

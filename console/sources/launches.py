@@ -175,6 +175,9 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     matches = _matches(wanted, known)
     if there and not matches:
         raise NotFoundError(f"{path} is not a run: it has no {rundir.PLAN} and no {rundir.RUN}")
+    if not matches and (path.is_absolute() or len(path.parts) > 2):  # no id looks like this
+        moved = "it was moved or removed, or the name is wrong"
+        raise NotFoundError(f"no run {name!r}: {moved}; {program()} runs lists the runs")
     if not matches:
         ids = {each.id for each in known}
         raise NotFoundError(f"no run {name!r} under {root}{did_you_mean(wanted, ids)}")

@@ -14,6 +14,7 @@ from console.sources.record_files import GZIP, MAX_RANKS, RecordFiles
 from console.sources.reducer import UNITS, LatestRecords, Reducer, alert_of
 from console.sources.series import Series
 from console.sources.summary import Summary
+from console.status_text import counted
 from trainers.contract import jsonl, rundir
 
 RECENT_BYTES = 256 << 10
@@ -113,15 +114,21 @@ class RunRecords:
         return tuple(sorted([*found.values(), *more], key=_urgency))
 
     def figures(self, loss_unit: str) -> Mapping[str, Figure]:
-        """Returns the newest figures of rank 0 and of the samples, and the largest memory."""
+        """Returns the newest figures of rank 0 and of the samples, the largest memory, the stalls.
+
+        A run without a stall has no figure `stalls`.
+        """
         progress = {
             rank: line.record for rank, head in self.heads.items()
             if (line := head.figures or head.progress)
         }  # fmt: skip
+        stalls = self.reducer.events.stalls
+        counted = Figure(float(stalls), "", "all attempts", time.time()) if stalls else None
         return (
             progress_figures(progress, loss_unit)
             | step_figures(progress, self.reducer.series)
             | sample_figures(self.samples)
+            | ({"stalls": counted} if counted else {})
         )
 
 
@@ -146,7 +153,7 @@ def progress_figures(progress: Records, loss_unit: str) -> dict[str, Figure]:
         return {}
     at = jsonl.number(record, "ts") or 0.0
     step, count = record.get("step"), len(jsonl.numbers(record, "steps_dt_s")) or 1
-    windows = {"step": f"step {step}", "steps": f"last {count} steps", "run": "this run"}
+    windows = {"step": f"step {step}", "steps": f"last {counted(count, 'step')}", "run": "this run"}
     figures = {}
     for name, (unit, window) in UNITS.items():
         value = jsonl.number(record, name)
@@ -170,7 +177,7 @@ def step_figures(progress: Records, series: Series) -> dict[str, Figure]:
     if percentiles is None or 0 not in progress:
         return {}
     p50, p99, count = percentiles
-    at, window = jsonl.number(progress[0], "ts") or 0.0, f"last {count} steps"
+    at, window = jsonl.number(progress[0], "ts") or 0.0, f"last {counted(count, 'step')}"
     return {
         "step_p50_s": Figure(p50, "s", window, at), "step_p99_s": Figure(p99, "s", window, at),
     }  # fmt: skip

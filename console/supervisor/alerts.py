@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from console.model import OWN_DIRECTORY
 from console.supervisor.rundir_io import Directory
 from trainers.contract.recorder import REPLACED
 
-DROPPED, MOVED = "dropped", "own-directory"
+DROPPED = "dropped"
 GATE_ALERT = "gate-"
 """Prefix of the alert on a gate that has an `at` step; the name of the gate follows."""
 SETTLED_S = 10.0
@@ -65,9 +66,9 @@ class Alerts:
             self._event("note", f"{path.parent.name}/{path.name} {REPLACED}", "warn")
         lost = self._directory.lost or self._directory.replaced_run
         if lost:
-            self.raise_(MOVED, lost, "crit")
+            self.raise_(OWN_DIRECTORY, lost, "crit")
         else:
-            self.clear(MOVED, "the directory is back at its path")
+            self.clear(OWN_DIRECTORY, "the directory is back at its path")
         now, dropped = time.monotonic(), self._directory.dropped
         if dropped > self._dropped:
             self._dropped, self._dropped_at = dropped, now

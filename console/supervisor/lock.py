@@ -92,9 +92,8 @@ class LaunchLock:
             if fd is not None:
                 os.close(fd)
         self._lost = "" if same else (
-            f"{self._path.parent} was moved, replaced or removed (its lock is not this launch's): "
-            "the supervisor ignores requests and .HALT there and writes nothing there (.HALT in "
-            "the run directory still halts the ranks while that is at its path); move it back, or "
-            f"stop the run with kill -TERM {self._pid}"
+            f"stop the run with kill -TERM {self._pid}, or move {self._path.parent} back: the "
+            "directory was moved, replaced or removed (its lock is not this launch's), so the "
+            "supervisor ignores requests and .HALT there and writes nothing there"
         )  # fmt: skip
         return self._lost

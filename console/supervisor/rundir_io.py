@@ -90,8 +90,8 @@ class Directory(Recorder):
         self.replaced_run = ""
         if not self._home.is_there() and os.path.lexists(self._home.path):
             self.replaced_run = (
-                f"{self._home.path} was replaced by another directory: requests and .HALT there "
-                "are ignored, and nothing is written there; restore the run's own directory"
+                f"restore {self._home.path}: it was replaced by another directory, so requests and "
+                ".HALT there are ignored, and nothing is written there"
             )
             raise OSError(errno.ESTALE, self.replaced_run, str(path))
 

@@ -177,8 +177,10 @@ class ConsoleApp(App[int], inherit_bindings=False):
         """Shows a view; a view other than the Dashboard is created when it is first shown."""
         if not self.body.is_attached:
             return
-        if self.paused and name != self.view_name:
-            self.set_paused(False)
+        if name != self.view_name:
+            self.answer.clear_error()
+            if self.paused:
+                self.set_paused(False)
         if name not in self.views:
             module = import_module(f"console.tui.views.{name}")
             self.views[name] = getattr(module, CLASSES[name])(self, name)
@@ -315,7 +317,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.draft.choose(entry.name)
         launch = self.snapshot.state.launch if self.snapshot and self.snapshot.state else None
         if launch is not None and launch.under_way:
-            self.say(f"L launches {entry.name} after {launch.id} has ended")
+            self.say(f"L launches {entry.name} after {launch.id} has ended", "wait")
         self.run_worker(self.show_view("launch"))
 
     def do_next_alert(self) -> None:

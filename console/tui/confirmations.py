@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from console.action_table import ACTIONS, Action
-from console.model import LIVE_STATES, LaunchState, RunState
+from console.model import LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
 
 Fact = tuple[str, str]
 
@@ -48,10 +48,17 @@ def question(state: RunState | None, *actions: Action) -> Question:
     """
     state, first = _shown(state), actions[0]
     launch = state.launch
+    if ACTIONS["resume"] in actions:
+        if launch is not None and state.can_resume:
+            return _resume(state, launch)
+        actions = (first,)
     if launch is not None and launch.state == "waiting" and "launch" in first.mailboxes:
         return _end(launch)
     if first.mailboxes and state.state not in LIVE_STATES:
         raise CannotAsk(f"{state.id} has ended ({state.state}); {first.name} needs a live run")
+    away = next((alert for alert in state.alerts if alert.id == OWN_DIRECTORY), None)
+    if first.mailboxes and away is not None:
+        raise CannotAsk(away.text)
     facts = FACTS.get(first.name, lambda _: {})(state)
     target = state if first.mailboxes or launch is None else launch
     live = [str(rank.pid) for rank in state.ranks if rank.pid and not rank.exit]
@@ -84,6 +91,16 @@ def _end(launch: LaunchState) -> Question:
     return Question("Halt this launch here?", facts, launch.path, (_choice(ACTIONS["halt"]),))
 
 
+def _resume(state: RunState, launch: LaunchState) -> Question:
+    """Returns the confirmation to launch the rest of a launch that has ended."""
+    action, phase = ACTIONS["resume"], launch.phases[launch.phase]
+    rest = ", ".join(each.name for each in launch.rest) or "none"
+    begins = f"{phase.numbered} at checkpoint {state.checkpoint}"
+    facts = (("launch", launch.id), ("begins", begins), ("then", f"next phases: {rest}"),
+             action.cost)  # fmt: skip
+    return Question("Resume this launch, in a new launch?", facts, launch.path, (_choice(action),))
+
+
 # --- facts of single actions, in addition to run, host, processes and cost -----------------------
 
 
@@ -113,6 +130,9 @@ def _of_adopt(state: RunState) -> dict[str, str]:
     launch = state.launch
     if launch is None:
         raise CannotAsk(f"{state.id} belongs to no launch, so no supervisor can adopt it")
+    if launch.state == "ended" and state.state not in LIVE_STATES:
+        why = "R resumes only a phase that ended early and has a checkpoint"
+        raise CannotAsk(f"{state.id} has ended ({state.state}); {why}; L launches a plan")
     if "unsupervised" not in (launch.state, state.state):
         raise CannotAsk(f"{state.id} is {state.state}; adopt needs a run without a supervisor")
     return {"then": f"next phases: {', '.join(phase.name for phase in launch.rest) or 'none'}"}

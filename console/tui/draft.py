@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from console.action_table import ACTIONS
-from console.model import LaunchState
+from console.model import LaunchState, RunState
 from console.status_text import counted
 from console.tui.confirmations import CannotAsk, Choice, Question
 
@@ -107,8 +107,11 @@ class Draft:
         operators = self.flags if self._unchanged is None else {}
         return {name: value for name, value in found.items() if name not in operators}
 
-    def question(self, host: str) -> Question:
-        """Returns the confirmation of the launch. Raises CannotAsk if no launch is possible now."""
+    def question(self, host: str, shown: RunState | None = None) -> Question:
+        """Returns the confirmation of the launch. Raises CannotAsk if no launch is possible now.
+
+        If the `shown` run could be resumed, a fact says that this launch does not resume it.
+        """
         if not self.is_checked:
             raise CannotAsk("the plan is still being checked; press L again in a moment")
         failed = [f"not launched: {check.text}" for check in self.checks if check.result == "fail"]
@@ -121,9 +124,14 @@ class Draft:
             "starts the next phase if all gates passed",
         )
         where = f"{self.prepared.directory.parent}/<UTC time>"
+        begins: tuple[tuple[str, str], ...] = ()
+        if shown is not None and shown.can_resume:
+            unused = f"without {shown.checkpoint} of {shown.id}; R resumes from it"
+            begins = (("begins", f"{plan.phases[0].name} at step 0, {unused}"),)
         facts = (
             ("plan", f"{plan.name}: {', '.join(phase.name for phase in plan.phases)}"),
             ("host", host),
+            *begins,
             ("starts", f"{ranks} with torchrun; {asks if self.between == 'ask' else goes}"),
             ("flags", ", ".join(f"{k}={v}" for k, v in self.flags.items()) or "none changed"),
             ("writes", where),

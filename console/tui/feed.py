@@ -10,11 +10,12 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from console import status_text
 from console.model import LIVE_STATES, LaunchState, LogLine, RunState
 from console.sources.series import Points
 from console.tui.draft import next_phase_values
@@ -24,9 +25,12 @@ from trainers.contract.errors import ContractError
 if TYPE_CHECKING:
     from console.sources.logs import LogSource
     from console.sources.run import RunSource
+    from console.sources.verdicts import Stored
 
 POLL_S = 1.0
 GLANCE_S = 0.25
+SEARCH_S = 15.0
+"""After the end of the launch, the time between two searches for another launch."""
 LOOK_BYTES = 1 << 20
 """The limit of `RunSource` for one poll, so that a long run is shown while it is read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
@@ -47,10 +51,14 @@ class ScreenData:
     charts: Mapping[str, Points] = field(default_factory=dict)
     recorded: Collection[str] = ()
     stacks: Mapping[int, Any] = field(default_factory=dict)
+    last_verdict: Stored | None = None
+    """The newest verdict in the run directory, for the Stall view."""
     log: tuple[LogLine, ...] = ()
     """The new log lines; `log_begins` is true if they begin another log."""
     log_begins: bool = False
     trouble: str = ""
+    live_launch: str = ""
+    """After the end of the launch, the id of another launch that may be alive, or ""."""
     coming: Mapping[str, str] = field(default_factory=dict)
     """The planned flags of the next phase; `coming_trouble` says why they are missing."""
     coming_trouble: str = ""
@@ -65,20 +73,26 @@ def open_source(path: Path) -> RunSource:
 def find_newest(root: Path) -> Path | None:
     """Returns the newest launch in `root` that may be alive, or else the newest launch.
 
-    Only the newest 50 launches are examined. If there is no launch, returns the newest run that was
-    started by hand, or None.
+    If there is no launch, returns the newest run that was started by hand, or None.
     """
-    from console.sources import launch_documents, launches
+    from console.sources import launches
 
-    found = launches.launches(root)[:50]
-    for path in found:
+    found = launches.launches(root)
+    return find_live(found) or next(iter(found or launches.bare_runs(root)), None)
+
+
+def find_live(found: Sequence[Path]) -> Path | None:
+    """Returns the first launch that may be alive, or None; only the first 50 are examined."""
+    from console.sources import launch_documents
+
+    for path in found[:50]:
         state = rundir.read_json(path / rundir.PLAN_STATE) or {}
         named = launch_documents.launch_state(path, path.name, {}, state).state
         if named in ("running", "waiting"):
             return path
         if named == "unsupervised" and open_source(path).poll().state in LIVE_STATES:
             return path
-    return next(iter(found or launches.bare_runs(root)), None)
+    return None
 
 
 class Feed:
@@ -100,6 +114,8 @@ class Feed:
         self._state: RunState | None = None
         self._logs: LogSource | None = None
         self._stacks: tuple[object, Mapping[int, Any]] = (None, {})
+        self._live_launch, self._search_at = "", 0.0
+        self._last_verdict: tuple[object, Stored | None] = (None, None)
         self._stamps: list[object] = []
         self._watched: list[Path] = []
         self._nudged = threading.Event()
@@ -181,7 +197,7 @@ class Feed:
             return ScreenData(at, now)
         if self._source is None or self._opened != path:
             self._source, self._opened = self._open(path), path
-            self._logs = self._state = None
+            self._logs, self._state, self._search_at = None, None, 0.0
         source = self._source
         self._stamps = self._stamp()  # a file that changes during the read is read again
         state = self._state = poll_confirmed(source, former=False)
@@ -189,11 +205,13 @@ class Feed:
         log, begins = self._poll_logs(run, state)
         series, recorded = source.series, source.series.names
         charts = {name: series.points(name) for name in self.wanted}
-        stacks = self._poll_stacks(run, state)
+        stacks, last_verdict = self._poll_stacks(run, state), self._poll_last_verdict(run)
         following, why_not = self._poll_coming(state.launch)
         self._watched = [run / name for name in STAMPED] if run else []
-        return ScreenData(at, now, state, charts, recorded, stacks, log, begins,
-                        coming=following, coming_trouble=why_not)  # fmt: skip
+        return ScreenData(
+            at, now, state, charts, recorded, stacks, last_verdict, log, begins,
+            live_launch=self._poll_live_launch(state), coming=following, coming_trouble=why_not,
+        )  # fmt: skip
 
     def _poll_logs(self, run: Path | None, state: RunState) -> tuple[tuple[LogLine, ...], bool]:
         if run is None or self.paused:
@@ -218,6 +236,29 @@ class Feed:
 
             self._stacks = (mark, stacks.latest(run, [rank.rank for rank in state.ranks]))
         return self._stacks[1]
+
+    def _poll_last_verdict(self, run: Path | None) -> Stored | None:
+        if run is None or not self.wants_stacks:
+            return None
+        mark = (run, rundir.stamp(run / rundir.VERDICTS))
+        if self._last_verdict[0] != mark:
+            from console.sources import verdicts
+
+            self._last_verdict = (mark, verdicts.newest(run))
+        return self._last_verdict[1]
+
+    def _poll_live_launch(self, state: RunState) -> str:
+        if not status_text.is_over(state):
+            return ""
+        if time.monotonic() >= self._search_at:
+            from console.sources import launches
+
+            own = Path(state.launch.path).absolute() if state.launch else None
+            others = [path for path in launches.launches(self._root) if path.absolute() != own]
+            live = find_live(others)
+            self._live_launch = launches.launch_id(live) if live else ""
+            self._search_at = time.monotonic() + SEARCH_S
+        return self._live_launch
 
     def _poll_coming(self, launch: LaunchState | None) -> tuple[Mapping[str, str], str]:
         if launch is None or not launch.under_way or not self.wants_coming:

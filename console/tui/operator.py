@@ -21,6 +21,7 @@ from console.tui.widgets.alertline import AlertLine
 from console.tui.widgets.loglines import LogBook
 from console.tui.widgets.overlay import Overlay
 from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
 
 LATER = (
     "console.tui.widgets.confirm",
@@ -99,6 +100,11 @@ class Operator:
         )
 
     def _send(self, path: Path, choice: Choice) -> None:
+        if choice.action == "resume":
+            from console.launch_options import LaunchOptions
+
+            self._launch(LaunchOptions(resume=path, root=self._screen.draft.root), None)
+            return
         self.send(path, choice.action, dict(choice.args))
 
     def send(self, path: Path, action: str, args: dict[str, Any]) -> None:
@@ -169,7 +175,7 @@ class Operator:
             await screen.show_view("launch")
         options, plan = screen.draft.checked, screen.draft.plan
         self.ask(
-            lambda _: screen.draft.question(rundir.host_name()),
+            lambda _: screen.draft.question(rundir.host_name(), state),
             lambda _: self._launch(options, plan),
         )
 
@@ -180,18 +186,28 @@ class Operator:
     def _launch(self, options: Any, plan: Any) -> None:
         """Launches the confirmed `plan`; a plan that has changed since its check is rejected.
 
+        To resume a launch, `plan` is None, because the launch itself has the plan.
         While another launch is starting, only shows a message.
         """
         screen = self._screen
         if self._is_starting():
             return
-        screen.say(f"launching {options.plan} …", "wait")
+        what = options.plan or f"the rest of {options.resume}"
+        screen.say(f"launching {what} …", "wait")
 
         def launched(path: Path) -> None:
-            screen.say(f"launched {options.plan} in {path}; q leaves, the run continues")
+            screen.say(f"launched {what} in {path}; q leaves, the run continues")
             screen.follow(path)
 
         def work() -> Path:
+            from console import rest_of_launch
+
+            if options.resume and (
+                text := rest_of_launch.continued_words(options.resume, options.root)
+            ):
+                raise RefusedError(
+                    f"{text}; o opens that launch; resume --yes in a shell ignores it"
+                )
             return self.actions.launch(options, self.actions.who(), plan)
 
-        run_in_background(screen, "launch", work, launched, about=options.plan)
+        run_in_background(screen, "launch", work, launched, about=what)

@@ -45,7 +45,7 @@ def stalled(begin: Begin, tmp_path_factory) -> list[Started]:
 def has_verdict(run: Path) -> bool:
     """Says whether the line where rank 1 sleeps is known; a slow start may be a stall before."""
     found = verdicts.newest(run)
-    named = found is not None and found.place == f"member.py:{STALLS_AT}"
+    named = found is not None and found.verdict.place == f"member.py:{STALLS_AT}"
     return named and any(run.glob("stackdump_rank1_*"))
 
 

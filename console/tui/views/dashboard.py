@@ -27,7 +27,9 @@ from console.tui.widgets.ranks import rank_rows
 
 TALL = 30
 LEAST_WIDTH, LEAST_HEIGHT = 80, 16
-"""The smallest view that shows more than the ranks: figures, charts and log."""
+"""The smallest view that shows charts, and figures beside the ranks."""
+LEAST_FIGURES, MOST_FIGURES = 3, 8
+"""Least and most lines of the figures, if they are below the ranks."""
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
 """Heights of a chart in lines: the least height, the height in a low terminal with a log, and the
 least height if there are more than two rows of charts."""
@@ -42,7 +44,8 @@ class Shape:
 
     The top has the ranks and, to their right, the figures. The charts fill the height between top
     and log, in rows of `per_row` charts. `beside` is the height of the log if it is in the top,
-    below the ranks; `log` is then 0.
+    below the ranks; `log` is then 0. `below` is the height of the figures if they are below the
+    ranks, over the whole width, or else 0.
     """
 
     top: int
@@ -51,6 +54,7 @@ class Shape:
     per_row: int
     log: int
     beside: int = 0
+    below: int = 0
 
 
 SETTINGS_S = 0.5
@@ -63,10 +67,17 @@ GAP = 2
 def shape(width: int, height: int, ranks: int, available: int) -> Shape:
     """Returns the layout of the Dashboard for `available` charts in `width` × `height` cells.
 
-    In a terminal that is too small, only the ranks are shown.
+    In a terminal that is too small for charts, the figures are below the ranks, and the log is
+    below the figures, as far as there is room.
     """
     if width < LEAST_WIDTH or height < LEAST_HEIGHT:
-        return Shape(height, 0, 0, 0, 0)
+        room = height - max(2, ranks + 1)
+        if room < LEAST_FIGURES:
+            return Shape(height, 0, 0, 0, 0)
+        below = min(MOST_FIGURES, room if room < LEAST_FIGURES + LEAST_LOG else room * 3 // 5)
+        log = room - below
+        log = log if log >= LEAST_LOG else 0
+        return Shape(height - log, width, 0, 0, log, below=below)
     tall = height >= TALL
     top = max(2, min(max(13 if tall else 7, ranks + 1), height - 2 * LEAST_CHART))
     left = height - top
@@ -96,6 +107,8 @@ class Dashboard(View):
     DEFAULT_CSS = f"""
     Dashboard {{ layout: vertical; }}
     Dashboard #top {{ layout: horizontal; height: auto; }}
+    Dashboard #top.stacked {{ layout: vertical; }}
+    Dashboard #top.stacked #figures {{ margin-left: 0; }}
     Dashboard #left {{ layout: vertical; width: 1fr; height: 1fr; }}
     Dashboard #ranks {{ height: 1fr; }}
     Dashboard #figures {{ margin-left: {GAP}; width: 28; height: 1fr; }}
@@ -160,6 +173,8 @@ class Dashboard(View):
         top.display, top.styles.height = now.top > 0, now.top or 1
         figures.display = now.figures_width > 0
         figures.styles.width = now.figures_width or 1
+        top.set_class(now.below > 0, "stacked")
+        figures.styles.height = now.below or "1fr"
         grid = self.query_one("#charts")
         grid.display = now.charts > 0
         grid.styles.grid_size_columns = now.per_row or 1

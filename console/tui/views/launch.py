@@ -17,6 +17,7 @@ from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from trainers.contract import flags as registry
 
 FOREIGN = "foreign program: other NSA flags have no effect"
+BETWEEN = {"ask": "L starts each next phase", "go": "starts the next phase if gates passed"}
 WIDE = 110
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
 """Number of rows that other panels leave to the list of flags if possible, with its heading; least
@@ -93,16 +94,33 @@ class Launch(Scrolls, View):
     # --- the panels ------------------------------------------------------------------------------
 
     def _phase_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
-        if live := live_launch(snapshot):
-            state, launch = live
-            return phase_rows(launch.phases, launch.phase, launch.between, width, height,
+        live = live_launch(snapshot)
+        if shown := live or self._ended(snapshot):
+            state, launch = shown
+            note = BETWEEN.get(launch.between, "") if live else "the launch has ended"
+            return phase_rows(launch.phases, launch.phase, note, width, height,
                               snapshot.now, state.step, state.gates)  # fmt: skip
         plan = self.draft.plan
         if plan is None:
             return [rule("phases", width), ((self.draft.trouble or "reading the plan …", "dim"),)]
-        rows = phase_rows(planned_phases(plan), 0, self.draft.between, width, height, snapshot.now)
         note = f"{counted(len(plan.phases), 'phase')}, L launches"
-        return [rule(f"plan {plan.name}", width, note), *rows[1:]]
+        return phase_rows(
+            planned_phases(plan), 0, note, width, height, snapshot.now, title=f"plan {plan.name}"
+        )
+
+    def _ended(self, snapshot: ScreenData) -> tuple[RunState, LaunchState] | None:
+        """Returns the displayed run and its launch, if it has ended and has the draft's plan."""
+        state = snapshot.state
+        launch = state.launch if state else None
+        is_shown = launch and not launch.under_way and launch.plan == self.draft.plan_name
+        return (state, launch) if state and launch and is_shown else None
+
+    def _without_plan(self, snapshot: ScreenData) -> tuple[RunState, LaunchState] | None:
+        """Returns the same as `_ended`, if its plan cannot be launched again, or else None.
+
+        The plan of a drill or of `--config` has no file.
+        """
+        return self._ended(snapshot) if self.draft.plan is None and self.draft.trouble else None
 
     def _training_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         """Returns facts about the prepared training, or no row for a launch in progress."""
@@ -113,10 +131,10 @@ class Launch(Scrolls, View):
         return [rule("training", width, detail="first phase"), *flowed(parts, width)][:height]
 
     def _line(self, snapshot: ScreenData) -> tuple[str, str]:
-        """Returns two values: a title, and the command of a launch in progress or of the draft."""
-        if live := live_launch(snapshot):
-            state, launch = live
-            ended = ", which ended" if launch.state == "waiting" else ""
+        """Returns two values: a title, and the command of the draft or of the displayed launch."""
+        if shown := live_launch(snapshot) or self._without_plan(snapshot):
+            state, launch = shown
+            ended = ", which ended" if launch.state != "running" else ""
             title = f"command of phase {launch.phase}-{launch.current}{ended}"
             return title, shell_line(state.argv, state.environment)
         prepared = self.draft.prepared
@@ -130,28 +148,35 @@ class Launch(Scrolls, View):
     def _check_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         """Returns the gates of a launch in progress, or else the checks of the draft.
 
-        The gates of a run that has ended are shown above the checks.
+        The gates of a run that has ended are shown above the checks, in at least half the height.
         """
         state, rows = snapshot.state, []
-        is_live = live_launch(snapshot) is not None
+        is_live, is_whole = live_launch(snapshot) is not None, height >= WHOLE
         if state is not None and (is_live or state.gates):
             is_of_plan = state.launch and state.launch.plan == self.draft.plan_name
             name = state.launch.current if state.launch and (is_live or is_of_plan) else state.id
-            height //= 1 if is_live or height >= WHOLE else 2
-            rows = gate_rows(state.gates, state.bounds, width, height,
+            most = height
+            if not (is_live or is_whole):
+                most = max(height // 2, height - len(self._draft_check_rows(width, height)))
+            rows = gate_rows(state.gates, state.bounds, width, most,
                              f"gates of {name}{'' if is_live else ', which ended'}")  # fmt: skip
         if is_live:
             return rows
+        left = height if is_whole else height - len(rows)
+        return rows + self._draft_check_rows(width, left)
+
+    def _draft_check_rows(self, width: int, height: int) -> list[Row]:
         draft = self.draft
         if draft.is_checked and draft.trouble:
-            rows.append(rule(CHECKS, width, "the launch would be rejected"))
+            note = "the launch would be rejected" if draft.is_chosen else "o chooses a plan"
             lines = wrap(draft.trouble, width, height - 1)
-            return rows + [((line, "crit"),) for line in lines]
+            style = "crit" if draft.is_chosen else "dim"
+            return [rule(CHECKS, width, note), *(((line, style),) for line in lines)]
         found = check_rows(draft.checks, width, height)
         if not draft.is_checked:
             before = [tuple((text, "dim") for text, _ in row) for row in found[1:]]
             found = [rule(CHECKS, width, "in progress …"), *before]
-        return rows + found
+        return found
 
     # --- the flags and keys ----------------------------------------------------------------------
 
@@ -168,8 +193,8 @@ class Launch(Scrolls, View):
         snapshot = self.snapshot
         if snapshot is None or not self.size.width:
             return
-        if live := live_launch(snapshot):
-            state, launch = live
+        if shown := live_launch(snapshot) or self._without_plan(snapshot):
+            state, launch = shown
             when = launch.rest[0].numbered if launch.rest else ""
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.decided, **state.environment}
@@ -180,6 +205,8 @@ class Launch(Scrolls, View):
             why_not = snapshot.coming_trouble and f": not available: {snapshot.coming_trouble}"
             later = " and later" if self._later == "all" else ""
             heading = f"flags now → {when}{later}{why_not}" if when else "flags now, no phase left"
+            if not launch.under_way:
+                heading = f"flags of {launch.current}, which ended"
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
             foreign = draft.plan is not None and not any(
@@ -188,8 +215,8 @@ class Launch(Scrolls, View):
             self._items = flag_list.items(
                 {}, draft.planned_flags(), draft.flags, draft.between, foreign
             )
-            if not draft.is_checked:
-                self.console.operator.prepare()
+        if live_launch(snapshot) is None and not self.draft.is_checked:
+            self.console.operator.prepare()
         self.picker.heading = heading
         rows = flag_list.item_rows(self._items, when, self.picker.size.width - GUTTER)
         rows += [((FOREIGN, "dim"),)] * foreign
@@ -220,7 +247,7 @@ class Launch(Scrolls, View):
     def do_toggle(self) -> None:
         """Changes the value under the cursor, or opens a field if a value must be typed."""
         item = self._chosen()
-        if item is None:
+        if item is None or self._is_fixed(item):
             return
         if item.flag is None:
             self.draft.between = "go" if self.draft.between == "ask" else "ask"
@@ -232,8 +259,27 @@ class Launch(Scrolls, View):
         else:
             self.do_open()
 
+    def _is_fixed(self, item: flag_list.Item) -> bool:
+        """Returns whether the flag can no longer be changed; if so, also shows a message."""
+        live, ended = (
+            live_launch(self.snapshot),
+            self.snapshot and self._without_plan(self.snapshot),
+        )
+        why = ""
+        if live is not None and not live[1].rest:
+            why = f"{live[1].id} has no next phase: a changed flag would have no effect"
+        elif ended and item.flag is not None:
+            why = f"{ended[1].current} has ended, and its plan has no file; o chooses a plan"
+        if why:
+            self.console.say(why, "error")
+        return bool(why)
+
     def do_phases(self) -> None:
         """Switches changed flags between the next phase and all later phases."""
+        if live_launch(self.snapshot) is None:
+            self.console.say("v works only while a launch runs: a new launch has these flags "
+                             "in all its phases", "error")  # fmt: skip
+            return
         self._later = "next" if self._later == "all" else "all"
         self.fill()
 
@@ -252,6 +298,8 @@ class Launch(Scrolls, View):
         item = self._chosen()
         if item is None or item.flag is None:
             self.do_toggle()
+            return
+        if self._is_fixed(item):
             return
         name, live = item.flag.name, live_launch(self.snapshot)
         hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.key.help}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partialmethod
 from itertools import zip_longest
 
@@ -12,25 +13,54 @@ from console.diagnose.stack_classes import is_of_torch, where
 from console.model import LIVE_STATES, Rank, RunState, Verdict
 from console.sources.process import program
 from console.sources.stacks import Frame, Stack, innermost_own
+from console.sources.verdicts import Stored
 from console.status_text import spans
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, cut, labelled, rule, text_of, wrap
 from console.tui.views.view import View
-from console.tui.widgets.lines import WHOLE, Panel, of_run
+from console.tui.widgets.lines import WHOLE, Draw, Panel
 from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured, wrong
 
-VERDICT, LEAST_VERDICT, MOST_VERDICT = "VERDICT  ", 2, 4
+VERDICT, LEAST_VERDICT, MOST_VERDICT = "VERDICT  ", 2, 5
 """Heading of the verdict, and its least and largest height in lines."""
 STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
     letter: word for letter, word in PROCESS_WORDS.items() if word}}  # fmt: skip
 
 
-def verdict_rows(state: RunState, width: int, height: int, now: float) -> list[Row]:
-    """Returns the verdict, or why there is none, in at most `height` lines."""
-    verdict = state.verdict
-    if verdict is not None:
+def past_verdict(state: RunState, last: Stored | None) -> Stored | None:
+    """Returns the last verdict if its stall is over, or None."""
+    is_shown = state.state == "stalled" or (state.verdict and state.state in LIVE_STATES)
+    return None if is_shown else last
+
+
+def _past_rows(past: Stored, calm: str, width: int, height: int, now: float) -> list[Row]:
+    """Returns the last verdict below a sentence on the present state of the run.
+
+    A command in the sentence is left out, because its processes may have ended.
+    """
+    verdict, room = past.verdict, width - len(VERDICT)
+    begun, ended = (_clock(ts, now) for ts in (verdict.ts, past.end_ts or now))
+    when = f"{begun} to {ended}" if past.end_ts else f"{begun}, no end recorded"
+    sentence = verdict.sentence.replace(f"; {verdict.action.partition('; ')[0]}", "")
+    said = [*wrap(f"{calm}; last stall: {when}", room), *wrap(sentence, room)]
+    end = wrap(f"ended: {past.end}", room, 2 if height > 4 else 1) if past.end else []
+    return labelled((VERDICT, "title"), [*said[: max(1, height - len(end))], *end][:height], "dim")
+
+
+def _clock(ts: float, now: float) -> str:
+    """Returns a time of day, with its date if it is more than 20 hours ago."""
+    form = "%Y-%m-%d %H:%M" if now - ts > 20 * 3600 else "%H:%M:%S"
+    return time.strftime(form, time.localtime(ts))
+
+
+def verdict_rows(
+    state: RunState, width: int, height: int, now: float, last: Stored | None = None
+) -> list[Row]:
+    """Returns the verdict, or the past verdict, or why there is none, in at most `height` lines."""
+    past, verdict = past_verdict(state, last), state.verdict
+    if verdict is not None and past is None:
         words = {"unsupervised": "no supervisor now"}.get(state.state, f"the run is {state.state}")
         since = words if state.state in LIVE_STATES else "the run has ended"
         ago = f"  ({fmt.age(now - verdict.ts)} ago; {since})"
@@ -49,6 +79,8 @@ def verdict_rows(state: RunState, width: int, height: int, now: float) -> list[R
         adopt = "R starts one; " if state.launch else ""
         said = f"no supervisor: {adopt}{program()} watchdog {state.id} checks the run now"
         style = "warn"
+    if past is not None:
+        return _past_rows(past, said.removeprefix("no verdict: "), width, height, now)
     return labelled((VERDICT, "title"), wrap(said, width - len(VERDICT), height), style)
 
 
@@ -122,23 +154,29 @@ def _frame_and_age(stack: Stack | None, width: int, now: float) -> str:
 CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervisor"}
 
 
-def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list[Row]:
+def evidence_rows(
+    state: RunState, width: int, height: int, _now: float, last: Stored | None = None
+) -> list[Row]:
     """Returns the operator's next step, then at most two lines for each sign of the verdict.
 
-    The heading counts the signs that do not fit. With `WHOLE` as height, no sign is cut.
+    A past verdict has no next step, because its processes may have ended. The heading counts the
+    signs that do not fit. With `WHOLE` as height, no sign is cut.
     """
-    verdict = state.verdict
+    past = past_verdict(state, last)
+    verdict = past.verdict if past else state.verdict
     if verdict is None:
         return [rule("evidence", width), ((CALM.get(state.state, "none"), "dim"),)]
     limit = 99 if height >= WHOLE else 2
-    rows = labelled(("→ ", "info"), wrap(verdict.action, width - 3, limit), "strong")
+    action = "" if past else verdict.action
+    rows = labelled(("→ ", "info"), wrap(action, width - 3, limit), "strong")
     hidden = 0
     for mark, sign in sorted(verdict.signs(), key=lambda each: each[1].startswith("rank ")):
         lines = labelled((f"{mark} ", "info"), wrap(sign, width - 3, limit))
         hidden += len(rows) + len(lines) > height - 1
         rows += lines
     more = f"+{hidden} more: z   " if hidden else ""
-    return [rule("evidence", width, f"{more}confidence: {verdict.sure}"), *rows[: height - 1]]
+    title = "evidence of the last stall" if past else "evidence"
+    return [rule(title, width, f"{more}confidence: {verdict.sure}"), *rows[: height - 1]]
 
 
 def no_dump(state: RunState) -> str:
@@ -263,6 +301,13 @@ class StacksPanel(Panel):
         return stack_rows(groups, odd, width, height, snapshot.now, self.first)
 
 
+def _of_verdict(draw: Callable[..., list[Row]]) -> Draw:
+    """Returns a `Draw` that also passes the newest stored verdict to `draw`."""
+    return lambda data, width, height: (
+        draw(data.state, width, height, data.now, data.last_verdict) if data.state else []
+    )
+
+
 class Stall(Scrolls, View):
     DEFAULT_CSS = f"""
     Stall {{ layout: vertical; }}
@@ -271,10 +316,10 @@ class Stall(Scrolls, View):
     """
 
     def compose(self) -> ComposeResult:
-        yield Panel("verdict", of_run(verdict_rows))
+        yield Panel("verdict", _of_verdict(verdict_rows))
         yield Picker("stall-ranks", "ranks")
         yield StacksPanel("stacks")
-        yield Panel("evidence", of_run(evidence_rows))
+        yield Panel("evidence", _of_verdict(evidence_rows))
 
     def focus_default(self) -> None:
         self.picker.focus()
@@ -294,10 +339,11 @@ class Stall(Scrolls, View):
         if snapshot is None or state is None or not height:
             return
         ranks = min(len(state.ranks) + 1, max(3, height // 2 - 1))
-        said = len(verdict_rows(state, width, MOST_VERDICT, snapshot.now))
+        last = snapshot.last_verdict
+        said = len(verdict_rows(state, width, MOST_VERDICT, snapshot.now, last))
         verdict = max(LEAST_VERDICT, min(said, height // 4))
         free = height - verdict - ranks
-        evidence = len(evidence_rows(state, width, WHOLE - 1, snapshot.now))
+        evidence = len(evidence_rows(state, width, WHOLE - 1, snapshot.now, last))
         stacks = len(self.query_one(StacksPanel).rows(snapshot, width, WHOLE))
         self.query_one("#verdict").styles.height = verdict
         self.picker.styles.height = ranks

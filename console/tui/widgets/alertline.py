@@ -23,12 +23,12 @@ from console.tui.background import Pending
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, clip, flow, spread, width_of
 from console.tui.styles import LEVEL_STYLE
-from console.tui.widgets.bars import HEIGHT
 from console.tui.widgets.lines import Panel
 
 BLOCKED_S = 2.0
 SILENT_S = 5.0
-MOST_LINES = 3
+MOST_LINES, SHARE = 4, 5
+"""Most lines of the notice, and the part of the screen that it may take: one line in `SHARE`."""
 LEAST_ROOM = 24
 """Least width of the text to the left of the keys; if there is less room, no keys are shown."""
 STALL_HINT = "3 diagnose"
@@ -51,7 +51,7 @@ class Notice:
 def notices(
     snapshot: ScreenData | None, silent_s: float = 0.0, pending: Sequence[Pending] = ()
 ) -> list[Notice]:
-    """Returns all notices, the worst first.
+    """Returns all notices, the worst first, but another launch that runs before all others.
 
     `silent_s` is the time for which the directory has not answered; `pending` has the actions in
     progress.
@@ -83,7 +83,12 @@ def notices(
     found += _of_gates(state.gates)
     if state.skipped_records:
         found.append(Notice("info", skipped(state)))
-    return sorted(found, key=lambda notice: LEVELS.index(notice.level))
+    found.sort(key=lambda notice: LEVELS.index(notice.level))
+    if snapshot.live_launch:  # first, because the displayed launch has ended
+        found.insert(
+            0, Notice("info", f"another launch runs: {snapshot.live_launch}", "o opens it")
+        )
+    return found
 
 
 KEY_WORDS = {"3": "diagnose", "4": "shows logs", "L": "next phase", "E": "flags", "D": "dump",
@@ -108,13 +113,14 @@ def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
         # Nothing went wrong if a run that was started by hand has no supervisor.
         return [Notice("crit", why, "R new supervisor") if state.launch else Notice("warn", why)]
     text = f"{state.state}: {state.why or 'no reason recorded'}"
+    resume = "R resume" if state.can_resume else ""
     if state.state in BAD_STATES:
-        return [Notice("crit", text, "4 shows logs")]
+        return [Notice("crit", text, f"{resume}  4 shows logs".strip())]
     if state.state == "restarting":
         return [Notice("warn", text, "H halt")]
     early = state.state == "completed" and (state.step or 0) < (state.steps_planned or 0)
     told = state.state in ("halting", "halted", "stopping", "stopped")
-    return [Notice("info", text)] if (told or early) and state.why else []
+    return [Notice("info", text, resume)] if (told or early) and (state.why or resume) else []
 
 
 def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
@@ -179,7 +185,7 @@ def without_verdict(notice: Notice, verdict: Verdict | None) -> Notice:
 class AlertLine(Panel):
     """Shows one notice; `A` acknowledges its alert. When notices come or go, the worst is shown.
 
-    The alert line has as many lines as the notice needs, at most `MOST_LINES`.
+    The alert line has as many lines as the notice needs, within `MOST_LINES` and `SHARE`.
     """
 
     notice: Notice | None = None
@@ -195,7 +201,7 @@ class AlertLine(Panel):
         self._at = self._at % len(found) if found and kinds == self._kinds else 0
         self._kinds = kinds
         self.notice = found[self._at] if found else None
-        limit = MOST_LINES if self.screen.size.height >= HEIGHT else 1
+        limit = max(1, min(MOST_LINES, self.screen.size.height // SHARE))
         if app.view_name == "stall" and snapshot and snapshot.state:
             found = [without_verdict(notice, snapshot.state.verdict) for notice in found]
         return alert_rows(found, width, self._at, limit)

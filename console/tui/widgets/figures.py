@@ -13,6 +13,7 @@ STEPS = " steps"
 LINES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("tok/s", ("toks_per_s",), "", ""),
     ("step time", ("step_p50_s",), "p99", "step_p99_s"),
+    ("stalls", ("stalls",), "", ""),
     ("loss", ("loss",), "", ""),
     ("bytes right", ("bytes_right",), "", ""),
     ("entropy", ("gate_entropy_mean",), "min", "gate_entropy_min"),

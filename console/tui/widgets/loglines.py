@@ -54,7 +54,7 @@ class LogBook:
 
 def newest_rows(book: LogBook, width: int, height: int) -> list[Row]:
     """Returns a heading and the newest lines."""
-    rows = [rule("log", width, "4 all lines")]
+    rows = [rule("log", width, "4 shows all lines")]
     if not book.lines:
         rows.append((("no log lines yet", "dim"),))
     newest = islice(book.lines, max(0, len(book.lines) - height + 1), None)

@@ -44,12 +44,12 @@ class Answer(Lines):
 
     def __init__(self) -> None:
         super().__init__(id="answer")
-        self.text = ""
+        self.text = self._level = ""
         self._until = 0.0
 
     def say(self, text: str, level: str) -> None:
         """Shows a text with its level: `ok`, `error`, or `wait` while there is no result."""
-        self.text = text
+        self.text, self._level = text, level
         self._until = time.monotonic() + KEEP_S[level]
         self.shown = tuple(map(safe, answer_rows(text, level, self.screen.size.width)))
         self.styles.height = len(self.shown)
@@ -59,6 +59,11 @@ class Answer(Lines):
     def clear(self) -> None:
         self.text = ""
         self.styles.height = 0
+
+    def clear_error(self) -> None:
+        """Clears an error, which is about a key of the former view."""
+        if self._level == "error":
+            self.clear()
 
     def tick(self) -> None:
         """Clears the message when its time has passed."""

@@ -39,8 +39,8 @@ def planned_phases(plan: Any) -> tuple[PhaseState, ...]:
 
 
 def phase_rows(
-    phases: Sequence[PhaseState], current: int, between: str, width: int, height: int,
-    now: float, step: int | None = None, gates: Sequence[Gate] = (),
+    phases: Sequence[PhaseState], current: int, note: str, width: int, height: int,
+    now: float, step: int | None = None, gates: Sequence[Gate] = (), title: str = "phases",
 ) -> list[Row]:  # fmt: skip
     """Returns the phases with their states and what they prove.
 
@@ -48,7 +48,6 @@ def phase_rows(
     the current phase, or the next phase if the current phase has completed. The reason for a state
     is shown only if it fits beside the state; with `WHOLE` as height it is always shown.
     """
-    words = {"ask": "L starts each next phase", "go": "starts the next phase if gates passed"}
     limit = 99 if height >= WHOLE else 2
     sentences = [wrap(phase.proves, width - 4, limit) for phase in phases]
     finished = bool(phases) and phases[current].state == "completed"
@@ -61,7 +60,7 @@ def phase_rows(
     start = max(0, min(focus - room // 2, len(phases) - room))
     shown = phases[start : start + room]
     part = f"{start + 1}–{start + len(shown)} of {len(phases)}  " * (len(shown) < len(phases))
-    rows = [rule("phases", width, part + words.get(between, ""))]
+    rows = [rule(title, width, part + note)]
     passed = f"gates {sum(gate.result == 'pass' for gate in gates)}/{len(gates)}" if gates else ""
     results = [(phase.index == current and passed) or gates_text(phase) for phase in phases]
     longest = max(map(len, results), default=0)

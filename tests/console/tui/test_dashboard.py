@@ -149,6 +149,7 @@ def test_the_dashboard_fills_its_height_whatever_it_is(width, height, ranks, ava
     assert now.top >= 2
     assert now.top + now.log <= height
     assert now.beside == 0 or now.top - now.beside >= ranks + 1
+    assert now.below == 0 or now.top - now.below >= ranks + 1
     rows = -(-now.charts // now.per_row) if now.charts else 0
     assert height - now.top - now.log >= rows * LEAST_CHART
 

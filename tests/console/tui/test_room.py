@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from console.model import Gate, PhaseState
+from console.model import Alert, Gate, PhaseState
 from console.plans.case import Check
 from console.tui import chartmath
 from console.tui.feed import ScreenData
@@ -214,3 +214,22 @@ async def test_the_first_picture_of_the_palette_marks_what_it_cuts():
         first = [text_of(row) for row in commands.list.shown]
     assert max(map(len, first)) == 80
     assert any(row.endswith("…") for row in first)
+
+
+async def test_a_screen_that_is_too_small_for_charts_has_the_whole_alert_figures_and_the_log(
+    tmp_path,
+):
+    said = (
+        "rank 1 has been stalled in backward of step 109 since 20:49:32: it is stopped (SIGSTOP); "
+        "kill -CONT 13326 resumes it; rank 0 waits in backward"
+    )
+    alert = Alert("stall", NOW, "crit", said, "3")
+    run = directory.run(tmp_path)
+    (run / "logs" / "attempt1").mkdir(parents=True)
+    (run / "logs" / "attempt1" / "rank0.log").write_text("the newest line\n")
+    state = recorded.running(state="stalled", alerts=(alert,))
+    async with driven(app_on(state, run=run), (60, 20)) as (app, pilot):
+        await play(pilot, "…the newest line", "…tok/s", "…loss")
+        shown = await settled(pilot)
+        assert said in " ".join(shown.replace("3 diagnose  A ack", "").split())
+        assert "" not in [line.strip() for line in lines(app)[:16]]

@@ -1,0 +1,199 @@
+"""What the screen shows of stalls and launches that are over: their evidence, and the way on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from console.model import Alert, Gate, Verdict
+from console.sources import launches
+from console.sources.launches import launch_id
+from console.sources.run import RunSource
+from console.sources.verdicts import Stored
+from console.supervisor import lock
+from console.tui import feed
+from console.tui.confirmations import CannotAsk
+from console.tui.feed import ScreenData
+from console.tui.keys import KEYS
+from console.tui.rows import text_of
+from console.tui.views.stall import evidence_rows, verdict_rows
+from console.tui.widgets.alertline import notices
+from console.tui.widgets.figures import figure_rows
+from tests.console.sources import directory
+from tests.console.tui import recorded
+from tests.console.tui.recorded import NOW, SIZES, Asked, app_on, driven, play, until
+from trainers.contract.errors import NotFoundError
+
+AGAIN = "stopped: 81 s in forward on rank 1: the ranks step again"
+STOPPED = {
+    "ts": NOW - 600, "cause": "stopped", "rank": 1, "phase": "forward", "step": 15, "sure": "high",
+    "sentence": "rank 1 is stopped (SIGSTOP); kill -CONT 71588 resumes it; rank 0 waits in forward",
+    "action": "kill -CONT 71588 resumes it; a stop costs all 15 steps",
+    "evidence": ["rank 1: process state T"], "end": AGAIN, "end_ts": NOW - 500,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", ["running", "crashed"])
+async def test_a_stall_that_is_over_stays_in_the_stall_view_without_its_commands(
+    tmp_path, name, size
+):
+    (tmp_path / "verdicts").mkdir()
+    directory.document(tmp_path / "verdicts" / f"{int(NOW - 600) * 1000}.json", STOPPED)
+    since, to = (time.strftime("%H:%M:%S", time.localtime(NOW - ago)) for ago in (600, 500))
+    async with driven(app_on(recorded.STATES[name](), run=tmp_path), size) as (app, pilot):
+        await play(pilot, "3", f"…last stall: {since}")
+        shown = " ".join(" ".join(recorded.lines(app)).split())
+    for words in (f"to {to}", "rank 1 is stopped (SIGSTOP); rank 0 waits", f"ended: {AGAIN}",
+                  "evidence of the last stall", "+ rank 1: process state T"):  # fmt: skip
+        assert words in shown
+    assert "71588" not in shown
+    assert "→" not in shown
+
+
+def test_a_new_stall_is_not_described_by_the_last_one():
+    said = {key: value for key, value in STOPPED.items() if not key.startswith("end")}
+    last = Stored(Verdict(**said), AGAIN, NOW - 500)
+    fresh = dataclasses.replace(recorded.stalled(), verdict=None)
+    rows = [*verdict_rows(fresh, 80, 5, NOW, last), *evidence_rows(fresh, 80, 9, NOW, last)]
+    assert "SIGSTOP" not in " ".join(map(text_of, rows))
+    assert "diagnosis in progress" in text_of(rows[0])
+
+
+def test_the_number_of_stalls_is_a_figure_once_there_was_one(tmp_path):
+    run = directory.run(tmp_path / "0-first")
+    assert "stalls" not in RunSource(run).poll().figures
+    with (run / "events.jsonl").open("a") as events:
+        for kind in ("alert", "clear"):
+            events.write(f'{{"v": 1, "kind": "{kind}", "alert": "stall", "ts": {NOW}}}\n')
+    state = RunSource(run).poll()
+    assert [text_of(row).split()[:2] for row in figure_rows(state, 28, 5, NOW)][1:] == [
+        ["stalls", "1"]
+    ]
+
+
+async def test_an_alert_of_a_moved_directory_says_first_what_to_do_and_no_action_promises_more(
+    tmp_path,
+):
+    path = tmp_path / "artifacts" / "tiny_cpu" / "20261126-215130"
+    path.mkdir(parents=True)
+    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT)
+    lock.claim(fd, "tiny_cpu", "op")
+    held = lock.LaunchLock(path, fd)
+    path.rename(tmp_path / "away")
+    text = held.lost()
+    os.close(fd)
+    alert = Alert("own-directory", NOW, "crit", text)
+    state = dataclasses.replace(recorded.running(), alerts=(alert,))
+    for size in ((80, 24), (60, 20)):
+        async with driven(app_on(state), size) as (app, pilot):
+            await play(pilot, f"…kill -TERM {os.getpid()}")
+            await play(pilot, "H", "…✗ stop the run with kill -TERM")
+            assert "all work" not in recorded.picture(app)
+    for key in "dump", "halt", "stop", "checkpoint":
+        with pytest.raises(CannotAsk, match=f"kill -TERM {os.getpid()}"):
+            KEYS[key].question(state)
+
+
+def test_a_path_without_a_run_suggests_no_other_run(tmp_path):
+    directory.launch(tmp_path)
+    for name in (str(tmp_path / "plan" / "20261121-060500"), "artifacts/plan/20261121-060500"):
+        with pytest.raises(NotFoundError) as found:
+            launches.find(name, tmp_path)
+        assert "moved or removed" in str(found.value)
+        assert "known" not in str(found.value)
+        assert "did you mean" not in str(found.value)
+
+
+def ended(**given):
+    held = {"checkpoint": "step_00000138", "decided": {"NSA_LR": "0.001"}}
+    return dataclasses.replace(recorded.crashed(), **(held | given))
+
+
+async def test_r_resumes_a_launch_that_ended_early_and_asks_first():
+    asked = Asked()
+    async with driven(app_on(ended(), actions=asked)) as (app, pilot):
+        assert "R resume" in recorded.lines(app)[1]
+        await play(pilot, "R", "…Resume this launch, in a new launch?",
+                   "…1-plumbing at checkpoint step_00000138", "…next phases: recall")  # fmt: skip
+        assert not asked.launched
+        await play(pilot, "y", "…launched the rest of /nowhere/cpu_smoke/20261120-031500 in")
+    assert [(each.resume, each.plan) for each in asked.launched] == [
+        (Path("/nowhere/cpu_smoke/20261120-031500"), "")
+    ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"checkpoint": ""}, {"decided": {}}, {"state": "completed"},
+     {"launch": recorded.launch("unsupervised"), "state": "killed"}],
+)  # fmt: skip
+def test_r_offers_no_resume_that_would_be_rejected_or_begin_again(changed):
+    state = ended(**changed)
+    assert not state.can_resume
+    assert all("R resume" not in each.hint for each in notices(ScreenData(0.0, NOW, state)))
+    if state.launch.state == "ended":
+        with pytest.raises(CannotAsk, match="R resumes only a phase that ended early and has a ch"):
+            KEYS["adopt"].question(state)
+    else:
+        assert "new supervisor" in KEYS["adopt"].question(state).title
+
+
+async def test_the_question_of_a_new_launch_says_that_it_does_not_resume(tmp_path):
+    async with driven(app_on(ended(), root=tmp_path)) as (app, pilot):
+        await pilot.press("2")
+        await until(pilot, lambda: app.draft.is_checked)
+        await play(pilot, "L", "…Launch cpu_smoke?", "…sanity at step 0, without step_00000138")
+
+
+async def test_another_launch_that_runs_is_the_first_alert_of_an_ended_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(feed, "SEARCH_S", 0.2)
+    async with driven(app_on(ended(), root=tmp_path)) as (app, pilot):
+        assert recorded.lines(app)[1].startswith("! CRIT crashed")
+        live = directory.launch(tmp_path)
+        await until(pilot, lambda: launch_id(live) in recorded.lines(app)[1])
+        assert "another launch runs: " in recorded.lines(app)[1]
+        assert "o opens it" in recorded.lines(app)[1]
+        await play(pilot, "a", "…! CRIT crashed")
+    async with driven(app_on(recorded.running(), root=tmp_path)) as (app, _):
+        assert "another launch" not in recorded.picture(app)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_an_ended_launch_whose_plan_has_no_file_shows_its_own_phases_and_gates(
+    tmp_path, size
+):
+    gates = (Gate("no_stall", 1.0, "stalls", "run", "events", "yes", "fail"),)
+    held = recorded.launch("ended", plan="tiny_cpu", phases=recorded.phases(1, "crashed"))
+    async with driven(app_on(ended(launch=held, gates=gates), root=tmp_path), size) as (app, pilot):
+        await play(pilot, "2", "…✗ no_stall", "…1-plumbing", "…command of phase 1-plumbing",
+                   "…crashed", "…o chooses a plan", "…0.001")  # fmt: skip
+        shown = recorded.picture(app)
+        assert "would be rejected" not in shown
+        await play(pilot, "enter", "…its plan has no file; o chooses a plan")
+        assert app.overlay is None
+        app.draft.choose("cpu_smoke")
+        await play(pilot, "…plan cpu_smoke", "…gates of " + held.id)
+
+
+async def test_a_key_that_can_change_no_flag_says_so_before_anything_is_typed():
+    last = recorded.running(launch=recorded.launch(phase=2, phases=recorded.phases(2)))
+    async with driven(app_on(last)) as (app, pilot):
+        await play(pilot, "2", "…no phase left", "enter", "…has no next phase")
+        assert app.overlay is None
+        await play(pilot, "1", "…now ──")
+        assert "has no next phase" not in recorded.picture(app)
+    async with driven(app_on(recorded.crashed())) as (app, pilot):
+        await play(pilot, "2", "…✓ python", "v", "…v works only while a launch runs")
+
+
+async def test_the_checks_below_gates_use_all_lines_of_the_view(tmp_path):
+    gates = tuple(Gate(f"gate{n}", 1.0, "", "run", "x", "yes", "pass") for n in range(3))
+    async with driven(app_on(ended(gates=gates), root=tmp_path), (120, 40)) as (app, pilot):
+        await play(pilot, "2", "…✓ python")
+        await recorded.settled(pilot)
+        assert recorded.lines(app)[-3].strip(), recorded.picture(app)
