@@ -31,6 +31,8 @@ PLAN = catalog.PROJECT / "configs" / "drill.yaml"
 FOLDER = "drills"
 """The folder of drills below the root. No drill there is the `latest` launch of the root."""
 POLL_S = 0.5
+FAULT_STEP = 10
+"""The step in which the fault happens."""
 MAX_PROCESSES = 16
 READ_BYTES = 1 << 20
 MAX_VERDICTS = 256
@@ -167,7 +169,7 @@ def _chosen(options: argparse.Namespace) -> Drill:
         )
     if not (options.plain or options.json or is_terminal()):
         raise UsageError("the screen needs a terminal; use drill FAULT --plain")
-    return Drill(options.fault, kind.step, rank, kind.amount)
+    return Drill(options.fault, FAULT_STEP, rank, kind.amount)
 
 
 def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
