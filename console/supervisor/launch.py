@@ -147,8 +147,10 @@ class Launch:
         self._index = index
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
-        # Published before the run starts, because the next child must know of the run. Written
-        # before run.json, because plan_state.json must contain each run that has begun.
+        self.state, self._why = "running", ""
+        # Published before the run starts, because the next child must know of the run. The state
+        # is no longer "waiting", because the next child would wait for the phase after this one.
+        # Written before run.json, because plan_state.json must contain each run that has begun.
         self._publish(keeps_place=True)
         flags = self._spec.flags(index, self._next_flags.values())
         try:
@@ -157,7 +159,6 @@ class Launch:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
         self._next_flags.started()
-        self.state, self._why = "running", ""
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
         self._event("phase", f"{entry['name']} starts")
@@ -358,7 +359,7 @@ class Launch:
     def _do_proceed(self, request: Request) -> Outcome:
         if self.state != "waiting":
             now = self._phases[self._index]["name"]
-            return False, f"{now} is still running; no phase was started", []
+            return False, f"{now} is still running; no further phase was started", []
         phase, wanted = self._phases[self._index + 1]["name"], request.args.get("phase")
         if wanted not in (None, phase):
             return False, f"the next phase is {phase!r}, not {wanted!r}; no phase was started", []

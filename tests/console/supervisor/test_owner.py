@@ -386,3 +386,14 @@ def test_the_owner_reports_a_term_only_if_it_has_sent_one():
     owner._enforce_deadlines()
     assert [message.kind for message in Channel(theirs).receive()] == [links.SIGNAL]
     assert not owner._state.term_sent
+
+
+def test_a_phase_whose_start_kills_the_child_is_not_skipped(broken_at):
+    """The next child finds the request to proceed again, and executes it for this phase only."""
+    once = "len(begun) == 2 and not mark.exists() and (mark.touch(), ctypes.string_at(0))"
+    started = broken_at("run.Run._new_record", once, count=3, between="ask")
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    started.ask("proceed")
+    ended = started.wait(lambda: (s := started.plan_state)["state"] in ("waiting", "ended") and s)
+    assert [each["state"] for each in ended["phases"]] == ["completed", "completed", "next"]
+    started.ask("halt")
