@@ -241,6 +241,7 @@ def diagnosis(path: Path) -> Diagnosis:
 def _of_ended(source: OfflineRun) -> Diagnosis:
     state, run = source.state, source.of[0] if source.of else None
     last = (verdicts.newest(run) if run else None) or state.verdict
+    last = last and replace(last, action="")  # its pids may belong to other processes by now
     why = "" if last else "no verdict was given while it ran"
     return Diagnosis(
         "ended", state, f"{source.over}{'; ' if why else ''}{why}", last,
