@@ -169,6 +169,9 @@ class Verdict:
     """The next step of an operator, or "" if none is known."""
     place: str = ""
     """File and line in the rank's own code, or "" if they are not known."""
+    end: str = ""
+    """How the stall ended, or "" if that is not known."""
+    end_ts: float | None = None
 
     def signs(self) -> list[tuple[str, str]]:
         """Returns the lines of `evidence` (mark +), `against` (mark -) and `missing` (mark ?)."""
@@ -324,6 +327,9 @@ class RunState:
     directory_blocked_s: float = 0.0
     """Duration of the pending write to the run directory, or 0 if no write is pending."""
     checkpoint: str = ""
+    """The newest checkpoint in the directory of the run."""
+    resumed_step: int = 0
+    """The step of the checkpoint from which this attempt resumed, or 0 if it began at step 1."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The flags of this run's processes."""
     decided: Mapping[str, str] = field(default_factory=dict)
@@ -333,6 +339,12 @@ class RunState:
     backend: str = ""
 
     @property
+    def saved_step(self) -> int:
+        """The step of the checkpoint from which a resume would continue, or 0 without one."""
+        saved = self.checkpoint.removeprefix("step_")
+        return int(saved) if saved.isdecimal() else self.resumed_step
+
+    @property
     def can_resume(self) -> bool:
         """True if the launch has ended in a phase that ended early and has a checkpoint.
 
@@ -340,7 +352,7 @@ class RunState:
         """
         has_ended = self.launch is not None and self.launch.state == "ended"
         is_early = has_ended and self.state in ENDED_EARLY
-        return is_early and bool(self.checkpoint and self.decided)
+        return is_early and bool(self.saved_step and self.decided)
 
 
 def loss_unit(settings: object) -> str:

@@ -197,7 +197,8 @@ class RankEnd:
         reason = memory or self.error_words or named or self._no_reason()
         place = f" ({self.place})" if self.place else ""
         code = f" (code {self.code})" if self.code else ""
-        return f"{who}: {reason}{place}{at}{code}"
+        what, then, advice = reason.partition("; ") if memory else (reason, "", "")
+        return f"{who}: {what}{place}{at}{code}{then}{advice}"
 
     def _no_reason(self) -> str:
         last = f" its last record says {self.last_record}," if self.last_record else ""

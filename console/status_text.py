@@ -25,7 +25,7 @@ NOT_GOOD = 1
 FIGURES_EVERY_S = 10.0
 MOST_SPANS = 8
 DASH = "–"
-COUNTED = ("records", "restarts", "stalls", "steps")
+COUNTED = ("records", "restarts", "stalls", "steps", "non-finite steps")
 """Units that are shown in the singular for the value 1."""
 RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
 """The words for the result of a gate."""
@@ -186,6 +186,33 @@ def progress(state: RunState) -> str:
     return f"step {state.step:,}"
 
 
+def lost_steps(step: int, saved: int, reports: bool) -> str:
+    """Returns the steps that a stop loses, or "" if they are not known.
+
+    `step` is 0 if the step is not known. `saved` is the step of the checkpoint from which a resume
+    would continue, or 0 if there is none. `reports` says that the program records each checkpoint,
+    as the trainers of this project do.
+    """
+    if not step or not (saved or reports):
+        return ""
+    if not saved:
+        return f"all {counted(step, 'step')} (no checkpoint)"
+    return f"{counted(max(0, step - saved), 'step')} (newest checkpoint: step {saved:,})"
+
+
+def stop_cost(step: int, saved: int, reports: bool) -> str:
+    """Returns what a stop during a stall costs, or "" if it is not known; see `lost_steps`."""
+    lost = lost_steps(step, saved, reports)
+    then = "; a halt saves first, but only when all ranks step again"
+    return f"a stop costs {lost}{then}" if lost else ""
+
+
+def checkpoint_text(state: RunState) -> str:
+    """Returns the checkpoint from which a resume would continue, or "" without one."""
+    resumed = f"step {state.resumed_step:,}, from which this run resumed"
+    return state.checkpoint or (resumed if state.resumed_step else "")
+
+
 def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
     """Yields the lines of `status`, for example the state, ranks, figures, alerts and gates."""
     yield from _state_lines(state, whole)
@@ -211,8 +238,8 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
         if state.verdict.action:
             yield f"    next: {state.verdict.action}"
     yield from (f"  {gate_line(gate)}" for gate in state.gates)
-    if state.checkpoint:
-        yield f"  checkpoint {state.checkpoint}"
+    if saved := checkpoint_text(state):
+        yield f"  checkpoint {saved}"
     if state.launch:
         yield from launch_lines(state.launch)
 

@@ -13,11 +13,11 @@ from typing import Any
 from console import bundle as archive
 from console import status_text
 from console.commands.output import show
+from console.commands.query import resume_line
 from console.diagnose.rank_evidence import limit_s
 from console.sources import launches, verdicts
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from console.supervisor.monitor import stop_cost
 from console.supervisor.offline import Diagnosis, diagnosis
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
@@ -40,9 +40,7 @@ def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
     """Returns a diagnosis as JSON data; its keys are documented and stable."""
     state, verdict = found.state, found.verdict
     seen = verdicts.seen_before(root, found.run, verdict) if verdict and found.run else None
-    saved = state.checkpoint.removeprefix("step_")
-    step = int(saved) if saved.isdecimal() else 0
-    cost = stop_cost(state.step or 0, step, bool(state.decided))
+    cost = status_text.stop_cost(state.step or 0, state.saved_step, bool(state.decided))
     missing = [*(verdict.missing if verdict else ()), *found.missing]
     ranks = [
         {"rank": each.rank, "pid": each.pid or None, "state": each.state, "step": each.step,
@@ -71,6 +69,8 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
         yield f"  {found.why}"
     if verdict:
         aged = f"{found.source}, {status_text.age(record['age_s'])} ago"
+        if found.outlook == "ended" and verdict.end:
+            aged += f"; ended: {verdict.end}"
         yield f"  verdict ({verdict.sure}; {aged}): {verdict.sentence}"
         yield from (f"    {mark} {line}" for mark, line in verdict.signs())
     yield from (f"    ? {line}" for line in found.missing)
@@ -78,6 +78,8 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
         yield f"  next: {verdict.action}"
     if record["cost"] and record["cost"] not in record["verdict"]["action"]:
         yield f"  cost: {record['cost']}"
+    if found.outlook == "ended" and (line := resume_line(state)):
+        yield f"  {line}"
     if seen := record["seen_before"]:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen["ts"]))
         yield f"  seen before: {seen['run']} at {when}, {seen['cause']} at {seen['place']}"

@@ -12,7 +12,6 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 from console import status_text
@@ -25,7 +24,7 @@ from console.commands.output import (
     show_progress,
 )
 from console.commands.table import regex
-from console.model import ENDED_EARLY, LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState
+from console.model import EXIT_CODES, LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState
 from console.plans.gate_check import poll_confirmed, so_far, unconfirmed
 from console.sources import launches, liveness
 from console.sources.process import program
@@ -72,15 +71,18 @@ def status(options: argparse.Namespace) -> int:
     """Prints the state, ranks, alerts and gates of a run."""
     run = source(options)
     state = poll_confirmed(run)
-    lines = [*status_text.status_lines(state, run.is_launch), *_resume(state)]
+    lines = list(status_text.status_lines(state, run.is_launch))
+    if resume := resume_line(state):
+        lines.append(f"  {resume}")
     show(options.json, status_text.as_json(state, run.is_launch), lines)
     return status_text.exit_code(state, run.is_launch)
 
 
-def _resume(state: RunState) -> Iterator[str]:
-    """Yields a line with the command `resume`, if a phase ended early and can continue."""
-    if state.launch is not None and state.can_resume:
-        yield f"  to resume, run: {program()} resume {shlex.quote(state.launch.path)}"
+def resume_line(state: RunState) -> str:
+    """Returns the command that resumes a launch, or "" if `RunState.can_resume` is False."""
+    if state.launch is None or not state.can_resume:
+        return ""
+    return f"to resume, run: {program()} resume {shlex.quote(state.launch.path)}"
 
 
 def follow(
@@ -101,8 +103,8 @@ def follow(
         if status_text.is_over(state) or (until_waiting and waits):
             break
         time.sleep(interval_s)
-    for line in () if as_json else _resume(state):
-        print_line(line.strip())
+    if not as_json and (resume := resume_line(state)):
+        print_line(resume)
     if as_json:
         emit(status_text.as_json(state, run.is_launch))
     return status_text.exit_code(state, run.is_launch)
@@ -215,7 +217,7 @@ def _basis(run: RunSource, state: RunState, named: str) -> str:
         records = f"{of} and {status_text.counted(count, 'record')} after it; {full}"
     elif run.has_all_records and not state.behind_bytes:
         records = f"all {status_text.counted(count, 'record')}"
-    doubts = "; ".join(unconfirmed(run, state)) if state.state in ENDED_EARLY else ""
+    doubts = "; ".join(unconfirmed(run, state)) if EXIT_CODES.get(state.state) else ""
     of = "" if is_live else f"{rundir.GATES} and "
     return f"based on {of}{records}{f'; not confirmed: {doubts}' if doubts else ''}"
 

@@ -270,9 +270,8 @@ def _of_processes(stall: Stall) -> Sign:
         used = "" if each.share is None else f", {each.share:.0%} of a core"
         what = f", waits for {each.main.text}" if each.main.text else ""
         said.append(f"rank {each.number} in state {each.state}{used}{what}")
-    none = "no process is in an unusual state" if stall.evidence.after else ""
     numbers = [each.number for each in odd]
-    return Sign("processes", _odd(numbers, stall), "; ".join(said[:8]) or none)
+    return Sign("processes", _odd(numbers, stall), "; ".join(said[:8]))
 
 
 def _starting(stall: Stall) -> list[Suspect]:

@@ -26,6 +26,7 @@ from console.diagnose.causes import (
 from console.diagnose.evidence import Evidence, Stall
 from console.diagnose.rank_evidence import (
     ENDED_STATES,
+    NAMED_AFTER_S,
     SAVING_PHASES,
     STOPPED_STATES,
     UNREPORTED,
@@ -44,7 +45,10 @@ from console.sources.stacks import Frame
 NO_EVIDENCE = Evidence()
 KERNEL_CAUSES = ("stopped", "traced", "exited")
 """Causes that the kernel confirms."""
+COLLECTING = Evidence()
+"""Stands for evidence that this process collects at present."""
 LOOK_AT_STACKS = "dump the stacks to see the cause"
+BEING_READ = "stacks and processes are being read to find the cause"
 EVIDENCE_LINES = 64
 
 
@@ -107,7 +111,9 @@ def _explain(moment: Moment, evidence: Evidence) -> Verdict:
 
 
 def _advice(cause: Cause | None, evidence: Evidence) -> str:
-    return "" if cause or evidence.stacks else LOOK_AT_STACKS
+    if cause or evidence.stacks:
+        return ""
+    return BEING_READ if evidence is COLLECTING else LOOK_AT_STACKS
 
 
 def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
@@ -261,10 +267,19 @@ def _positions(moment: Moment, first: RankEvidence | None) -> tuple[str, ...]:
     counted = any(each.collectives for each in ranks)
     return tuple(
         f"rank {each.rank}: process state {each.state}, {each.position_text}, unchanged for "
-        f"{each.unchanged_s:.0f} s, limit {limit_s(each, moment.watch):.0f} s"
+        f"{each.unchanged_s:.0f} s, limit {_limit(each, moment.watch)}"
         + (f", {each.collectives} collectives" if counted else "")
         for each in ranks[:EVIDENCE_LINES]
     )
+
+
+def _limit(rank: RankEvidence, watch: Watch) -> str:
+    """Returns the stall limit, or the shorter limit of a rank that cannot continue."""
+    limit = limit_s(rank, watch)
+    if rank.state in (*STOPPED_STATES, *ENDED_STATES) and limit > NAMED_AFTER_S:
+        ended = "ended" if rank.state in ENDED_STATES else "stopped"
+        return f"{NAMED_AFTER_S:.0f} s because it is {ended}"
+    return f"{limit:.0f} s"
 
 
 def _since(moment: Moment, rank: RankEvidence) -> str:

@@ -78,7 +78,7 @@ class GateRule:
 TABLE: tuple[GateRule, ...] = (
     GateRule("steps_done", "steps", "at least", measures.steps_reached, "surviving steps", RANKS,
              "no progress record"),
-    GateRule("loss_finite", "steps", "yes", measures.loss_finite, "all attempts", RANKS,
+    GateRule("loss_finite", "non-finite steps", "yes", measures.loss_finite, "all attempts", RANKS,
              "no loss was recorded", certain=True, tails=True),
     GateRule("grad_norm_above", "", "above", measures.grad_norm, "all attempts", RANK0,
              "no grad_norm was recorded", certain=True),

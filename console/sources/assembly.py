@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from console.model import (
     Level,
     RunState,
     State,
+    Verdict,
     loss_unit,
 )
 from console.run_state import decide
@@ -102,7 +103,7 @@ class Assembly:
             data_age_s=None if self._has_ended else data_age_s(ranks, records),
             ranks=ranks, gpus=records.gpus,
             figures=records.figures(loss_unit(run_json.get("settings") or is_legacy)),
-            alerts=self._alerts(), verdict=json_documents.verdict(supervisor),
+            alerts=self._alerts(), verdict=self._verdict(),
             gates=self._gates, bounds=json_documents.bounds(run_json),
             armed=self._policy("armed"), armed_short=self._policy("armed_short"),
             launch=self.launch and with_run_state(
@@ -112,11 +113,17 @@ class Assembly:
             skipped_in="" if records.files.has_all_records else IN_RECENT,
             behind_bytes=self.behind_bytes, directory_blocked_s=self._blocked_s,
             checkpoint="" if self.is_away else json_documents.latest_checkpoint(self.run),
+            resumed_step=max((head.first_step - 1 for head in records.heads.values()), default=0),
             environment=flags, origins=json_documents.flag_field(run_json, "origin"),
             decided=json_documents.flag_settings(jsonl.mapping(run_json, "settings")),
             argv=json_documents.words(run_json, "argv"),
             backend=json_documents.backend(self.env),
         )  # fmt: skip
+
+    def _verdict(self) -> Verdict | None:
+        """Returns the verdict, without its next step if the run has ended: pids may be reused."""
+        found = json_documents.verdict(self._newest)
+        return replace(found, action="") if found and self._has_ended else found
 
     @property
     def _id(self) -> str:

@@ -22,15 +22,6 @@ _NAME = re.compile(r"([0-9]{1,16})\.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A verdict with its end: why and when it ended, or "" and None while it is open."""
-
-    verdict: Verdict
-    end: str
-    end_ts: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Seen:
     """A verdict of another run with the same cause and line of code as the present verdict."""
 
@@ -61,7 +52,7 @@ def _documents(
         yield jsonl.decode(data) if len(data) <= MAX_VERDICT_BYTES else None, len(data)
 
 
-def newest(run: Path) -> Stored | None:
+def newest(run: Path) -> Verdict | None:
     """Returns the newest verdict of a run, or None; a verdict from the future is ignored."""
     until_ts = time.time() + json_documents.CLOCK_S
     for record, _ in _documents(run, until_ts=until_ts):
@@ -69,7 +60,7 @@ def newest(run: Path) -> Stored | None:
             continue
         verdict = json_documents.read(Verdict, record)
         if verdict.ts <= until_ts:
-            return json_documents.read(Stored, record, verdict=verdict)
+            return verdict
     return None
 
 

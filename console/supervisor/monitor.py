@@ -17,14 +17,14 @@ from console.diagnose.rank_evidence import (
     why_unconfirmed,
 )
 from console.diagnose.readings import Readings
-from console.diagnose.verdict import diagnose
+from console.diagnose.verdict import COLLECTING, diagnose
 from console.diagnose.watchdog import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.plans import gates
 from console.sources import process
 from console.sources.pace import Progress
 from console.sources.reducer import LatestRecords
-from console.status_text import gate_line
+from console.status_text import gate_line, stop_cost
 from console.supervisor.alerts import GATE_ALERT
 from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.evidence import Collector
@@ -156,7 +156,7 @@ class Monitor:
 
     def _diagnose(self, seen: Sequence[RankEvidence], halting: bool) -> None:
         self._check_pulses(seen)
-        found = diagnose(seen, self._watch, time.time())
+        found = diagnose(seen, self._watch, time.time(), COLLECTING)
         if found is not None and self.verdict is None:
             running = (each.unchanged_s for each in seen if each.phase != "exit")
             self._moved_at = time.monotonic() - min(running)
@@ -313,21 +313,6 @@ def _pause(verdict: Verdict, seconds: float) -> str:
     who = "all ranks" if verdict.rank is None else f"rank {verdict.rank}"
     how = verdict.cause if verdict.cause in ("stopped", "traced", "frozen") else "slow"
     return f"{how}: {seconds:.0f} s in {verdict.phase or 'start-up'} on {who}"
-
-
-def stop_cost(step: int, saved: int, reports: bool) -> str:
-    """Returns what a stop during a stall costs, or "" if the cost is not known.
-
-    `step` is 0 if the step is not known. `saved` is the step of the newest checkpoint, or 0 if
-    there is none. `reports` says that the program records each checkpoint, as the trainers of this
-    project do.
-    """
-    if not step or not (saved or reports):
-        return ""
-    lost = f"all {step:,} steps (no checkpoint)"
-    if saved:
-        lost = f"{max(0, step - saved):,} steps (newest checkpoint: step {saved:,})"
-    return f"a stop costs {lost}; a halt saves first, but only when all ranks step again"
 
 
 def _withheld(rule: str) -> str:

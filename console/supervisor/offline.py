@@ -263,8 +263,8 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
     now, state = source.poll(), source.state
     run = source.of[0] if source.of else None
     if source.over:
-        stored = verdicts.newest(run) if run else None
-        last = stored.verdict if stored else state.verdict
+        last = (verdicts.newest(run) if run else None) or state.verdict
+        last = last and replace(last, action="")  # its pids may belong to other processes by now
         why = source.over if last else f"{source.over}; no verdict was given while it ran"
         code = source.exit_code
         return Diagnosis("ended", state, why, last, "last verdict of the run", (), (), code, run)

@@ -8,6 +8,7 @@ from typing import Any
 
 from console.action_table import ACTIONS, Action
 from console.model import LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
+from console.status_text import checkpoint_text, lost_steps
 
 Fact = tuple[str, str]
 
@@ -122,7 +123,13 @@ def _of_halt(state: RunState) -> dict[str, str]:
 
 
 def _last_checkpoint(state: RunState) -> dict[str, str]:
-    return {"saved": state.checkpoint or "no checkpoint"}
+    return {"saved": checkpoint_text(state) or "no checkpoint"}
+
+
+def _of_stop(state: RunState) -> dict[str, str]:
+    """Returns facts about a stop: the newest checkpoint, and the steps that are lost if known."""
+    lost = lost_steps(state.step or 0, state.saved_step, bool(state.decided))
+    return ({"loses": lost} if lost else {}) | _last_checkpoint(state)
 
 
 def _of_adopt(state: RunState) -> dict[str, str]:
@@ -139,7 +146,7 @@ def _of_adopt(state: RunState) -> dict[str, str]:
 
 
 FACTS = {
-    "halt": _of_halt, "checkpoint": _last_checkpoint, "stop": _last_checkpoint, "adopt": _of_adopt,
+    "halt": _of_halt, "checkpoint": _last_checkpoint, "stop": _of_stop, "adopt": _of_adopt,
 }  # fmt: skip
 """Additional facts of a confirmation, by action. A fact replaces a fact with the same label."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from console import status_text
-from console.model import LIVE_STATES, LaunchState, LogLine, RunState
+from console.model import LIVE_STATES, LaunchState, LogLine, RunState, Verdict
 from console.sources.series import Points
 from console.tui.draft import next_phase_values
 from trainers.contract import rundir
@@ -25,7 +25,6 @@ from trainers.contract.errors import ContractError
 if TYPE_CHECKING:
     from console.sources.logs import LogSource
     from console.sources.run import RunSource
-    from console.sources.verdicts import Stored
 
 POLL_S = 1.0
 GLANCE_S = 0.25
@@ -51,7 +50,7 @@ class ScreenData:
     charts: Mapping[str, Points] = field(default_factory=dict)
     recorded: Collection[str] = ()
     stacks: Mapping[int, Any] = field(default_factory=dict)
-    last_verdict: Stored | None = None
+    last_verdict: Verdict | None = None
     """The newest verdict in the run directory, for the Stall view."""
     log: tuple[LogLine, ...] = ()
     """The new log lines; `log_begins` is true if they begin another log."""
@@ -115,7 +114,7 @@ class Feed:
         self._logs: LogSource | None = None
         self._stacks: tuple[object, Mapping[int, Any]] = (None, {})
         self._live_launch, self._search_at = "", 0.0
-        self._last_verdict: tuple[object, Stored | None] = (None, None)
+        self._last_verdict: tuple[object, Verdict | None] = (None, None)
         self._stamps: list[object] = []
         self._watched: list[Path] = []
         self._nudged = threading.Event()
@@ -237,7 +236,7 @@ class Feed:
             self._stacks = (mark, stacks.latest(run, [rank.rank for rank in state.ranks]))
         return self._stacks[1]
 
-    def _poll_last_verdict(self, run: Path | None) -> Stored | None:
+    def _poll_last_verdict(self, run: Path | None) -> Verdict | None:
         if run is None or not self.wants_stacks:
             return None
         mark = (run, rundir.stamp(run / rundir.VERDICTS))

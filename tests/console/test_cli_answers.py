@@ -188,7 +188,7 @@ def test_text_counts_phases_as_the_screen_does(launch, capsys):
     [
         ("stalls", 1.0, "1 stall"), ("stalls", 0.0, "0 stalls"), ("stalls", 2.0, "2 stalls"),
         ("share", 0.004, "0.004 share"), ("nats/token", None, "not measured"),
-        ("", 0.5, "0.5"),
+        ("", 0.5, "0.5"), ("non-finite steps", 1.0, "1 non-finite step"),
     ],
 )  # fmt: skip
 def test_the_value_of_a_gate_stands_in_the_unit_of_its_bound(unit, value, text):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tarfile
 import time
 from pathlib import Path
 
 import pytest
 
+from console.action_table import ACTIONS
 from console.diagnose.evidence import Evidence
 from console.sources import verdicts
+from console.sources.run import RunSource
+from console.status_text import status_lines
 from console.supervisor import offline
+from console.tui.confirmations import question
 from tests.console.sources import directory
 from tests.console.test_cli import cli
 from tests.launches import PROGRAMS, STUB, Begin, Started, phase
@@ -45,7 +50,7 @@ def stalled(begin: Begin, tmp_path_factory) -> list[Started]:
 def has_verdict(run: Path) -> bool:
     """Says whether the line where rank 1 sleeps is known; a slow start may be a stall before."""
     found = verdicts.newest(run)
-    named = found is not None and found.verdict.place == f"member.py:{STALLS_AT}"
+    named = found is not None and found.place == f"member.py:{STALLS_AT}"
     return named and any(run.glob("stackdump_rank1_*"))
 
 
@@ -160,3 +165,57 @@ def test_any_verdict_file_of_another_run_is_harmless(tmp_path):
     assert "red" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+VERDICT = {
+    "ts": 0.0, "sentence": "rank 1 has been stalled in forward of step 43", "rank": 1,
+    "cause": "stopped", "phase": "forward", "step": 43, "sure": "high",
+    "action": "kill -CONT 4242 resumes it; a stop costs all 43 steps (no checkpoint)",
+}  # fmt: skip
+
+
+def resumed(tmp_path: Path, state: str, **supervisor) -> Path:
+    """A run that resumed from step 33 of an earlier run, and has not saved since."""
+    launch = directory.launch(tmp_path)
+    run = directory.run(launch / "0-first", state=state, **supervisor)
+    for rank in (0, 1):
+        directory.beat(run, rank, 33, "resume")
+        for step in range(34, 44):
+            directory.beat(run, rank, step)
+    return launch
+
+
+def test_the_cost_of_a_stop_counts_the_checkpoint_from_which_the_run_resumed(tmp_path):
+    cost = "a stop costs 10 steps (newest checkpoint: step 33); a halt saves first"
+    action = f"kill -CONT 4242 resumes it; {cost}, but only when all ranks step again"
+    verdict = VERDICT | {"ts": time.time(), "action": action}
+    launch = resumed(tmp_path, "stalled", verdict=verdict)
+    with directory.owned(launch):
+        state = RunSource(launch).poll()
+        done = cli(tmp_path, "diagnose", str(launch))
+    assert (state.resumed_step, state.saved_step) == (33, 33)
+    assert f"next: {action}" in done.stdout
+    assert "  cost:" not in done.stdout
+    facts = dict(question(state, ACTIONS["stop"]).facts)
+    assert facts["loses"] == "10 steps (newest checkpoint: step 33)"
+    assert facts["saved"] == "step 33, from which this run resumed"
+    assert "  checkpoint step 33, from which this run resumed" in list(status_lines(state))
+
+
+@pytest.mark.parametrize("state", ["halted", "crashed"])
+def test_an_ended_run_has_its_last_verdict_as_the_past_and_no_advice_on_processes(tmp_path, state):
+    launch = resumed(tmp_path, state, verdict=VERDICT | {"ts": time.time()})
+    why = "stopped: 9 s in forward on rank 1: the ranks step again"
+    run = launch / "0-first"
+    (run / rundir.VERDICTS).mkdir()
+    ended = VERDICT | {"end": why, "end_ts": time.time()}
+    directory.document(run / rundir.VERDICTS / "1.json", ended)
+    directory.change(launch / rundir.PLAN_STATE, state="ended", why="over")
+    for command in ("diagnose", "status"):
+        done = cli(tmp_path, command, str(launch))
+        assert "kill -CONT" not in done.stdout, done.stdout
+        assert "next:" not in done.stdout
+        assert "a stop costs" not in done.stdout
+        assert re.search(rf"  to resume, run: \S+.* resume {launch}\n", done.stdout)
+    said = cli(tmp_path, "diagnose", str(launch)).stdout
+    assert f"ago; ended: {why}): rank 1 has been stalled" in said

@@ -99,7 +99,7 @@ def test_out_of_gpu_memory_of_our_trainer_and_of_a_foreign_program():
     state, sentence = decide(ended(RankEnd(1, 11, None, 3, named)))
     assert state == "failed"
     assert sentence.startswith("rank 1: out of GPU memory: asked for 22.00 MiB, 11.06 MiB of")
-    assert sentence.endswith(f"; {rank_end.GPU_ADVICE} at step 3 (code 11)")
+    assert sentence.endswith(f" at step 3 (code 11); {rank_end.GPU_ADVICE}")
     foreign = why(RankEnd(1, 1, None, 3, log=OOM_2, raised_at="train.py:41"))
     assert "out of GPU memory: asked for 22.00 MiB" in foreign
     assert "(train.py:41)" in foreign

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from console.diagnose.verdict import BEING_READ
 from tests.launches import Begin, Started
 from tests.trainers.runs import CONFIG, heartbeats, small
 from trainers.contract import rundir
@@ -64,7 +65,7 @@ def test_a_rank_that_hangs_in_a_backward_hook_is_named_and_its_stack_has_the_lin
     said, seconds = verdict(ended, "backward", 1)
     assert (said["rank"], said["phase"], said["step"]) == (1, "backward", HOOK)
     assert said["sentence"].startswith(f"rank 1 has been stalled in backward of step {HOOK} since ")
-    assert said["sentence"].endswith("; rank 0 waits in backward; dump the stacks to see the cause")
+    assert said["sentence"].endswith(f"; rank 0 waits in backward; {BEING_READ}")
     struck_ms = fired(ended, "backward", 1)["ts"] * 1000
     dumps = sorted(ended.run().glob("stackdump_rank1_*.txt"))
     dump = next(path for path in dumps if int(path.stem.split("_")[2]) > struck_ms).read_text()
@@ -92,7 +93,7 @@ def test_a_loader_that_stalls_is_named_as_the_fetch_of_its_rank(scene, ended):
     said, seconds = verdict(ended, "loader", 0)
     assert (said["rank"], said["phase"], said["step"]) == (0, "fetch", LOADER)
     assert said["sentence"].startswith(f"rank 0 has been stalled in fetch of step {LOADER} since ")
-    assert said["sentence"].endswith("; rank 1 waits in backward; dump the stacks to see the cause")
+    assert said["sentence"].endswith(f"; rank 1 waits in backward; {BEING_READ}")
     assert steps_after(ended, 1)[-1] > LOADER
     scene.note(said["sentence"], seconds)
 

@@ -13,7 +13,6 @@ from console.diagnose.stack_classes import is_of_torch, where
 from console.model import LIVE_STATES, Rank, RunState, Verdict
 from console.sources.process import program
 from console.sources.stacks import Frame, Stack, innermost_own
-from console.sources.verdicts import Stored
 from console.status_text import spans
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
@@ -29,21 +28,21 @@ STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
     letter: word for letter, word in PROCESS_WORDS.items() if word}}  # fmt: skip
 
 
-def past_verdict(state: RunState, last: Stored | None) -> Stored | None:
+def past_verdict(state: RunState, last: Verdict | None) -> Verdict | None:
     """Returns the last verdict if its stall is over, or None."""
     is_shown = state.state == "stalled" or (state.verdict and state.state in LIVE_STATES)
     return None if is_shown else last
 
 
-def _past_rows(past: Stored, calm: str, width: int, height: int, now: float) -> list[Row]:
+def _past_rows(past: Verdict, calm: str, width: int, height: int, now: float) -> list[Row]:
     """Returns the last verdict below a sentence on the present state of the run.
 
     A command in the sentence is left out, because its processes may have ended.
     """
-    verdict, room = past.verdict, width - len(VERDICT)
-    begun, ended = (_clock(ts, now) for ts in (verdict.ts, past.end_ts or now))
+    room = width - len(VERDICT)
+    begun, ended = (_clock(ts, now) for ts in (past.ts, past.end_ts or now))
     when = f"{begun} to {ended}" if past.end_ts else f"{begun}, no end recorded"
-    sentence = verdict.sentence.replace(f"; {verdict.action.partition('; ')[0]}", "")
+    sentence = past.sentence.replace(f"; {past.action.partition('; ')[0]}", "")
     said = [*wrap(f"{calm}; last stall: {when}", room), *wrap(sentence, room)]
     end = wrap(f"ended: {past.end}", room, 2 if height > 4 else 1) if past.end else []
     return labelled((VERDICT, "title"), [*said[: max(1, height - len(end))], *end][:height], "dim")
@@ -56,7 +55,7 @@ def _clock(ts: float, now: float) -> str:
 
 
 def verdict_rows(
-    state: RunState, width: int, height: int, now: float, last: Stored | None = None
+    state: RunState, width: int, height: int, now: float, last: Verdict | None = None
 ) -> list[Row]:
     """Returns the verdict, or the past verdict, or why there is none, in at most `height` lines."""
     past, verdict = past_verdict(state, last), state.verdict
@@ -155,7 +154,7 @@ CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervis
 
 
 def evidence_rows(
-    state: RunState, width: int, height: int, _now: float, last: Stored | None = None
+    state: RunState, width: int, height: int, _now: float, last: Verdict | None = None
 ) -> list[Row]:
     """Returns the operator's next step, then at most two lines for each sign of the verdict.
 
@@ -163,7 +162,7 @@ def evidence_rows(
     signs that do not fit. With `WHOLE` as height, no sign is cut.
     """
     past = past_verdict(state, last)
-    verdict = past.verdict if past else state.verdict
+    verdict = past or state.verdict
     if verdict is None:
         return [rule("evidence", width), ((CALM.get(state.state, "none"), "dim"),)]
     limit = 99 if height >= WHOLE else 2

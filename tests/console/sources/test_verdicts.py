@@ -30,7 +30,7 @@ def test_a_verdict_from_the_future_is_not_the_newest_one_and_hides_none(tmp_path
     directory.document(tmp_path / "verdicts" / "7.json", {"ts": now + 60, "cause": "lock"})
     last = verdicts.newest(tmp_path)
     assert last is not None
-    assert (last.verdict.cause, last.end) == ("sleep", "the ranks step again")
+    assert (last.cause, last.end) == ("sleep", "the ranks step again")
 
 
 def test_the_verdict_in_the_document_of_the_supervisor_counts_before_files(tmp_path):

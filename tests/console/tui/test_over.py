@@ -13,7 +13,6 @@ from console.model import Alert, Gate, Verdict
 from console.sources import launches
 from console.sources.launches import launch_id
 from console.sources.run import RunSource
-from console.sources.verdicts import Stored
 from console.supervisor import lock
 from console.tui import feed
 from console.tui.confirmations import CannotAsk
@@ -56,8 +55,7 @@ async def test_a_stall_that_is_over_stays_in_the_stall_view_without_its_commands
 
 
 def test_a_new_stall_is_not_described_by_the_last_one():
-    said = {key: value for key, value in STOPPED.items() if not key.startswith("end")}
-    last = Stored(Verdict(**said), AGAIN, NOW - 500)
+    last = Verdict(**STOPPED)
     fresh = dataclasses.replace(recorded.stalled(), verdict=None)
     rows = [*verdict_rows(fresh, 80, 5, NOW, last), *evidence_rows(fresh, 80, 9, NOW, last)]
     assert "SIGSTOP" not in " ".join(map(text_of, rows))
