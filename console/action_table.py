@@ -212,7 +212,10 @@ def check(action: str, args: Mapping[str, Any], mailbox: Mailbox | None = None) 
             except ValueError as error:
                 raise UsageError(f"{action}: {name} takes {error}") from None
         elif argument.required:
-            switch = f"add --{name} (with `do`: {name}=true) to confirm"
-            text = argument.help if argument.metavar else switch
-            raise UsageError(f"{action} needs {name}: {text}")
+            if not argument.metavar:
+                switch = f"add --{name} (with `do`: {name}=true) to confirm"
+                raise UsageError(f"{action} needs {name}: {switch}")
+            given = f"{name}={argument.metavar}"
+            option = f"--{name} {argument.metavar} (with `do`: {given})" if row.verb else given
+            raise UsageError(f"{action} needs {option}: {argument.help}")
     return found

@@ -16,7 +16,7 @@ import platform
 import re
 import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from urllib.parse import quote
 from console.plans import catalog
 from console.sources import launches
 from console.supervisor import launch_spec
+from console.supervisor.launch_spec import REMOVED
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
@@ -36,7 +37,6 @@ MAX_NAMES = 20_000
 """Largest number of names that are used from one directory."""
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 LEAST_TAIL_BYTES, MAX_LEFT_OUT = 4 << 10, 1000
-REMOVED = "[removed]"
 KEPT = "host names, user names, process ids, IP addresses, paths below the home directory (as ~)"
 SHELL_PREFIXES = ("NSA_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "HF_")
 PACKAGES = ("torch", "textual", "rich", "psutil", "nvidia-ml-py", "numpy", "pyyaml", "datasets")
@@ -273,6 +273,15 @@ def _add_row(archive: _Archive, top: Path, row: Row, into: str) -> None:
         archive.add(into + name, data, size)
 
 
+def _runs(path: Path, run: Path | None) -> Iterator[tuple[Path, str]]:
+    """Yields each run in the bundle, and its folder there: the current run, then former phases."""
+    if run is not None:
+        yield run, "run/"
+    for other in reversed(launches.run_directories(path) if launches.is_launch(path) else ()):
+        if run is None or other.name != run.name:
+            yield other, f"{other.name}/"
+
+
 # --- the archive ---------------------------------------------------------------------------------
 
 
@@ -328,8 +337,9 @@ def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes])
                     archive.add(name, data, len(data))
                 for row in LAUNCH if launch else ():
                     _add_row(archive, cast(Path, launch).absolute(), row, "")
-                for row in TABLE if run else ():
-                    _add_row(archive, cast(Path, run).absolute(), row, "run/")
+                for folder, into in _runs(path, run):
+                    for row in TABLE:
+                        _add_row(archive, folder.absolute(), row, into)
                 manifest = archive.finish(about)
             file.flush()
             os.fsync(file.fileno())

@@ -23,6 +23,7 @@ from console.model import (
 
 NOT_GOOD = 1
 FIGURES_EVERY_S = 10.0
+MOST_SPANS = 8
 DASH = "–"
 COUNTED = ("records", "restarts", "stalls", "steps")
 """Units that are shown in the singular for the value 1."""
@@ -65,9 +66,15 @@ def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
 
 
 def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
-    """Returns the names of ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait"."""
+    """Returns the names of ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait".
+
+    After `MOST_SPANS` ranges, the other ranks are only counted.
+    """
     numbers = list(ranks)
-    listed = ", ".join(spans(numbers))
+    found = spans(numbers)
+    listed = ", ".join(found[:MOST_SPANS])
+    if len(found) > MOST_SPANS:
+        listed += f", … ({len(numbers):,} in all)"
     words = ("rank", listed, one) if len(numbers) == 1 else ("ranks", listed, many)
     return " ".join(words).rstrip()
 
@@ -325,7 +332,8 @@ def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
     why = f": {state.why}" if state.why else ""
     yield "state", (state.id, state.state, state.attempt), f"{state.id} is {state.state}{why}"
     for alert in state.alerts:
-        yield f"alert {alert.id}", alert.text, f"{alert.level.upper()}: {alert.text}"
+        text = "" if alert.text == state.why else f"{alert.level.upper()}: {alert.text}"
+        yield f"alert {alert.id}", alert.text, text
     text = f"Verdict ({verdict.sure}): {verdict.sentence}" if verdict else ""
     yield "verdict", verdict and verdict.sentence, text
     blocked = state.directory_blocked_s >= 3
@@ -336,6 +344,8 @@ def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
     yield from _phases_ended(phases[current:])
     if launch:
         why = outcome(state)[1] if launch.state == "ended" else launch.why
+        if state.why and state.why in why:
+            why = why.partition(state.why)[2].removeprefix("; ")
         text = f"Launch {launch.id} is {launch.state}" + (f": {why}" if why else "")
         yield "launch", (launch.state, launch.why), text
 

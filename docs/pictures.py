@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from console import actions
+from console.sources import liveness
 from console.sources.run import RunSource
 from console.tui.app import ConsoleApp
 from console.tui.terminal import detect
@@ -52,13 +53,29 @@ async def capture(
         app.feed.stop()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
     """Waits until the condition holds. Raises SystemExit after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             raise SystemExit(f"pictures: the run is not ready for a picture after {seconds:g} s")
         time.sleep(0.2)
+
+
+def capture_run(path: Path, root: Path, source: RunSource) -> None:
+    """Makes the pictures of a running phase, and of a stalled rank."""
+    wait_for(lambda: (source.poll().step or 0) >= 150)
+    asyncio.run(capture(path, root, SMALL, {"dashboard-80x24": "", "flags-80x24": "2"}))
+    asyncio.run(capture(path, root, WIDE, {"dashboard-120x40": ""}))
+    pid = source.poll().ranks[1].pid
+    actions.answer(path, actions.send(path, "dump", {}, actions.who()), 20)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: source.poll().state == "stalled")
+        asyncio.run(capture(path, root, SMALL, {"stall-80x24": "3"}))
+        asyncio.run(capture(path, root, WIDE, {"stall-120x40": "3"}))
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def main() -> None:
@@ -70,21 +87,11 @@ def main() -> None:
         options = actions.LaunchOptions(plan=str(PLAN), root=root, between="go")
         path = actions.launch(options, actions.who())
         source = RunSource(path)
-        wait_for(lambda: (source.poll().step or 0) >= 150)
-        asyncio.run(capture(path, root, SMALL, {"dashboard-80x24": "", "flags-80x24": "2"}))
-        asyncio.run(capture(path, root, WIDE, {"dashboard-120x40": ""}))
-        pid = source.poll().ranks[1].pid
-        actions.answer(path, actions.send(path, "dump", {}, actions.who()), 20)
-        os.kill(pid, signal.SIGSTOP)
         try:
-            wait_for(lambda: source.poll().state == "stalled")
-            asyncio.run(capture(path, root, SMALL, {"stall-80x24": "3"}))
-            asyncio.run(capture(path, root, WIDE, {"stall-120x40": "3"}))
+            capture_run(path, root, source)
         finally:
-            os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: source.poll().state == "running")
-        actions.answer(path, actions.send(path, "halt", {}, actions.who()), 20)
-        wait_for(lambda: source.poll().launch.state == "ended")  # type: ignore[union-attr]
+            actions.send(path, "stop", {}, actions.who())
+            wait_for(lambda: not liveness.is_locked(path))  # the supervisor has written its report
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Guard:
         self._in_a_row = 0
         self._chance_nats = chance_nats
         self._recent: deque[Row] = deque()
-        self.skipped = self.nonfinite_loss = self.overflow = self.spikes = 0
+        self.skipped = self.nonfinite_loss = self.overflow = self.scale_lowered = self.spikes = 0
         """Counts of steps in this process; `skipped` also counts steps before a resume."""
 
     def count(self, rows: list[Row]) -> None:
@@ -113,6 +113,7 @@ class Guard:
             self.skipped += row.skipped
             self.nonfinite_loss += row.nonfinite_loss
             self.overflow += row.overflow
+            self.scale_lowered += row.overflow and row.scale_lowered
             self.spikes += row.spike and not row.nonfinite
 
     def check(self, rows: list[Row]) -> None:

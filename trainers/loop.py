@@ -176,7 +176,8 @@ def log(
         extra["fb_total"] = fallbacks.total()
     return t.report.progress(
         step, loss=rows[-1].loss, lr=rate, grad_norm=norm.item(), skipped_steps=t.guard.skipped,
-        overflow_steps=t.guard.overflow, spike_steps=t.guard.spikes,
+        overflow_steps=t.guard.overflow, scale_lowered_steps=t.guard.scale_lowered,
+        spike_steps=t.guard.spikes,
         phases_s=t.phases.take(), **extra,
     )  # fmt: skip
 

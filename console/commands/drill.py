@@ -31,6 +31,8 @@ PLAN = catalog.PROJECT / "configs" / "drill.yaml"
 FOLDER = "drills"
 """The folder of drills below the root. No drill there is the `latest` launch of the root."""
 POLL_S = 0.5
+FAULT_STEP = 10
+"""The step in which the fault happens."""
 MAX_PROCESSES = 16
 READ_BYTES = 1 << 20
 MAX_VERDICTS = 256
@@ -167,7 +169,7 @@ def _chosen(options: argparse.Namespace) -> Drill:
         )
     if not (options.plain or options.json or is_terminal()):
         raise UsageError("the screen needs a terminal; use drill FAULT --plain")
-    return Drill(options.fault, kind.step, rank, kind.amount)
+    return Drill(options.fault, FAULT_STEP, rank, kind.amount)
 
 
 def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
@@ -229,7 +231,7 @@ def read_score(path: Path, fault: Drill) -> Score:
                 said, right = (said, right) if said else (found.sentence, named)
                 shown_ts = found.ts if all(named) else shown_ts
     elif truth.ends and over:
-        said, is_named = f"{state.state}: {state.why}", _names(state.why, rank)
+        said, is_named = status_text.with_word(state.state, state.why), _names(state.why, rank)
         right = (is_named, is_named, state.state == truth.ends)
         shown_ts = state.since_ts if all(right) else None
     elif truth.alert:

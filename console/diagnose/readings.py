@@ -90,6 +90,72 @@ def gate_collapsed(progress: Progress) -> bool | None:
 
 
 @dataclass(slots=True)
+class NonFinite:
+    """The steps of one rank in this attempt whose loss or gradients were not finite.
+
+    A step need not have a record, so the counts in the records and in the pulse are used too. An
+    overflow that only lowered the loss scale of fp16 does not count. The gradient norm of a foreign
+    program does not count, because it may be such an overflow.
+    """
+
+    losses: int = 0
+    gradients: int = 0
+    """Number of steps with a finite loss and a gradient norm that is not finite."""
+    what: str = ""
+    """The figure that was not finite in the newest of these steps."""
+    at: str = ""
+    """The newest of these steps: "step 10", or "a step from 11 to 14" if it has no record."""
+    times: int = 0
+    """How often such steps began again after a record without a new one."""
+    in_a_row: int = 0
+    """Number of newest consecutive progress records with a loss that is not finite."""
+    since: float = 0.0
+    """The time at which the first of these records was read (monotonic s)."""
+    _recorded: int = 0
+    _lasts: bool = False
+    _good: int = 0
+    """The step of the newest record without a new such step, 0 if there is none."""
+
+    @property
+    def steps(self) -> int:
+        return self.losses + self.gradients
+
+    def add_record(self, progress: Progress, mono: float) -> None:
+        """Adds a progress record."""
+        is_bad, norm = False, progress.grad_norm
+        if progress.loss is not None:
+            is_bad = not math.isfinite(progress.loss)
+            self.since = self.since if self.in_a_row else mono
+            self.in_a_row = self.in_a_row + 1 if is_bad else 0
+        self._recorded += is_bad
+        losses = max(self._recorded, progress.nonfinite_loss_steps)
+        gradients = progress.overflow_steps - progress.scale_lowered_steps
+        # A record with fewer losses is older than the pulse.
+        if not is_bad and losses == self.losses and gradients <= self.gradients:
+            self._lasts, self._good = False, progress.step
+        shown = is_bad or (norm is not None and not math.isfinite(norm))
+        self._add(losses, gradients, progress.step, shown)
+
+    def add_pulse(self, rank: RankEvidence) -> None:
+        """Adds the count in a pulse, which is newer than that of the newest record."""
+        self._add(rank.nonfinite_steps, 0, rank.step, False)
+
+    def _add(self, losses: int, gradients: int, step: int, shown: bool) -> None:
+        """Adds new counts; `shown` says that the record of `step` has the non-finite figure."""
+        if losses <= self.losses and gradients <= self.gradients:
+            return
+        self.times, self._lasts = self.times + (not self._lasts), True
+        self.what = "loss" if losses > self.losses else "gradient norm"
+        if shown or step == self._good + 1:
+            self.at = f"step {step}"
+        elif self._good:
+            self.at = f"a step from {self._good + 1} to {step}"
+        else:
+            self.at = f"step {step} or before"
+        self.losses, self.gradients = max(self.losses, losses), max(self.gradients, gradients)
+
+
+@dataclass(slots=True)
 class Counter:
     """A counter of one GPU, and its increase in this attempt or since a reset."""
 
@@ -115,8 +181,7 @@ class History:
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self._settings: Mapping[str, Any] = settings or {}
-        self.nonfinite: dict[int, int] = {}
-        """Number of consecutive progress records with a non-finite loss, by rank."""
+        self.nonfinite: dict[int, NonFinite] = {}
         self.collapsed = 0
         """Number of consecutive records of rank 0 with a collapsed attention gate."""
         self.uniform_steps: int | None = None
@@ -153,11 +218,12 @@ class History:
         self._update_clock(now.ts - now.mono, now.mono)
         self.truth.update(now.fresh, now.ranks, now.gpus, now.mono, (self.rate_ratio or 1.0) < 1)
         for progress in now.fresh:
-            if progress.loss is not None:
-                before = self.nonfinite.get(progress.rank, 0)
-                self.nonfinite[progress.rank] = 0 if math.isfinite(progress.loss) else before + 1
+            self.nonfinite.setdefault(progress.rank, NonFinite()).add_record(progress, now.mono)
             if progress.rank == 0:
                 self._update_progress(progress)
+        for rank in now.ranks:
+            if rank.nonfinite_steps >= 0:
+                self.nonfinite.setdefault(rank.rank, NonFinite()).add_pulse(rank)
         if self._unrated and now.mono - self._rated_at >= RATED_EVERY_S:
             self._rated_at, self._unrated = now.mono, False
             self.rate_ratio = rate_ratio(list(self._rates))

@@ -17,14 +17,18 @@ PURE_NUMBERS = ("limits", "ratio")
 class Measured:
     """A measured value with its sentence.
 
-    For a stall, `limit_s` is the stall limit, and `lasted_s` is the time without progress. Other
-    rules set neither.
+    For a stall, `limit_s` is the stall limit, and `lasted_s` is the time without progress.
+    `acts_at` is the value for a strong action, and then `lasted_s` is the time for which it has
+    been above 0. `times` is the value whose rise raises the alert again. Both are `value` if they
+    are None.
     """
 
     value: float
     text: str = ""
     limit_s: float = 0.0
     lasted_s: float = 0.0
+    acts_at: float | None = None
+    times: float | None = None
 
 
 Measure = Callable[[Readings, History, Watch], Measured | None]
@@ -55,8 +59,8 @@ class Rule:
     action: str = "warn"
     severe: float | None = None
     anomaly: str = ""
-    again: bool = False
-    """True if the alert is raised again when the value rises."""
+    again_s: float = 0.0
+    """Shortest time between two alerts of a rising value; 0 if the alert is raised only once."""
 
     def is_breached(self, value: float) -> bool:
         return self._reaches(value, self.threshold)
@@ -71,8 +75,9 @@ class Rule:
         unit = self.unit.removesuffix("s") if value == 1 else self.unit
         return f"{sign} {value:g} {unit}"
 
-    def is_severe(self, value: float) -> bool:
+    def is_severe(self, measured: Measured) -> bool:
         """Returns whether a value is bad enough for a strong action."""
+        value = measured.value if measured.acts_at is None else measured.acts_at
         return self._reaches(value, self.threshold if self.severe is None else self.severe)
 
     def is_cleared(self, value: float) -> bool:

@@ -23,6 +23,7 @@ from console.plan import WATCH_ACTIONS as ACTIONS
 from console.plan import Watch
 from console.sources.nvml import xid_words
 from console.sources.pace import Progress
+from console.status_text import counted
 from trainers.contract.errors import UsageError, did_you_mean
 
 STRONG = frozenset(ACTIONS[2:])
@@ -82,18 +83,27 @@ def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
 
 
 def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the highest count, over the ranks, of consecutive records with a non-finite loss."""
-    if not now.progress:
+    """Returns the number of steps of this attempt that were not finite, on the worst rank.
+
+    For a strong action, only the newest consecutive records with a non-finite loss count. One alert
+    is enough for such steps in a row.
+    """
+    found = history.nonfinite
+    if not found:
         return None
-    counts = history.nonfinite
-    rank = max(now.progress, key=lambda each: (counts.get(each, 0), -each))
-    of = f" of rank {rank}" if rank else ""
-    text = f"the loss{of} of step {now.progress[rank].step} is not finite"
-    return Measured(float(counts.get(rank, 0)), text)
+    rank = max(found, key=lambda each: (found[each].steps, -each))
+    worst, of = found[rank], f" of rank {rank}" if rank else ""
+    text = (
+        f"the {worst.what}{of} of {worst.at} was not finite "
+        f"({counted(worst.steps, 'step')} in this attempt)"
+    )
+    last = max(found.values(), key=lambda each: each.in_a_row)
+    return Measured(float(worst.steps), text, lasted_s=now.mono - last.since,
+                    acts_at=last.in_a_row, times=worst.times)  # fmt: skip
 
 
 _zero_gradient = _consecutive(
-    lambda history: history.truth.zero_norms.get(0, 0),
+    lambda history: history.truth.most_zero_norms,
     "the gradient norm is zero in {count} consecutive records up to step {step}",
 )
 _gate_collapse = _consecutive(
@@ -145,13 +155,15 @@ def _gpu_memory_ceiling(now: Readings, _history: History, _watch: Watch) -> Meas
 
 
 def _loader_slow(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    shares = [
-        (p.dt_fetch_s / p.step_s, rank) for rank, p in now.progress.items()
-        if p.dt_fetch_s is not None and p.dt_fetch_s >= 0 and p.step_s
-    ]  # fmt: skip
-    if not shares:
+    """Returns the largest share of a rank, over its records since the last poll or its newest."""
+    times: dict[int, tuple[float, float]] = {}
+    for each in now.fresh or now.progress.values():
+        if each.dt_fetch_s is not None and each.dt_fetch_s >= 0 and each.step_s:
+            fetch_s, step_s = times.get(each.rank, (0.0, 0.0))
+            times[each.rank] = fetch_s + each.dt_fetch_s, step_s + each.step_s
+    if not times:
         return None
-    share, rank = max(shares)
+    share, rank = max((fetch_s / step_s, rank) for rank, (fetch_s, step_s) in times.items())
     return Measured(share, f"rank {rank} waits for data for {min(share, 1.0):.0%} of its step time")
 
 
@@ -309,8 +321,8 @@ TABLE: tuple[Rule, ...] = (
     Rule("throughput_drop", "tok/s as a share of the run's earlier tok/s", "share",
          0.7, 0.8, 60.0, _throughput_drop, _by_pace, severe=0.1,
          anomaly="throughput_flatline"),
-    Rule("non_finite", "loss that is not finite", "consecutive records",
-         1, 0, 0.0, _non_finite, _by_loss, "crit", anomaly="nan_loss"),
+    Rule("non_finite", "steps of this attempt whose loss or gradients are not finite", "steps",
+         1, 0, 0.0, _non_finite, _by_loss, "crit", anomaly="nan_loss", again_s=60.0),
     Rule("zero_gradient", "gradient norm of exactly zero", "consecutive records",
          3, 0, 0.0, _zero_gradient, _gradient_recorded, "crit", anomaly="zero_grad"),
     Rule("gate_collapse",
@@ -329,12 +341,12 @@ TABLE: tuple[Rule, ...] = (
          0.985, 0.97, 60.0, _gpu_memory_ceiling),
     Rule("loader_slow", "share of fetch in the step time", "share", 0.5, 0.4, 120.0, _loader_slow),
     Rule("gpu_lost", "GPUs that fell off the bus", "GPUs", 1, 0, 0.0, _gpu_lost, level="crit",
-         again=True),
+         again_s=10.0),
     Rule("gpu_silent", "GPUs for which NVML returns no values", "GPUs", 1, 0, 10.0, _gpu_silent),
     Rule("xid", "critical driver errors of the GPUs that had an error in the last 10 min", "errors",
-         1, 0, 0.0, _xid, level="crit", again=True),
+         1, 0, 0.0, _xid, level="crit", again_s=10.0),
     Rule("ecc", "uncorrected memory errors of the GPUs in this attempt", "errors",
-         1, 0, 0.0, _ecc, level="crit", again=True),
+         1, 0, 0.0, _ecc, level="crit", again_s=10.0),
     Rule("throttle", "GPUs throttled by heat or power", "GPUs", 1, 0, 60.0, _throttle),
     Rule("disk", "free space ÷ max(2 checkpoints, 1 GiB)", "ratio", 1.0, 1.2, 5.0, _disk,
          _by_kernel, "crit"),

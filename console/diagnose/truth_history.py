@@ -72,6 +72,8 @@ class TruthHistory:
         self.same: dict[str, Same] = {"loss": Same(), "grad_norm": Same()}
         self.zero_norms: dict[int, int] = {}
         """Number of consecutive records with a gradient norm of zero, by rank."""
+        self.most_zero_norms = 0
+        """The highest such number of rank 0 since the last poll."""
         self.busy: deque[float] = deque(maxlen=KEPT_BUSY)
         """Mean utilisation of the GPUs (0 to 1), added when the slowest rank finishes a step."""
         self.power: deque[float] = deque(maxlen=KEPT_BUSY)
@@ -95,9 +97,10 @@ class TruthHistory:
 
         `is_slow` says that the run is slower than before.
         """
-        self._mono = mono
+        self._mono, self.most_zero_norms = mono, self.zero_norms.get(0, 0)
         for progress in fresh:
             self._add(progress)
+            self.most_zero_norms = max(self.most_zero_norms, self.zero_norms.get(0, 0))
         if fresh and not is_slow:
             self._update_usual()
         if gpus:

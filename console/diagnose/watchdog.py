@@ -24,16 +24,15 @@ interval if that is longer."""
 REPORT_WITHHELD_AT = 2
 """Number of the unconfirmed update at which a due action is reported as withheld. The first
 unconfirmed update is not reported, because a record may be late."""
-AGAIN_S = 10.0
-"""Shortest time between two alerts of a rule that stays raised."""
-Kind = Literal["raise", "clear", "act", "withhold"]
+Kind = Literal["raise", "clear", "act", "withhold", "lapse"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of one rule. The kind `act` says that `action` is due and not withheld.
 
-    The kind `withhold` says that `action` is due, but not confirmed; `text` says why.
+    The kind `withhold` says that `action` is due, but not confirmed; `text` says why. The kind
+    `lapse` says that a withheld action is no longer due, although the rule stays raised.
     """
 
     kind: Kind
@@ -52,7 +51,7 @@ class _State:
     """Number of updates at which an action was due and the second source did not confirm it."""
     breached_s: float | None = None
     """Observed duration of the breach until the rule is raised; None without a breach."""
-    value: float = math.inf
+    times: float = math.inf
     """The value above which the alert is raised again, infinite if none is known."""
     raised_at: float = 0.0
     """Time at which the rule was last raised or raised again."""
@@ -111,12 +110,15 @@ class Watchdog:
             state.breached_s, state.severe_s = None, 0.0
         elif state.raised:
             yield from self._raise_again(rule, state, measured, now.mono)
-            state.severe_s = state.severe_s + gap_s if rule.is_severe(measured.value) else 0.0
+            if rule.is_severe(measured):
+                state.severe_s += gap_s
+            else:
+                yield from self._lapse(rule, state, measured)
             yield from self._act(rule, state, measured, now)
         else:
             state.breached_s = 0.0 if state.breached_s is None else state.breached_s + gap_s
             if state.breached_s >= rule.for_s:
-                state.raised, state.value, state.raised_at = True, measured.value, now.mono
+                state.raised, state.times, state.raised_at = True, _times(measured), now.mono
                 yield Change("raise", rule, measured.text, measured.value, rule.level)
                 yield from self._act(rule, state, measured, now)
 
@@ -124,12 +126,18 @@ class Watchdog:
         self, rule: Rule, state: _State, measured: Measured, mono: float
     ) -> Iterator[Change]:  # fmt: skip
         """Raises the alert of a raised rule again when its value rose."""
-        if not rule.again or measured.value <= state.value:
-            state.value = measured.value
-        elif mono - state.raised_at >= AGAIN_S:
-            state.value, state.raised_at = measured.value, mono
+        if not rule.again_s or _times(measured) <= state.times:
+            state.times = _times(measured)
+        elif mono - state.raised_at >= rule.again_s:
+            state.times, state.raised_at = _times(measured), mono
             yield Change("clear", rule, "replaced by the next alert", measured.value)
             yield Change("raise", rule, measured.text, measured.value, rule.level)
+
+    def _lapse(self, rule: Rule, state: _State, measured: Measured) -> Iterator[Change]:
+        """Begins the time of a severe value anew; yields the end of a reported withheld action."""
+        if state.unconfirmed >= REPORT_WITHHELD_AT:
+            yield Change("lapse", rule, f"{rule.action} is no longer due", measured.value)
+        state.severe_s, state.unconfirmed = 0.0, 0
 
     def _act(
         self, rule: Rule, state: _State, measured: Measured, now: Readings
@@ -156,8 +164,10 @@ class Watchdog:
         """Returns whether a value is severe and has lasted long enough for a strong action."""
         observed_s = (STRONG_TIMES - 1) * max(rule.for_s, measured.limit_s)
         act_s = self._act_s(measured.limit_s) if measured.limit_s else 0.0
+        if measured.acts_at is not None:  # it may have begun after the alert was raised
+            act_s = STRONG_TIMES * rule.for_s
         long_enough = state.severe_s >= observed_s and measured.lasted_s >= act_s
-        return rule.is_severe(measured.value) and long_enough
+        return rule.is_severe(measured) and long_enough
 
     def _act_s(self, limit_s: float) -> float:
         """Returns the duration of a stall after which a strong action is due."""
@@ -175,3 +185,7 @@ class Watchdog:
         if action in STRONG:
             return f"{text}, and {self._act_s(limit_s) - limit_s:g} s later {action}"
         return f"{text} only" if action == "warn" else f"{text}, then {action}"
+
+
+def _times(measured: Measured) -> float:
+    return measured.value if measured.times is None else measured.times

@@ -14,7 +14,7 @@ from console.plans import catalog, gates, gpu_checks, launch_facts, sweep
 from console.plans.case import Case, Found
 from console.status_text import size
 from trainers import settings
-from trainers.contract import data_access
+from trainers.contract import data_access, drill_kinds
 from trainers.contract.errors import RefusedError
 
 KEYS = {
@@ -71,6 +71,10 @@ def config(case: Case, index: int) -> Found:
         text = f"train.steps is {steps}, and {', '.join(names)} needs {gates.LAST_STEPS} steps"
         by_hand = resolved["train.steps"]["origin"] == settings.COMMAND_LINE
         return "unknown" if by_hand else "fail", f"{text}; correct train.steps, or remove the gate"
+    drills = drill_kinds.parse(case.value(index, "train.drill"), "train.drill")
+    if none := [drill for drill in drills if (drill.rank or 0) >= phase.nproc]:
+        ranks = f"{phase.name} has only the ranks below {phase.nproc}"
+        return "unknown", f"the drill {none[0]} does not happen, because {ranks}"
     found = _figures(case, index)
     text = (
         f"{len(resolved)} settings are valid: {found.parameters:,} parameters, sequences of "

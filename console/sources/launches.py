@@ -184,6 +184,7 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     if len(matches) > 1:
         ids = [each.id for each in matches]
         words = [each.id if ids.count(each.id) == 1 else str(each.path) for each in matches[:4]]
+        words += ["…"] if len(matches) > len(words) else []
         more = "give a longer id" if len(set(ids)) == len(ids) else "give the directory"
         raise UsageError(f"{name!r} matches {len(matches)} launches: {', '.join(words)}; {more}")
     launch = matches[0].path

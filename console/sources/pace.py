@@ -54,6 +54,9 @@ class Progress:
     dt_optimizer_s: float | None = None
     gpu_mem_reserved: float | None = None
     skipped_steps: int | None = None
+    nonfinite_loss_steps: int = 0
+    overflow_steps: int = 0
+    scale_lowered_steps: int = 0
     batch_crc32: str = ""
     host: str = ""
     step_s: float | None = None

@@ -348,10 +348,8 @@ class RankTotals:
         A record that was shortened to fit its line (`cut`), or that has no `toks_per_s`, adds no
         duration.
         """
-        durations, toks_per_s = (
-            jsonl.numbers(record, "steps_dt_s"),
-            jsonl.number(record, "toks_per_s"),
-        )
+        durations = jsonl.numbers(record, "steps_dt_s")
+        toks_per_s = jsonl.number(record, "toks_per_s")
         first = step - len(durations) + 1
         self.steps.cut(max(first, 0))
         if "cut" in record or toks_per_s is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.plans import gates
+from console.sources import process
 from console.status_text import RESULT_WORDS, not_passed, with_word
 from console.supervisor import cross_check, former_documents, live_directory, overrides
 from console.supervisor.alerts import Alerts
@@ -146,8 +147,10 @@ class Launch:
         self._index = index
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
-        # Published before the run starts, because the next child must know of the run. Written
-        # before run.json, because plan_state.json must contain each run that has begun.
+        self.state, self._why = "running", ""
+        # Published before the run starts, because the next child must know of the run. The state
+        # is no longer "waiting", because the next child would wait for the phase after this one.
+        # Written before run.json, because plan_state.json must contain each run that has begun.
         self._publish(keeps_place=True)
         flags = self._spec.flags(index, self._next_flags.values())
         try:
@@ -156,7 +159,6 @@ class Launch:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
         self._next_flags.started()
-        self.state, self._why = "running", ""
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
         self._event("phase", f"{entry['name']} starts")
@@ -240,7 +242,8 @@ class Launch:
         elif self._spec.plan.between == "ask":
             self.state = "waiting"
             following = self._phases[self._index + 1]["name"]
-            self._why = f"{name} is done; the action proceed starts {following}"
+            command = f"{process.program()} do {self._spec.launch} proceed"
+            self._why = f"{name} is done; to start {following}: {command}"
             self._event("state", self._why)
             self._publish()
         else:
@@ -303,7 +306,7 @@ class Launch:
     def _do_checkpoint(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
         if run is None or not run.attempt.tree.handles():
-            return False, f"no rank is running, so a {request.action} is not possible", []
+            return self._without_ranks(request)
         name = FILES[request.action]
         text = f"{name} is written; a trainer of this project reads it at the end of its step"
         self._directory.write_request(
@@ -313,6 +316,13 @@ class Launch:
         return None
 
     _do_profile = _do_checkpoint
+
+    def _without_ranks(self, request: Request) -> Outcome:
+        run = self._addressed(request)
+        if run is not None and run.state in ("starting", "restarting"):
+            name, again = run.path.name, f"send {request.action} again in a few seconds"
+            return False, f"{name} is {run.state}, so no rank is running yet; {again}", []
+        return False, f"no rank is running, so a {request.action} is not possible", []
 
     def _do_stop(self, request: Request) -> Outcome:
         return True, self.end(request.action, request.by), []
@@ -349,7 +359,7 @@ class Launch:
     def _do_proceed(self, request: Request) -> Outcome:
         if self.state != "waiting":
             now = self._phases[self._index]["name"]
-            return False, f"{now} is still running; no phase was started", []
+            return False, f"{now} is still running; no further phase was started", []
         phase, wanted = self._phases[self._index + 1]["name"], request.args.get("phase")
         if wanted not in (None, phase):
             return False, f"the next phase is {phase!r}, not {wanted!r}; no phase was started", []
@@ -362,8 +372,8 @@ class Launch:
 
     def _do_dump(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
-        if run is None:
-            return False, "no rank is running, so there are no stacks", []
+        if run is None or not run.attempt.tree.handles():
+            return self._without_ranks(request)
         return self._dumps.request(run.path, run.live, run.attempt.tree.handles(), request)
 
     # --- records -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -23,6 +24,9 @@ from trainers.contract.errors import NotFoundError
 
 PLAN_ENV, PHASE_FLAGS, LOG_DIR = "plan env", "plan", "--log-dir"
 GIT_S = 10.0
+REMOVED = "[removed]"
+_LOGIN = re.compile(r"^([a-zA-Z][\w+.-]*://)?.*@")
+"""The user and the password in the address of a proxy, after its scheme."""
 Origins = Mapping[str, str]
 
 
@@ -104,6 +108,7 @@ class LaunchSpec:
     ) -> dict[str, Any]:
         """Returns run.json of a phase: its command, environment, flags and settings.
 
+        The environment has no login at a proxy, because the record is shown and copied.
         Raises UsageError if the settings or flags are not valid.
         """
         phase = self.plan.phases[index]
@@ -116,7 +121,8 @@ class LaunchSpec:
             "v": VERSION, "run": contract[environ.RUN_ID],
             "by": self.by, "created_ts": time.time(), "nnodes": 1, "steps_planned": planned,
             "argv": argv(phase, self.plan.watch.grace_s, rundir.logs(run, 1)),
-            "cwd": str(Path.cwd()), "environment": environment(phase, flags, contract),
+            "cwd": str(Path.cwd()),
+            "environment": without_logins(environment(phase, flags, contract)),
             "flags": {name: asdict(flag) for name, flag in flags.items()},
             "expects": asdict(phase.expects), "settings": settings, "host": rundir.host_name(),
             "machine": dict(self.host), "git": dict(self.git),
@@ -193,6 +199,12 @@ def environment(
     chosen = {name: flag.value for name, flag in flags.items()}
     ours = {"PYTHONSAFEPATH": "1"} if phase.is_ours else {}
     return inherited() | {"PYTHONUNBUFFERED": "1"} | ours | chosen | dict(contract)
+
+
+def without_logins(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns environment variables with `REMOVED` in place of the logins at proxies."""
+    return {name: _LOGIN.sub(rf"\1{REMOVED}@", value) if name.lower().endswith("_proxy") else value
+            for name, value in variables.items()}  # fmt: skip
 
 
 def host_facts() -> dict[str, Any]:

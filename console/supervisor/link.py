@@ -97,20 +97,24 @@ class Channel:
     def flush(self) -> None:
         """Sends the waiting messages while the socket has room. Raises OSError as `send` does."""
         with suppress(BlockingIOError):
-            self._send_waiting(socket.MSG_DONTWAIT)
+            self.send_waiting(socket.MSG_DONTWAIT)
 
-    def _send_waiting(self, flags: int = 0) -> None:
+    def send_waiting(self, flags: int = 0) -> None:
+        """Sends the waiting messages. Raises OSError.
+
+        This waits until the socket has room, or on a non-blocking socket, raises BlockingIOError.
+        """
         while self.is_waiting:
             if not self._unsent:
                 self._unsent = self._waiting.pop(next(iter(self._waiting)))
             self._unsent = self._unsent[self.socket.send(self._unsent, flags) :]
 
     def send_fd(self, kind: bytes, data: bytes, fd: int) -> None:
-        """Sends the waiting messages, and then a message with a descriptor. Raises OSError.
+        """Sends the waiting messages, and then a message with a descriptor.
 
-        This waits until the socket has room, or on a non-blocking socket, raises BlockingIOError.
+        Waits and raises as `send_waiting` does.
         """
-        self._send_waiting()
+        self.send_waiting()
         frame = HEAD.pack(kind, len(data)) + data
         sent = socket.send_fds(self.socket, [frame], [fd])
         if sent < len(frame):
@@ -197,7 +201,7 @@ class ChildState:
 
 
 class Link:
-    """The child's end of the socket; only `spawn` waits for the owner."""
+    """The child's end of the socket; only `spawn` and `closing` wait for the owner."""
 
     def __init__(self, channel: Channel, state: ChildState):
         self._channel = channel
@@ -254,8 +258,12 @@ class Link:
         self._channel.flush()
 
     def closing(self) -> None:
-        """Reports to the owner that this child may wait for a disk from now on."""
+        """Reports to the owner that this child may wait for a disk from now on.
+
+        Waits until the socket has taken all messages, because no later call sends the rest.
+        """
         self._channel.send(CLOSING)
+        self._channel.send_waiting()
 
     def store(self, path: Path, record: Mapping[str, Any]) -> None:
         """Sends a document that the owner will pass to the next child.

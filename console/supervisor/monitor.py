@@ -291,6 +291,8 @@ class Monitor:
         name = change.rule.name
         if change.kind == "withhold":
             self._alerts.raise_(_withheld(name), change.text, "crit")
+        elif change.kind == "lapse":
+            self._alerts.clear(_withheld(name), change.text)
         elif change.kind == "clear":
             self._alerts.clear(_withheld(name), change.text)
             if name != STALL:

@@ -280,13 +280,13 @@ class Tree:
     def stuck(self) -> list[str]:
         """Returns the processes that KILL does not end, with their state: "8302 (D)".
 
-        torchrun is one of them only if it got KILL too, and not only the ranks.
+        torchrun and orphans without the token are among them only after KILL to all processes.
         """
         if time.monotonic() - self._first_killed < LATE_S:
             return []
-        ranks = [worker.handle.pid for worker in self.alive()]
-        states = {pid: process.state(pid) for pid in (*ranks, *self._found(), *self._strays())
-                  if pid != self.agent_pid or self._kill_at == 0.0}  # fmt: skip
+        pids = {worker.handle.pid for worker in self.alive()} | set(self._found())
+        pids = pids | set(self._strays()) if self._kill_at == 0.0 else pids - {self.agent_pid}
+        states = {pid: process.state(pid) for pid in sorted(pids)}
         return [f"{pid} ({state})" for pid, state in states.items() if state not in GONE_STATES]
 
     def _kill_ranks(self) -> None:

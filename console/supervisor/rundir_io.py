@@ -169,16 +169,23 @@ class Directory(Recorder):
         with self._lock:
             if self._documents[path][0] is not mark:
                 return
-            _, self.unwritten[path] = self._documents.pop(path)
-        self._write_unwritten()
+            _, record = self._documents.pop(path)
+        self._write_version(path, record)
 
     def _write_version(self, path: Path, record: Mapping[str, Any]) -> None:
-        self.unwritten[path] = record
-        self._write_unwritten()
+        """Writes a document, and the documents whose write failed before. Raises OSError.
 
-    def _write_unwritten(self) -> None:
-        """Writes the unwritten documents. Raises OSError, after all were tried."""
-        failure = None
+        An earlier document whose directory is missing raises no further error: an operator may have
+        removed the directory of a former phase.
+        """
+        self.unwritten[path] = record
+        for each, error in self._write_unwritten().items():
+            if each == path or not isinstance(error, FileNotFoundError):
+                raise error
+
+    def _write_unwritten(self) -> dict[Path, OSError]:
+        """Tries to write each unwritten document; returns the errors."""
+        errors = {}
         for path, record in list(self.unwritten.items()):
             try:
                 self._check(path)
@@ -186,9 +193,8 @@ class Directory(Recorder):
                     rundir.write_json(path, record)
                 del self.unwritten[path]
             except OSError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+                errors[path] = error
+        return errors
 
     def _was_removed(self, folder: Path) -> bool:
         """Returns whether `folder` is missing and not in the current run, which may come back.
@@ -205,13 +211,10 @@ class Directory(Recorder):
     def _write_rest(self) -> None:
         """Tries for `RETRY_S` to write the unwritten documents. Raises OSError if that fails."""
         until = time.monotonic() + RETRY_S
-        while self.unwritten and self.is_ours():
-            try:
-                self._write_unwritten()
-            except OSError:
-                if time.monotonic() >= until:
-                    raise
-                time.sleep(RETRY_EVERY_S)
+        while self.is_ours() and (errors := self._write_unwritten()):
+            if time.monotonic() >= until:
+                raise next(iter(errors.values()))
+            time.sleep(RETRY_EVERY_S)
 
     # --- on any thread -------------------------------------------------------------------------
 

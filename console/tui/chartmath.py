@@ -97,7 +97,8 @@ class Curves:
         `names` are the names of the chart's series; each series in `held` has at least one point.
         """
         view, first = (names, start, span, count), 0
-        if view == self._view and all(map(_continues, held, self._newest)):
+        is_same = view == self._view and len(held) == len(self._newest)
+        if is_same and all(map(_continues, held, self._newest)):
             oldest = min(at for _, (at, _) in self._newest)
             first = min(count, max(0, int((oldest - start) * count / span) - 1))
         last = tuple(bins(points, start, span, count, first) for points in held)

@@ -12,6 +12,7 @@ import pytest
 
 from console import actions
 from console.actions import LaunchOptions
+from console.supervisor import launch_spec
 from tests.console.sources import directory
 from tests.launches import HANG_GUARD_S, PROGRAMS, STUB, Started, phase, write_plan
 from trainers.contract import rundir
@@ -57,6 +58,21 @@ def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path):
     text = "\n".join(prepared.lines())
     assert "NCCL_DEBUG=WARN" in text
     assert prepared.as_dict()["phases"][0]["shell"] in text
+
+
+def test_the_password_of_a_proxy_is_inherited_but_neither_shown_nor_recorded(tmp_path, monkeypatch):
+    proxies = {"http_proxy": "http://ann:hun/ter22@proxy:3128", "HTTPS_PROXY": "ann:ter22@proxy:8",
+               "no_proxy": "localhost"}  # fmt: skip
+    for name, value in proxies.items():
+        monkeypatch.setenv(name, value)
+    prepared = actions.prepare(options(tmp_path))
+    shown = prepared.phases[0]["environment"]
+    assert [shown[name] for name in proxies] == [
+        "http://[removed]@proxy:3128", "[removed]@proxy:8", "localhost",
+    ]  # fmt: skip
+    assert "ter22" not in "\n".join(prepared.lines())
+    used = launch_spec.environment(prepared.plan.phases[0], {}, {})
+    assert {name: used[name] for name in proxies} == proxies
 
 
 def test_our_flags_in_the_shell_are_taken_with_their_origin_below_the_command_line(

@@ -167,6 +167,21 @@ def test_a_hostile_directory_gives_a_bounded_bundle_without_foreign_files(hostil
     assert output.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_bundle_of_a_launch_has_all_its_phases_and_that_of_a_run_only_this_run(tmp_path):
+    launch = directory.launch(tmp_path / "artifacts")
+    for name in ("0-first", "1-second"):
+        directory.beat(directory.run(launch / name, state="completed"), 0, 1)
+    directory.end(launch)
+    for number, path in enumerate((launch, launch / "0-first")):
+        output = tmp_path / f"{number}.tar.gz"
+        assert cli(tmp_path, "bundle", str(path), "--output", str(output)).returncode == 0
+        files, manifest = opened(output)
+        assert manifest["run"] == ("1-second" if path == launch else "0-first")
+        assert "run/run.json" in files
+        assert ("0-first/heartbeat_rank0.jsonl" in files) == (path == launch)
+        assert not any(name.startswith("1-second/") for name in files)
+
+
 def test_nothing_is_overwritten_and_no_part_stays(hostile, tmp_path):
     output = tmp_path / "x.tar.gz"
     output.symlink_to(tmp_path / "target")

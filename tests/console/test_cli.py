@@ -137,6 +137,20 @@ def test_watch_says_one_sentence_a_change(tmp_path):
     assert [line for line in said if "rank 1 is stopped" in line] == ["CRIT: rank 1 is stopped."]
 
 
+def test_watch_gives_the_reason_of_an_end_once(tmp_path):
+    changes, launch = status_text.Changes(), directory.launch(tmp_path)
+    why = "rank 1 was killed"
+    run = directory.run(launch / "0-first", state="crashed", why=why)
+    directory.event(run, "alert", alert="rank-gone", level="crit", text=why)
+    phases = [{"name": "first", "state": "crashed", "result": "unknown", "dir": "0-first"},
+              {"name": "second", "state": "later", "dir": "1-second"}]  # fmt: skip
+    ended = {"state": "ended", "phase": 0, "why": f"first: crashed: {why}", "phases": phases}
+    directory.change(launch / rundir.PLAN_STATE, **ended)
+    said = list(changes.sentences(RunSource(launch).poll(), 0.0))
+    assert [line for line in said if why in line] == [f"toy/0-first is crashed: {why}."]
+    assert said[-1].endswith(" is ended: not started: second.")
+
+
 def launch_state(*phases: tuple[str, str], state: str = "ended") -> LaunchState:
     """Phases as (state, result)."""
     shown = tuple(

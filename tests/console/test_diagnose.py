@@ -98,7 +98,7 @@ def test_an_ended_run_shows_its_last_verdict(stalled):
 def test_a_plan_that_waits_for_its_operator_says_so(tmp_path):
     launch = directory.launch(tmp_path)
     directory.run(launch / "0-first", state="completed")
-    why = "first is done; the action proceed starts second"
+    why = "first is done; to start second: nsa-console do toy proceed"
     directory.change(launch / rundir.PLAN_STATE, state="waiting", why=why)
     with directory.owned(launch):
         code, found = diagnosed(launch)

@@ -9,7 +9,7 @@ import pytest
 
 from console.rank_end import RankEnd, error_of
 from console.run_state import Facts, ReaderView, decide
-from console.sources import crash_log, liveness
+from console.sources import crash_log, json_documents, liveness
 from console.supervisor.process_tree import Tree
 from console.supervisor.run_files import DEATH
 from tests import owners
@@ -115,6 +115,14 @@ def test_every_rank_that_ended_because_of_another_is_named():
     lost = [replace(LOST_PEER, rank=rank) for rank in range(12)]
     why = over(ends=(*lost, replace(KILLED, rank=12)), world=13)[1]
     assert why == "rank 12 was killed by SIGKILL at step 41; ranks 0-11 ended because of it"
+
+
+def test_the_reason_of_many_scattered_ranks_is_not_cut_by_its_readers():
+    ends = [replace(LOST_PEER, rank=rank) for rank in range(1, 1024, 2)]
+    why = over(world=1024, ends=(replace(KILLED, rank=0), *ends), order=(0,))[1]
+    text = json_documents.line({"why": why}, "why", "")
+    assert text == why
+    assert why.endswith("ranks 1, 3, 5, 7, 9, 11, 13, 15, … (512 in all) ended because of it")
 
 
 def test_a_run_that_needed_fewer_steps_than_planned_gives_the_reason():

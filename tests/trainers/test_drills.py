@@ -88,6 +88,11 @@ def test_a_wrong_drill_is_refused_wherever_it_is_asked_for(text):
         assert "NSA_DRILL" in str(caught.value) or "train.drill" in str(caught.value)
 
 
+def test_no_drill_is_suggested_for_a_name_that_shares_two_of_three_letters():
+    with pytest.raises(UsageError, match=r"there is no drill 'foo'$"):
+        drill_kinds.parse("foo@1", "x")
+
+
 def test_every_kind_has_a_function_and_a_row_in_the_documents():
     assert set(DRILLS) == set(KINDS)
     page = (ROOT / "docs/drills.md").read_text()
@@ -202,7 +207,8 @@ def test_a_loss_that_is_nan_and_a_gradient_that_is_inf_are_skipped_by_the_guards
     assert [r["skipped_steps"] for r in progress[:6]] == [0, 0, 1, 1, 2, 2]
     assert [r["nonfinite_loss_steps"] for r in progress[:6]] == [0, 0, 1, 1, 1, 1]
     assert [r["overflow_steps"] for r in progress[:6]] == [0, 0, 0, 0, 1, 1]
-    assert [r["spike_steps"] for r in progress[:6]] == [0] * 6
+    for name in ("scale_lowered_steps", "spike_steps"):
+        assert [r[name] for r in progress[:6]] == [0] * 6
     last = survivor.records(0)[-1]
     assert (last["msg"], last["nonfinite_loss_steps"]) == ("exit", 1)
     assert [r["n"] for r in survivor.records(0)] == list(range(1, last["n"] + 1))

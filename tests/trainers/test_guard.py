@@ -83,6 +83,7 @@ def test_a_run_survives_more_overflows_than_it_may_skip_while_its_loss_scale_is_
     )  # fmt: skip
     last = Run(tmp_path, changes, nproc=1).done().records(0, "progress")[-1]
     assert 3 < last["overflow_steps"] == last["skipped_steps"] < 20
+    assert last["scale_lowered_steps"] == last["overflow_steps"]
 
 
 def test_steps_that_are_skipped_are_counted_by_their_cause():

@@ -29,16 +29,19 @@ def hub_problem() -> str:
         return f"HF_HUB_OFFLINE is set, {unread}"
     from urllib import request  # imported here: 1 MiB, rarely needed
 
-    url = urlsplit(environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    proxies = request.getproxies()
-    proxy = proxies.get(url.scheme) or proxies.get("all")
-    if proxy and not request.proxy_bypass(url.hostname or ""):
-        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    host, proxies = "the hub", request.getproxies()
     try:
+        url = urlsplit(environ.get("HF_ENDPOINT") or "https://huggingface.co")
+        proxy = proxies.get(url.scheme) or proxies.get("all")
+        if proxy and not request.proxy_bypass(url.hostname or ""):
+            url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        host = url.hostname or host
         port = url.port or (80 if url.scheme == "http" else 443)
         socket.create_connection((url.hostname or "", port), PROBE_S).close()
-    except (OSError, ValueError) as error:
-        return f"{url.hostname or url.geturl()} does not answer, {unread} ({error})"
+    except OSError as error:
+        return f"{host} does not answer, {unread} ({error})"
+    except ValueError:  # its text may contain a part of a password
+        return f"{host} does not answer, {unread} (its address, or that of its proxy, is no URL)"
     return ""
 
 

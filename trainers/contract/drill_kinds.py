@@ -57,8 +57,6 @@ class Kind:
     place: Place = "forward"
     lasts: bool = False
     """True if the fault happens in its step and in every later step."""
-    step: int = 10
-    """The step in which `nsa-console drill` produces the fault."""
 
 
 KINDS: dict[str, Kind] = {
@@ -82,7 +80,7 @@ KINDS: dict[str, Kind] = {
                    Truth("loader", "fetch", right=STALLS), FOREVER_S, "loader"),
     "nan": Kind("the loss is NaN", Truth(alert="non_finite", ranked=False), place="logits"),
     "inf_grad": Kind("one gradient is Inf, the loss is finite",
-                     Truth(alert="skipped_steps", ranked=False), place="logits", step=60),
+                     Truth(alert="non_finite", ranked=False), place="logits"),
     "slow": Kind("each step from then on takes SECONDS longer in the forward pass",
                  Truth(alert="imbalance", right=("halt",)), 1.0, lasts=True),
     "leak": Kind("the process grows by SECONDS MiB in each step from then on",

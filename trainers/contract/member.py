@@ -85,6 +85,8 @@ class Member:
         self._ignored_halt = None if self.supervised else rundir.stamp(run / rundir.HALT)
         self._known_requests = {name: rundir.stamp(run / name) for name in rundir.REQUEST_FILES}
         self._requests: set[str] = set()
+        self._is_mirrored = True
+        """False while a copy of the pulse waits for the recorder, so that only one copy waits."""
         self.dumper = dumps.StackDumper(run, self.live, self.rank, self.recorder.call)
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="nsa-watcher", daemon=True)
@@ -169,12 +171,13 @@ class Member:
                     self._known_requests[name] = seen
                     self._requests.add(name)
             is_due = self.live is None and time.monotonic() - mirrored >= PULSE_MIRROR_S
-            if is_due and not self.recorder.waiting:
-                mirrored = time.monotonic()
+            if is_due and (self._is_mirrored or not self.recorder.waiting):
+                mirrored, self._is_mirrored = time.monotonic(), False
                 self.recorder.call(self._mirror_pulse)
 
     def _mirror_pulse(self) -> None:
         """Copies the private pulse into the run directory."""
+        self._is_mirrored = True
         path = rundir.pulse(self.run, self.rank)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as file:

@@ -175,9 +175,10 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
 
 def without_verdict(notice: Notice, verdict: Verdict | None) -> Notice:
     """Returns a notice for the Stall view, which shows the sentence of the verdict itself."""
-    if verdict is None or verdict.sentence not in notice.text:
+    said = verdict.sentence if verdict else ""
+    if not said or said not in notice.text:
         return notice
-    text = notice.text.replace(verdict.sentence, "stalled; see the verdict")
+    text = notice.text.replace(said, "stalled; see the verdict")
     return replace(notice, text=text, hint=notice.hint.removeprefix(STALL_HINT).strip())
 
 

@@ -222,7 +222,7 @@ def part_rows(
 class ChartPanel(Panel):
     """A chart that is drawn again only if its points, age, window, size or options change.
 
-    The window contains the newest point of the shown charts, so that charts side by side have one
+    The window follows from the points of all shown charts, so that charts side by side have one
     time axis. A zoomed chart is also drawn again every second, because it shows an age.
     """
 
@@ -247,8 +247,9 @@ class ChartPanel(Panel):
             is_same = self._mark is not None and self._mark[0] == chart  # type: ignore[index]
             return self._drawn if is_same else [rule(chart.title, width, detail=chart.unit_word)]
         points = [held for name in chart.names if (held := series.get(name))]
-        first = min((p[0][0] for p in points), default=snapshot.now)
-        last = max((p[-1][0] for p in series.values() if p), default=snapshot.now)
+        shown = [held for held in series.values() if held]
+        first = min((held[0][0] for held in shown), default=snapshot.now)
+        last = max((held[-1][0] for held in shown), default=snapshot.now)
         self.window = window = chartmath.window(first, last, self.span_s)
         ages = int(snapshot.now) if self.zoomed else 0
         marks = [(len(p), p[-1]) for p in points]

@@ -142,11 +142,19 @@ def test_a_name_without_one_run_raises_a_sentence(tmp_path):
     (tmp_path / "empty").mkdir()
     for stamp in ("20261121-040000", "20261121-050000"):
         directory.launch(tmp_path, "beta", stamp)
+    for hour in range(5):
+        directory.launch(tmp_path, "gamma", f"20261121-0{hour}0000")
     for name, root, error, words in (
         (str(tmp_path / "empty"), tmp_path, NotFoundError, "is not a run"),
         ("betta-20261121-040000", tmp_path, NotFoundError, "did you mean"),
         ("latest", tmp_path / "empty", NotFoundError, "no launch under"),
-        ("beta", tmp_path, UsageError, "matches 2 launches"),
+        ("beta", tmp_path, UsageError, "2 launches: beta-20261121-050000, beta-20261121-040000;"),
+        (
+            "gamma",
+            tmp_path,
+            UsageError,
+            "5 launches: .* gamma-20261121-010000, …; give a longer id",
+        ),
     ):
         with pytest.raises(error, match=words):
             launches.find(name, root)

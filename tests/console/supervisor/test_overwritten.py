@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from console import actions
-from console.sources import process, record_parts
+from console.sources import process, record_files
 from console.supervisor import launch_spec
 from console.supervisor.process_tree import LATE_S, Tree, Worker
 from tests import broken, owners
@@ -70,7 +70,7 @@ def test_the_files_of_ranks_that_outlive_torchrun_stay_bounded(begin, tmp_path):
     started.wait(lambda: started.alerts("torchrun-gone"))
 
     def newest() -> int:
-        return max((number for number, _ in record_parts.parts(samples)), default=0)
+        return max((number for number, _ in record_files.parts(samples)), default=0)
 
     before = newest()
     started.wait(lambda: newest() > before + 2)
@@ -147,7 +147,9 @@ def test_an_orphan_that_kill_does_not_end_is_reported_although_it_has_no_token(r
     """The attempt is not over while the orphan is there, so the operator must know of it."""
     with subprocess.Popen(["sleep", "60"]) as orphan:
         found = Tree(secrets.token_hex(8), 1, select.poll(), owners.absent(), str(run))
-        found._parent, found._first_killed = os.getpid(), 0.0  # as if KILL had been sent long ago
+        found._parent, found._first_killed = os.getpid(), 0.0
+        assert found.stuck() == []  # as if only the ranks had got KILL, long ago
+        found._kill_at = 0.0
         assert any(text.startswith(f"{orphan.pid} (") for text in found.stuck())
         orphan.kill()
 

@@ -355,6 +355,25 @@ def test_a_large_document_does_not_wait_for_an_owner_that_is_stopped():
     assert [json.loads(each.data.partition(b"\0")[2]) for each in messages] == contents
 
 
+def test_the_end_of_a_child_reaches_the_owner_behind_a_large_document():
+    """The owner replaces a child that ends without this report."""
+    ours, theirs = socket.socketpair()
+    link = links.Link(Channel(ours), links.ChildState(identity={}))
+    link.store(Path("snapshot.json"), {"pad": "x" * 1_000_000})
+
+    def end() -> None:
+        link.closing()
+        ours.close()
+
+    child = threading.Thread(target=end, daemon=True)
+    child.start()
+    child.join(0.1)  # the owner is slower
+    owner, kinds = Channel(theirs), []
+    while links.CLOSING not in kinds:
+        kinds += [each.kind for each in owner.receive()]
+    assert kinds == [links.STORE, links.CLOSING]
+
+
 def test_the_owner_reports_a_term_only_if_it_has_sent_one():
     """The child is still starting; an adopted rank would get KILL without TERM before it."""
     ours, theirs = socket.socketpair()
@@ -367,3 +386,14 @@ def test_the_owner_reports_a_term_only_if_it_has_sent_one():
     owner._enforce_deadlines()
     assert [message.kind for message in Channel(theirs).receive()] == [links.SIGNAL]
     assert not owner._state.term_sent
+
+
+def test_a_phase_whose_start_kills_the_child_is_not_skipped(broken_at):
+    """The next child finds the request to proceed again, and executes it for this phase only."""
+    once = "len(begun) == 2 and not mark.exists() and (mark.touch(), ctypes.string_at(0))"
+    started = broken_at("run.Run._new_record", once, count=3, between="ask")
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    started.ask("proceed")
+    ended = started.wait(lambda: (s := started.plan_state)["state"] in ("waiting", "ended") and s)
+    assert [each["state"] for each in ended["phases"]] == ["completed", "completed", "next"]
+    started.ask("halt")

@@ -6,12 +6,15 @@ import os
 import shutil
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from console import actions, status_text
 from console.sources.run import RunSource
+from console.supervisor.launch import Launch
 from tests import broken
 from tests.faults.scene import ROOT
 from tests.launches import STUB, phase
@@ -58,12 +61,29 @@ def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
     (tmp_path / "go").touch()
     started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), between="ask")
     started.wait(lambda: started.plan_state.get("state") == "waiting")
+    why = f"one is done; to start two: nsa-console do {started.plan_state['launch']} proceed"
+    assert started.plan_state["why"] == why
     request = {"v": 1, "id": "late", "action": "dump", "args": {}, "by": "tester"}
     rundir.write_json(started.run() / rundir.REQUESTS / "late.json", request)
     answer = started.wait(lambda: [e for e in started.events(0) if e["kind"] == "answer"])
     assert (answer[0]["request"], answer[0]["ok"]) == ("late", False)
     assert started.ask("halt")["ok"]
     assert started.wait_end()["why"] == "halt requested by tester before the next phase"
+
+
+@pytest.mark.parametrize("action", ["dump", "checkpoint"])
+def test_a_request_before_the_ranks_exist_says_so(action):
+    starting = SimpleNamespace(
+        state="starting",
+        path=Path("/launch/1-two"),
+        attempt=SimpleNamespace(tree=SimpleNamespace(handles=dict)),
+    )
+    launch = SimpleNamespace(_addressed=lambda _: starting)
+    launch._without_ranks = partial(Launch._without_ranks, launch)
+    request = SimpleNamespace(action=action, args={})
+    ok, text, _ = getattr(Launch, f"_do_{action}")(launch, request)
+    assert (ok, text) == (False, f"1-two is starting, so no rank is running yet; send {action} "
+                          "again in a few seconds")  # fmt: skip
 
 
 def test_a_phase_whose_config_became_invalid_cannot_start_and_leaves_no_shared_memory(

@@ -100,7 +100,7 @@ def test_the_documents_of_a_removed_earlier_run_do_not_fail_for_ever(tmp_path):
     directory.document(earlier / "gates.json", {"n": 1})
     directory.document(current / "supervisor.json", {"n": 2})
     assert directory.close(20)
-    assert not (directory.dropped or directory.failing or directory.unwritten)
+    assert (directory.dropped, directory.failing, directory.unwritten) == (0, "", {})
     assert rundir.read_json(current / "supervisor.json") == {"n": 2}
 
 
@@ -113,6 +113,18 @@ def test_a_verdict_waits_for_the_current_run_whose_directory_is_away(tmp_path):
     directory.call(lambda: (tmp_path / "away").rename(run))
     assert directory.close(20)
     assert rundir.read_json(run / "verdicts" / "1.json") == {"n": 1}
+
+
+def test_a_document_of_a_removed_directory_does_not_make_later_writes_fail(tmp_path, monkeypatch):
+    """An operator may remove a former phase while the next one runs."""
+    monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
+    directory, failures = Directory(), []
+    directory.document(tmp_path / "removed" / "gates.json", {"n": 0})
+    for number in range(3):
+        directory.document(tmp_path / "plan_state.json", {"n": number}, keeps_place=True)
+    directory.call(lambda: failures.append(directory.dropped))
+    assert directory.close(20)
+    assert failures == [1]
 
 
 def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_path):

@@ -77,7 +77,7 @@ FIGURES = (
     "loss", "grad_norm", "toks_per_s", "steps_dt_s", "dt_fetch_s", "dt_forward_s", "dt_backward_s",
     "dt_optimizer_s", "gate_entropy_mean", "gate_entropy_max", "gate_max_gate", "gpu_mem_reserved",
     "gate_collapse_frac", "bytes_right", "exit_code", "error", "reason", "mono", "pid", "ts", "n",
-    "nonfinite_loss_steps", "overflow_steps",
+    "nonfinite_loss_steps", "overflow_steps", "scale_lowered_steps",
 )  # fmt: skip
 RECORDS = st.lists(
     st.tuples(

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from console.model import Alert
+from console.sources import json_documents
 from console.tui.feed import ScreenData
 from console.tui.rows import flow, text_of, width_of
 from console.tui.widgets import alertline
@@ -84,6 +85,12 @@ async def test_the_stall_view_says_the_verdict_once_and_whole(size):
         await play(pilot, "A", "…Acknowledge this alert?")
         await see(pilot, "20:49:32")
         await play(pilot, "n", "1", "…3 diagnose")
+
+
+def test_a_verdict_without_a_sentence_changes_no_alert():
+    notice = Notice("crit", "the halt waits", alertline.STALL_HINT)
+    verdict = json_documents.verdict({"verdict": {"rank": 1}})
+    assert alertline.without_verdict(notice, verdict) == notice
 
 
 async def test_the_lines_of_an_alert_go_with_it():

@@ -70,6 +70,18 @@ async def test_charts_have_one_time_axis_and_old_values_have_their_age(size):
         assert re.search(r"gate entropy nats 5m ─* 2m old: 0.93\n?", shown), shown
 
 
+async def test_charts_whose_series_begin_at_different_times_have_one_time_axis():
+    app = app_on(recorded.running())
+    series = app.feed._open(None).series
+    for second in range(-400, 0, 2):
+        series.add("", NOW + second, {"cpu_pct:0": 96.0, "rss_mib:0": 1240.0})
+    async with driven(app) as (_, pilot):
+        await charted(pilot)
+        shown = [panel for panel in app.dashboard.panels if panel.display]
+        assert len(shown) == 4
+        assert len({panel.window for panel in shown}) == 1
+
+
 async def test_a_selected_chart_that_no_longer_fits_gives_the_mark_to_the_last_chart():
     async with driven(app_on(recorded.running()), SIZES[1]) as (app, pilot):
         await charted(pilot)

@@ -134,6 +134,13 @@ def test_the_mfu_says_which_formula_it_is():
     assert "MFU 6ND      41.0 % exact 7.7 %" in rows
 
 
+@pytest.mark.parametrize(("skipped", "shown"), [(0.0, False), (1.0, True)])
+def test_skipped_steps_are_shown_in_the_few_rows_of_a_small_screen(skipped, shown):
+    figures = recorded.figures() | {"skipped_steps": Figure(skipped, "steps", "this run", NOW)}
+    rows = texts(figure_rows(recorded.running(figures=figures), 28, 6, NOW))
+    assert any(row.startswith("skipped") for row in rows) is shown
+
+
 @pytest.mark.parametrize("width", [28, 40, 52])
 def test_speed_and_step_time_name_their_windows(width):
     windows = {"toks_per_s": "last 5 steps", "step_p50_s": "last 200 steps"}

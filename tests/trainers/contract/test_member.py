@@ -446,3 +446,18 @@ def test_a_directory_that_hangs_gets_one_copy_of_the_pulse_at_a_time(tmp_path, m
     hang.set()
     assert one.close(0)
     assert pulse.read(rundir.pulse(tmp_path, 0)) is not None
+
+
+def test_a_pulse_is_copied_although_records_always_wait(tmp_path, monkeypatch):
+    """Otherwise a slow disk makes a rank that works look stalled."""
+    polls = threading.Semaphore(0)
+    monkeypatch.setattr("trainers.contract.member.PULSE_MIRROR_S", 0.0)
+    monkeypatch.setattr(Recorder, "waiting", 1)
+    monkeypatch.setattr(rundir, "stamp", lambda _path: polls.release())
+    one = Member(tmp_path, {})
+    one._watcher.start()
+    assert all(polls.acquire(timeout=60) for _ in range(30))
+    one._stop.set()
+    one._watcher.join()
+    assert one.recorder.close()
+    assert pulse.read(rundir.pulse(tmp_path, 0)) is not None
