@@ -61,6 +61,14 @@ class Console(background.Screen, Protocol):
     def run_worker(self, work: Any) -> Any: ...
 
 
+def _check_not_continued(launch: Path, root: Path) -> None:
+    """Raises RefusedError if another launch in `root` already continues a launch."""
+    from console import rest_of_launch  # imported with `console.actions`, after the first picture
+
+    if text := rest_of_launch.continued_words(launch, root):
+        raise RefusedError(f"{text}; o opens that launch, `resume --yes` resumes this one")
+
+
 class Operator:
     """Asks questions, sends requests and starts launches; `do_<id>` executes the key `<id>`.
 
@@ -200,14 +208,8 @@ class Operator:
             screen.follow(path)
 
         def work() -> Path:
-            from console import rest_of_launch
-
-            if options.resume and (
-                text := rest_of_launch.continued_words(options.resume, options.root)
-            ):
-                raise RefusedError(
-                    f"{text}; o opens that launch; resume --yes in a shell ignores it"
-                )
+            if options.resume is not None:
+                _check_not_continued(options.resume, options.root)
             return self.actions.launch(options, self.actions.who(), plan)
 
         run_in_background(screen, "launch", work, launched, about=what)

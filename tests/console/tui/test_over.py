@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from console import rest_of_launch
 from console.model import Alert, Gate, Verdict
 from console.sources import launches
 from console.sources.launches import launch_id
@@ -123,6 +124,15 @@ async def test_r_resumes_a_launch_that_ended_early_and_asks_first():
     assert [(each.resume, each.plan) for each in asked.launched] == [
         (Path("/nowhere/cpu_smoke/20261120-031500"), "")
     ]
+
+
+async def test_r_resumes_no_launch_that_another_launch_continues(monkeypatch):
+    said = "cpu_smoke-20261120-031500 is already continued by cpu_smoke-20261120-070000"
+    monkeypatch.setattr(rest_of_launch, "continued_words", lambda *_: said)
+    asked = Asked()
+    async with driven(app_on(ended(), actions=asked)) as (_, pilot):
+        await play(pilot, "R", "…y yes", "y", "…✗ cpu_smoke-20261120-031500 is already continued")
+    assert not asked.launched
 
 
 @pytest.mark.parametrize(
