@@ -213,8 +213,9 @@ def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys, mo
     (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000088\n")
     monkeypatch.setattr("sys.argv", ["bin/nsa-console"])
     sentence = f"to resume, run: bin/nsa-console resume {launch}\n"
-    assert sentence in said(capsys, "status", launch)[1]
+    assert sentence not in said(capsys, "status", launch)[1]  # the supervisor still ends the plan
     directory.change(launch / rundir.PLAN_STATE, state="ended")
+    assert sentence in said(capsys, "status", launch)[1]
     assert sentence in said(capsys, "watch", launch, "--plain")[1]
 
 
