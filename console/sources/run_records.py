@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from console.model import LEVELS, Alert, Figure, Gpu
+from console.model import LEVELS, STALL, Alert, Figure, Gpu
 from console.sources import json_documents, liveness, snapshot
 from console.sources.record_files import GZIP, MAX_RANKS, RecordFiles
 from console.sources.reducer import UNITS, LatestRecords, Reducer, alert_of
@@ -122,13 +122,15 @@ class RunRecords:
             rank: line.record for rank, head in self.heads.items()
             if (line := head.figures or head.progress)
         }  # fmt: skip
-        stalls = self.reducer.events.stalls
-        counted = Figure(float(stalls), "", "all attempts", time.time()) if stalls else None
+        events, counted = self.reducer.events, {}
+        if events.stalls:
+            at = events.alert_ts.get(STALL, 0.0)
+            counted = {"stalls": Figure(float(events.stalls), "", "all attempts", at)}
         return (
             progress_figures(progress, loss_unit)
             | step_figures(progress, self.reducer.series)
             | sample_figures(self.samples)
-            | ({"stalls": counted} if counted else {})
+            | counted
         )
 
 

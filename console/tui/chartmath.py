@@ -85,7 +85,8 @@ class Curves:
 
     def __init__(self) -> None:
         self._view: object = None
-        self._newest: list[tuple[int, Point]] = []
+        self._held: list[tuple[int, Point, Point]] = []
+        """Number of points, oldest and newest point of each series."""
         self._found: tuple[tuple[Bin, ...], ...] = ()
 
     def of(
@@ -97,22 +98,22 @@ class Curves:
         `names` are the names of the chart's series; each series in `held` has at least one point.
         """
         view, first = (names, start, span, count), 0
-        is_same = view == self._view and len(held) == len(self._newest)
-        if is_same and all(map(_continues, held, self._newest)):
-            oldest = min(at for _, (at, _) in self._newest)
+        is_same = view == self._view and len(held) == len(self._held)
+        if is_same and all(map(_continues, held, self._held)):
+            oldest = min(at for _, _, (at, _) in self._held)
             first = min(count, max(0, int((oldest - start) * count / span) - 1))
         last = tuple(bins(points, start, span, count, first) for points in held)
         last = (tuple(merge(last)),) if is_band else last
         before = self._found if first else [()] * len(last)
         self._found = tuple(old[:first] + new for old, new in zip(before, last, strict=True))
-        self._view, self._newest = view, [(len(points), points[-1]) for points in held]
+        self._view, self._held = view, [(len(each), each[0], each[-1]) for each in held]
         return self._found
 
 
-def _continues(points: Sequence[Point], newest: tuple[int, Point]) -> bool:
-    """Returns whether the point with this number still is the same, so that points only follow."""
-    count, point = newest
-    return len(points) >= count and points[count - 1] == point
+def _continues(points: Sequence[Point], before: tuple[int, Point, Point]) -> bool:
+    """Returns whether points were only added at the end."""
+    count, oldest, newest = before
+    return len(points) >= count and points[0] == oldest and points[count - 1] == newest
 
 
 def bounds(held: Sequence[Bin], from_zero: bool) -> tuple[float, float]:

@@ -31,8 +31,6 @@ class RefusedError(ContractError):
 
 
 MOST_SHOWN = 12
-LEAST_SIMILAR = 0.7
-"""Least similarity of a suggestion: more than two of three letters."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -41,7 +39,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     Without a similar word, returns the list of the known words if it is short, or else "".
     """
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=LEAST_SIMILAR)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]!r}?"
     return f"; known: {', '.join(names)}" if 0 < len(names) <= MOST_SHOWN else ""

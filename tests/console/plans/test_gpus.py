@@ -64,7 +64,7 @@ def test_gpus_that_nvml_and_the_kernel_count_pass(machine):
 
 SICK = [
     ({"state": "lost"}, "GPU 0 is not usable (lost: GPU is lost)"),
-    ({"state": "error"}, "GPU 0 is not usable (Unknown Error)"),
+    ({"state": "error"}, "temperature, clock, ECC errors (Unknown Error)); pass"),
     ({"util": 97, "used": 61 << 10}, "GPU 0 is busy (97 %, 61.0 GiB, pid 4242)"),
     ({"used": 3000}, "GPU 0 is busy (0 %, 2.9 GiB, pid 4242)"),
     ({"ecc": 7}, "GPU 0 has 7 uncorrected ECC errors"),

@@ -62,6 +62,13 @@ def test_curves_that_grow_are_those_of_all_points(points, count, is_band, data):
     assert renamed == (chartmath.bins(other, 0.0, 600.0, count),)
 
 
+def test_an_older_point_that_is_read_later_is_drawn_also_among_equal_points():
+    curves, newest = chartmath.Curves(), [(21.0, 0.0)] * 3
+    for held in (newest[1:], [(0.0, 0.0), *newest]):
+        found = curves.of(("x",), [held], False, 0.0, 600.0, 58)
+        assert found == (chartmath.bins(held, 0.0, 600.0, 58),)
+
+
 @given(st.lists(st.one_of(st.none(), st.tuples(sane, sane)), max_size=50), st.booleans())
 def test_bounds_enclose_all_values_and_are_not_empty(held, from_zero):
     ordered = [None if b is None else (min(b), max(b)) for b in held]

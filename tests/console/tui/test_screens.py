@@ -227,7 +227,7 @@ async def test_no_run_opens_on_the_plan_with_its_checks(tmp_path):
     async with driven(app_on(root=tmp_path)) as (_, pilot):
         await see(pilot, "preflight")
         await see(pilot, "✓ python", "no run", "plan cpu_smoke", "0-sanity", "2-recall",
-                  "between phases", "wait for L", "trainers.ddp")  # fmt: skip
+                  "between phases", "wait for L", "27 checks")  # fmt: skip
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
