@@ -57,7 +57,7 @@ def test_a_killed_rank_is_named_before_and_after_its_peer_is_ended(scene, run, o
 RAISED = {
     "exit 7": "(code 7)",
     "raise ValueError the batch is broken": "rank 1: ValueError: the batch is broken",
-    "raise OutOfMemoryError CUDA out of memory": "rank 1: out of GPU memory; lower",
+    "raise OutOfMemoryError CUDA out of memory": "rank 1: out of GPU memory (",
 }
 CRASHED = {"segv": "SIGSEGV", "abort": "SIGABRT"}
 
