@@ -170,7 +170,7 @@ class Verdict:
     place: str = ""
     """File and line in the rank's own code, or "" if they are not known."""
     end: str = ""
-    """How the stall ended, or "" if that is not known."""
+    """The end of the stall as a sentence, or "" if it is not known."""
     end_ts: float | None = None
 
     def signs(self) -> list[tuple[str, str]]:

@@ -106,7 +106,7 @@ class NonFinite:
     at: str = ""
     """The newest of these steps: "step 10", or "a step from 11 to 14" if it has no record."""
     times: int = 0
-    """How often such steps began again after a record without a new one."""
+    """Number of series of such steps; a record without a new such step ends a series."""
     in_a_row: int = 0
     """Number of newest consecutive progress records with a loss that is not finite."""
     since: float = 0.0
