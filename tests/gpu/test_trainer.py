@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.trainers.ranks import named, own_port
 from tests.trainers.runs import Run, latest_checkpoint, small
 
 pytestmark = pytest.mark.gpu
@@ -15,9 +16,18 @@ EXACT = {
 }
 
 
-def train(tmp_path, name="run", nproc=1, flags=None, **changes):
+def train(tmp_path, name="run", nproc=1, flags=None, program="trainers.ddp", **changes):
     settings = {"train__device": "cuda", "train__steps": 20, "report__log_every": 1} | changes
-    return Run(tmp_path, small(**settings), nproc=nproc, name=name, flags=flags)
+    return Run(tmp_path, small(**settings), nproc=nproc, name=name, flags=flags, program=program)
+
+
+def train_in_group(tmp_path, name="run", **changes):
+    """Trains one rank that has joined a process group over NCCL."""
+    with own_port() as port:
+        flags = EXACT | named(0, 1, port)
+        return train(
+            tmp_path, name, flags=flags, program="tests.gpu.group_of_one", **changes
+        ).done(240)  # fmt: skip
 
 
 def progress(run):
@@ -82,6 +92,62 @@ def test_a_short_training_completes(tmp_path, changes):
     run = train(tmp_path, train__steps=12, **changes).done(240)
     assert run.metrics()["steps_done"] == 12
     assert latest_checkpoint(run.path)
+
+
+BF16 = {"train__precision": "bf16"}
+FP16 = {"train__precision": "fp16"}
+FSDP = {"train__strategy": "fsdp"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        BF16 | {"ddp__static_graph": True},
+        BF16 | {"ddp__compress": "bf16"},
+        FP16 | {"ddp__compress": "fp16", "train__accumulate": 2},
+        BF16 | FSDP | {"train__accumulate": 2},
+        FP16 | FSDP,
+        BF16 | FSDP | {"train__compile": True},
+    ],
+    ids=lambda changes: ",".join(map(str, changes.values())),
+)  # fmt: skip
+def test_a_rank_in_a_group_over_nccl_trains_as_one_without(tmp_path, changes):
+    alone = train(tmp_path, "alone", flags=EXACT, train__steps=12, **changes).done(240)
+    grouped = train_in_group(tmp_path, train__steps=12, **changes)
+    (ready,) = grouped.records(0, "loader_ready")
+    assert ready["comm_hook"] == changes.get("ddp__compress", "none")
+    right = {record["step"]: record["loss"] for record in progress(alone)}
+    found = {record["step"]: record["loss"] for record in progress(grouped)}
+    assert found == pytest.approx(right, rel=1e-2)
+    assert latest_checkpoint(grouped.path)
+
+
+def test_shards_on_a_gpu_are_saved_in_the_background_and_resumed_bitwise(tmp_path):
+    changes = BF16 | FSDP | {"checkpoint__background": "on"}
+    whole = train_in_group(tmp_path, "whole", **changes)
+    first = train_in_group(
+        tmp_path, "first", checkpoint__every=10, checkpoint__at_end=False, **changes
+    )
+    rest = train_in_group(
+        tmp_path, "rest", checkpoint__from_step=10, checkpoint__resume=first.path, **changes
+    )
+    right = {record["step"]: record["loss"] for record in progress(whole)}
+    again = {record["step"]: record["loss"] for record in progress(rest)}
+    assert min(again) == 11
+    assert again == {step: right[step] for step in again}
+
+
+@pytest.mark.parametrize("changes", [BF16, FP16, BF16 | {"train__accumulate": 2}], ids=str)
+def test_the_host_waits_for_the_gpu_only_in_steps_with_a_record(tmp_path, changes):
+    """A training of twice the steps with as many records waits as often."""
+    waits = []
+    for steps in (20, 40):
+        run = train(
+            tmp_path, f"of {steps}", program="tests.gpu.sync_warned", train__steps=steps,
+            report__log_every=steps, checkpoint__at_end=False, **changes,
+        ).done(240)  # fmt: skip
+        waits.append(run.text().count("called a synchronizing CUDA operation"))
+    assert 0 < waits[0] == waits[1], run.text()[-6000:]
 
 
 def test_two_ranks_on_one_device_are_refused_with_a_sentence(tmp_path):

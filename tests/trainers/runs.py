@@ -27,10 +27,11 @@ SMALL = {
 
 def environment(tmp_path: Path, **flags: str) -> dict[str, str]:
     """Returns what a child inherits: a home of its own, one thread, no network wanted."""
+    folders = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     home = tmp_path / "home"
     home.mkdir(exist_ok=True)
     return {
-        "PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT),
+        "PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": os.pathsep.join(folders),
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **flags,
     }  # fmt: skip
 
@@ -55,10 +56,11 @@ class Run(Recorded):
     def __init__(
         self, tmp_path: Path, settings: Mapping[str, Any], nproc: int = 2, config: Path = CONFIG,
         broken: str = "", flags: Mapping[str, str] | None = None, name: str = "run",
+        program: str = "trainers.ddp",
     ):  # fmt: skip
         super().__init__(tmp_path / name)
         self.nproc = nproc
-        program = "tests.trainers.ablated" if broken else "trainers.ddp"
+        program = "tests.trainers.ablated" if broken else program
         sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
         self.command = [
