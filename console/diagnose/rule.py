@@ -18,9 +18,9 @@ class Measured:
     """A measured value with its sentence.
 
     For a stall, `limit_s` is the stall limit, and `lasted_s` is the time without progress.
-    `acts_at` is the value for a strong action, and then `lasted_s` is the time for which it has
-    been above 0. `times` is the value whose rise raises the alert again. Both are `value` if they
-    are None.
+    `acts_at` is the value for a strong action; if it is set, `lasted_s` is the time for which
+    `acts_at` has been above 0. `times` is the value whose rise raises the alert again. If `acts_at`
+    or `times` is None, `value` is used in its place.
     """
 
     value: float
