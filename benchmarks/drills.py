@@ -110,9 +110,12 @@ class Drill:
         return value
 
     def _inject(self) -> float:
-        """Waits for the fault, and injects it if the program cannot; returns the fault's time."""
+        """Waits until a rank reaches the place of the fault; returns the time of the fault.
+
+        Injects the fault if `INJECT` has its mechanism.
+        """
         inject, rank = INJECT.get(self._mechanism), self._case.rank
-        # A rank that is stopped before its place would be stopped in another phase.
+        # A rank that is stopped before the place of its fault would be in another phase.
         wanted = self._case.world if inject and rank is None else 1
 
         def marks() -> list[Path]:
