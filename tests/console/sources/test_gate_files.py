@@ -1,4 +1,4 @@
-"""The files that gates need besides the records may be damaged or hostile."""
+"""The files that gates need besides the records, also damaged and hostile files."""
 
 from __future__ import annotations
 

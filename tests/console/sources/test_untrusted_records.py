@@ -1,4 +1,4 @@
-"""The state of a run whose records are false, missing or of another program."""
+"""The state of a run whose records are wrong, missing or from another program."""
 
 from __future__ import annotations
 
