@@ -3,8 +3,8 @@
 `python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
 [--json FILE] [--add FILE] [--record DIR] [--publish] [--list]`. Without a selection, or with
 `--publish`, it writes `benchmarks/results/diagnosis.md`. `--record` writes the inputs of each
-verdict for `benchmarks.drill_without`. All processes of the runs are ended, also if this program is
-interrupted.
+verdict for `benchmarks.drill_without`. All processes of the runs are ended, also after SIGINT or
+SIGTERM.
 """
 
 from __future__ import annotations
