@@ -1,4 +1,4 @@
-"""The truth checks: each is raised by its fault, and not by the healthy runs of this module."""
+"""The truth checks: a fault raises only its own check, and the healthy runs raise no check."""
 
 from __future__ import annotations
 
@@ -244,14 +244,14 @@ HEALTHY = {
     "waits in the forward of FSDP": Told(
         slow({1}, "forward", 2.0), settings={"train.strategy": "fsdp"}, seconds=UNTIL_SLOW
     ),
-    "a slow network that compression and accumulation spare": Told(
+    "a slow network with compression and accumulation": Told(
         settings={"measured.allreduce_gb_s": 0.2, "measured.allreduce_ranks": 2,
                   "ddp.compress": "bf16", "train.accumulate": 4},
     ),
     "another number of ranks than was measured": Told(
         settings={"measured.allreduce_gb_s": 0.001, "measured.allreduce_ranks": 4},
     ),
-    "shards, which are not reduced as a whole": Told(
+    "FSDP, which reduces shards": Told(
         settings={"measured.allreduce_gb_s": 0.2, "measured.allreduce_ranks": 2,
                   "train.strategy": "fsdp"},
     ),

@@ -135,7 +135,7 @@ def test_every_rule_has_a_case():
 def test_a_rule_is_raised_once_and_cleared_once(name):
     sick, between, well = CASES[name]
     clock = Clock(Watchdog(WATCH, settings=SETTINGS))
-    assert clock.run(well or records(**WELL), WELL_S) == [], "the healthy moments raise nothing"
+    assert clock.run(well or records(**WELL), WELL_S) == [], "healthy readings raise no rule"
     changes = clock.run(sick, SICK_S)
     assert [change[1:] for change in changes] == [("raise", name)]
     at = changes[0][0]

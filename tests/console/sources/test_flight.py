@@ -327,7 +327,7 @@ def test_an_nccl_entry_is_done_when_its_state_says_so():
         "nccl 0 default_pg", 4, "all_reduce", "[4, 2], [8] bfloat16 int64", False
     )
     assert parsed(entry(state="completed"))[0].done
-    assert not parsed(entry(retired=True))[0].done, "it timed out"
+    assert not parsed(entry(retired=True))[0].done, "the call has timed out"
     assert parsed(entry(retired=True, profiling_name="gloo:all_reduce", state="scheduled"))[0].done
 
 

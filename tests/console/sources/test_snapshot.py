@@ -277,7 +277,7 @@ def test_an_old_snapshot_is_used_for_charts_only(run, monkeypatch):
     for number in range(61, 200):
         directory.beat(run, 0, number, n=number, mono=1e6 + number)
     assert not RunRecords(run, "recent").has_snapshot
-    assert not RunRecords(run, "charts").has_snapshot, "a short run needs none"
+    assert not RunRecords(run, "charts").has_snapshot, "a short run needs no snapshot"
     monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
     assert RunRecords(run, "charts").has_snapshot
 
@@ -534,7 +534,7 @@ def test_charts_show_a_long_run_at_once_and_then_its_past(run, monkeypatch):
     first = len(source.series.points("rss_mib:0"))
     while state.behind_bytes:
         state = source.poll()
-        assert state.step == writer.steps, "it stays what it is while the rest is read"
+        assert state.step == writer.steps, "the step is known before the rest is read"
     assert len(source.series.points("rss_mib:0")) == 300 > first
 
 

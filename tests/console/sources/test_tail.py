@@ -134,4 +134,4 @@ def test_a_hole_costs_nothing_and_the_record_behind_it_is_read(tmp_path, recent)
     assert tail.taken_bytes < 1 << 21
     path.write_bytes(bytes(3 << 18) + jsonl.encode(GOOD))
     zeros = drain(Tail(path, heartbeat.accept))
-    assert [record["step"] for record in zeros] == [3], "zeros, and no hole"
+    assert [record["step"] for record in zeros] == [3], "the file has zeros and no hole"
