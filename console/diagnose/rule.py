@@ -34,7 +34,7 @@ class Measured:
 Measure = Callable[[Readings, History, Watch], Measured | None]
 """Measures the value of a rule. None ("not measured") neither raises nor clears the rule."""
 Corroborate = Callable[[Readings, History], str]
-"""Asks the second source of a rule. Returns "" if it confirms the rule, or why it does not."""
+"""Reads the second source of a rule. Returns why this source does not confirm the rule, or ""."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,9 +162,9 @@ class TruthHistory:
         return [found for found in self._steps.values() if len(found) == len(self._newest)]
 
     def same_batches(self) -> tuple[int, tuple[int, ...]]:
-        """Returns two values: in how many newest complete steps ranks share a batch, and the ranks.
+        """Returns two values: the number of steps in which ranks share a batch, and these ranks.
 
-        The steps are consecutive in `_complete`, and the ranks are the same in all of these steps.
+        Only the newest steps of `_complete` count. The ranks share a batch in each of these steps.
         """
         count, ranks = 0, frozenset[int]()
         for found in reversed(self._complete()):

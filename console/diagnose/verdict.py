@@ -44,7 +44,7 @@ from console.sources.stacks import Frame
 
 NO_EVIDENCE = Evidence()
 KERNEL_CAUSES = ("stopped", "traced", "exited")
-"""Causes that the kernel confirms."""
+"""Causes for which the process state is enough evidence."""
 COLLECTING = Evidence()
 """Stands for evidence that this process collects at present."""
 LOOK_AT_STACKS = "dump the stacks to see the cause"

@@ -126,7 +126,7 @@ class Watchdog:
     def _raise_again(
         self, rule: Rule, state: _State, measured: Measured, mono: float
     ) -> Iterator[Change]:  # fmt: skip
-        """Raises the alert of a raised rule again when its value rose."""
+        """Raises the alert of a raised rule again if its value rose and `again_s` has passed."""
         if not rule.again_s or _times(measured) <= state.times:
             state.times = _times(measured)
         elif mono - state.raised_at >= rule.again_s:
