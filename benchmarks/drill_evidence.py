@@ -45,7 +45,7 @@ def collected(path: Path) -> Inputs | None:
 
 
 def _ranks(source: OfflineRun) -> tuple[RankEvidence, ...]:
-    """Returns the ranks of a live run, or (). A rank without a phase counts as never changed."""
+    """Returns the ranks of a live run, or (). A rank without a phase is as old as run.json."""
     now = source.poll()
     if now is None or source.over:
         return ()

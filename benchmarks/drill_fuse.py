@@ -1,4 +1,4 @@
-"""FUSE file systems that answer nothing, or nothing more once a file was opened."""
+"""FUSE file systems that answer no request, or no request after a file was opened."""
 
 from __future__ import annotations
 

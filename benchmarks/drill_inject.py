@@ -1,4 +1,4 @@
-"""Injects what a program cannot do to itself: locks, peers, disks, signals, tracers, freezers."""
+"""Injects faults from outside the training program, for example locks, signals and tracers."""
 
 from __future__ import annotations
 
@@ -149,4 +149,4 @@ INJECT: dict[str, Callable[[Started, int, Path, ExitStack], None]] = {
     "kill": _kill,
     "disk": freeze_disk,
 }
-"""How this process injects a mechanism that the training program cannot produce itself."""
+"""How this process injects a mechanism that the training program does not produce itself."""

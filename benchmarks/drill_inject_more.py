@@ -1,4 +1,4 @@
-"""Injects those mechanisms of author 2 that the training program cannot produce itself."""
+"""Injects those mechanisms of author 2 that the training program does not produce itself."""
 
 from __future__ import annotations
 

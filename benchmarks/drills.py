@@ -3,8 +3,8 @@
 `python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
 [--json FILE] [--add FILE] [--record DIR] [--publish] [--list]`. Without a selection, or with
 `--publish`, it writes `benchmarks/results/diagnosis.md`. `--record` writes the inputs of each
-verdict for `benchmarks.drill_without`. All processes of the runs are ended, also if this program is
-interrupted.
+verdict for `benchmarks.drill_without`. All processes of the runs are ended, also after SIGINT or
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -110,9 +110,12 @@ class Drill:
         return value
 
     def _inject(self) -> float:
-        """Waits for the fault, and injects it if the program cannot; returns the fault's time."""
+        """Waits until a rank reaches the place of the fault; returns the time of the fault.
+
+        Injects the fault if `INJECT` has its mechanism.
+        """
         inject, rank = INJECT.get(self._mechanism), self._case.rank
-        # A rank that is stopped before its place would be stopped in another phase.
+        # A rank that is stopped before the place of its fault would be in another phase.
         wanted = self._case.world if inject and rank is None else 1
 
         def marks() -> list[Path]:

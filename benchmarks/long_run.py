@@ -1,8 +1,9 @@
 """The cost of reading a run that has trained for days: `python -m benchmarks.long_run`.
 
 A run directory is written with the functions of the contract: 8 ranks, 8 GPUs, a sample each
-second, and a record of each rank every 20 steps of 0.3 s. Costs are CPU times, as multiples of the
-CPU time of `nsa-console flags`, which reads no run. The commands are measured in turn.
+second, and a record of each rank every 20 steps of 0.3 s. The costs of commands are CPU times, also
+as multiples of the CPU time of `nsa-console flags`, which reads no run. The commands are measured
+in turn. The time of the charts is wall time.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def multiply(run: Path, count: int) -> None:
 
 
 def charted(run: Path) -> float:
-    """Returns the seconds in which a new screen reads the whole history after its first poll."""
+    """Returns the seconds in which the screen's source reads the history after its first poll."""
     code = (
         "import sys, time; from pathlib import Path; from console.tui.feed import open_source; "
         "source = open_source(Path(sys.argv[1])); state = source.poll()\n"

@@ -1,6 +1,6 @@
 """NSA against dense attention on the CPU: whole training steps, one long layer, peak memory.
 
-The contenders of a timing take turns, so that other load on the machine affects all of them alike.
+The contenders of a timing take turns, so that a lasting load on the machine slows all of them.
 Ratios are ratios of medians. On a shared machine, CPU seconds vary less than wall seconds. With
 several threads, CPU seconds include the time in which threads spin at the end of a parallel region;
 NSA has more of these regions than dense attention.

@@ -190,8 +190,8 @@ def key_times(waits: Sequence[float]) -> dict[str, float]:
 def measure(size: tuple[int, int], runs: int, idle_s: float, launch: Path) -> list[Figures]:
     """Returns the figures of the screen and of the bare program, which run in turn.
 
-    The figures of the start are medians over all starts. The idle and key figures are those of the
-    last start. A first start is not counted, because it compiles modules.
+    The figures of the start are medians over `runs` starts. The idle and key figures are those of
+    the last start. An additional first start is not counted, because it compiles modules.
     """
     programs = (replace(OURS, argv=(*OURS.argv, str(launch))), BARE)
     starts: tuple[list[Figures], ...] = ([], [])
@@ -264,7 +264,7 @@ def main() -> None:
         ),
         f"Medians of {options.runs} starts; idle over {options.idle:g} s; {6 * PRESSES} key "
         f"presses each. Load before: {load:.1f}. `bare` is benchmarks/bare.py, a Textual program "
-        "with header, text and footer that reads nothing, measured by turns with the console; four "
+        "with header, text and footer that reads nothing, measured in turn with the console; four "
         "of its six keys change the text, two the screen. Budgets with `×` are ratios to `bare`. "
         "`frame` is the first picture, `data` the first with the state of the run. Bytes and "
         "memory are valid on a busy machine too, times only on a quiet machine.",

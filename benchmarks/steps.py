@@ -56,7 +56,7 @@ def median_s(steps: Sequence[Step]) -> float:
 def effective_s(steps: Sequence[Step]) -> float:
     """Returns the time of the surviving steps; a repeated step counts once, with its last time.
 
-    A step without a record counts with the median time.
+    A step without a record counts with the median time. See `LONGEST` for long steps.
     """
     usual_s = median_s(steps)
     kept = {step.number: step.dt_s for step in steps}

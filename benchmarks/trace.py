@@ -4,7 +4,7 @@
 
 Every second, the utilisation, power and temperature of each GPU change at random. Each rank also
 writes a progress record every second, and rank 0 a log line every ten seconds. The seed is fixed,
-so all traces have the same random numbers.
+so traces with the same options have the same random numbers.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Suspect:
 
     @property
     def loader(self) -> tuple[str, bool]:
-        """The result of `loader_thread` for this rank."""
+        """The result of `loader_thread` for this rank, or ("", False) without a stack."""
         return loader_thread(self.number, self.stacks) if self.has_stack else ("", False)
 
     @property
@@ -125,8 +125,9 @@ class Suspect:
     def runs_python(self) -> bool | None:
         """True if the main thread runs Python code, False for native code, None if not known.
 
-        Native code never waits for the GIL: it holds the GIL, or has released the GIL.
-        Python's threads have the name of the main thread; threads of libraries rarely have it.
+        A thread in native code does not wait for the GIL: it holds the GIL, or has released it. Up
+        to Python 3.13, Python's threads have the name of the main thread; the threads of libraries
+        rarely have this name.
         """
         before, after = self.before, self.after
         if before is None or after is None or after.mono <= before.mono or not after.threads:
@@ -280,7 +281,7 @@ def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
     def explain(of: Suspect) -> str:
         if of.main.kind == kind and of.where.kind != "peers":
             return f"waits{_on(of)}"
-        # A timer contradicts these stacks, except for a subprocess: Python polls it with a timer.
+        # A timer contradicts these stacks, except for a subprocess, which Python polls by a timer.
         is_timed = of.main.kind == "timer" and kind != "child"
         return of.where.text if of.where.kind in stacks and not is_timed else ""
 

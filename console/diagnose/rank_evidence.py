@@ -22,7 +22,7 @@ STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
 NAMED_AFTER_S = 3.0
-"""A verdict names a stopped or ended rank whose pulse has been unchanged for this time."""
+"""A stopped or ended rank cannot continue if its pulse has been unchanged for longer than this."""
 UNREPORTED = "step"
 """The value of `phase` within a step if the program has not reported a phase."""
 FIRST_STEP = 1

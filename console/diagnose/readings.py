@@ -104,7 +104,7 @@ class NonFinite:
     what: str = ""
     """The figure that was not finite in the newest of these steps."""
     at: str = ""
-    """The newest of these steps: "step 10", or "a step from 11 to 14" if it has no record."""
+    """The newest of these steps: "step 10", "a step from 11 to 14" or "step 14 or before"."""
     times: int = 0
     """Number of series of such steps; a record without a new such step ends a series."""
     in_a_row: int = 0

@@ -18,9 +18,9 @@ class Measured:
     """A measured value with its sentence.
 
     For a stall, `limit_s` is the stall limit, and `lasted_s` is the time without progress.
-    `acts_at` is the value for a strong action, and then `lasted_s` is the time for which it has
-    been above 0. `times` is the value whose rise raises the alert again. Both are `value` if they
-    are None.
+    `acts_at` is the value for a strong action; if it is set, `lasted_s` is the time for which
+    `acts_at` has been above 0. `times` is the value whose rise raises the alert again. If `acts_at`
+    or `times` is None, `value` is used in its place.
     """
 
     value: float
@@ -34,7 +34,7 @@ class Measured:
 Measure = Callable[[Readings, History, Watch], Measured | None]
 """Measures the value of a rule. None ("not measured") neither raises nor clears the rule."""
 Corroborate = Callable[[Readings, History], str]
-"""Asks the second source of a rule. Returns "" if it confirms the rule, or why it does not."""
+"""Reads the second source of a rule. Returns why this source does not confirm the rule, or ""."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
 
 
 def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the number of steps of this attempt that were not finite, on the worst rank.
+    """Returns the number of steps of this attempt with non-finite figures, on the worst rank.
 
     For a strong action, only the newest consecutive records with a non-finite loss count. One alert
     is enough for such steps in a row.
@@ -155,7 +155,11 @@ def _gpu_memory_ceiling(now: Readings, _history: History, _watch: Watch) -> Meas
 
 
 def _loader_slow(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Returns the largest share of a rank, over its records since the last poll or its newest."""
+    """Returns the largest share of fetch in the step time of a rank.
+
+    The share covers the records since the last poll. Without such a record of any rank, it covers
+    the newest record of each rank.
+    """
     times: dict[int, tuple[float, float]] = {}
     for each in now.fresh or now.progress.values():
         if each.dt_fetch_s is not None and each.dt_fetch_s >= 0 and each.step_s:
@@ -177,7 +181,7 @@ def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts all Xids of GPUs that had an Xid within `RECENT_XID_S`, even in a former attempt."""
+    """Counts all Xids of GPUs with an Xid within `RECENT_XID_S`, also those of former attempts."""
     if not now.gpus:
         return None
     recent = {i: xids for i, xids in history.xids.items() if now.mono - xids.at < RECENT_XID_S}

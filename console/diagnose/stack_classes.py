@@ -2,7 +2,7 @@
 
 No file is read here. A stack shows Python frames only. For a wait inside a built-in function, such
 as `time.sleep` or `recv`, the stack shows only the caller. If the program itself is the caller, the
-class is "own".
+class is usually "own".
 """
 
 from __future__ import annotations

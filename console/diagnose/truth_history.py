@@ -162,7 +162,10 @@ class TruthHistory:
         return [found for found in self._steps.values() if len(found) == len(self._newest)]
 
     def same_batches(self) -> tuple[int, tuple[int, ...]]:
-        """Returns in how many newest steps in a row the same ranks share a batch, and the ranks."""
+        """Returns two values: the number of steps in which ranks share a batch, and these ranks.
+
+        Only the newest steps of `_complete` count. The ranks share a batch in each of these steps.
+        """
         count, ranks = 0, frozenset[int]()
         for found in reversed(self._complete()):
             by_sum: dict[str, list[int]] = {}

@@ -44,7 +44,7 @@ from console.sources.stacks import Frame
 
 NO_EVIDENCE = Evidence()
 KERNEL_CAUSES = ("stopped", "traced", "exited")
-"""Causes that the kernel confirms."""
+"""Causes for which the process state is enough evidence."""
 COLLECTING = Evidence()
 """Stands for evidence that this process collects at present."""
 LOOK_AT_STACKS = "dump the stacks to see the cause"
@@ -166,7 +166,8 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
     if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):
         return "low"
     if agree >= 2 and not disagree:
-        # A rank whose peer never joins looks like that peer, so one of several may be innocent.
+        # A rank whose peer never joins has the same evidence as this peer. So if several ranks are
+        # named, some of them may not be the cause.
         some_wait = cause is not None and cause.name == "startup" and len(culprits) > 1
         unsure = cause is None or some_wait or _is_unsure(of, cause, stall.evidence)
         return "medium" if unsure else "high"

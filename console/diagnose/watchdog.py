@@ -2,8 +2,9 @@
 
 An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
 a severe value, a condition that has lasted three times as long, and the confirmation of the rule's
-second source. Until the confirmation, the action is withheld. Until a raised rule is cleared, a
-withheld action is reported at most once, and its action is returned at most once.
+second source. Until the confirmation, the action is withheld. Until a raised rule is cleared, its
+action is returned at most once. A withheld action is reported once, and again only after a report
+that it was no longer due.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Watchdog:
     def _raise_again(
         self, rule: Rule, state: _State, measured: Measured, mono: float
     ) -> Iterator[Change]:  # fmt: skip
-        """Raises the alert of a raised rule again when its value rose."""
+        """Raises the alert of a raised rule again if its value rose and `again_s` has passed."""
         if not rule.again_s or _times(measured) <= state.times:
             state.times = _times(measured)
         elif mono - state.raised_at >= rule.again_s:
@@ -164,7 +165,7 @@ class Watchdog:
         """Returns whether a value is severe and has lasted long enough for a strong action."""
         observed_s = (STRONG_TIMES - 1) * max(rule.for_s, measured.limit_s)
         act_s = self._act_s(measured.limit_s) if measured.limit_s else 0.0
-        if measured.acts_at is not None:  # it may have begun after the alert was raised
+        if measured.acts_at is not None:  # the severe value may be newer than the alert
             act_s = STRONG_TIMES * rule.for_s
         long_enough = state.severe_s >= observed_s and measured.lasted_s >= act_s
         return rule.is_severe(measured) and long_enough

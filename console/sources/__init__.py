@@ -1,1 +1,1 @@
-"""Reads run directories, processes and GPUs. Each module returns plain data."""
+"""Reads run directories, processes and GPUs; the module `process` also sends signals."""

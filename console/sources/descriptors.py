@@ -69,7 +69,7 @@ def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
         return replace(socket_wait(pid, link[8:-1], False), unsure=True)
     if link.startswith(("pipe:[", "/")) and not link.startswith(
         "/dev/"
-    ):  # select never blocks on a regular file, so a path outside /dev is that of a FIFO
+    ):  # select does not block on a regular file, so a path outside /dev is probably a FIFO
         return replace(pipe_wait(link, not reads), unsure=True)
     return NOTHING
 

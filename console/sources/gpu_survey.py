@@ -1,4 +1,4 @@
-"""Reads the GPUs that NVML finds on this host, once, in a child process: a call may hang.
+"""Reads the GPUs that NVML finds on this host once, in a child process, because a call may hang.
 
 KILL does not end a process that hangs in the driver, so the parent waits only `KILLED_S` for it.
 """

@@ -266,7 +266,8 @@ def _polled(
 def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
     """Returns a timer, or the lock that a library may be trying to get at intervals.
 
-    `time.sleep` waits until a time of the monotonic clock; the C functions wait for a duration.
+    `time.sleep` waits until a time of the monotonic clock; C functions such as `usleep` wait for a
+    duration.
     """
     if name != "timer" or arguments[:2] == (time.CLOCK_MONOTONIC, _UNTIL):
         return _TIMER

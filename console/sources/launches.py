@@ -119,7 +119,7 @@ def _has_run(names: Iterable[str]) -> bool:
 
 
 def _bare(directories: Iterable[tuple[Path, list[str]]]) -> list[tuple[float, Path]]:
-    """Returns each run without a launch after the time of its last change; no duplicates."""
+    """Returns, for each run without a launch, the time of its last change and its path."""
     found: dict[tuple[int, int], tuple[float, Path]] = {}
     for path, names in directories:
         if rundir.PLAN not in names and _has_run(names) and not path.is_symlink():
@@ -216,7 +216,7 @@ def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:
-    """Raises RefusedError if the directory of a launch or run was copied or moved.
+    """Raises RefusedError if the records of a launch or run show that it was copied or moved.
 
     A run records the directory in which it started. With `by_name`, RefusedError is also raised if
     there are runs but none recorded its directory, or if a run has recorded another launch id.

@@ -228,7 +228,7 @@ class RankTotals:
     gated: int = 0
     """Number of progress records with statistics of the attention gate."""
     memories: int = 0
-    """Number of progress records with memory."""
+    """Number of progress records with `gpu_mem_reserved`."""
     fetches: int = 0
     """Number of progress records with `dt_fetch_s`."""
     empty: int = 0

@@ -162,8 +162,8 @@ class Events:
     def stalled_ts(self) -> float:
         """The time of the open alert on a stall, or 0 if none is open.
 
-        A next supervisor raises the alert again. If that alert's `since_ts` is not after this time,
-        both alerts are one stall.
+        A later supervisor raises the alert again. If the `since_ts` of the later alert is not after
+        this time, both alerts are one stall.
         """
         line = self.alerts.get(STALL)
         return min(time.time(), jsonl.number(line.record, "ts") or 0.0) if line else 0.0

@@ -1,7 +1,8 @@
 """Stores the time series of one run, for example for the charts and the ETA.
 
 The newest records of a file are stored as points. Older points are reduced to the smallest and the
-largest value in each span of 10 s, 1 min, 10 min and 2 h; every reader gets the same spans.
+largest value in each span of 10 s, 1 min, 10 min and 2 h. A span begins at a multiple of its width,
+so its limits do not depend on the reader.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 faulthandler and `trainers.contract.dumps` write dumps in the same form. Text that is not a dump
 causes no error. py-spy is used if the operator has installed it. With `--nonblocking`, it reads the
-memory of the process and does not pause the process. The kernel must allow this access, as it does
-for a debugger.
+memory of the process and does not pause the process. The kernel must allow this access; it has the
+same rules for a debugger.
 """
 
 from __future__ import annotations

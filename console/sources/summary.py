@@ -157,7 +157,7 @@ class Summary:
         self.attempts, self.stalls, self.stalls_seen = attempts, stalls, stalls or 0
 
     def take_end(self, attempt: int, rank: int, found: Pulse | None) -> None:
-        """Adds the last pulse of a process that has ended, or None if it wrote no pulse."""
+        """Adds the last pulse of a process that has ended; `found` is None if it wrote no pulse."""
         counts = (found.records, found.nonfinite_steps, found.step) if found else (0, 0, 0)
         self.ends[attempt, rank] = LastPulse(attempt, rank, *counts)
 

@@ -1,4 +1,4 @@
-"""Records stacks/FAULT.rankN.txt: real dumps of `tests/programs/blocked.py`, without machine paths.
+"""Records dumps of `tests/programs/blocked.py` in stacks/FAULT.rankN.txt, without machine paths.
 
 python -m tests.console.diagnose.record_stacks [FAULT…]
 """
@@ -26,7 +26,7 @@ DUMPED_S = 2.0
 
 
 def shortened(text: str) -> str:
-    """Returns a dump with paths that every machine could have."""
+    """Returns a dump in which the paths of this machine are replaced."""
     text = re.sub(r'"[^"]*/site-packages/', '"/venv/lib/python3.11/site-packages/', text)
     text = re.sub(r'"[^"]*/lib/python3\.\d+/(?!site-packages)', '"/usr/lib/python3.11/', text)
     text = text.replace(str(ROOT), "/src")
@@ -34,7 +34,7 @@ def shortened(text: str) -> str:
 
 
 def ranks(pid: int) -> list[int]:
-    """Returns the ranks of a torchrun: its children that catch SIGUSR1."""
+    """Returns the pids of the ranks of torchrun: its children that catch SIGUSR1."""
     return [child for child in process.children(pid) if process.catches(child, signal.SIGUSR1)]
 
 
@@ -71,7 +71,7 @@ def record(fault: str) -> None:
                     time.sleep(DUMPED_S)
                 (STACKS / f"{fault}.rank{rank}.txt").write_text(shortened(path.read_text()))
         finally:
-            for pid in (*ranks(started.pid), started.pid):  # each leads a process group
+            for pid in (*ranks(started.pid), started.pid):  # each pid is that of a process group
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
             started.wait()

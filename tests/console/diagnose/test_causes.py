@@ -1,4 +1,4 @@
-"""Cause of a stall by its evidence: each rule, the ranks that are named, and the confidence."""
+"""The cause of a stall from its evidence: the rules, the named ranks and the confidence."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ IDLE = ProcessEvidence(
 
 
 def working(waits, others=(20.0,), ticks=190):
-    """Returns a process that runs for two seconds: the waits a second of its main thread, and of
-    its other threads, whose first is the watcher of the contract."""
+    """Returns two samples, 2 s apart, of a process that runs.
+
+    `waits` is the number of waits per second of its main thread. `others` has those of its other
+    Python threads; the first of these is the contract's watcher.
+    """
 
     def sample(mono):
         threads = [
@@ -108,7 +111,7 @@ CASES = {
 @pytest.mark.decision("verdict-cause", "true")
 @pytest.mark.parametrize("cause", CASES)
 def test_a_cause_is_named_with_the_rank_that_blocks_in_the_phase_of_its_peers(cause):
-    """All pulses are at the same position: only the evidence names rank 1."""
+    """All pulses are at the same position, so only the evidence names rank 1."""
     found = explained(CASES[cause], rank(0), rank(1))
     assert (found.cause, found.rank) == (cause, 1), found
     assert found.action
@@ -122,10 +125,10 @@ def test_a_cause_is_named_with_the_rank_that_blocks_in_the_phase_of_its_peers(ca
     [
         (25.0, (60.0,), "busy", "runs Python code at 95% of a core", "high"),
         (0.0, (20.0,), "native", "runs native code at 95% of a core", "high"),
-        (0.0, (190.0,), "native", "runs native code at 95% of a core", "high"),  # with the GIL
+        (0.0, (190.0,), "native", "runs native code at 95% of a core", "high"),  # holds the GIL
         (0.0, (40.0,), "busy", "runs at 95% of a core", "medium"),  # the watcher waits for the GIL
-        (0.0, (), "busy", "runs at", "medium"),  # no watcher that would need the GIL
-        (0.0, (0.0,), "busy", "runs at", "medium"),  # or one that is blocked
+        (0.0, (), "busy", "runs at", "medium"),  # there is no watcher
+        (0.0, (0.0,), "busy", "runs at", "medium"),  # the watcher is blocked
         (1.5, (20.0,), "busy", "runs at", "medium"),
     ],
 )
@@ -141,14 +144,14 @@ def test_a_main_thread_that_never_waits_for_the_gil_runs_native_code(
     ("waits", "ticks", "threads", "cause", "sure"),
     [
         (0.0, 0, True, "lock", "high"),
-        (0.0, 0, False, "lock", "medium"),  # its time is not available
-        (25.0, 22, True, "busy", "high"),  # it gets 11 % of a core
+        (0.0, 0, False, "lock", "medium"),  # the CPU time of the thread is not available
+        (25.0, 22, True, "busy", "high"),  # the thread gets 11 % of a core
         (10.0, 22, True, "busy", "high"),
         (0.0, 22, True, "busy", "medium"),
     ],
 )
 def test_a_thread_that_ran_waits_for_the_gil_and_not_for_a_lock(waits, ticks, threads, cause, sure):
-    """On a busy host both samples may find a computation where it gives up the GIL."""
+    """On a busy host, a thread that computes may wait for the GIL in both samples."""
     asleep = {"state": "S", "wchan": IDLE.wchan, "main": IDLE.main}
     samples = [replace(each, **asleep) for each in working(waits, (), ticks)]
     samples = [each if threads else replace(each, threads=()) for each in samples]
@@ -161,7 +164,7 @@ def test_a_thread_that_ran_waits_for_the_gil_and_not_for_a_lock(waits, ticks, th
 
 
 def test_a_lock_with_a_time_limit_stays_a_lock_if_the_samples_are_a_minute_apart():
-    """Each wake-up of the wait takes some of the time of a core: here 0.12 s of a minute."""
+    """Each wake-up of the wait uses some CPU time: here 0.12 s in a minute."""
     before, after = working(0.1, ())
     for seconds, ticks in ((2.0, 0), (60.0, 12)):
         threads = (replace(after.threads[0], cpu_ticks=before.threads[0].cpu_ticks + ticks),)
@@ -312,7 +315,7 @@ def test_two_ranks_with_the_same_cause_are_both_named():
     assert found.sentence.startswith("ranks 1-2 have been stalled in backward of step 41")
 
 
-# --- four ranks, of which rank 3 is the cause, and one source misleads ----------------------------
+# --- four ranks: rank 3 is the cause, and one source is misleading ----------------------------
 
 RUNS = replace(IDLE, state="R", wchan="", main=BlockedOn("none", ""))
 ASLEEP = replace(IDLE, main=BlockedOn("timer", "a timer"))
@@ -366,7 +369,7 @@ def test_a_misleading_source_never_makes_an_innocent_rank_the_cause_with_high(na
 
 @pytest.mark.parametrize(("phase", "sure"), [("optimizer", "high"), ("step", "medium")])
 def test_a_wait_for_a_queue_is_sure_only_where_the_phase_is_reported(phase, sure):
-    """In a phase that is not reported it may be the program's own data loader."""
+    """If the phase is not reported, the queue may be that of the program's own data loader."""
     queue = (Frame("/usr/lib/python3.11/queue.py", 171, "get"), OWN)
     found = four(stacks=(PEERS, PEERS, PEERS, queue), before={3: IDLE}, after={3: IDLE})
     verdict = explained(found, *(rank(number, phase) for number in range(4)))
@@ -388,10 +391,10 @@ def with_thread(number, frames, *thread, name="prefetch"):
     ("name", "peers", "own", "phase", "cause", "sure"),
     [
         ("prefetch", PUT, READS, "step", "loader", "high"),
-        ("prefetch", PUT, (), "step", "loader", "high"),  # it has ended
+        ("prefetch", PUT, (), "step", "loader", "high"),  # the thread has ended
         ("Thread-1", PUT, WORKS, "step", "loader", "medium"),
         ("prefetch", (), READS, "step", "loader", "medium"),
-        ("prefetch", PUT, PUT, "step", "lock", "medium"),  # the data is there
+        ("prefetch", PUT, PUT, "step", "lock", "medium"),  # the queue of rank 3 is full
         ("Thread-1", (), WORKS, "step", "lock", "medium"),
         ("prefetch", PUT, READS, "log", "lock", "high"),
     ],
@@ -411,7 +414,7 @@ def test_a_queue_that_the_thread_of_the_data_does_not_fill_is_a_data_loader(
     "ill", [{"state": "T"}, {"state": "t"}, {"frozen": True}, {"state": "D"}, {"state": "Z"}]
 )
 def test_a_process_that_cannot_run_is_sure_where_all_others_wait_and_it_cannot_answer(ill):
-    """It writes no dump; a three-line program has no order of pulses either."""
+    """The process writes no dump, and its program does not report the phases."""
     ranks = tuple(rank(number, "step") for number in range(4))
     process = {3: replace(IDLE, **ill)}
     found = four((11, 11, 11, None), (PEERS, PEERS, PEERS, None), before=process, after=process)
@@ -429,14 +432,14 @@ def test_a_process_that_cannot_run_is_sure_where_all_others_wait_and_it_cannot_a
 def test_a_rank_whose_native_code_holds_the_gil_is_sure_where_all_others_wait():
     ranks = tuple(rank(number, "step") for number in range(4))
     found = four((11, 11, 11, None), after={3: IDLE}, before={3: IDLE})
-    for frame, sure in ((OWN, "high"), (PEERS[0], "medium")):  # the second one may be only late
+    for frame, sure in ((OWN, "high"), (PEERS[0], "medium")):  # it may only be late
         dump = {3: Stack(3, NOW, "x", (Thread("main", (frame, OWN)),))}
         verdict = explained(replace(found, stacks={**found.stacks, **dump}), *ranks)
         assert (verdict.cause, verdict.rank, verdict.sure) == ("native", 3, sure)
 
 
 def called(number, *ops, waits=True):
-    """Returns the record of a rank that made these calls, after four steps of three."""
+    """Returns the record of a rank: four steps of three calls, one call more, then `ops`."""
     usual = ["all_reduce", "all_gather", "barrier"] * 4 + ["all_reduce"]
     calls = tuple(
         Collective("0 default_pg", n, op, "[8] float32", n < len(usual) + len(ops) or not waits)
@@ -450,7 +453,7 @@ GATHER = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 99, "all_gather"), *
 
 @pytest.mark.parametrize(("odd", "sure"), [("barrier", "medium"), ("reduce", "medium")])
 def test_of_two_ranks_the_one_that_leaves_the_usual_calls_is_named_in_its_own_phase(odd, sure):
-    """The one that skips a call is ahead, and may be in a later phase than the other one."""
+    """A rank that skips a call is ahead of the other rank, and may be in a later phase."""
     found = replace(
         evidence(), flights={0: called(0, "all_gather"), 1: called(1, odd)},
         stacks={0: stack(0, *GATHER), 1: stack(1, *PEERS)},
@@ -468,7 +471,7 @@ def test_of_two_ranks_the_one_that_leaves_the_usual_calls_is_named_in_its_own_ph
 
 @pytest.mark.parametrize(("lost", "sure"), [(True, "high"), (False, "medium")])
 def test_packets_that_nobody_acknowledges_name_both_ends_of_the_connection(lost, sure):
-    """Rank 1 is behind: it cannot pass the collective that rank 0 has passed."""
+    """Rank 1 is behind: it still waits in a collective that rank 0 has completed."""
     ends = ("127.0.0.1:4001", "127.0.0.1:4002")
     process = {
         0: replace(IDLE, connections=(Connection(*ends, lost),)),
@@ -533,7 +536,7 @@ def test_stopped_and_traced_ranks_are_told_apart():
 
 
 def test_the_threads_of_another_rank_do_not_hold_the_gil_in_the_line_of_the_main_thread():
-    """The last resort shows the main thread only, and that one waits for the GIL."""
+    """The dump of the second signal shows only the main thread, which waits for the GIL."""
     dump = {3: Stack(3, NOW, "x", (Thread("main", (OWN,)),))}
     found = four(after={3: IDLE})
     verdict = explained(replace(found, stacks={**found.stacks, **dump}), *FOUR)
@@ -571,10 +574,10 @@ def test_any_evidence_gives_a_verdict_and_less_of_it_never_more_confidence(
     assert less.sure != "high"
 
 
-# --- one source of four lies ----------------------------------------------------------------------
+# --- one of four sources is wrong -----------------------------------------------------------------
 
 STATES = [*"RSDTt"]
-"""No end: the kernel reports it through a pidfd, which is a fact."""
+"""States without those of an ended process: an end that a pidfd shows is a fact."""
 BUSY = working(25.0)[0]
 TRUTHS = {
     "sleep": ((OWN,), ASLEEP), "busy": ((OWN,), BUSY), "stopped": (None, replace(IDLE, state="T")),
@@ -605,7 +608,7 @@ def drawn_flight(draw, number):
 
 @st.composite
 def one_source_lies(draw):
-    """Returns the fault, the guilty rank (None: all), the evidence, and the ranks."""
+    """Returns a name, the rank with the fault or None for all, the evidence, and the ranks."""
     name, world = draw(st.sampled_from(sorted(TRUTHS))), draw(st.integers(2, 4))
     guilty = draw(st.integers(0, world - 1))
     lies = draw(st.sampled_from(["flights", "stacks", "processes", "pulses", "nothing"]))
@@ -664,7 +667,7 @@ def test_a_thread_reads_data_by_a_whole_word_of_its_name(name, is_data):
 
 
 def test_an_ended_child_of_another_program_is_no_worker_of_the_loader():
-    """Programs leave ended children without waiting for them."""
+    """A program may leave ended children without waiting for them."""
     for child, words in ((ChildEvidence(9, "nvidia-smi", "Z"), False),
                          (ChildEvidence(9, "pt_data_worker", "Z"), True)):  # fmt: skip
         found = explained(evidence((LOADER, OWN), children=(child,)), rank(0), rank(1))

@@ -1,4 +1,4 @@
-"""A strong action needs a second source that confirms it; else it is withheld and reported."""
+"""A strong action needs a second source that confirms it; otherwise it is withheld."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ decision = pytest.mark.decision
 
 
 def changes(make, rule, seconds=200):
-    """Returns (kind, text) of the changes of one rule that halts, at one moment a second."""
+    """Returns the kind and the text of each change of one rule that halts; one update a second."""
     dog = Watchdog(WATCH, {rule: "halt"})
     found = []
     for second in range(1, seconds):
@@ -41,7 +41,10 @@ def rank(unchanged, records=None, **more):
 
 
 def stalled(records=float, **more):
-    """Returns the moments of a rank without progress since second 0; `records` gives their age."""
+    """Returns a function that makes the readings of a rank without progress since second 0.
+
+    `records` returns the age of the newest step in the records.
+    """
 
     def make(second):
         ranks = (replace(rank(float(second), records(second)), **more),)
@@ -153,7 +156,10 @@ def test_in_a_run_of_one_rank_without_csv_its_pulse_confirms_a_loss(count, kind)
 
 
 def paced(pace_by_pulses):
-    """A run whose records lose their throughput at second 600; its pulses show this pace then."""
+    """Returns a function that makes readings; after second 600 the recorded throughput is lower.
+
+    From then on, the pulses show `pace_by_pulses` steps a second; with None there are no pulses.
+    """
     steps = 0.0
 
     def make(second):

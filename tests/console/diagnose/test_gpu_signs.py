@@ -1,4 +1,4 @@
-"""What a stalled rank's GPU shows; figures of the kernel that never ends are from an H100."""
+"""The evidence from the GPU of a stalled rank; the figures of `SPINS` are from an H100."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def pair(first_gpu, second_gpu, second=OWN):
 
 def test_the_rank_whose_gpu_is_idle_while_the_others_wait_on_theirs_is_named():
     found = explained(pair(SPINS, AT_REST), rank(0), rank(1))
-    assert (found.rank, found.cause, found.sure) == (1, "busy", "medium")  # or native
+    assert (found.rank, found.cause, found.sure) == (1, "busy", "medium")  # or "native"
     assert any("GPU 1 at 0 %" in line for line in found.evidence)
 
 
@@ -96,7 +96,7 @@ def test_the_rank_whose_gpu_computes_while_the_others_spin_is_named():
 
 
 def test_a_gpu_without_figures_is_at_most_low_and_no_endless_loop():
-    """MIG and WSL have no utilisation: the rank is still the odd one."""
+    """Rank 1 is named although its GPU has no utilisation, as with MIG or WSL."""
     unknown = replace(SPINS, util_pct=None)
     for rows in ((unknown,), ()):
         evidence = replace(pair(SPINS, SPINS), gpus={0: (SPINS,), 1: rows})
@@ -115,7 +115,7 @@ def test_another_thread_that_uses_a_core_makes_no_wait_of_the_main_thread():
 
 
 def test_a_rank_that_shares_its_core_waits_in_the_same_frame_as_the_others():
-    """It is in state S at the samples, at less than a whole core."""
+    """Rank 1 is in state S in both samples, and uses less than a whole core."""
     slow = replace(BUSY, state="S", main=BlockedOn("none", ""))
     evidence = Evidence(
         {0: BUSY, 1: slow},
@@ -145,7 +145,7 @@ ALL = frozenset(range(4))
         ({0: ALL, 1: ALL}, "2,3", [2, 3]),
         ({0: frozenset({2}), 1: frozenset({3})}, "GPU-1,GPU-2", [2, 3]),
         ({0: ALL, 1: ALL}, "GPU-1,GPU-2", [None, None]),
-        ({0: frozenset({0}), 1: frozenset({0})}, "", [None, None]),  # one GPU for both
+        ({0: frozenset({0}), 1: frozenset({0})}, "", [None, None]),  # both ranks share a GPU
         ({0: None, 1: ALL}, "", [0, 1]),
         ({0: frozenset({-1}), 1: ALL}, "", [None, 1]),  # WSL
     ],
@@ -162,7 +162,7 @@ def test_a_rank_without_a_device_file_uses_no_gpu():
 
 @pytest.mark.parametrize(("waits", "cause"), [(25.0, "busy"), (0.0, "device")])
 def test_python_code_is_no_wait_for_a_gpu_whose_file_is_only_open(waits, cause):
-    """A program on the CPU that counts the GPUs opens their files: measured on an H100."""
+    """A CPU program that counts the GPUs has their files open, as was seen on an H100."""
     found = replace(runs(waits), gpus={0: (), 1: ()})
     assert explained(found, rank(0), rank(1)).cause == cause
 

@@ -1,4 +1,4 @@
-"""The watch rule `non_finite`: each step with a non-finite loss or gradient is reported."""
+"""The watch rule `non_finite`: steps with a non-finite loss or gradient are reported."""
 
 from __future__ import annotations
 

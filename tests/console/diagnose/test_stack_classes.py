@@ -71,7 +71,7 @@ def test_a_rank_that_waits_for_one_that_has_not_joined_waits_for_the_store():
 
 
 def dump(*frames: str, also: tuple[Thread, ...] = (), rank: int = 0) -> Stack:
-    """Returns a stack of "file function" frames, innermost first, with one more thread."""
+    """Returns a stack with these frames ("file function", innermost first) and further threads."""
     helper = Thread("nsa-watcher", (Frame("/usr/lib/python3.11/threading.py", 1, "_bootstrap"),))
     return Stack(rank, 1.0, "", (Thread("main", made(*frames)), helper, *also))
 

@@ -1,4 +1,4 @@
-"""Ranks that stall before their first step: which has not joined, and which only wait for it."""
+"""Ranks that stall before their first step, because a rank has not joined."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.console.diagnose.test_causes import IDLE, NOW, OWN, PEERS, TORCH, WAT
 
 
 def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
-    """For example where one of them expects more ranks than there are."""
+    """This happens, for example, if a rank expects more ranks than there are."""
     joins = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2169, "_new_process_group_helper")
     found = Evidence(
         dict.fromkeys((0, 1), IDLE), {n: replace(IDLE, mono=2.0) for n in (0, 1)},
@@ -26,7 +26,7 @@ def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
 
 
 def test_of_several_ranks_that_have_not_joined_none_is_blamed_for_certain():
-    """For example where rank 3 expects five ranks: ranks 1 and 2 wait for it, rank 0 is through."""
+    """For example, rank 3 expects five ranks, ranks 1 and 2 wait for it, and rank 0 has joined."""
     joins = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2169, "_new_process_group_helper")
     late = replace(IDLE, main=BlockedOn("futex", "a lock, an event or a future (futex)"))
     processes = {0: IDLE, **dict.fromkeys((1, 2, 3), late)}

@@ -1,4 +1,4 @@
-"""The truth checks: each is raised by its fault, and by nothing that a healthy run records."""
+"""The truth checks: a fault raises only its own check, and the healthy runs raise no check."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Change = Callable[[dict[str, Any]], object]
 
 @dataclass
 class Told:
-    """What a run says: a change of each record of a rank, and of its documents and GPUs."""
+    """The records of a run: a change of each record, and values of its documents and GPUs."""
 
     record: Change = lambda record: None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def record_of(rank: int, step: int, rng: random.Random) -> dict[str, Any]:
 
 
 def alerts(told: Told) -> dict[str, str]:
-    """Returns the alerts of the watchdog on a run with a record of each rank a second."""
+    """Returns the open alerts on a run in which each rank writes a record every second."""
     rng, paces = random.Random(4), [Pace() for _ in range(told.ranks)]
     dog = Watchdog(Watch(), settings=SETTINGS | told.settings)
     gpus = [replace(GPU, index=i, **told.gpu) for i in range(told.ranks)]
@@ -113,7 +113,7 @@ def each(**fields: Any) -> Change:
 
 
 def slow(ranks: set[int], phase: str, times: float) -> Change:
-    """The ranks take longer in a phase, and the others wait as long in their backward."""
+    """Returns a change: `ranks` take longer in `phase`, and the others as long in backward."""
 
     def change(record: dict[str, Any]) -> None:
         excess = 0.3 * (times - 1)
@@ -129,7 +129,7 @@ def skipping(every: int) -> Change:
 
 
 def stepwise(record: dict[str, Any]) -> None:
-    """All ranks read the batch of rank 0."""
+    """Changes a record so that all ranks read the same batch."""
     record["batch_crc32"] = f"{record['step']:08x}"
 
 
@@ -190,7 +190,7 @@ def test_a_fault_raises_its_own_alert_only(name):
     found = alerts(told)
     assert list(found) == [name]
     assert words in found[name]
-    assert ": " in found[name] or "; " in found[name]  # and what to do
+    assert ": " in found[name] or "; " in found[name]  # the text after this says what to do
 
 
 FOREIGN = dict.fromkeys(SETTINGS)
@@ -244,14 +244,14 @@ HEALTHY = {
     "waits in the forward of FSDP": Told(
         slow({1}, "forward", 2.0), settings={"train.strategy": "fsdp"}, seconds=UNTIL_SLOW
     ),
-    "a slow network that compression and accumulation spare": Told(
+    "a slow network with compression and accumulation": Told(
         settings={"measured.allreduce_gb_s": 0.2, "measured.allreduce_ranks": 2,
                   "ddp.compress": "bf16", "train.accumulate": 4},
     ),
     "another number of ranks than was measured": Told(
         settings={"measured.allreduce_gb_s": 0.001, "measured.allreduce_ranks": 4},
     ),
-    "shards, which are not reduced as a whole": Told(
+    "FSDP, which reduces shards": Told(
         settings={"measured.allreduce_gb_s": 0.2, "measured.allreduce_ranks": 2,
                   "train.strategy": "fsdp"},
     ),
@@ -285,7 +285,7 @@ def test_no_figure_makes_a_check_raise(value):
     sensors = dict.fromkeys(("util_pct", "power_w", "power_limit_w"), number)
 
     def change(record: dict[str, Any]) -> None:
-        """One rank and every second record of the other have the figure."""
+        """Puts the figure into all records of rank 1, and into every second record of rank 0."""
         if record["rank"] or record["step"] % 2:
             record.update(figures, steps_dt_s=[value])
 

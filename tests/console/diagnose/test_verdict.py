@@ -1,4 +1,4 @@
-"""The verdict on a stalled run, from pulses and process states alone."""
+"""The verdict on a stalled run, from the evidence about its ranks alone."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_stopped_or_exited_rank_is_named_after_three_seconds_whatever_the_limi
 
 
 def test_a_pid_that_is_not_known_is_no_number_in_a_command():
-    """`diagnose` knows no pid of a rank on another host; `kill -CONT 0` would signal the shell."""
+    """The pid of a rank may be unknown; `kill -CONT 0` would send the signal to the shell."""
     found = judge(rank(0, "backward"), replace(rank(1, state="T"), pid=0))
     assert found.action == "kill -CONT PID-OF-RANK-1 resumes it"
     assert found.action in found.sentence

@@ -1,4 +1,4 @@
-"""The small form of benchmarks/watch_hours.py: healthy runs cause no action, sick ones an alert."""
+"""A short form of benchmarks/watch_hours.py: no healthy run is stopped, each sick run is halted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.watch_hours import replay, seen_after_s
 from console.diagnose.rules import HALTING
 
 HOURS = {1.0: 1.0, 10.0: 5.0, 60.0: 8.0}
-"""By the median step: together thirty; short steps cost the most to play."""
+"""Simulated hours by the median step time; an hour with short steps needs the most CPU time."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

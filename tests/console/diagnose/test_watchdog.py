@@ -1,4 +1,4 @@
-"""The watch rules: when each is raised and cleared, and that no action comes too early."""
+"""The watch rules: when they are raised and cleared, and when an action is due."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ranks(unchanged_s: float) -> tuple[RankEvidence, ...]:
 
 
 def records(**fields):
-    """Returns a function that makes a moment with a new progress record of those fields."""
+    """Returns a function that makes readings with a new progress record with these fields."""
     return lambda now, tick: {"fresh": (p := progress_of({"rank": 0, "step": tick} | fields),),
                               "progress": {0: p}}  # fmt: skip
 
@@ -98,13 +98,15 @@ CASES = {
     "ecc": (gpus(ecc_uncorrected=4), None, gpus()),
     "clock": (fixed(newest_ts=5e9), None, fixed(newest_ts=1.0)),
 }  # fmt: skip
-"""By rule: moments that raise it, that neither raise nor clear it, that clear it.
+"""For each rule, three functions that make readings, or None.
 
-A rule without moments that clear it stays raised until the attempt ends."""
+The first readings raise the rule, the second neither raise nor clear it, and the third clear it.
+Without third readings, the rule stays raised until the attempt ends.
+"""
 
 
 def confirmed(second, **fields):
-    """Returns a moment in which the records confirm what the pulses show."""
+    """Returns readings in which the records confirm a stall."""
     return Readings(mono=second, ts=1e9 + second, stall_doubt="", **fields)
 
 
@@ -115,7 +117,7 @@ class Clock:
         self.dog, self.now, self.tick = dog, 0.0, 0
 
     def run(self, make, seconds: int) -> list[tuple[float, str, str]]:
-        """Returns (time, kind, rule) of the changes."""
+        """Returns the time, the kind and the rule of each change."""
         found = []
         for _ in range(seconds):
             self.now, self.tick = self.now + 1, self.tick + 1
@@ -133,7 +135,7 @@ def test_every_rule_has_a_case():
 def test_a_rule_is_raised_once_and_cleared_once(name):
     sick, between, well = CASES[name]
     clock = Clock(Watchdog(WATCH, settings=SETTINGS))
-    assert clock.run(well or records(**WELL), WELL_S) == [], "the healthy moments raise nothing"
+    assert clock.run(well or records(**WELL), WELL_S) == [], "healthy readings raise no rule"
     changes = clock.run(sick, SICK_S)
     assert [change[1:] for change in changes] == [("raise", name)]
     at = changes[0][0]
@@ -193,7 +195,7 @@ def test_a_rule_that_reads_a_figure_without_a_field_is_told_where_it_belongs(mon
 
 
 def gpu_texts(*moments: tuple[Gpu, ...], actions=None, began=0):
-    """Returns (second, kind, text) of the changes of the GPU rules; a moment is one second."""
+    """Returns second, kind and text of each change of the GPU rules; one moment for each second."""
     dog, found = Watchdog(WATCH, actions or {}), []
     for second, moment in enumerate(moments, began):
         changes = dog.update(Readings(mono=second, ts=1e9 + second, gpus=moment))
@@ -238,7 +240,7 @@ def test_many_xids_are_reported_a_few_times_with_their_number():
 
 
 def test_an_xid_that_ended_the_attempt_before_is_reported():
-    """It came after the last update of that attempt."""
+    """The Xid came after the last update of the former attempt."""
     assert gpu_texts((with_xids(3, 79, second=-4),)) == [
         (0, "raise", f"Xid 79 on GPU 3 at {at(-4)}")
     ]

@@ -15,7 +15,7 @@ from console.supervisor import lock
 from trainers.contract import environ, jsonl, rundir
 
 DEAD = {"pid": 2**22 - 3, "start_ticks": 1}
-"""The identity of a process that is gone."""
+"""The identity of a process that does not exist."""
 FIGURES = {
     "toks_per_s": 297.4, "grad_norm": 0.0, "gate_entropy_mean": 1.0985525846481323,
     "gate_branch_shares": [0.336, 0.333, 0.331], "fb_total_fallbacks": 0, "sel_k_mean": 49.0,
@@ -65,7 +65,7 @@ def owned(path: Path) -> Iterator[None]:
 
 
 def told(path: Path, token: str, **owner: Any) -> None:
-    """Puts a token into the documents of a launch's supervisor, and what else identifies it."""
+    """Puts a token into the documents of a launch's supervisor; `owner` changes its identity."""
     held = json.loads((path / rundir.PLAN_STATE).read_text())
     change(path / rundir.PLAN_STATE, supervisor=held["supervisor"] | {"token": token} | owner)
     for each in path.glob(f"[0-9]*/{rundir.SUPERVISOR}"):
@@ -103,7 +103,7 @@ def completed(
     path: Path, bounds: Mapping[str, Any], gates: Sequence[Mapping[str, Any]], steps: int = 20,
     figures: Callable[[int], dict[str, Any]] = lambda _: {"loss": 1.0}, **born: Any,
 ) -> Path:  # fmt: skip
-    """A run of one rank that completed its steps; `gates` says how the gates of `bounds` passed."""
+    """Makes a run of one rank that completed; `gates` has the results of the gates in `bounds`."""
     run(path, 1, "completed", why=f"all ranks done after step {steps}")
     change(path / rundir.RUN, **{"world": 1, "gates": bounds} | born)
     document(path / rundir.GATES, {"v": 1, "result": "pass", "gates": gates})
@@ -116,7 +116,7 @@ def completed(
 
 
 def end(path: Path, *results: str, why: str = "all phases are done") -> None:
-    """Makes a launch one that ended after phases with these results of their gates."""
+    """Changes a launch to one that has ended; `results` has the result of each phase."""
     runs = sorted(path.glob("[0-9]*-*"), key=lambda run: int(run.name.partition("-")[0]))
     phases = [
         {"name": run.name.partition("-")[2], "state": "completed", "result": result,
@@ -127,14 +127,14 @@ def end(path: Path, *results: str, why: str = "all phases are done") -> None:
 
 
 def document(path: Path, record: Mapping[str, Any]) -> None:
-    """Replaces a document as a whole: a process that reads it sees the old one or the new one."""
+    """Replaces a document as a whole; a reader gets either the old or the new document."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(json.dumps(record))
     temporary.replace(path)
 
 
 def change(path: Path, **fields: Any) -> None:
-    """Replaces fields of a document, and removes those that are `...`."""
+    """Replaces fields of a document; removes the fields whose new value is `...`."""
     held = (rundir.read_json(path) or {}) | fields
     document(path, {key: value for key, value in held.items() if value is not ...})
 
@@ -170,7 +170,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def legacy(path: Path, gap_s: float, age_s: float, loss: str = "5.72") -> Path:
-    """A legacy directory: records at steps 0, 1, 20, 40, 60, the last `age_s` old."""
+    """Makes a legacy run with records of steps 0, 1, 20, 40 and 60; the last is `age_s` old."""
     path.mkdir()
     last, steps = time.time() - age_s, (1, 20, 40, 60)
     lines: dict[int, list[dict[str, Any]]] = {0: [], 1: []}

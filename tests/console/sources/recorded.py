@@ -1,4 +1,4 @@
-"""Records without a file, added to a reducer as if they were read from one."""
+"""Adds records to a reducer as if they were read from a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainers.contract import rundir
 
 
 class Recorded:
-    """The records of one attempt so far; with `live` its reader follows from the start."""
+    """The records of one attempt so far; with `live`, all of them are new to the reader."""
 
     def __init__(self, live: bool = False):
         self.reducer, self._at = Reducer(Series(keeps=False), timed=True), 0

@@ -28,7 +28,7 @@ DRAWN = ("loss", "step_s", "gate_entropy_mean", "rss_mib:0", "rss_mib:1", "gpu_u
 
 
 def without_ages(held):
-    """Returns a state without what depends on the moment at which it was read."""
+    """Returns a state without the values that depend on the time of the read."""
     if isinstance(held, dict):
         return {k: without_ages(v) for k, v in held.items() if k not in AGES}
     if isinstance(held, list | tuple):
@@ -41,12 +41,12 @@ def told(state: RunState):
 
 
 def same_state(run: Path) -> None:
-    """Holds what a snapshot tells against all records, of a supervisor that is not silent."""
+    """Compares the state from a snapshot with that from all records, under a live supervisor."""
     directory.change(run / rundir.SUPERVISOR, updated_ts=time.time())
     whole, recent, drawn = (RunSource(run, reads=each) for each in ("all", "recent", "charts"))
     expected = told(whole.poll())
     found = told(recent.poll())
-    has_snapshot = RunRecords(run, "recent").has_snapshot  # else it may begin just after a part
+    has_snapshot = RunRecords(run, "recent").has_snapshot  # else reading may begin at a part
     assert found == expected or not has_snapshot
     drawn.poll()
     assert told(drawn.poll()) == expected
@@ -61,16 +61,17 @@ def same_state(run: Path) -> None:
 
 
 def bands(series: Series, name: str) -> list[object]:
-    """Returns the spans of a series at all resolutions, the open ones last."""
+    """Returns the points of a series at each resolution, and then its open spans."""
     held = [series._spans.get((name, level)) for level in range(len(SPANS_S))]
     thinner = series.thinners.get(series._files.get(name, ""))
     return [*(spans and spans.points() for spans in held), thinner]
 
 
 class Disk:
-    """Writes at once what a supervisor's thread writes in order, and keeps what the owner keeps.
+    """Stands for the thread that writes a supervisor's files, and for the owner of the snapshot.
 
-    While it `hangs` jobs wait, while it `is_full` no line is written.
+    The jobs are executed at once, but wait while the disk `hangs`. While the disk `is_full`, no
+    line is written.
     """
 
     def __init__(self) -> None:
@@ -114,9 +115,9 @@ class Disk:
 
 
 class Observer:
-    """Reads a run on and writes its snapshot, as the supervisor's process does.
+    """Reads the new records of a run and writes its snapshot, as a working process does.
 
-    One that begins anew starts at the snapshot that is there, as one that takes over does.
+    A new observer starts at the existing snapshot, as a new working process does.
     """
 
     def __init__(self, run: Path, held: dict[str, Any] | None = None):

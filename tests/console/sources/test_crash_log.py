@@ -1,4 +1,4 @@
-"""The cause of a crash in a log, from recorded texts and from any other text."""
+"""The cause of a crash in a log, from recorded and from generated texts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Collective flight records: what torch writes, hostile files, and the comparison of ranks.
 
-The documents in `flight/` are those of torch 2.13 with gloo, by rank; fields that nothing reads are
-left out. Each comes from a program of three ranks that stands still as the file's name says.
+The files in `flight/` have the documents that torch 2.13 with gloo wrote, by rank; fields that
+nothing reads are left out. Each file is from a program of three ranks; its name is that of a case.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_a_mismatch():
 
 
 def test_a_queue_of_unfinished_collectives_is_compared_at_its_first():
-    """NCCL calls do not wait for the device: the longest queue is not the furthest rank."""
+    """NCCL calls do not wait for the device, so a longer queue does not show more progress."""
     ahead = record(0, call(1), *(call(number, done=False) for number in range(2, 9)))
     late = record(1, call(1), call(2, done=False))
     assert flight.compare({0: ahead, 1: late}, (0, 1)).kind == "same"
@@ -134,7 +134,7 @@ def test_a_queue_of_unfinished_collectives_is_compared_at_its_first():
 
 
 def test_a_rank_that_still_waits_in_a_call_that_all_have_made_is_told_apart():
-    """Its packets may be lost: it cannot pass what the other one has passed."""
+    """Packets may be lost: rank 1 still waits in a call that rank 0 has completed."""
     ahead = record(0, call(1), call(2, "all_gather"), call(3, done=False))
     inside = record(1, call(1), call(2, "all_gather", done=False))
     found = flight.compare({0: ahead, 1: inside}, (0, 1))
@@ -145,7 +145,7 @@ def test_a_rank_that_still_waits_in_a_call_that_all_have_made_is_told_apart():
 
 
 def stepping(rank: int, *last: str, steps: int = 4) -> FlightRecord:
-    """Returns the record of `steps` steps of three calls; after these it makes the calls `last`."""
+    """Returns the record of a rank with `steps` steps of three calls, and then the calls `last`."""
     usual = ["all_reduce", "all_gather", "barrier"] * steps + ["all_reduce"]
     ops = [*usual, *last]
     calls = [call(n, op, n < len(usual) or op != last[-1]) for n, op in enumerate(ops, 1)]
@@ -155,8 +155,8 @@ def stepping(rank: int, *last: str, steps: int = 4) -> FlightRecord:
 @pytest.mark.parametrize(
     ("others", "odd", "ranks", "confirmed"),
     [
-        ("all_gather", "barrier", (1,), True),  # skipped
-        ("all_gather", "reduce", (1,), False),  # an extra one, or the others skip it
+        ("all_gather", "barrier", (1,), True),  # rank 1 skipped a call
+        ("all_gather", "reduce", (1,), False),  # rank 1 made an extra call, or rank 0 skipped it
         ("barrier", "all_gather", (0,), True),
         ("reduce", "broadcast", (), False),
     ],
@@ -173,7 +173,7 @@ def test_the_rank_that_leaves_the_usual_sequence_calls_another_collective(
 
 
 def test_a_call_that_came_only_now_and_then_is_as_usual_as_the_other():
-    """Both follow the last call: a save came after the second step, and comes again now or not."""
+    """In the past, both calls followed an all_gather: the barrier came after every second step."""
     ops = ["all_reduce", "all_gather", "all_reduce", "all_gather", "barrier"] * 2
     calls = [call(n, op) for n, op in enumerate([*ops, "all_reduce", "all_gather"], 1)]
     two = {0: record(0, *calls, call(13, "barrier", done=False)),
@@ -183,7 +183,7 @@ def test_a_call_that_came_only_now_and_then_is_as_usual_as_the_other():
 
 
 def test_of_two_usual_calls_the_one_that_came_far_less_often_is_named_without_confirmation():
-    """The end of the data of one rank: it goes on to what comes after the steps."""
+    """The data of rank 0 have ended, so rank 0 makes the call that follows the steps."""
     ops = ["all_reduce", "all_gather"] * 4 + ["barrier", *["all_reduce", "all_gather"] * 3]
     calls = [call(n, op) for n, op in enumerate(ops, 1)]
     two = {0: record(0, *calls, call(16, "barrier", done=False)),
@@ -191,11 +191,11 @@ def test_of_two_usual_calls_the_one_that_came_far_less_often_is_named_without_co
     found = flight.compare(two, (0, 1))
     assert (found.kind, found.ranks, found.confirmed) == ("mismatch", (0,), False)
     three = flight.compare(two | {2: replace(two[1], rank=2)}, WORLD)
-    assert (three.ranks, three.confirmed) == ((0,), False)  # rare is not wrong
+    assert (three.ranks, three.confirmed) == ((0,), False)  # a rare call may be right
 
 
 def test_an_all_gather_of_gloo_needs_equal_sizes():
-    """The rank without elements passes it; the others wait for each other's."""
+    """Rank 2 has no elements and passes the all_gather; the other ranks still wait in it."""
 
     def three(backend: str):
         group = f"{backend} 0 default_pg"
@@ -218,7 +218,7 @@ def made(number: int, op: str, outputs: list[list[int]], done: bool) -> dict[str
 
 
 def test_two_roots_of_one_gather_are_a_mismatch():
-    """The ranks that send to the first root have passed it, those two wait."""
+    """Ranks 0 and 2 are roots and wait in the gather; ranks 1 and 3 have passed it."""
     found = {}
     for rank in range(4):
         root = rank in (0, 2)
@@ -239,7 +239,7 @@ def test_a_rank_that_waits_alone_in_its_group_is_the_minority():
     known = flight.compare(found, range(4))
     assert (known.kind, known.ranks, known.number) == ("mismatch", (1,), None)
     assert "rank 1 waits in all_reduce 1" in known.text
-    assert flight.compare(found, range(5)).kind != "mismatch"  # rank 4 may be in its group
+    assert flight.compare(found, range(5)).kind != "mismatch"  # rank 4 may be in group 1
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_rank_that_waits_alone_in_its_group_is_the_minority():
     [("all_gather", "reduce", True), ("reduce", "all_gather", False)],
 )
 def test_a_minority_is_confirmed_where_it_leaves_the_usual_sequence(usual, few, confirmed):
-    """Where the majority leaves it, the minority may have skipped something new."""
+    """If the majority makes the unusual call, the minority is named without confirmation."""
     four = {0: stepping(0, few)} | {rank: stepping(rank, usual) for rank in (1, 2, 3)}
     found = flight.compare(four, range(4))
     assert (found.ranks, found.confirmed) == ((0,), confirmed)
@@ -297,7 +297,7 @@ dumper.uninstall()
 
 
 def test_a_record_has_the_time_of_the_dump_and_not_of_its_copy(tmp_path):
-    """The copy comes a second after the dump."""
+    """The record is copied one second after the dump."""
     document = json.dumps({"version": "2.10", "entries": [entry(profiling_name="gloo:barrier")]})
     subprocess.run(
         [sys.executable, "-c", DUMPED, str(tmp_path), document], check=True, timeout=300, cwd=ROOT
@@ -327,7 +327,7 @@ def test_an_nccl_entry_is_done_when_its_state_says_so():
         "nccl 0 default_pg", 4, "all_reduce", "[4, 2], [8] bfloat16 int64", False
     )
     assert parsed(entry(state="completed"))[0].done
-    assert not parsed(entry(retired=True))[0].done, "it timed out"
+    assert not parsed(entry(retired=True))[0].done, "the call has timed out"
     assert parsed(entry(retired=True, profiling_name="gloo:all_reduce", state="scheduled"))[0].done
 
 
@@ -383,7 +383,10 @@ CALL = st.builds(
 
 
 def says_the_truth(found: flight.Difference, known: dict[int, FlightRecord]) -> None:
-    """Each rank said to be behind has not called the number in some group, and another waits."""
+    """Asserts that, in some group, no rank named as behind has made the call `number`.
+
+    Another rank must wait in this call.
+    """
     if found.kind != "behind":
         return
     assert found.number is not None

@@ -1,4 +1,4 @@
-"""The files that gates need besides the records may be damaged or hostile."""
+"""The files that gates need besides the records, also damaged and hostile files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_speed_of_one_rank_is_that_of_its_records_and_its_phase_is_planned(t
     for wrong in (1.0, -5, "nan", None):
         assert speed(wrong).single_toks_per_s is None, wrong
     directory.document(tmp_path / rundir.PLAN, {"phases": [{"name": "zero"}, {"name": "two"}]})
-    assert speed(1000.0, phase="0-x").single == "", "no phase of the plan"
+    assert speed(1000.0, phase="0-x").single == "", "the plan has no such phase"
 
 
 def test_the_newest_record_of_a_long_heartbeat_counts_for_the_speed(tmp_path):

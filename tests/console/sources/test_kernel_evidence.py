@@ -1,4 +1,4 @@
-"""The kernel's evidence, about real processes that really wait."""
+"""The kernel's evidence about real processes, most of which wait."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOBODY = 2**22 - 3
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts Python programs and ends them; their children get SIGKILL with their session."""
+    """Starts Python programs; after the test, kills them and their process groups."""
     started: list[subprocess.Popen[bytes]] = []
 
     def run(program: str, *arguments: object) -> subprocess.Popen[bytes]:
@@ -47,14 +47,14 @@ def start() -> Iterator[Start]:
         return child
 
     yield run
-    for child in reversed(started):  # a tracer before the process it traces
+    for child in reversed(started):  # a tracer ends before the process that it traces
         os.killpg(child.pid, signal.SIGKILL) if child.returncode is None else None
         child.wait()
         child.stdout.close()
 
 
 def until(pid: int, reached: Callable[[ProcessEvidence], bool]) -> ProcessEvidence:
-    """Returns the first reading that fits; a program waits for other things while it starts."""
+    """Returns the first reading for which `reached` is true; earlier readings are of the start."""
 
     def look() -> ProcessEvidence | None:
         found = collect(pid)
@@ -64,7 +64,7 @@ def until(pid: int, reached: Callable[[ProcessEvidence], bool]) -> ProcessEviden
 
 
 def waiting(child: subprocess.Popen[bytes], kind: str, words: str = "") -> str:
-    """Returns what a process waits on, once it is of this kind and its text has these words."""
+    """Returns the text of a wait, as soon as the wait has this kind and these words."""
     return until(
         child.pid, lambda found: found.main.kind == kind and words in found.main.text
     ).main.text
@@ -162,7 +162,7 @@ def test_a_lock_of_an_ended_process_is_held_by_its_child(start, tmp_path):
     assert waiting(blocked, "lock").endswith(
         f"held by pid {holder.pid} (ended, another process has its descriptor)"
     )
-    holder.returncode = None  # the fixture ends its session
+    holder.returncode = None  # so that the fixture kills its process group
 
 
 @pytest.mark.parametrize(("flags", "end"), [("O_RDONLY", "writer"), ("O_WRONLY", "reader")])
@@ -240,7 +240,7 @@ def test_a_connection_that_is_not_accepted_and_a_listener_are_named(start):
         program = (
             "import os, socket; os.pipe(); s = socket.socket(); s.settimeout({}); s.connect({})"
         )
-        for timeout in (None, 600):  # connect, or poll for it
+        for timeout in (None, 600):  # the program waits in connect, or in poll
             child = start(program.format(timeout, ("127.0.0.1", port)))
             words = f"a socket to 127.0.0.1:{port} that is not connected yet"
             assert waiting(child, "network", words) == words
@@ -289,7 +289,7 @@ def test_a_stopped_process_waits_on_nothing(start):
     child.send_signal(signal.SIGSTOP)
     until(child.pid, lambda found: (found.main, found.state) == (kernel.NOTHING, "T"))
     child.send_signal(signal.SIGCONT)
-    assert waiting(child, "timer") == "a timer"  # as restart_syscall
+    assert waiting(child, "timer") == "a timer"  # in the system call restart_syscall
 
 
 def test_a_tracer_is_named(start):
@@ -306,7 +306,7 @@ def test_a_tracer_is_named(start):
 
 
 def freezer() -> tuple[Path, str, str, str] | None:
-    """Returns a new cgroup, the file that freezes it, and its two values; None without one."""
+    """Yields new cgroups, each with the file that freezes it, and the two values of this file."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, top, kind, options, *_ = line.split()
         folder = Path(top) / f"nsa-test-{os.getpid()}"
@@ -365,7 +365,7 @@ def test_a_zombie_a_gone_process_and_a_reused_pid(start):
 def test_a_busy_loop_uses_about_one_core(start):
     child = start("while True: pass")
     before = until(child.pid, lambda found: found.cpu_ticks > 0)
-    # Two seconds, because this process may wait for a processor between the clock and the ticks.
+    # Two seconds, because this process may wait for a core between the reads of clock and ticks.
     after = until(child.pid, lambda found: found.cpu_ticks >= before.cpu_ticks + 200)
     assert 0 < cpu_share(before, after) < 1.5
     assert cpu_share(after, before) is None
@@ -393,7 +393,7 @@ def test_threads_have_names_and_the_main_thread_is_first(start):
 
 
 def test_without_the_right_to_see_a_system_call_the_kernel_function_names_the_wait(start):
-    """A process of another user reads neither; one of the two is enough."""
+    """The system call of another user's process cannot be read; its kernel function may be."""
     me = kernel._blocked_on
     assert me(NOBODY, "S", "do_wait", ()).text == "a child process"
     assert me(NOBODY, "S", "anon_pipe_read", ()).text == "a pipe that is empty"
@@ -472,7 +472,7 @@ SO_ATTACH_FILTER = 26
 
 
 def test_data_that_nobody_acknowledges_is_told_from_a_peer_that_does_not_read():
-    """The kernel drops every packet that arrives at one end; the other peer just reads nothing."""
+    """At one peer, the kernel drops every packet that arrives; the other peer reads nothing."""
     server = socket.create_server(("127.0.0.1", 0))
     lost, full = socket.socket(), socket.socket()
     for end in (lost, full):
@@ -494,7 +494,7 @@ def test_data_that_nobody_acknowledges_is_told_from_a_peer_that_does_not_read():
             return [(each.here, each.peer) for each in found if each.is_unacked]
 
         wait_for(lambda: unacked() == [ends], told=unacked)
-        tables: dict[str, str] = {}  # read once for all processes of a namespace
+        tables: dict[str, str] = {}  # read once for all processes of a network namespace
         assert collect(os.getpid(), None, tables).connections
         assert not collect(os.getpid(), None, dict.fromkeys(tables, "")).connections
     finally:

@@ -1,4 +1,4 @@
-"""GPU rows through the real pynvml over a fake of NVML's C interface, in a process of its own."""
+"""GPU rows from the real pynvml and a fake NVML library, read in a separate process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ for _ in sys.stdin:
 
 
 class Reader:
-    """The process that reads; each `answer` asks it once."""
+    """The process that reads the GPUs; `answer` requests their rows once."""
 
     def __init__(self, folder: Path | None, root: Path = Path("/nowhere")):
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -58,7 +58,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The library, with the files of eight GPUs beside it."""
+    """Returns the path of the fake library; its folder has the files of eight GPUs."""
     return fake.build(tmp_path_factory.mktemp("built"))
 
 
@@ -71,7 +71,7 @@ def shared(built):
 
 @pytest.fixture
 def gpus(shared):
-    """Eight GPUs, the same in most tests, and all well when a test begins."""
+    """Returns the shared folder and the shared reader; the eight GPUs are reset before a test."""
     folder, reader = shared
     fake.write(folder)
     reader.wait(lambda rows: ok(rows) and not rows[4]["ecc_uncorrected"])
@@ -79,7 +79,7 @@ def gpus(shared):
 
 
 class Machine:
-    """A machine of its own with two GPUs; `root` has its /proc."""
+    """A separate fake machine with two GPUs; `root` contains its /proc."""
 
     def __init__(self, built: Path, root: Path):
         self.built, self.root, self.folder = built, root, root / "lib"
@@ -154,7 +154,7 @@ def test_a_hanging_gpu_delays_no_other(machine):
 
 
 def test_each_xid_is_counted_on_the_gpu_that_it_is_about(gpus):
-    """An event set may deliver the event of another device, and several may wait."""
+    """An event set may deliver the events of another device, and several events may be pending."""
     folder, reader = gpus
     before = reader.answer()
     fake.xid(folder, 5, 31, via=0)
@@ -182,7 +182,7 @@ def test_a_gpu_that_came_back_reports_xids_again(gpus):
     reader.wait(lambda rows: rows[1]["xid"] == 63)
 
 
-# --- what NVML refuses -----------------------------------------------------------------------
+# --- sensors that NVML refuses ---------------------------------------------------------------
 
 
 def test_a_sensor_that_is_refused_leaves_the_others(gpus):
@@ -205,7 +205,7 @@ def test_a_gpu_whose_sensors_are_all_refused_is_an_error_with_each_reason(gpus):
     )
 
 
-# --- a driver that comes late, goes, or hangs ------------------------------------------------
+# --- a driver that is late, fails or hangs ------------------------------------------------
 
 
 def test_a_library_and_then_a_driver_that_come_late_are_found(machine):
@@ -222,7 +222,7 @@ def test_a_library_and_then_a_driver_that_come_late_are_found(machine):
 
 @pytest.mark.parametrize(("listed", "count"), [(0, 1), (4, 4)])
 def test_nvml_that_cannot_be_initialised_is_an_error_of_each_gpu(machine, listed, count):
-    """The kernel says how many there are; where it does not, there is at least one."""
+    """The number of GPUs comes from the kernel driver's list; without a GPU in it, it is one."""
     machine.install()
     fake.kernel(machine.root, listed)
     fake.driver(machine.folder, init=999)

@@ -1,4 +1,4 @@
-"""The stall limit of silent records comes from their rhythm, once there is one."""
+"""The stall limit of a rank without a pulse follows from the gaps between its records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def take(head, step, at, mono, ts):
 
 
 def told(steps, step_s, boot_s=10.0):
-    """A rank that records these steps and takes so long for each."""
+    """Returns the head of a rank that records these steps, each of which takes `step_s`."""
     head = LatestRecords(Line(Place(0, 0), 1, {}), pace=Pace())
     for step in (0, *steps):
         at = boot_s * (step > 0) + step * step_s
@@ -33,7 +33,7 @@ def told(steps, step_s, boot_s=10.0):
 
 @given(st.floats(0.01, 600), st.integers(1, 50), st.integers(0, 12))
 def test_a_run_that_keeps_its_rhythm_is_never_late(step_s, every, records):
-    """First steps are recorded one by one, then every so many: no gap between them is a stall."""
+    """Each of the first five steps has a record, and then every `every`-th step."""
     steps = [s for s in range(1, 5 * every + 6) if s <= 5 or s % every == 0][:records]
     head = told(steps, step_s)
     due = next(s for s in range(1, 10_000) if (s <= 5 or s % every == 0) and s not in steps)

@@ -45,7 +45,7 @@ def test_cpu_is_measured_between_two_samples(busy):
 @pytest.mark.decision("target-process", "true")
 @pytest.mark.decision("target-process", "absent")
 def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):
-    wait_for(lambda: busy.pid in process.with_token(TOKEN))  # it runs its program
+    wait_for(lambda: busy.pid in process.with_token(TOKEN))  # the child now runs its program
     assert busy.pid in process.children(os.getpid())
     assert process.with_token(TOKEN) == [busy.pid]
     assert process.open_process(busy.pid, "another") is None
@@ -68,7 +68,7 @@ def test_a_handler_of_a_signal_is_seen(busy):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may set its groups")
 def test_a_handler_is_seen_in_a_process_of_a_user_with_many_groups():
-    """The list of groups comes before the signals in the status file."""
+    """In the status file, the list of groups precedes the signals."""
     program = "import signal, time\nsignal.signal(signal.SIGUSR1, print)\ntime.sleep(60)"
     child = subprocess.Popen(
         [sys.executable, "-c", program], extra_groups=range(10**5, 10**5 + 999)

@@ -1,4 +1,4 @@
-"""The state of a run from the ends of its files: that of all records, at a bounded cost."""
+"""The state from the ends of a run's files equals the state from all records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, RECENT = 400, 4 << 10
 
 @pytest.fixture
 def launch(tmp_path):
-    """A run of two ranks that goes on, with a loss that was not finite long ago."""
+    """Returns a launch whose run has two ranks, and a non-finite loss in step 7."""
     path = directory.launch(tmp_path)
     run = directory.run(path / "0-first")
     for step in range(1, STEPS + 1):
@@ -37,7 +37,7 @@ def few(monkeypatch):
 
 
 def told(state):
-    """What does not depend on how much was read."""
+    """Returns the parts of a state that do not depend on how much was read."""
     return (
         state.state, state.why, state.step, state.attempt, state.alerts, state.ranks[0].rss_mib,
         [rank.pulse for rank in state.ranks], state.figures["loss"].value, state.behind_bytes,

@@ -1,4 +1,4 @@
-"""The state of a run directory: current, corrected by living processes, never raising."""
+"""The state of a run directory, from its documents, records and processes."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_without_a_living_supervisor_processes_decide_the_state(
 
 
 def gone(run, **last):
-    """A run whose processes are gone while its documents say that it runs."""
+    """Makes a run whose documents say that it runs, but whose processes do not exist."""
     dead = rundir.identity() | DEAD
     directory.run(run, workers=[{"rank": 0, **dead, "exit": None}], **dead)
     for rank in (0, 1):
@@ -258,7 +258,7 @@ def test_a_document_that_cannot_be_shown_is_named_and_ignored(launch, content, s
 
 
 def test_a_document_that_could_not_be_opened_for_a_moment_is_read_again(launch):
-    """Here no descriptor is free; the file itself does not change."""
+    """During the first read no descriptor is free; the file does not change."""
     document = Document(launch / rundir.PLAN)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
@@ -307,10 +307,7 @@ def test_one_poll_reads_a_bounded_part_and_counts_the_rest(launch):
 
 
 def test_an_old_sample_shows_no_use(launch):
-    """A rank that was stopped after the supervisor had gone does not run, nor does one that exits.
-
-    The newest sample of an exited rank may be from before its exit.
-    """
+    """The sample of rank 1 is 30 s old; that of rank 3 may be from before the exit of rank 3."""
     run = launch / "0-first"
     used = {"state": "R", "cpu_pct": 99.0, "rss_mib": 512.0}
     directory.sample(run, ts=time.time() - 30, ranks=[used | {"rank": 1}])
@@ -386,7 +383,7 @@ def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
 
 
 def test_numbers_that_are_too_large_are_left_out(launch):
-    """They would raise where a figure, an ETA or a date is made of them."""
+    """A figure, an ETA or a date from these numbers would raise an error."""
     run, huge = launch / "0-first", 10**400
     directory.change(run / rundir.RUN, settings={"train.steps": {"value": huge}})
     directory.beat(run, 0, 1, loss=5.0, ts=time.time() - 5, steps_dt_s=[0.2])

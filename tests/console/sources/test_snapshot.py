@@ -32,7 +32,7 @@ from trainers.contract import heartbeat, jsonl, rundir
 
 
 class Writer:
-    """Writes what a run of two ranks may leave: attempts, clocks, garbage, parts, alerts."""
+    """Writes files like those of a run of two ranks, with clock jumps, garbage and restarts."""
 
     def __init__(self, run: Path, rng: random.Random):
         self.run, self.rng = run, rng
@@ -89,7 +89,7 @@ class Writer:
             stream.write(self.rng.choice((b"{}\n", b"\xff\xfe\n", b"\0\0\n", b'{"v": 1', b"\n")))
 
     def again(self) -> None:
-        """Begins the next attempt, from a checkpoint."""
+        """Sometimes begins the next attempt, from a checkpoint."""
         if self.rng.random() < 0.3:
             self.attempt += 1
             self.steps = self.rng.randint(0, self.steps)
@@ -99,7 +99,7 @@ class Writer:
             self.beat("resume")
 
     def part(self) -> None:
-        """Makes the samples so far a part, as the supervisor does, compressed or not yet."""
+        """Renames the sample file to a part, as the supervisor does; may compress the part."""
         path = self.run / "samples_here.jsonl"
         if not path.exists() or self.rng.random() < 0.5:
             return
@@ -138,7 +138,7 @@ def test_a_snapshot_with_later_records_gives_the_state_of_all_records(tmp_path_f
 
 
 def test_the_series_of_a_long_run_are_the_thinned_ones_of_all_records(run, monkeypatch):
-    """Here with few points of each kind, so that every resolution is in use and runs over."""
+    """Few points of each resolution are stored, so that old points are dropped."""
     monkeypatch.setattr("console.sources.series.RAW_RECORDS", 20)
     monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
     monkeypatch.setattr("console.sources.series.KEPT_SPANS", (15, 12, 9, 9))
@@ -188,7 +188,7 @@ def test_the_history_of_a_long_run_stays_small_and_covers_all_of_it(run, monkeyp
 
 
 def test_the_owner_keeps_a_snapshot_when_the_history_before_it_is_on_disk(run):
-    """One that is replaced while the disk does not answer reads the missing spans again."""
+    """An observer that is replaced while the disk hangs reads the missing spans again."""
     writer, observer = Writer(run, random.Random(7)), Observer(run)
 
     def look() -> list[int]:
@@ -227,7 +227,7 @@ def test_newest_records_are_points_and_older_ones_bands():
     assert len(points) == RAW_RECORDS + 2 * (4000 - RAW_RECORDS) / SPANS_S[0]
 
 
-# --- what a snapshot is not believed for ---------------------------------------------------------
+# --- snapshots that are not valid ---------------------------------------------------------
 
 
 def prepared(run: Path) -> Path:
@@ -255,7 +255,7 @@ def removed(path: Path) -> None:
 
 
 def edited(path: Path) -> None:
-    """Another record stands where the newest one was."""
+    """Replaces the newest record by another record of the same length."""
     lines = path.read_bytes().splitlines(keepends=True)
     last = json.loads(lines[-1])
     last["n"] = last["n"] + 1 if last["n"] % 10 < 9 else last["n"] - 1
@@ -277,7 +277,7 @@ def test_an_old_snapshot_is_used_for_charts_only(run, monkeypatch):
     for number in range(61, 200):
         directory.beat(run, 0, number, n=number, mono=1e6 + number)
     assert not RunRecords(run, "recent").has_snapshot
-    assert not RunRecords(run, "charts").has_snapshot, "a short run needs none"
+    assert not RunRecords(run, "charts").has_snapshot, "a short run needs no snapshot"
     monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
     assert RunRecords(run, "charts").has_snapshot
 
@@ -507,7 +507,7 @@ def test_a_snapshot_is_small_for_eight_ranks_and_many_restarts(tmp_path):
     assert RunRecords(run, "recent").has_snapshot
 
 
-# --- what is read, and what is said ---------------------------------------------------------------
+# --- reading, and the output of check -------------------------------------------------------------
 
 
 def test_a_poll_reads_only_records_after_the_snapshot(run, monkeypatch):
@@ -534,7 +534,7 @@ def test_charts_show_a_long_run_at_once_and_then_its_past(run, monkeypatch):
     first = len(source.series.points("rss_mib:0"))
     while state.behind_bytes:
         state = source.poll()
-        assert state.step == writer.steps, "it stays what it is while the rest is read"
+        assert state.step == writer.steps, "the step is known before the rest is read"
     assert len(source.series.points("rss_mib:0")) == 300 > first
 
 

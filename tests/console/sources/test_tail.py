@@ -1,4 +1,4 @@
-"""Whatever bytes a record file holds, the reader never raises and counts what it skipped."""
+"""Reading a record file with garbage: no error, and the skipped lines are counted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drain(tail: Tail) -> list[dict]:
 )
 @settings(max_examples=150)
 def test_good_records_survive_among_garbage_in_any_portions(tmp_path_factory, lines, cuts):
-    """Every good line is found once, however the writes are cut."""
+    """Each good line is found once, also if a write ends within a line."""
     path = tmp_path_factory.mktemp("hb") / "f.jsonl"
     data = b"".join(lines)
     tail = Tail(path, heartbeat.accept)
@@ -134,4 +134,4 @@ def test_a_hole_costs_nothing_and_the_record_behind_it_is_read(tmp_path, recent)
     assert tail.taken_bytes < 1 << 21
     path.write_bytes(bytes(3 << 18) + jsonl.encode(GOOD))
     zeros = drain(Tail(path, heartbeat.accept))
-    assert [record["step"] for record in zeros] == [3], "zeros, and no hole"
+    assert [record["step"] for record in zeros] == [3], "the file has zeros and no hole"

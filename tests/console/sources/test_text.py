@@ -1,4 +1,4 @@
-"""Text from a run directory: safe for a terminal, and parsed whatever it holds."""
+"""Text from a run directory is made safe for a terminal, and is parsed without an error."""
 
 from __future__ import annotations
 

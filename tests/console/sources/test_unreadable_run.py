@@ -1,4 +1,4 @@
-"""A run with an unreadable directory: its state comes from its launch and the heartbeat."""
+"""The state of an unreadable run comes from its launch and the supervisor heartbeat."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 def test_a_run_with_an_unreadable_directory_has_the_state_in_its_launch(
     launch, tmp_path, shared_memory, how, phase, owner, expected
 ):
-    """A phase that is over comes before it, and is never shown in its place."""
+    """The completed phase before this run is not shown in place of the run."""
     directory.run(launch / "0-first", world=0, state="completed")
     run = directory.run(launch / "1-second")
     alert = {"alert": "dropped", "ts": time.time(), "level": "warn", "text": "takes no records"}
@@ -71,7 +71,7 @@ def test_a_run_with_an_unreadable_directory_has_the_state_in_its_launch(
 
 
 def test_a_run_that_may_not_be_entered_does_not_hide_its_launch(launch):
-    """Root without the right to pass over modes is anybody."""
+    """Root loses the right to ignore file modes, so that it is like any other user."""
     (launch / "0-first").chmod(0)
     anybody = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
     done = subprocess.run(
@@ -107,7 +107,7 @@ def test_an_end_that_only_the_launch_recorded_counts(launch):
 
 @pytest.mark.parametrize("reads", ["recent", "charts"])
 def test_a_snapshot_behind_a_link_is_not_read(launch, tmp_path, reads):
-    """The records count again once the run's own directory is back."""
+    """The records are read again when the run's own directory is back."""
     other = directory.run(tmp_path / "other")
     directory.beat(other, 0, 77, loss=1.0)
     directory.event(other, "alert", alert="ecc", level="crit", text="of another run", attempt=1)

@@ -1,4 +1,4 @@
-"""The state of a run whose records are false, missing or of another program."""
+"""The state of a run whose records are wrong, missing or from another program."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_records_of_the_next_attempt_count_once_supervisor_json_names_it(launch)
     state = source.poll()
     assert (state.attempt, state.step) == (2, 7)
     assert state.figures["loss"].value == 2.0
-    assert RunSource(launch).poll().step == 7, "whoever reads it at once sees the same"
+    assert RunSource(launch).poll().step == 7, "a new reader shows the same step"
 
 
 def test_without_a_supervisor_two_records_start_an_attempt(bare):
@@ -102,7 +102,7 @@ def test_the_ages_of_a_lost_run_do_not_advance(launch):
     source = RunSource(launch)
     state = source.poll()
     assert (state.state, state.data_age_s, state.ranks[0].age_s) == ("lost", None, None)
-    assert state.since_ts == pytest.approx(last), "not since it was last seen to begin to run"
+    assert state.since_ts == pytest.approx(last), "the time is that of the last sample"
     lines = [*status_text.status_lines(state)]
     assert any("step 9 forward  " in f"{line}  " for line in lines)
     time.sleep(1.1)
@@ -124,7 +124,7 @@ def test_a_legacy_run_that_has_ended_is_not_halted(tmp_path, steps, ended):
             actions.send(path, action, {}, "tester")
     assert not (path / rundir.HALT).exists()
     os.utime(path / "metrics.json", (0, 0))
-    assert RunSource(path).poll().state == "unsupervised", "that of a run before it"
+    assert RunSource(path).poll().state == "unsupervised", "the file is from an earlier run"
 
 
 # --- values without a measurement -------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The verdicts of a run: which is the newest one, and the search in other runs."""
+"""The verdicts of a run: the newest verdict, and the search in other runs."""
 
 from __future__ import annotations
 
