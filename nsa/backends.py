@@ -1,4 +1,4 @@
-"""The table of routes by branch, and the switches of the operator. Standard library only."""
+"""The table of routes by branch, and the switches of the operator, without torch."""
 
 import functools
 import importlib.util

@@ -35,8 +35,8 @@ TILE_ROWS = 384
 """Most slots of a tile, times the heads of a group. A lower number makes the products slow, and a
 higher number leaves more slots empty."""
 PART_BYTES = 32 << 20
-"""Memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU, all sizes
-from 32 to 256 MiB are equally fast; smaller sizes are slower, because they need more calls."""
+"""Memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU, sizes from
+32 to 256 MiB were equally fast; smaller sizes were slower, because they need more calls."""
 FARTHEST_AHEAD = 40.0
 """Largest distance of a log-sum-exp above its reference (`_Joined`); exp overflows at 88."""
 

@@ -1,8 +1,8 @@
 """Faults inside a real trainer, set with `NSA_DRILL`, to practise recovery from them.
 
 The faults occur in hooks of the model and in the source's read, like real faults. The training loop
-has no code for them, and a training without drills has no hook. `trainers.contract.drill_kinds` has
-the kinds and the grammar.
+has no code for the faults, and a training without drills has none of these hooks.
+`trainers.contract.drill_kinds` has the kinds and the grammar.
 """
 
 from __future__ import annotations
