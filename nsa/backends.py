@@ -31,7 +31,7 @@ class Switches:
     """
 
     prefill_batched: bool = _switch(
-        True, "Compute all tokens at once; off: compute one query after the other."
+        True, "Compute many queries together; off: compute one query after the other."
     )
     sel_ranges: bool = _switch(
         False, "Compute the selected branch from merged ranges of tokens, not from block indices."

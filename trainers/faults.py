@@ -126,8 +126,8 @@ def _spin(amount: float, _member: Member) -> None:
 
 
 def _hold_gil(amount: float, _member: Member) -> None:
-    """Holds the GIL and waits for a mutex that it has locked; no signal handler ends this wait."""
-    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # at least a mutex
+    """Holds the GIL and waits for a locked mutex; no signal handler ends this wait."""
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # holds a mutex
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))

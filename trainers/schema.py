@@ -150,7 +150,7 @@ class ReportSettings:
     disable_tb: bool = key(False, "Write nothing for TensorBoard.")
     nvtx: bool = key(False, "Mark step phases and attention branches for Nsight Systems (CUDA).")
     sdpa_audit: bool = key(False, "Report the SDPA kernels of the first step, by branch.")
-    memory_every: int = key(0, "Steps between CUDA memory dumps; 0: at the start and after a step.")
+    memory_every: int = key(0, "Steps between CUDA memory dumps; 0: at start and after one step.")
     profile: str = key("", "Steps A:B (B excluded) to profile; the trace goes to profiles/.")
 
 

@@ -1,4 +1,4 @@
-"""The trainer on a CUDA device: records, resume, precision, profiles, and a full memory."""
+"""The trainer on a CUDA device: records, resume, precision, profiles, and a GPU out of memory."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_yaml_numbers_that_yaml_reads_as_words_still_count(tmp_path):
     st.dictionaries(st.sampled_from(["lr", "steps", "nsa", "dim", "path"]), st.none()
     | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), max_size=3)))  # fmt: skip
 def test_whatever_a_config_holds_it_resolves_or_is_refused(tree):
-    """An error of any value, whatever its type, is a UsageError."""
+    """A value of any type is accepted, or raises UsageError."""
     overrides = dict(settings.flatten(tree))
     with contextlib.suppress(UsageError):
         assert json.dumps(settings.resolve(None, {}, overrides).as_dict())
