@@ -56,7 +56,7 @@ def test_options_are_settings_with_their_own_origin_and_set_overrides_them():
 
 @pytest.mark.parametrize("flag", flags.FLAGS.values(), ids=lambda flag: flag.name)
 def test_a_flag_takes_type_limits_and_help_from_its_key_and_sets_it(flag):
-    """A flag of this project needs only one row in `flags.OWN`."""
+    """Besides its key, a flag of this project needs only one row in `flags.OWN`."""
     examples = {bool: "1", int: "2", float: flag.default, str: "0:1"}
     text = (
         "raise@2" if flag.name == "NSA_DRILL" else examples.get(flag.key.kind) or flag.key.kind[1]
