@@ -1,4 +1,4 @@
-"""The table of routes by branch, and the switches of the operator. Standard library only."""
+"""The table of routes by branch, and the switches of the operator, without torch."""
 
 import functools
 import importlib.util
@@ -31,7 +31,7 @@ class Switches:
     """
 
     prefill_batched: bool = _switch(
-        True, "Compute all tokens at once; off: compute one query after the other."
+        True, "Compute many queries together; off: compute one query after the other."
     )
     sel_ranges: bool = _switch(
         False, "Compute the selected branch from merged ranges of tokens, not from block indices."

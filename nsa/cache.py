@@ -24,7 +24,7 @@ class Rows:
         self._begin = self._end = 0
 
     def append(self, new: Tensor) -> Tensor:
-        """Returns the earlier rows, then `new`. Raises RuntimeError or ValueError."""
+        """Returns the earlier rows and `new` as one tensor. Raises RuntimeError or ValueError."""
         if new.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a decoding cache stores no gradients; use torch.no_grad().")
         if self._buffer is not None and self._buffer.shape[:2] != new.shape[:2]:
@@ -74,11 +74,10 @@ class Cache:
     """The cached keys and values of one layer.
 
     `kv` has six tensors: keys and values of the compressed, the selected and the window branch. The
-    keys of the compressed branch are not rotated. Rows of the compressed branch are kept until
-    their block is complete, rows of the window branch while the window contains them. `blocks` are
-    the keys and values of all complete compressed blocks. Without a `config`, `kv` are the rotated
-    keys and the values of dense attention. Memory for `capacity` tokens is reserved at the first
-    append; a longer sequence reserves more.
+    keys of the compressed branch are not rotated. The compressed branch keeps its last l rows, and
+    the window branch its last w rows. `blocks` are the keys and values of all complete compressed
+    blocks. Without a `config`, `kv` are the rotated keys and the values of dense attention. Memory
+    for `capacity` tokens is reserved at the first append; a longer sequence reserves more.
     """
 
     def __init__(self, config: NSAConfig | None, capacity: int = 0) -> None:

@@ -1,11 +1,11 @@
 """Computes the selected branch from the selected blocks only, one chunk of tokens at a time.
 
-Every query selects block 0, its current block and the block before the current block. The keys of
-these three blocks are its near keys. The other pairs of a query and a selected block are sorted by
-their blocks, and cut into tiles. A tile has queries that selected the same block, so it is one
-product of dense matrices. The near keys of a query give one part of its output, and each tile with
-this query gives another part. The parts are combined by their log-sum-exps. The backward computes
-the parts again from the saved indices.
+From token 2 · l' on, every query selects block 0, its current block and the block before the
+current block. The keys of these three blocks are its near keys. The other pairs of a query and a
+selected block are sorted by their blocks, and cut into tiles. A tile has queries that selected the
+same block, so it is one product of dense matrices. The near keys of a query give one part of its
+output, and each tile with this query gives another part. The parts are combined by their
+log-sum-exps. The backward computes the parts again from the saved indices.
 
 A tile may have more slots than queries. After the rows of its queries, a chunk has one spare row,
 which belongs to no query. The spare slots contain this row.
@@ -35,8 +35,8 @@ TILE_ROWS = 384
 """Most slots of a tile, times the heads of a group. A lower number makes the products slow, and a
 higher number leaves more slots empty."""
 PART_BYTES = 32 << 20
-"""Memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU, all sizes
-from 32 to 256 MiB are equally fast; smaller sizes are slower, because they need more calls."""
+"""Memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU, sizes from
+32 to 256 MiB were equally fast; smaller sizes were slower, because they need more calls."""
 FARTHEST_AHEAD = 40.0
 """Largest distance of a log-sum-exp above its reference (`_Joined`); exp overflows at 88."""
 

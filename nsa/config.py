@@ -26,9 +26,9 @@ class NSAConfig:
     select_block_size: int = 64
     """l': tokens per selection block."""
     n_select: int = 16
-    """n: number of blocks that each query selects, including the first and two local blocks."""
+    """n: most blocks that a query selects, including the first and two local blocks."""
     window: int = 512
-    """w: number of tokens that each query sees in the window branch, including the query."""
+    """w: most tokens that a query sees in the window branch, including the query."""
     compress: Literal["mlp", "mean"] = "mlp"
     """phi: "mlp" (learnable, with intra-block position) or "mean"."""
     gate: Literal["sigmoid", "softmax"] = "sigmoid"

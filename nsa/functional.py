@@ -35,8 +35,8 @@ class Execution:
 
     Only the switches `force_branch` and `uniform_gate` change the result by more than rounding.
     These two replace the gates. `observe` is called with the rotated queries and compressed keys,
-    if there are queries and `first` is 0; of packed documents, only for the longest. `nvtx` marks
-    the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
+    if there are queries and `first` is 0; of packed documents, only for the longest ones. `nvtx`
+    marks the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
     """
 
     switches: Switches = field(default_factory=Switches)
@@ -225,7 +225,7 @@ def _selected_branch(
     if route.name == "causal":
         return attend_last(q, k, v, route.folded)
     skip = 0
-    if route.name == "chunked":  # it needs no blocks for the tokens that select all of them
+    if route.name == "chunked":  # needs no indices for tokens that select all blocks
         skip = min(max(config.n_select * config.select_block_size - first, 0), q.shape[2])
     scores = block_scores(q[:, :, skip:], k_blocks, config, first + skip)
     blocks = top_blocks(scores, config, first + skip)

@@ -42,7 +42,7 @@ def rotate(x: Tensor, base: float, first: int = 0, step: int = 1) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotates by one product and two sums in place."""
+    """Rotates by one product and two in-place sums."""
 
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""The trainers: the programs that torchrun starts, and the run contract."""
+"""The trainers, the commands on their checkpoints and data, and the run contract."""

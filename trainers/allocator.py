@@ -11,7 +11,7 @@ KEPT_BYTES, MAPPED_BYTES = 2**31 - 1, 2**30
 def keep_freed_memory() -> bool:
     """Raises two thresholds of glibc. Returns False if glibc refuses.
 
-    By default glibc returns large tensors and the top of the heap to the kernel at once, and every
+    By default glibc returns large freed tensors and the top of the heap to the kernel, and the next
     step faults the pages in again. A step of one layer with 8,192 tokens then has 20,000 to 80,000
     page faults instead of 1,000.
     """

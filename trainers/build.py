@@ -95,7 +95,7 @@ def refuse_other_settings(settings: Settings, parallel: Single) -> None:
 def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Module]:
     """Returns the model with its initial weights, and the module to call.
 
-    The model is built on the meta device, so that with FSDP no rank ever holds the whole model.
+    The model is built on the meta device, so that with FSDP no rank allocates the whole model here.
     """
     train = settings.train
     with torch.device("meta"):

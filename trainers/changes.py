@@ -69,8 +69,8 @@ def refuse(
 ) -> tuple[Sequence[str], frozenset[str]]:
     """Raises UsageError if a value of `compared` changed and `allow` does not permit this.
 
-    Returns two values: the names of the values that `before` or `now` lacks, which are not
-    compared, and the groups that changed.
+    Returns two values: names of values that are not compared, because `before` or `now` lacks them,
+    and the groups that changed.
     """
     changed: dict[str, list[str]] = {}
     for name in sorted(before.keys() & now.keys()):

@@ -58,7 +58,7 @@ class Parts:
     def state(self) -> State:
         """Returns all tensors by section and name, except the states of the generators.
 
-        The loss scale is part of it with fp16 only.
+        The result has the loss scale with fp16 only.
         """
         for p in self.model.parameters():
             if not self.optimizer.state[p]:
@@ -98,7 +98,7 @@ def choose_on_all_ranks(
 
     Returns three values: the path and the manifest of the checkpoint, and the errors of the
     checkpoints that rank 0 skipped. Returns None if `choose` returns None. Raises CheckpointError
-    on all ranks if `choose` fails, or if a rank finds no or another checkpoint at this path.
+    on all ranks if `choose` fails, or if a rank finds another checkpoint or none at this path.
     """
 
     def decide() -> tuple[Path, list[CheckpointError], str] | None:
@@ -121,8 +121,9 @@ def choose_on_all_ranks(
 def load(path: Path, parts: Parts, found: Manifest) -> None:
     """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
 
-    The window of `Spikes` and the loss scale stay as they are if the checkpoint has none. Raises
-    CheckpointError; if the model differs, the message names the parameter.
+    The window of `Spikes` stays as it is if the checkpoint has none. The loss scale stays as it is
+    if the checkpoint has none or was saved without fp16. Raises CheckpointError; if the model
+    differs, the message names the parameter.
     """
     state, precision = parts.state(), found.settings.get("train.precision", FP16)
     with _readable(path) as (reader, index):

@@ -82,7 +82,7 @@ def best_s(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def matmul(phase: Phase, world: int, store: Path, rank: int) -> Found:
-    """Starts the group if there are several ranks; times a matrix product on all ranks at once."""
+    """Starts the group if there are several ranks; times a matrix product on each rank."""
     device, precision = phase.device, phase.settings.train.precision
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -146,7 +146,8 @@ def first_batch(phases: Sequence[Phase]) -> Found:
 def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
     """Returns an attention layer with random weights and the routes of the phase.
 
-    The routes are those of the phase's model, also if the blocks or window of `model` differ.
+    Several tokens use the routes of the phase's model, also if the blocks or window of `model`
+    differ.
     """
     of, device, train = phase.settings, phase.device, phase.settings.train
     allow_tf32(train.tf32)
@@ -164,9 +165,10 @@ def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
 def causality(phases: Sequence[Phase]) -> Found:
     """Checks that no output of a layer depends on a later token, for each distinct layer.
 
-    For each cut, all tokens after it change, and no output up to it may change. The gradient of
-    these outputs must be zero after the cut. The cuts come in an order that spreads them evenly;
-    if some cuts are not checked within the limits, the result is "unknown".
+    For each cut, all tokens after the cut change. No output up to the cut may change; the chunked
+    route may change it by `ROUNDING`. The gradient of these outputs must be zero after the cut. The
+    cuts come in an order that spreads them evenly; if some cuts are not checked within the limits,
+    the result is "unknown".
     """
     chosen, texts, whole = distinct(phases, Phase.attention), dict[str, None](), True
     for phase in chosen:
@@ -273,7 +275,7 @@ def main(path: Path) -> None:
     world = request["world"]
     read = {name: settings.section(Settings, "", values, name)
             for name, values in request["phases"].items()}  # fmt: skip
-    # A process that has used CUDA or torch's threads cannot be forked.
+    # A process that has used CUDA or torch's threads cannot be forked safely.
     rank = next((number for number in range(1, world) if os.fork() == 0), 0)
     wanted = next(iter(read.values())).train.device
     on_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())

@@ -220,4 +220,4 @@ READERS: dict[str, Reader] = {
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": ("",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",),
 }  # fmt: skip
-"""File name endings of each source."""
+"""The endings of file names by source; the hub or a mirror names the files of fineweb_edu."""

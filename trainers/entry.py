@@ -1,7 +1,7 @@
 """The common part of the entry points: arguments, settings, run, training, exit code.
 
-torch is imported after the settings are resolved, so that an error in the settings is reported at
-once.
+torch is imported after the settings are resolved, so that an error in the settings is reported
+without the delay of this import.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exits at once, after a flush of stdout and stderr.
+    """Flushes stdout and stderr, then ends the process without any clean-up.
 
-    This function destroys no process group, because that can hang forever: with two gloo groups
-    this happened in 2 of 16 exits.
+    This function destroys no process group, because destroying one can hang forever: with two gloo
+    groups, 2 of 16 exits hung.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # as in `_say`
@@ -114,7 +114,8 @@ def _started_at(pid: int) -> float | None:
 def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry: str) -> int:
     """Writes one sentence to stderr and, if a supervisor started this rank, to its run.
 
-    A directory that was named by hand may belong to another run. Returns the exit code.
+    Without a supervisor, the run gets no records, because a directory that was named by hand may
+    belong to another run. Returns the exit code.
     """
     code, sentence = failures.CONFIG, str(error)
     directory, member = variables.get(environ.RUN_DIR), None

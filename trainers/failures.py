@@ -1,4 +1,4 @@
-"""Errors of a training or a command, with their exit codes. Needs no torch."""
+"""Errors of a training or a command, with their exit codes; this module needs no torch."""
 
 from __future__ import annotations
 

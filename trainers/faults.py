@@ -1,8 +1,8 @@
 """Faults inside a real trainer, set with `NSA_DRILL`, to practise recovery from them.
 
 The faults occur in hooks of the model and in the source's read, like real faults. The training loop
-has no code for them, and a training without drills has no hook. `trainers.contract.drill_kinds` has
-the kinds and the grammar.
+has no code for the faults, and a training without drills has none of these hooks.
+`trainers.contract.drill_kinds` has the kinds and the grammar.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _spin(amount: float, _member: Member) -> None:
 
 
 def _hold_gil(amount: float, _member: Member) -> None:
-    """Holds the GIL and waits for a mutex that it has locked; no signal handler ends this wait."""
-    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # at least a mutex
+    """Holds the GIL and waits for a locked mutex; no signal handler ends this wait."""
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # holds a mutex
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))

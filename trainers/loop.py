@@ -113,7 +113,7 @@ def forward_backward(
     """Accumulates the gradients of the token-weighted mean loss over the micro-batches.
 
     Returns two values: this rank's `FIGURES` (float64, on the device), and the statistics of the
-    attention.
+    attention, or {} for a step without statistics.
     """
     figures = torch.zeros(len(FIGURES), dtype=torch.float64, device=t.parallel.device)
     scale = t.parallel.scale(sum(batch.tokens_scored for batch in batches))
@@ -144,8 +144,8 @@ def report_dead_parameters(t: Training) -> None:
 def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
     """Starts to reduce this step's figures. Returns the rows whose sums are due.
 
-    If this step has a progress record, the row of this step is due too. Otherwise a row is due one
-    step later, so that no rank waits for the slowest rank.
+    If this step has a progress record, the row of this step is due too. Otherwise the row is due
+    one step later, so that this function need not wait for the slowest rank.
     """
     # Ranks see a file at different steps, so only rank 0 requests a checkpoint or profile.
     requests = frozenset() if t.parallel.rank else t.member.new_requests()

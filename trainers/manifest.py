@@ -1,4 +1,4 @@
-"""Completes, lists, verifies and removes checkpoints. Needs no torch.
+"""Completes, lists, verifies and removes checkpoints. This module needs no torch.
 
 A save writes into `.step_{N:08d}.tmp`, then writes `manifest.json` with size and SHA-256 of every
 other file, then renames the directory to `step_{N:08d}` and updates `latest`. So a directory with

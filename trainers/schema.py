@@ -1,4 +1,6 @@
-"""The settings: type, default and limits of every key, help of most keys. Needs no torch.
+"""The settings: type, default and limits of every key, help of most keys.
+
+This module needs no torch.
 
 A key is one field of a section of `Settings`. Its type is the annotation (`Literal` for choices);
 `key` returns a field with the other facts.
@@ -43,7 +45,7 @@ class DataSettings:
     subset: str = key("sample-10BT", "Configuration of FineWeb-Edu.")
     tokenizer: Literal["byte", "gpt2"] = key("byte", "Bytes, or gpt2 from tiktoken's cached files.")
     held_out: float = key(0.01, "Fraction of files or documents held out for evaluation.", 0, 0.5)
-    lanes: int = key(16, "Streams of files that a batch mixes; 1: one file at a time.", 1, 4096)
+    lanes: int = key(16, "Streams of files that are interleaved; 1: one file at a time.", 1, 4096)
     documents: Literal["joined", "separate"] = key(
         "joined", "joined: attention crosses ends of documents; separate: each sees only itself."
     )
@@ -148,7 +150,7 @@ class ReportSettings:
     disable_tb: bool = key(False, "Write nothing for TensorBoard.")
     nvtx: bool = key(False, "Mark step phases and attention branches for Nsight Systems (CUDA).")
     sdpa_audit: bool = key(False, "Report the SDPA kernels of the first step, by branch.")
-    memory_every: int = key(0, "Steps between dumps of the CUDA memory; 0: only at the start.")
+    memory_every: int = key(0, "Steps between CUDA memory dumps; 0: at start and after one step.")
     profile: str = key("", "Steps A:B (B excluded) to profile; the trace goes to profiles/.")
 
 
@@ -179,7 +181,7 @@ TINY_MODEL = ModelConfig(
     dim=128, n_layers=2, n_heads=4, n_kv_groups=2, d_k=32, d_v=32, mlp_hidden=256, init_std=0.03,
     nsa=NSAConfig(block_size=4, block_stride=2, select_block_size=8, n_select=8, window=32),
 )  # fmt: skip
-"""The built-in toy: the default model, small enough for any machine."""
+"""The built-in toy: the default model, small enough for a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Resolves the settings: defaults < YAML < environment flags < command line, with origins.
 
-Needs no torch, so the console can check a configuration. `trainers.schema` has the keys, and
-`trainers.rejected_settings` has the rejected combinations.
+This module needs no torch, so the console can check a configuration quickly. `trainers.schema` has
+the keys, and `trainers.rejected_settings` has the rejected combinations.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> 
 
 
 def _build(cls: Any, prefix: str, plain: Mapping[str, Any], where: str) -> Any:
-    """Returns a frozen section with its subsections. Raises UsageError if a rule is broken."""
+    """Returns a frozen section with its subsections. Raises UsageError if it rejects a value."""
     hints, arguments = get_type_hints(cls), {}
     for each in fields(cls):
         key, kind = f"{prefix}{each.name}", hints[each.name]

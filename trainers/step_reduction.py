@@ -1,8 +1,8 @@
 """Sums figures, halt reasons and requests over all ranks, in one all-reduce per step.
 
-The sum is read one step later, or at once if the step has a progress record. Every rank starts and
-finishes this all-reduce at the same place in the loop, so all ranks decide alike without another
-collective.
+The sum is read one step later, or in the same step if this step has a progress record. Every rank
+starts and finishes this all-reduce at the same place in the loop, so all ranks decide alike without
+another collective.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Row:
     scale_lowered: bool = False
     """True if the step lowered the loss scale of fp16."""
     asked: frozenset[str] = frozenset()
-    """What any rank asked for, in the words of `ASKED`."""
+    """The requests of all ranks, in the words of `ASKED`."""
 
     @property
     def halt_reason(self) -> str:

@@ -1,7 +1,7 @@
 """The real trainer with one rank in a process group: `python -m tests.gpu.group_of_one …`.
 
-`trainers` starts no group for one rank. Here the rank of one GPU joins one, so that NCCL, the hooks
-of DDP and the shards of FSDP2 run where there is only one GPU.
+`trainers` starts no group for one rank. Here the only rank joins a group, so that NCCL, the hooks
+of DDP and the shards of FSDP2 run on a machine with one GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The real trainer, which warns each time the host waits for the GPU.
+"""The real trainer, in which torch warns when the host waits for the GPU.
 
-`python -m tests.gpu.sync_warned …` takes the words of `trainers.ddp`. torch prints "called a
-synchronizing CUDA operation".
+`python -m tests.gpu.sync_warned …` accepts the options of `trainers.ddp`. A warning contains
+"called a synchronizing CUDA operation".
 """
 
 from __future__ import annotations

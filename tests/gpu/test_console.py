@@ -24,7 +24,7 @@ def console(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_preflight_measures_the_device_and_the_attention(tmp_path):
-    """On the shapes and the routes of production."""
+    """The plan has the shapes and the routes of production."""
     plan = {
         "name": "measured", "config": "configs/m7c_125m.yaml", "nproc": 1, "gpus": 1,
         "preflight": {"measure": True}, "set": {"data.source": "synthetic"},
@@ -44,7 +44,7 @@ def test_the_preflight_measures_the_device_and_the_attention(tmp_path):
 
 
 def test_a_run_has_the_figures_of_its_gpu_and_completes(tmp_path):
-    """Utilisation, power and memory of the GPU on which rank 0 trains."""
+    """The samples have utilisation, power and memory of the GPU on which rank 0 trains."""
     root = tmp_path / "artifacts"
     command = [
         sys.executable, "-m", "console", "--root", str(root), "launch", "--config",

@@ -1,4 +1,4 @@
-"""The attention on a CUDA device: the oracle, causality and the shapes of production."""
+"""The attention on a CUDA device: the reference, causality and the shapes of production."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gradients_on_cuda(layer, x, weight):
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """fp32 products without TF32, whatever was set before."""
+    """Switches TF32 off during a test."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
@@ -85,7 +85,7 @@ def test_outputs_and_gradients_are_near_the_oracle_in_low_precision(
     got = gradients_on_cuda(layer, x, weight)
     for name, right in expected.items():
         error = (got[name].double() - right).norm() / right.norm().clamp_min(1e-30)
-        # Products in low precision round their operands; the oracle has the same rounded inputs.
+        # Products in low precision round their operands; the reference does not.
         assert error <= 3e-2, f"{name}: {error:.1e}"
 
 
@@ -134,7 +134,7 @@ def test_the_future_has_no_influence_on_the_shapes_of_production(route, seq_len)
     with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
         before, after = layer(x), layer(changed)
     moved = (before[:, :cut] - after[:, :cut]).abs().max()
-    # Which tile a query is computed in depends on what the others selected.
+    # The selections of other queries change the tile of a query, and so the rounding.
     assert moved <= (2e-2 * before.abs().max() if route == "chunked" else 0)
     x.requires_grad_()
     layer(x)[:, :cut].square().sum().backward()
@@ -177,7 +177,7 @@ def test_decoding_equals_the_forward():
 
 @pytest.mark.parametrize("route", ["masked", "ranges"])
 def test_a_layer_waits_for_the_device_nowhere(route):
-    """Forward and backward queue their kernels; `.item()` and the like would raise here."""
+    """In this mode, an operation that waits for the device, such as `.item()`, raises an error."""
     layer = m7c_layer(route)
     x = torch.randn(1, 2048, 768, device="cuda", requires_grad=True)
     layer(x).square().mean().backward()

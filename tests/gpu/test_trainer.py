@@ -1,4 +1,4 @@
-"""The trainer on a CUDA device: records, resume, precision, profiles, and a full device."""
+"""The trainer on a CUDA device: records, resume, precision, profiles, and a GPU out of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.trainers.runs import Run, latest_checkpoint, small
 pytestmark = pytest.mark.gpu
 
 EXACT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products that are the same in each process
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products are then the same in each process
 }
 
 
@@ -139,7 +139,7 @@ def test_shards_on_a_gpu_are_saved_in_the_background_and_resumed_bitwise(tmp_pat
 
 @pytest.mark.parametrize("changes", [BF16, FP16, BF16 | {"train__accumulate": 2}], ids=str)
 def test_the_host_waits_for_the_gpu_only_in_steps_with_a_record(tmp_path, changes):
-    """A training of twice the steps with as many records waits as often."""
+    """A training of twice as many steps with the same number of records waits as often."""
     waits = []
     for steps in (20, 40):
         run = train(

@@ -1,4 +1,4 @@
-"""What the attention tests share: drawn configurations, gradients, and how far two results are."""
+"""The common part of the attention tests: configurations, gradients, and comparisons."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, to
 def model_config(
     *, heads: tuple[int, int] = (2, 2), d_k: int = 8, d_v: int = 8, dim: int = 16, **changes
 ) -> ModelConfig:
-    """A small model; `heads` is (groups, heads per group), `changes` go to ModelConfig or nsa."""
+    """Returns a small model; `heads` is (groups, heads per group), `changes` are other settings."""
     sparse = {name: changes.pop(name) for name in list(changes) if hasattr(NSAConfig, name)}
     small: dict[str, Any] = {
         "block_size": 4, "block_stride": 2, "select_block_size": 4, "n_select": 4, "window": 6,
@@ -41,7 +41,7 @@ def model_config(
 
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
-    """Shapes that need not divide each other: l, d, l' and n, w, groups, head widths."""
+    """Draws configurations; l, d, l', n, w, groups and head widths need not divide each other."""
     size = draw(st.integers(1, 9))
     return model_config(
         heads=draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 1)])),
@@ -62,7 +62,7 @@ ROUTES = ("masked", "chunked", "ranges", "sequential", "sequential ranges")
 
 
 def routed(config: ModelConfig, route: str) -> NSAttention:
-    """A layer whose selected branch takes this route wherever there is something to select."""
+    """Returns a layer whose selected branch has this route."""
     switches = Switches(prefill_batched="sequential" not in route, sel_ranges="ranges" in route)
     layer = NSAttention(config, switches)
     usual = layer.routes
@@ -72,21 +72,21 @@ def routed(config: ModelConfig, route: str) -> NSAttention:
 
 
 def selected_blocks(layer: NSAttention, x: Tensor) -> Tensor:
-    """The blocks that `layer(x)` selects, `[B, G, S, n]` as from `top_blocks`."""
+    """Returns the blocks that `layer(x)` selects, `[B, G, S, n]` as from `top_blocks`."""
     return top_blocks(
         block_scores(*queries_and_blocks(layer, x), layer.config.nsa), layer.config.nsa
     )
 
 
 def queries_and_blocks(layer: NSAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotated queries and compressed keys of `layer(x)`."""
+    """Returns the rotated queries and compressed keys of `layer(x)`."""
     q, k, v = layer.project(x)
     base, phi = layer.config.rope_base, (layer.phi_k, layer.phi_v)
     return rotate(q, base), summaries(k[0], v[0], phi, layer.config.nsa, base)[0]
 
 
 def by_projection(layer: nn.Module, named: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Tensors by parameter name, with those of `qkv` as one tensor for each projection."""
+    """Returns `named` with one tensor for each projection in place of that of `qkv`."""
     whole = next((name for name in named if name.endswith("qkv.weight")), "")
     module = next((m for m in layer.modules() if isinstance(m, Projection)), None)
     if not whole or module is None:
@@ -98,7 +98,7 @@ def by_projection(layer: nn.Module, named: dict[str, Tensor | None]) -> dict[str
 
 
 def gradients(layer: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """Output of `layer(x)` and the gradients of its product with `weight`, by name."""
+    """Returns the output of `layer(x)`, and the gradients of (output · weight), by name."""
     layer.zero_grad()
     x = x.detach().requires_grad_()
     out = layer(x)
@@ -113,7 +113,7 @@ def gradients(layer: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
 def reference_gradients(
     layer: nn.Module, x: Tensor, weight: Tensor, config: ModelConfig, selected: Tensor | None
 ) -> tuple[dict[str, Tensor], Reference]:
-    """The same from the oracle, in float64, given the same (rounded) parameters and input."""
+    """Returns gradients of the reference for the same (rounded) values, and the reference."""
     weights = by_projection(layer, {n: p.detach() for n, p in layer.named_parameters()})
     params = {n: p.double().clone().requires_grad_() for n, p in weights.items() if p is not None}
     x = x.detach().double().requires_grad_()
@@ -129,10 +129,11 @@ def reference_gradients(
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """max|a - b| / max|b| per tensor within the dtype's tolerance.
+    """Checks that max|a - b| / max|b| of each tensor is within the tolerance of the dtype.
 
-    Of a gradient whose terms all but cancel (two visible keys, say) only rounding may be left: the
-    backward of attention subtracts dO·O from dO·V, and each carries a rounding of the largest.
+    If the terms of a gradient nearly cancel, only rounding may be left of the gradient. The
+    backward of attention subtracts dO·O from dO·V, and both have the rounding error of the largest
+    terms.
     """
     assert got.keys() == expected.keys()
     scale = max(value.abs().max().item() for value in expected.values())

@@ -1,9 +1,9 @@
-"""The oracle of the tests: an NSA layer in float64, one query and one head at a time.
+"""The reference of the tests: an NSA layer in float64, one query and one head at a time.
 
-The oracle shares no code with the fast path and uses other methods. It gathers the visible keys
-instead of masking hidden keys, and rotates with complex numbers. To score selection blocks, it
-spreads the weight of each compressed block over the tokens of that block, and then adds up the
-tokens of each selection block.
+The reference shares only `nsa.config` with the package and uses other methods. It gathers the
+visible keys instead of masking hidden keys, and rotates with complex numbers. To score selection
+blocks, it spreads the weight of each compressed block over the tokens of that block, and then adds
+up the tokens of each selection block.
 """
 
 import math
@@ -18,12 +18,12 @@ from nsa.config import ModelConfig
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of the oracle. Keys of the dicts are (batch, group, query)."""
+    """The results of the reference. Keys of the dicts are (batch, group, query)."""
 
     out: Tensor
     """`[B, S, dim]`, float64, with its autograd graph."""
     selected: dict[tuple[int, int, int], list[int]]
-    """The selected blocks, ascending: the given blocks, or else the oracle's own choice."""
+    """The selected blocks, ascending: the given blocks, or else the reference's own choice."""
     scores: dict[tuple[int, int, int], list[float]]
     """p_slc of every block that has begun."""
 
@@ -36,8 +36,8 @@ def nsa_layer(
 ) -> Reference:
     """Returns the results of `NSAttention(config)` with `params` (by name) for `x` `[B, S, dim]`.
 
-    `selected` `[B, G, S, n]` replaces the oracle's own choice of blocks; indices past the last
-    block are ignored. Gradients flow to `params` and `x` if these require gradients.
+    `selected` `[B, G, S, n]` replaces the reference's own choice of blocks; indices past the
+    last block are ignored. Gradients flow to `params` and `x` if these require gradients.
     """
     params = {name: p.double() for name, p in params.items()}
     rows, picks, scores = [], {}, {}
@@ -88,7 +88,7 @@ class _Sequence:
         return [i for i, tokens in enumerate(self.blocks) if tokens[-1] <= t]
 
     def block_scores(self, g: int, t: int) -> list[float]:
-        """p_slc of every selection block that has begun at token t."""
+        """Returns p_slc of each selection block that has begun at token t."""
         size = self.config.nsa.select_block_size
         scores = [0.0] * (t // size + 1)
         visible = self.visible_summaries(t)
@@ -110,7 +110,7 @@ class _Sequence:
         return sorted([*always, *others[: self.config.nsa.n_select - len(always)]])
 
     def attend(self, g: int, t: int, picks: list[int]) -> list[Tensor]:
-        """The gated sum of each head of group g."""
+        """Returns the gated sum of each head of group g."""
         nsa = self.config.nsa
         visible = self.visible_summaries(t)
         chosen = [token for token in range(t + 1) if token // nsa.select_block_size in picks]
@@ -182,7 +182,7 @@ def probabilities(q: Tensor, keys: list[Tensor]) -> list[Tensor]:
 
 
 def rotated(vector: Tensor, position: int, base: float) -> Tensor:
-    """Rotary embedding: entries i and i + D/2 are one complex number, turned by its own angle."""
+    """Rotates a vector: entries i and i + D/2 are one complex number, rotated by its own angle."""
     half = len(vector) // 2
     angles = [position / base ** (2 * i / len(vector)) for i in range(half)]
     turn = torch.tensor([complex(math.cos(a), math.sin(a)) for a in angles], dtype=torch.complex128)

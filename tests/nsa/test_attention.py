@@ -1,4 +1,4 @@
-"""The NSA layer against the oracle; causality, gradients and cost, whatever the numbers."""
+"""The NSA layer compared with the reference; its causality, gradients and number of operators."""
 
 from functools import cache, partial
 
@@ -40,7 +40,7 @@ MARGIN = 1e-5
 
 
 class Called(torch.nn.Module):
-    """A layer that is called by way of `call`."""
+    """A layer whose forward is `call`."""
 
     def __init__(self, layer, call):
         super().__init__()
@@ -86,7 +86,7 @@ def test_outputs_and_gradients_equal_the_oracle_in_float32(route, config, seq_le
 
 
 def low_precision(dtype, route, seq_len, compress, gate):
-    """A layer, its input and the weight of its output: the same ones for every route."""
+    """Returns a layer, its input and the weight of its output; all routes get the same values."""
     config = model_config(
         heads=(2, 3), d_k=16, d_v=16, dim=64, block_size=8, compress=compress, gate=gate
     )
@@ -95,7 +95,7 @@ def low_precision(dtype, route, seq_len, compress, gate):
 
 @cache
 def low_precision_oracle(dtype, seq_len, compress, gate, blocks):
-    """Its exact gradients, once for all routes that select the same blocks (nested tuples)."""
+    """Returns the gradients of the reference; routes with the same `blocks` use the same result."""
     layer, x, weight = low_precision(dtype, ROUTES[0], seq_len, compress, gate)
     return reference_gradients(layer, x, weight, layer.config, torch.tensor(blocks))[0]
 
@@ -115,7 +115,7 @@ def test_outputs_and_gradients_equal_the_oracle_in_low_precision(
     )
     expected = dict(low_precision_oracle(dtype, seq_len, compress, gate, blocks))
     got = gradients(layer, x, weight)
-    # The few entries of the bias are sums of either sign over all tokens: measured with its weight.
+    # The few gradients of the bias nearly cancel, so they are compared together with the weight.
     for found in (got, expected):
         found["gate"] = torch.cat(
             (found.pop("gate.proj.weight").flatten(), found.pop("gate.proj.bias"))
@@ -139,9 +139,9 @@ def test_selected_sets_equal_the_oracle_where_scores_differ(config, seq_len, see
 
 
 def row_margin(scores, chosen):
-    """By how much the worst freely chosen block beats the best that was left out.
+    """Returns the lowest score of a free pick minus the highest score of a block not selected.
 
-    Infinite where there is no choice, and where neither has a score: then the index decides.
+    The result is infinite if there is no choice, or if both scores are 0 and the index decides.
     """
     current = len(scores) - 1
     free = [scores[j] for j in chosen if j not in (0, current - 1, current)]
@@ -171,7 +171,7 @@ def test_the_future_has_no_influence(route, config, seq_len, data):
     changed = x.detach().clone()
     changed[:, t + 1 :] += 10 * torch.randn(2, seq_len - t - 1, config.dim)
     moved = (layer(changed)[:, : t + 1] - out[:, : t + 1]).abs().max()
-    # Which tile a query is computed in depends on what the others selected.
+    # The selections of other queries change the tile of a query, and so the rounding.
     assert moved <= (1e-6 * out.abs().max() if route == "chunked" else 0)
 
 
@@ -212,7 +212,7 @@ def test_every_parameter_gets_a_gradient(seq_len, compress, route):
 def test_no_tokens_give_an_empty_output_and_gradients_of_zero(switches, offsets):
     config = model_config()
     layer = NSAttention(config, switches) if switches else DenseAttention(config)
-    layer.collecting = True  # of statistics, which no token has
+    layer.collecting = True  # without tokens, there are no statistics
     x = torch.randn(2, 0, config.dim)
     found = gradients(Called(layer, partial(layer, cu_seqlens=offsets)), x, x)
     assert found.pop("out").shape == found.pop("x").shape == x.shape
@@ -224,7 +224,7 @@ def test_no_tokens_give_an_empty_output_and_gradients_of_zero(switches, offsets)
 
 
 def test_every_branch_reaches_as_far_as_it_should():
-    """With one branch open at a time, which inputs move the last output."""
+    """With one branch open at a time, the last output depends on the expected inputs."""
     config = model_config(
         n_select=3, window=6, block_size=4, block_stride=4, select_block_size=4, gate="softmax"
     )
@@ -244,13 +244,13 @@ def test_every_branch_reaches_as_far_as_it_should():
 
 
 def operators(config, batch, seq_len, route):
-    """How many operators a forward and backward call, those inside of others included."""
+    """Returns the number of operators in a forward and backward, with nested operators."""
     layer, x, weight = layer_and_input(config, 0, batch, seq_len, torch.float32, route)
     (layer(x) * weight).sum().backward()
     with profile(use_kineto=False) as profiled:
         (layer(x) * weight).sum().backward()
     names = [event.name for event in profiled.function_events or ()]
-    # Zeros are a fill_ for large tensors and a memset for small ones.
+    # Large tensors are set to zero by fill_, small tensors by a memset.
     return sum(name.startswith("aten::") and name != "aten::fill_" for name in names)
 
 
@@ -259,8 +259,8 @@ def operators(config, batch, seq_len, route):
 def test_operator_count_does_not_depend_on_batch_heads_groups_or_length(lengths, route):
     short, middle, long = lengths
     counts = set()
-    # No size is 1: a reshape that has to copy is free along such a dimension. All tensors are below
-    # torch's grain size of 32,768 elements, above which `cat` of several threads slices its result.
+    # No size is 1, because some reshapes need no copy then. All tensors are below torch's grain
+    # size of 32,768 elements, above which `cat` with several threads slices its result.
     shapes = ((2, (2, 2), short), (5, (2, 2), short), (2, (2, 6), middle), (2, (4, 3), long))
     for batch, heads, seq_len in shapes:
         config = model_config(heads=heads, window=6, block_size=1, block_stride=1)
@@ -271,21 +271,21 @@ def test_operator_count_does_not_depend_on_batch_heads_groups_or_length(lengths,
 def test_operator_count_grows_by_chunks_of_the_selected_branch(monkeypatch):
     monkeypatch.setattr("nsa.chunked.CHUNK", 16)
     config = model_config(window=6, block_size=1, block_stride=1)
-    # The first 16 tokens select everything; the rest are 4, 5 and 6 chunks of 16.
+    # The first 16 tokens select all blocks; the other tokens are 4, 5 and 6 chunks of 16.
     counts = [operators(config, 2, seq_len, "chunked") for seq_len in (80, 96, 112)]
     assert counts[2] - counts[1] == counts[1] - counts[0] > 0
 
 
 @pytest.mark.parametrize("route", ["masked", "chunked", "ranges"])
 def test_the_host_waits_for_no_result_of_a_gpu(route):
-    """A meta tensor has no values: whatever has to read one, as a wait for a GPU does, fails."""
+    """A meta tensor has no values, so code that reads a value, and would wait for a GPU, fails."""
     with torch.device("meta"):
         layer = routed(model_config(), route)
         x = torch.randn(2, 500, layer.config.dim)
         gradients(layer, x, x)
         q, k, blocks = (torch.zeros(2, n, 500, 8) for n in (4, 2, 2))
         case = q[:, :, 32:], k, k, blocks[:, :, 32:, :6].long(), 4, True
-        # The bodies of the operators: for a meta tensor, an operator calls only its fake.
+        # These are the bodies of the operators; for a meta tensor, an operator calls its fake only.
         out, lse = chunked._tiled._init_fn(*case)
         chunked._tiled_backward._init_fn(out, *case[:4], out, lse, *case[4:])
 
@@ -357,7 +357,7 @@ def test_dense_attention_is_softmax_over_all_earlier_keys():
     layer = DenseAttention(config).double()
     x = torch.randn(2, 9, config.dim, dtype=torch.float64)
     sparse = NSAttention(config).double()
-    with torch.no_grad():  # a window over everything, alone, is dense attention
+    with torch.no_grad():  # a window over all tokens, without the other branches
         sparse.gate.proj.weight.zero_()
         sparse.gate.proj.bias.copy_(torch.tensor([-1e4, -1e4, 1e4] * 6))
         mine, theirs = (x.qkv.rows(x.qkv.weight) for x in (sparse, layer))
@@ -379,7 +379,7 @@ def test_gradcheck(route):
 
 
 def test_selection_is_the_same_for_all_heads_of_a_group():
-    """Swapping two heads of a group swaps their outputs and nothing else."""
+    """Swapping two heads of a group does not change the selected blocks."""
     config = model_config(heads=(2, 3))
     layer, x, _ = layer_and_input(config, 0, 1, 40, torch.float64)
     blocks = selected_blocks(layer, x)
@@ -404,7 +404,7 @@ def test_other_shapes_and_dtypes_are_refused_in_one_sentence(name, shape, dtype)
     refused = pytest.raises(ValueError, match=r"q must be \[B, H, S, Dk\], .* got the shapes \[\[")
     with refused:
         call(**{**given, name: torch.zeros(shape, dtype=dtype)})
-    with refused:  # no sequence at all
+    with refused:  # a batch without sequences
         call(q=given["q"][:0], k=given["k"][:, :0], v=given["v"][:, :0], gates=given["gates"][:0])
 
 

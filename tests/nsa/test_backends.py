@@ -1,4 +1,4 @@
-"""Which route a branch takes and why, what the switches do, and what is said about it."""
+"""The route of each branch with its reason, the switches, and the fallbacks."""
 
 import dataclasses
 import sys
@@ -58,7 +58,7 @@ def test_missing_kernels_of_this_torch_are_named():
 
 
 def test_the_table_says_where_heads_are_folded():
-    """It depends on the groups in the batch and on the threads; a kernel alone never decides."""
+    """Folding depends on the groups in the batch and on the threads, not only on the kernel."""
     usual = {"seq_len": 2048, "device": "cpu", "threads": 2}
 
     def folded(**changes):
@@ -211,7 +211,7 @@ def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """The published signature of flash-attn 2, computed by masks. It stands for hardware."""
+    """Replaces flash-attn 2, which needs a GPU: its published signature, computed by masks."""
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert (dropout_p, softmax_scale, causal, window_size[1]) == (0.0, None, True, 0)
     token = torch.arange(q.shape[1])

@@ -1,4 +1,4 @@
-"""The compressed branch: who sees which block, and rows that see none."""
+"""The compressed branch: the blocks that a query sees, and queries that see none."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from nsa.compress import BlockMLP, attend_compressed, to_blocks, weights_in_chun
 
 @torch.no_grad()
 def compressed_weights(q, k, size, stride):
-    """p_cmp of all tokens, put together from its chunks."""
+    """Returns p_cmp of all tokens, joined from its chunks."""
     p_cmp = torch.zeros(q.shape[0], k.shape[1], q.shape[2], k.shape[2])
     for rows, weights in weights_in_chunks(q, k, size, stride):
         p_cmp = p_cmp.to(weights.dtype)
@@ -17,7 +17,7 @@ def compressed_weights(q, k, size, stride):
 
 
 def attend(seq_len, size, stride, requires_grad=False):
-    """Attention with equal scores to one-hot values: the output shows which blocks were seen."""
+    """Attends with equal scores to one-hot values, so the output shows the blocks that are seen."""
     blocks = len(range(size, seq_len + 1, stride))
     q = torch.randn(2, 3, seq_len, 4, dtype=torch.float64, requires_grad=requires_grad)
     k = torch.zeros(2, 1, blocks, 4, dtype=torch.float64, requires_grad=requires_grad)

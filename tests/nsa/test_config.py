@@ -1,4 +1,4 @@
-"""Configuration: what is refused and how, and what is counted."""
+"""Configuration: rejected values, and the numbers of parameters and FLOPs."""
 
 import re
 
@@ -72,7 +72,7 @@ def test_attended_pairs_are_those_that_the_definition_gives(config, seq_len):
 
 
 def test_the_usual_dense_flops_are_those_that_torch_counts():
-    # Unequal head widths take the route of SDPA whose products torch can count.
+    # With unequal head widths, SDPA uses a route whose products torch can count.
     config = model_config(attention="dense", heads=(2, 2), d_k=8, d_v=6, n_layers=2)
     model, tokens = Transformer(config), torch.randint(64, (3, 32))
     with FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""The configurations for M7C and its control: what their comments say is counted here."""
+"""The configurations for M7C and its control: the figures in their comments are correct."""
 
 from pathlib import Path
 
@@ -35,7 +35,10 @@ def test_the_control_differs_in_attention_and_mlp_only_and_has_as_many_parameter
     changed = {
         key for key, value in vars(sparse.model).items() if value != getattr(dense.model, key)
     }
-    assert changed - {"nsa"} == {"attention", "mlp_hidden"}  # dense attention reads no nsa
+    assert changed - {"nsa"} == {
+        "attention",
+        "mlp_hidden",
+    }  # `nsa` has no effect on dense attention
     assert (sparse.data, sparse.train, sparse.optim) == (dense.data, dense.train, dense.optim)
     counts = [parameter_count(settings.model) for settings in (sparse, dense)]
     assert counts[1] == pytest.approx(counts[0], rel=1e-3)

@@ -1,4 +1,4 @@
-"""Decoding: prefill and then token by token gives the numbers of the batched forward."""
+"""Decoding: a prefill and then single tokens give the results of the batched forward."""
 
 from itertools import accumulate, pairwise
 
@@ -59,7 +59,7 @@ def test_a_model_decodes_the_logits_of_its_forward(attention, prefill_batched):
 
 
 def test_a_prompt_computed_token_by_token_is_continued_in_bfloat16():
-    """On a device that computes in bfloat16; meta tensors check dtypes as kernels do."""
+    """Meta tensors check dtypes like the kernels of a device that computes in bfloat16."""
     with torch.device("meta"), torch.no_grad():
         model = Transformer(model_config(), Switches(prefill_batched=False)).bfloat16()
         caches = model.caches()
@@ -71,7 +71,7 @@ def test_a_prompt_computed_token_by_token_is_continued_in_bfloat16():
 @settings(max_examples=12)
 @given(configs(), st.integers(2, 40), st.data())
 def test_blocks_of_any_length_continue_a_sequence(route, config, seq_len, data):
-    """Prefill in drawn blocks, single tokens among them, equals one forward."""
+    """A prefill in drawn blocks, some of them single tokens, equals one forward."""
     cuts = sorted(data.draw(st.sets(st.integers(1, seq_len - 1), max_size=4)))
     torch.manual_seed(seq_len)
     layer = routed(config, route).double()
@@ -85,7 +85,7 @@ def test_blocks_of_any_length_continue_a_sequence(route, config, seq_len, data):
 
 
 def test_a_cached_row_is_written_once():
-    """Appending copies the new rows only: a full buffer is replaced by one for a quarter more."""
+    """Most appends copy only new rows; a full buffer is replaced by a larger buffer."""
     rows, buffers = Rows(), set()
     for _ in range(1000):
         buffers.add(rows.append(torch.zeros(1, 2, 1, 4)).untyped_storage().data_ptr())

@@ -1,4 +1,4 @@
-"""A model as a directory: bitwise the same again, and one sentence for anything else."""
+"""A model as a directory: loading is bitwise, and damage is reported in one sentence."""
 
 import json
 from dataclasses import asdict
@@ -43,7 +43,7 @@ def test_a_model_is_bitwise_the_same_after_a_round_trip(changes, tmp_path):
 
 
 def test_weights_of_separate_projections_are_read(tmp_path):
-    """As in a checkpoint of an earlier version."""
+    """A checkpoint of an earlier version has separate projections."""
     from safetensors.torch import save_file
 
     model = saved(tmp_path)
@@ -57,7 +57,7 @@ def test_weights_of_separate_projections_are_read(tmp_path):
 
 
 def change(path, **fields):
-    """Changes fields of the configuration; None removes one."""
+    """Changes fields of the configuration; the value None removes a field."""
     found = json.loads((path / "config.json").read_text())
     fields = found["model"] | fields
     found["model"] = {name: value for name, value in fields.items() if value is not None}
@@ -103,7 +103,7 @@ def test_a_damaged_or_foreign_directory_is_refused_in_one_sentence(says, tmp_pat
 
 
 def test_a_directory_that_was_not_written_to_its_end_is_refused(tmp_path):
-    """The old configuration does not describe new weights."""
+    """After the failed write, no old configuration is left beside new weights."""
     saved(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").mkdir()

@@ -1,4 +1,4 @@
-"""Documents packed in one sequence: each gets the outputs and gradients that it gets alone."""
+"""Documents packed in one sequence have the same outputs and gradients as each alone."""
 
 from itertools import pairwise
 
@@ -60,7 +60,7 @@ def test_packed_documents_equal_each_alone(route, config, lengths, batch):
 @given(configs(), st.lists(st.integers(1, 20), min_size=1, max_size=5), st.data())
 @example(model_config(), SHORT_AND_LONG, None)
 def test_packed_documents_are_decoded_as_each_alone(route, config, lengths, data):
-    """Blocks of drawn lengths, single tokens among them; one may have ends of several documents."""
+    """The blocks have drawn lengths; a block may be one token or contain several document ends."""
     total, ends = sum(lengths), offsets(lengths)
     cuts = {8, 9, 10, 30} if data is None else data.draw(st.sets(st.integers(1, total), max_size=5))
     edges = sorted({0, total} | {cut for cut in cuts if cut < total})

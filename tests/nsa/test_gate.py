@@ -1,4 +1,4 @@
-"""The gate: its weights, and an entropy that means the same for both kinds."""
+"""The attention gate: its weights, and an entropy that is comparable between both kinds."""
 
 import math
 

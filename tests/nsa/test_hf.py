@@ -19,7 +19,7 @@ LENGTHS = (40, 7, 40, 1, 23)
 
 
 def both(path, kind):
-    """One of our models, the same one as Hugging Face reads it, and its directory."""
+    """Returns a `Transformer`, the same model read by Hugging Face, and its directory."""
     torch.manual_seed(0)
     ours = nsa.Transformer(model_config(n_layers=2, init_std=0.5, **MODELS[kind]))
     nsa.save_model(ours, path)
@@ -33,7 +33,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ragged():
-    """Rows of different lengths, padded on the left, and their mask."""
+    """Returns rows of different lengths, padded on the left, and their mask."""
     tokens = torch.randint(64, (len(LENGTHS), max(LENGTHS)), generator=torch.manual_seed(1))
     column = torch.arange(max(LENGTHS))
     mask = (column >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]).long()
@@ -156,7 +156,7 @@ def test_labels_need_the_logits_of_all_tokens(models, ragged):
 
 
 def test_a_decoded_token_reads_no_mask_on_a_device_that_waits(tmp_path):
-    """Meta tensors have no values, so reading one raises, as waiting for a GPU would take time."""
+    """A meta tensor has no values, so code that reads a value, and would wait for a GPU, fails."""
     model = both(tmp_path, "nsa")[1]
     tokens, mask = torch.zeros(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long)
     with torch.no_grad():
@@ -192,7 +192,7 @@ def test_a_model_that_was_saved_there_is_read_here(kind, tmp_path):
 
 
 def test_a_new_model_has_our_initial_weights():
-    """Hugging Face's usual ones have another deviation."""
+    """The usual initial weights of Hugging Face have another deviation."""
     config = model_config(n_layers=8, dim=64, init_std=0.5)
     made = NSAForCausalLM(NSAModelConfig(model=asdict(config)))
     assert made.model.blocks[0].mlp.down.weight.std().item() == pytest.approx(0.5 / 4, rel=0.1)

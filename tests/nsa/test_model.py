@@ -1,4 +1,4 @@
-"""The transformer around the attention: initial loss, tying, init, learning."""
+"""The transformer: initial loss, tied embeddings, initial weights, learning."""
 
 import math
 from dataclasses import replace
@@ -72,7 +72,7 @@ def test_the_state_holds_parameters_only():
 
 
 def test_training_after_inference_mode_works():
-    """Masks and tables are shared between calls; they must not remember inference mode."""
+    """Masks and tables are shared between calls, so they must not be inference tensors."""
     model = Transformer(model_config(window=9))
     tokens = torch.randint(64, (2, 46))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The package as another program uses it: the example of its README, and its public names."""
+"""The package `nsa` in another program: the examples of its README, and its public names."""
 
 import importlib
 import subprocess

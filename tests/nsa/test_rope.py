@@ -1,4 +1,4 @@
-"""Rotary embedding: only distances count, head by head."""
+"""Rotary embedding: products depend only on the distance of the positions."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Selection: scores of blocks, which are taken, and that exactly these are attended to."""
+"""Selection: scores of blocks, the choice of blocks, and the attention to exactly these."""
 
 from itertools import pairwise
 
@@ -49,7 +49,7 @@ def test_each_compressed_block_is_shared_out_whole(size, stride, select, seq_len
 def test_blocks_that_share_the_same_terms_have_the_same_score_to_the_last_bit():
     config = sparse(block_size=7, block_stride=3, select_block_size=1)
     p_cmp = torch.rand(64, 40, dtype=torch.float64).softmax(-1)
-    for n_blocks in range(120, 128):  # wherever the vectors of the machine end
+    for n_blocks in range(120, 128):  # for each remainder of a vector register
         p_sel = importance(p_cmp, config, n_blocks)
         for j in range(6, 120, 3):
             assert (p_sel[:, j + 1] == p_sel[:, j + 2]).all()
@@ -132,9 +132,9 @@ def test_selected_attention_is_masked_softmax_over_several_tiles_of_the_kernel(a
 @pytest.mark.parametrize("may_wait", [True, False])
 @pytest.mark.parametrize("flash", [True, False])
 def test_many_tiles_of_a_block_equal_masked_attention(flash, may_wait, monkeypatch):
-    """Outputs and gradients, where the blocks are selected unequally often and fill many tiles.
+    """The blocks are selected unequally often and fill many tiles.
 
-    Without waiting, as on a GPU, there are spare tiles, and each part raises the reference.
+    Without `may_wait`, as on a GPU, there are spare tiles, and each part may raise the reference.
     """
     monkeypatch.setattr("nsa.chunked._host_may_wait", lambda _: may_wait)
     monkeypatch.setattr("nsa.chunked.TILE_ROWS", 32)
@@ -154,7 +154,7 @@ def test_many_tiles_of_a_block_equal_masked_attention(flash, may_wait, monkeypat
 
 
 def test_the_size_of_a_part_changes_no_bit(monkeypatch):
-    """So it may follow the machine: an exact resume does not depend on it."""
+    """So this size may be changed, and a resume is still exact."""
     torch.manual_seed(0)
     config = sparse(select_block_size=16, n_select=5)
     inputs, calls = [torch.randn(2, n, 500, 32) for n in (4, 2, 2)], []
@@ -174,7 +174,7 @@ def test_the_size_of_a_part_changes_no_bit(monkeypatch):
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_scores_of_any_size_are_joined_over_the_parts(flash):
-    """Far blocks that outweigh the near ones by e^1000, and the reverse; outputs and gradients."""
+    """Some far blocks outweigh the near blocks by e^1000, and some near blocks the far blocks."""
     torch.manual_seed(0)
     config = sparse(select_block_size=16, n_select=5)
     q, k, v, grad = torch.randn(4, 1, 1, 1100, 8)

@@ -1,4 +1,4 @@
-"""Statistics: right, free when off, and without a word to the host when on."""
+"""Statistics: their values, and that computing them does not wait for the device."""
 
 import math
 
@@ -28,7 +28,7 @@ SELECTION_NAMES = {
     [(0, (1.0, 1.0, 1 / 3, 0.0, [1 / 3] * 3)), (1, (0.75, 0.0, 0.5, 0.25, [0.25, 0.5, 0.25]))],
 )
 def test_gate_statistics_of_even_and_of_collapsed_heads(open_heads, expected):
-    """Of four heads, none or one gives all its weight to one branch; entropies in ln 3."""
+    """Of four heads, none or one has all its weight on one branch; entropies are in ln 3."""
     logits = torch.zeros(2, 5, 4, 3)
     logits[:, :, :open_heads, 1] = 30
     stats = gate_stats(logits, "softmax")
@@ -41,7 +41,7 @@ def test_gate_statistics_of_even_and_of_collapsed_heads(open_heads, expected):
 
 
 def loops(p_sel, blocks, config):
-    """The definitions of nsa.stats, one pick at a time."""
+    """Computes the statistics of `nsa.stats` for one pick after the other."""
     size = config.select_block_size
     entropies, forced_shares, distances, ages, kept, later = [], [], [], [], 0, 0
     both = (tensor.flatten(0, 1).tolist() for tensor in (p_sel, blocks))
@@ -100,7 +100,7 @@ def test_what_a_sequence_is_too_short_for_is_left_out(seq_len, left_out):
 
 
 def test_statistics_never_ask_the_device_for_a_value():
-    """A meta tensor has no values: reading one raises."""
+    """A meta tensor has no values, so code that reads a value fails."""
     logits = torch.empty(2, 40, 4, 3, device="meta")
     p_sel = torch.empty(2, 2, 40, 10, device="meta")
     found = gate_stats(logits, "sigmoid")

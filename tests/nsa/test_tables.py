@@ -1,4 +1,4 @@
-"""Masks and rotary tables: cached, and bounded in memory whatever lengths are met."""
+"""Masks and rotary tables: the cache, and the limit of its memory."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,14 +18,14 @@ def test_tables_of_many_lengths_stay_within_their_memory(monkeypatch):
         built.append(length)
         return torch.zeros(length)
 
-    for length in range(1000, 1200):  # 0.8 MiB altogether
+    for length in range(1000, 1200):  # 0.8 MiB together
         table(length)
     first = table(1000)
     assert first is table(1000)
     assert built == list(range(1000, 1200))
     for length in range(20_000, 20_020):  # 1.5 MiB
         table(length)
-        table(1000)  # the most recently used one stays
+        table(1000)  # a table that is used again stays
     assert built == [*range(1000, 1200), *range(20_000, 20_020)]
     assert tables.TABLES.bytes <= 1 << 20
     table(1001)
@@ -38,7 +38,7 @@ def test_tables_of_many_lengths_stay_within_their_memory(monkeypatch):
 
 
 def test_a_run_with_fake_tensors_leaves_no_table(monkeypatch):
-    """Tools that estimate memory run a model so; later runs of the same shape need real tables."""
+    """Tools that estimate memory use fake tensors; later runs of this shape need real tables."""
     monkeypatch.setattr(tables, "TABLES", tables.Tables())
     config = model_config(heads=(2, 3))
     layer, x = NSAttention(config), torch.randn(1, 40, config.dim)

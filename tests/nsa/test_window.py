@@ -1,4 +1,4 @@
-"""The window: exactly w tokens, at any length."""
+"""The window branch: each query sees the last w tokens."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_a_query_sees_exactly_the_last_w_tokens_itself_included(folded, seq_len,
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("window", [1, 100, 1099, 2000])
 def test_window_attention_is_banded_softmax_over_several_tiles_of_the_kernel(window, folded):
-    """Output and gradients."""
+    """Outputs and gradients are compared."""
     torch.manual_seed(0)
     q, grad = torch.randn(2, 1, 6, 1100, 8, dtype=torch.float64)
     inputs = (q, *torch.randn(2, 1, 2, 1100, 8, dtype=torch.float64))

@@ -1,6 +1,6 @@
-"""The real trainer with one thing broken on purpose, for tests that must then fail.
+"""The real trainer with one part that is broken on purpose.
 
-`python -m tests.trainers.ablated … MODE` takes the words of `trainers.ddp` before the mode.
+`python -m tests.trainers.ablated … MODE` accepts the options of `trainers.ddp` before the mode.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ calls: list[int] = []
 
 
 def zero_of_all(layer: NSAttention) -> Tensor:
-    """Zero, with a zero gradient for every parameter, so that DDP finds all of them used."""
+    """Returns 0, with a zero gradient for each parameter, so that DDP finds all of them used."""
     return torch.stack([(p * 0).sum() for p in layer.parameters()]).sum()
 
 
 def no_attention(layer: NSAttention, x: Tensor, *_: None) -> Tensor:
-    """Attention gives nothing."""
+    """The output of the attention is 0."""
     return x * 0 + zero_of_all(layer)
 
 
 def first_value(layer: NSAttention, x: Tensor, *_: None) -> Tensor:
-    """Every query gets the first value, like the stubs of the ancestor system."""
+    """Each query gets the first value, as in the legacy system."""
     groups = layer.config.n_kv_groups
     values = split_heads(layer.qkv.split(layer.qkv(x))[5], groups)[:, :, :1].expand(
         -1, -1, x.shape[1], -1
@@ -47,12 +47,12 @@ def first_value(layer: NSAttention, x: Tensor, *_: None) -> Tensor:
 
 
 def without_selected(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
-    """The selected branch gives nothing; its parameters stay in the graph."""
+    """The output of the selected branch is 0; its parameters stay in the graph."""
     return plain_sum(gates, cmp, sel * 0, win)
 
 
 def nan_from_step_3(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, ...]:
-    """Rank 1 alone gets a NaN loss from step 3 on, though with finite gradients."""
+    """The loss of rank 1 is NaN from step 3 on; the logits are finite."""
     calls.append(1)
     loss, scored, right = plain_score(logits, batch, count_right)
     bad = len(calls) >= 3 and torch.distributed.get_rank() == 1
@@ -60,28 +60,28 @@ def nan_from_step_3(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Te
 
 
 def sees_the_next_byte(model: Transformer, tokens: Tensor) -> Tensor:
-    """A leak: position t computes from byte t + 1, which it has to predict."""
+    """A leak: the input at position t is byte t + 1, which position t predicts."""
     return plain_forward(model, tokens.roll(-1, dims=1))
 
 
 def nan_at_step_3(model: Transformer, tokens: Tensor) -> Tensor:
-    """The third forward pass alone computes NaN, on every rank."""
+    """Only the third forward pass computes NaN, on each rank."""
     calls.append(1)
     return plain_forward(model, tokens) * (float("nan") if len(calls) == 3 else 1.0)
 
 
 def compile_without_code(block: Block, **choices: Any) -> None:
-    """Dynamo traces as ever, and no compiler spends minutes on what it found."""
+    """Dynamo traces the block, but no compiler runs, because compiling takes minutes."""
     plain_compile(block, backend="eager", **choices)
 
 
 def bug(model: Transformer, tokens: Tensor) -> Tensor:
-    """A mistake that nobody foresaw."""
+    """An error of the program."""
     raise ZeroDivisionError("a real bug")
 
 
 def slow_after_20(model: Transformer, tokens: Tensor) -> Tensor:
-    """Steps of half a minute soon after the twentieth, so that a kill meets the run there.
+    """A forward pass takes 30 s soon after step 20, so that a kill ends the run there.
 
     The two evaluations up to step 20 call the model too.
     """
@@ -91,7 +91,7 @@ def slow_after_20(model: Transformer, tokens: Tensor) -> Tensor:
 
 
 def bug_while_saving(*arguments: Any) -> None:
-    """A seal takes two seconds, and the next forward pass meets a bug."""
+    """The completion of a save takes two seconds; the next forward pass raises an error."""
     Transformer.forward = bug
     time.sleep(2)
     plain_complete(*arguments)

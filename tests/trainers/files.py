@@ -1,4 +1,4 @@
-"""Files of documents for the tests of the data: whole ones, and ones that cannot be read."""
+"""Files of documents for the tests of the data; some of the files are damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 
 def write(path: Path, texts: list[str], rows: int = 7) -> None:
-    """Writes documents in the format of the file's name."""
+    """Writes documents in the format that the file's name has."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         table = pa.table({"id": list(range(len(texts))), "text": pa.array(texts, pa.string())})
@@ -24,7 +24,7 @@ def write(path: Path, texts: list[str], rows: int = 7) -> None:
 
 
 def spoil(path: Path, how: str) -> None:
-    """Writes a folder whose file cannot be read to its end."""
+    """Writes a file to the folder that cannot be read to its end."""
     ending = how.partition(" ")[0]
     file = path / f"bad.{ending}"
     write(file, [os.urandom(500).hex() for _ in range(50)])

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers what huggingface_hub asks for a dataset's card, its list of files, and ranges."""
+    """Answers requests for a dataset's card, its list of files, and ranges of its files."""
 
     protocol_version = "HTTP/1.1"
     server: Hub
@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing; `Hub.served` has what was asked for."""
+        """Writes nothing; `Hub.served` lists the requests."""
 
 
 def etag(path: Path) -> str:
@@ -87,7 +87,7 @@ def etag(path: Path) -> str:
 
 
 class Hub(ThreadingHTTPServer):
-    """One dataset at a revision; `served` lists (file, method, range)."""
+    """One dataset at a revision; `served` lists the requests as (file, method, range)."""
 
     daemon_threads = True
 
@@ -104,7 +104,7 @@ class Hub(ThreadingHTTPServer):
 
 @contextmanager
 def serve(folder: Path, dataset: str) -> Iterator[Hub]:
-    """Serves while the block runs."""
+    """Runs a hub during the `with` block."""
     hub = Hub(folder, dataset)
     thread = threading.Thread(target=hub.serve_forever, daemon=True)
     thread.start()

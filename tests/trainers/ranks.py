@@ -1,4 +1,4 @@
-"""Real ranks of one gloo group in forked processes, for what ranks have to agree on."""
+"""Real ranks of one gloo group in forked processes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def together(
     runs: list[Path], work: Work, variables: Mapping[str, str] | None = None,
     first_only: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """Returns what `work` returns on each rank; for an exception its class, exit code and text.
+    """Returns the result of `work` on each rank; for an exception its class, exit code and text.
 
-    Each rank has its own run directory. `first_only`: the answer of rank 0 is enough.
+    Each rank has its own run directory. With `first_only`, returns only the result of rank 0.
     """
     fork, children = multiprocessing.get_context("fork"), []
     with own_port() as port:
@@ -50,7 +50,7 @@ def together(
 
 @contextlib.contextmanager
 def own_port() -> Iterator[int]:
-    """A port that no other process is given; both sockets reuse it, so rank 0 can listen on it."""
+    """Yields a port that no other process gets; this socket and that of rank 0 share the port."""
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
@@ -58,7 +58,7 @@ def own_port() -> Iterator[int]:
 
 
 def named(rank: int, world: int, port: int) -> dict[str, str]:
-    """Returns the environment that tells a rank its place in the group."""
+    """Returns the variables that describe a rank's place in the group."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

@@ -1,4 +1,4 @@
-"""Real runs for the tests of the trainers: started, followed, signalled, read back."""
+"""Starts real runs for the tests of the trainers, waits for them, and reads their records."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SMALL = {
     "data.seq_len": 32, "data.recall_span": 16, "data.recall_distance": 16, "train.batch_size": 4,
     "train.warmup_steps": 2,
 }  # fmt: skip
-"""A model whose step takes milliseconds, where the test is about something else."""
+"""Settings of a model whose step takes milliseconds, for tests that need no larger model."""
 
 
 def environment(tmp_path: Path, **flags: str) -> dict[str, str]:
-    """Returns what a child inherits: a home of its own, one thread, no network wanted."""
+    """Returns the environment of a child: its own home, one thread, and no use of the hub."""
     folders = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     home = tmp_path / "home"
     home.mkdir(exist_ok=True)
@@ -37,13 +37,13 @@ def environment(tmp_path: Path, **flags: str) -> dict[str, str]:
 
 
 class Recorded:
-    """What a training has written."""
+    """The files of a training."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def records(self, rank: int = 0, *messages: str) -> list[dict[str, Any]]:
-        """Returns one rank's heartbeats, of the messages named."""
+        """Returns the heartbeats of a rank with one of these `messages`; without any, all."""
         return heartbeats(self.path, rank, *messages)
 
     def metrics(self) -> dict[str, Any]:
@@ -74,11 +74,11 @@ class Run(Recorded):
                 self.command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT,
                 env=environment(tmp_path, **(flags or {})), start_new_session=True,
             )  # fmt: skip
-        # A test that fails leaves no training behind: torchrun takes its ranks with it.
+        # A failed test leaves no training behind, because torchrun ends its ranks.
         weakref.finalize(self, end, self.process)
 
     def wait(self, timeout_s: float = 300) -> int:
-        """Returns the exit code; ends the run with an error when it takes too long."""
+        """Returns the exit code; if the run takes too long, ends it and raises AssertionError."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -94,7 +94,7 @@ class Run(Recorded):
         return self.log.read_text(errors="replace")
 
     def until(self, what: Callable[[], Any], timeout_s: float = 300) -> Any:
-        """Waits for something true while the run lives; returns it."""
+        """Calls `what` until its result is true, and returns this result; the run must be alive."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if found := what():
@@ -113,7 +113,7 @@ class Run(Recorded):
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a training that still runs; torchrun gives its ranks 30 s before it kills them."""
+    """Ends a training that still runs; torchrun kills its ranks after 30 s."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -131,7 +131,7 @@ def heartbeats(run: Path, rank: int, *messages: str) -> list[dict[str, Any]]:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Returns the checkpoint that the file `latest` names, None where there is none."""
+    """Returns the checkpoint that the file `latest` names, or None if there is none."""
     file = run / "checkpoints" / "latest"
     path = file.with_name(file.read_text().strip()) if file.exists() else file
     return path if path.is_dir() else None
@@ -142,5 +142,5 @@ def last_step(records: Iterable[dict[str, Any]]) -> int:
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    """Returns the small settings with some keys changed, `__` for the dot."""
+    """Returns `SMALL` with some keys changed; a name has `__` in place of the dot."""
     return SMALL | {key.replace("__", "."): value for key, value in changes.items()}

@@ -1,4 +1,4 @@
-"""What is freed stays with the process: the next step takes it without a page fault."""
+"""Freed memory stays with the process, so the next step uses it without page faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done beside training: on request, by flag, for other tools."""
+"""Checkpoints, profiles, exports and audits that a request, a flag or a setting selects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainers.profiling import AUDITED
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    """Two ranks that are asked for a checkpoint and a profile, and halted."""
+    """Returns a run of two ranks after requests for a checkpoint, a profile and a halt."""
     folder = tmp_path_factory.mktemp("asked")
     changes = small(
         train__steps=100_000, report__log_every=1, checkpoint__background="on",

@@ -1,4 +1,4 @@
-"""Checkpoints: bitwise, and whole or not there whenever the process is killed."""
+"""Checkpoints: they restore a training bitwise, and a kill during a save damages none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def saved(run: Path, parts: Parts, *steps: int, **changes) -> list[Path]:
 
 
 def train(parts: Parts, first: int, last: int) -> list[torch.Tensor]:
-    """Takes a few steps with a draw from the generator in each."""
+    """Trains the steps `first` to `last` - 1. Returns numbers drawn in each step."""
     drawn = []
     source = Synthetic(RESOLVED.data, 0)
     source.position = first * 4
@@ -91,7 +91,7 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
 
 
 class Separate(Parts):
-    """The state as it was saved before the projections of a layer were one parameter."""
+    """The state as in older checkpoints, with one parameter for each projection of a layer."""
 
     def state(self):
         state = super().state()
@@ -256,7 +256,7 @@ def save_for_ever(run: Path) -> None:
 
 
 def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies(tmp_path):
-    """SIGKILL at ten random moments of saving: the next resume finds a whole one."""
+    """After each of ten SIGKILLs at random moments, the newest checkpoint is whole."""
     fork = multiprocessing.get_context("fork")
     run = tmp_path / "run"
     for _ in range(10):
@@ -276,7 +276,7 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies(tmp_path)
         assert not skipped
         checkpoint.load(path, made(2), manifest.read(path))
         held = manifest.newest_first(run)
-        named = latest_checkpoint(run)  # the file `latest` follows the checkpoint
+        named = latest_checkpoint(run)  # `latest` is written after the checkpoint
         assert named in held[:2] or (named is None and len(held) == 1)
 
 
@@ -308,7 +308,7 @@ def test_a_change_of_the_precision_starts_with_the_scale_of_the_new_precision(
 
 
 def test_a_loss_scale_that_was_saved_without_fp16_is_not_used(tmp_path):
-    """Checkpoints of before had a loss scale without fp16 too, and it was 1."""
+    """Older checkpoints have a loss scale without fp16 too; this scale is 1."""
     parts, other = made(1), made(2)
     parts.loss_scale.scale.fill_(1.0)
     (tmp_path / "run").mkdir()

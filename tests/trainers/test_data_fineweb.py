@@ -1,4 +1,4 @@
-"""FineWeb-Edu: from a mirror and from a hub by one call, and what its absence ends in."""
+"""FineWeb-Edu from a mirror and from a hub, and the errors if it cannot be read."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ print(bytes(stream.read(40, 0, 1)[0].flatten().tolist()).hex())
 
 
 def from_the_hub(tmp_path: Path, served: Hub) -> list[str]:
-    """Returns what the loader check said, the fingerprint, and the first bytes."""
+    """Returns the output of `trainers.fwe_smoke`, the fingerprint, and the first bytes."""
     flags = {"HF_ENDPOINT": served.endpoint, "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", FROM_THE_HUB.replace("{revision}", served.revision)],
@@ -91,7 +91,7 @@ def from_the_hub(tmp_path: Path, served: Hub) -> list[str]:
 def test_a_hub_is_read_by_ranges_at_one_revision_and_gives_the_bytes_of_its_mirror(
     mirror, tmp_path
 ):
-    """A later revision with the same files, as after an edit of the card, is the same data."""
+    """A later revision with the same files, such as after an edit of the card, is the same data."""
     with serve(mirror, data_access.DATASET) as served:
         said, fingerprint, came = from_the_hub(tmp_path, served)
         asked = [(name, limits) for name, method, limits in served.served if method == "GET"]
@@ -109,7 +109,7 @@ def test_a_hub_is_read_by_ranges_at_one_revision_and_gives_the_bytes_of_its_mirr
 
 
 def test_no_network_is_told_within_a_second_or_two(tmp_path, monkeypatch, capsys):
-    """Nobody listens; somebody listens and never accepts; the operator said offline."""
+    """No server listens; a server never accepts; HF_HUB_OFFLINE is set."""
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     data = DataSettings(source="fineweb_edu")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:

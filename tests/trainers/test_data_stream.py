@@ -1,4 +1,4 @@
-"""Documents: bytes exactly as stored, shares that add up, positions that hold in any world."""
+"""Documents: their bytes, the held-out part, and positions for any number of ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def stream_of(path: Path, source: str = "text", seed: int = 0, part: bool = Fals
 
 
 def text_from(rows: torch.Tensor) -> bytes:
-    """Returns the stream that the sequences of one lane were cut from."""
+    """Returns the bytes from which the sequences of one lane were cut."""
     assert torch.equal(rows[:-1, -1], rows[1:, 0]), "every token is predicted once"
     return bytes(rows[:, :-1].flatten().tolist())
 
@@ -144,7 +144,7 @@ sizes = st.lists(st.integers(0, 60), min_size=1, max_size=6)
 def test_a_stop_at_any_position_and_any_world_after_it_lose_and_repeat_nothing(
     tmp_path_factory, source, files, lanes, seq_len, rows, legs
 ):
-    """Each leg is a run of `world` ranks; the next one goes on from what one of them saved."""
+    """Each leg is a run of `world` ranks; the next leg continues from the state of rank 0."""
     path = tmp_path_factory.mktemp("files")
     for number, lengths in enumerate(files):
         texts = [chr(65 + number) * length for length in lengths]
@@ -173,7 +173,7 @@ def test_a_stop_at_any_position_and_any_world_after_it_lose_and_repeat_nothing(
 
 
 class Pairs:
-    """Two bytes make a token, so that one is wider than a byte, like those of gpt2."""
+    """A tokenizer whose tokens have two bytes, like those of gpt2."""
 
     kind = torch.uint16
     end = b"\xff\xff"
@@ -200,7 +200,7 @@ def test_wide_tokens_are_packed_and_resumed_like_bytes(tmp_path_factory, lengths
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
 def test_going_on_reads_neither_former_files_nor_the_beginning_of_this_one(tmp_path, source):
-    """What lies before the position is overwritten; a walk from the start would trip on it."""
+    """The data before the position are overwritten, so a read from the start would fail."""
     ending = {"text": "txt"}.get(source, source)
     for number in range(3):
         path = tmp_path / f"{number}.{ending}"

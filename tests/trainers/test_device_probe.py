@@ -1,4 +1,4 @@
-"""What the preflight measures: a leak planted in one branch is found, and sound code passes."""
+"""The measurements of the preflight: a leak in one branch is found, and correct code passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainers.device_probe import Phase, causality, compared, parity
 
 TOKENS = {"data.seq_len": 64, "model.nsa.n_select": 4}
 CHUNKED = {"data.seq_len": 520, "model.nsa.n_select": 3, "train.precision": "bf16"}
-"""The shortest sequence for which the CPU leaves masks."""
+"""Settings with a sequence for which the CPU uses the route `chunked` and no mask."""
 
 
 def phase(name: str = "train", **sets: Any) -> Phase:
@@ -48,7 +48,7 @@ def test_dense_attention_is_causal_and_not_compared():
 
 
 def leaking(true: Any) -> Any:
-    """Adds 1/32 of the next token's value, without its gradient, to the output of a query in 50."""
+    """Adds 1/32 of the next token's value, without its gradient, to one output in 50."""
 
     def leak(q: Any, k: Any, v: Any, *more: Any, **named: Any) -> Any:
         out, rows = true(q, k, v, *more, **named), torch.arange(49, q.shape[2] - 1, 50)

@@ -1,4 +1,4 @@
-"""Faults inside real trainers: the grammar that asks for them, and what each of them leaves."""
+"""Drills in real trainers: their grammar, and the effect of each kind."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ WRONG = {
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_drill_is_refused_wherever_it_is_asked_for(text):
-    """As a flag of a launch, in a plan, in the environment of a trainer and as a setting."""
+    """The drill is a flag of a launch, a flag of a plan, a variable of a trainer, and a setting."""
     document = {"name": "p", "phases": [{"name": "a", "flags": {"NSA_DRILL": text}}]}
     for ask in (
         lambda: flags.parse("NSA_DRILL", text),
@@ -98,7 +98,7 @@ def test_every_kind_has_a_function_and_a_row_in_the_documents():
 def drilled(
     tmp_path: Path, words: str, nproc: int = 1, variables: dict[str, str] | None = None, **more
 ) -> Run:
-    """Starts a run of 40 small steps, each of them reported, with these drills."""
+    """Starts a run of 40 small steps with these drills; each step has a record."""
     changes = {"train__steps": 40, "report__log_every": 1} | more
     live = tmp_path / "live"
     live.mkdir()
@@ -107,7 +107,7 @@ def drilled(
 
 
 def fired(run: Run, words: str, rank: int = 0) -> bool:
-    """Says whether the record of a drill that fires is there."""
+    """Returns whether a record says that the drill fires."""
     (asked,) = drill_kinds.parse(words, "x")
     records = run.records(rank, "drill")
     return any(r["drill"] == str(asked) and r["state"] == "fires" for r in records)
@@ -126,13 +126,13 @@ FATAL = {
     "abort": (-signal.SIGABRT, "Fatal Python error: Aborted"),
     "half": (7, ""),
 }
-"""Kind: exit code (a signal's negated), and what stands in the rank's log."""
+"""By kind: the exit code, or minus the number of the signal, and a text in the rank's log."""
 QUICK = ("oom", "kill", "segv", "half")
 
 
 @pytest.fixture(scope="module")
 def dying(tmp_path_factory):
-    """The quick ones side by side: they mostly import torch."""
+    """Starts the runs of `QUICK` together, because each run spends most time on importing torch."""
     return {kind: drilled(tmp_path_factory.mktemp(kind), f"{kind}@3") for kind in QUICK}
 
 
@@ -172,7 +172,7 @@ PASSING = (
 
 @pytest.fixture(scope="module")
 def survivor(tmp_path_factory):
-    """One run through all that a trainer survives; frozen by itself once, then continued."""
+    """A run with the drills that do not end it; one drill stops its process, SIGCONT resumes it."""
     run = drilled(tmp_path_factory.mktemp("survivor"), PASSING, data__prefetch=1)
     run.until(lambda: fired(run, "stop@15"))
     run.until(lambda: kernel_state(run.process.pid) == "T")
@@ -288,7 +288,7 @@ def test_a_drill_happens_once_in_a_run_unless_it_is_for_every_attempt(tmp_path):
 
 @pytest.mark.slow
 def test_one_of_two_ranks_has_the_fault_and_the_other_meets_what_follows(tmp_path):
-    """A loss that is NaN on rank 1 skips the step on both; its stall holds both in the backward."""
+    """A NaN loss of rank 1 skips the step on both ranks; a stall of rank 1 stalls both."""
     run = drilled(tmp_path, "nan@3:1,backward@6:1", nproc=2)
     try:
         run.until(lambda: fired(run, "backward@6:1", rank=1))

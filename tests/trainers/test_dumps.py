@@ -1,4 +1,4 @@
-"""Ten thousand stack dumps of a training with a busy prefetch thread, and of its end."""
+"""Thousands of stack dumps of a training, also while its process exits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARK = b"Stack (most recent call first)"
 
 
 def dumped(path: Path, start: int) -> tuple[int, int]:
-    """Returns how many dumps stand behind `start`, and where the next look begins."""
+    """Returns the number of dumps after the offset `start`, and the offset of their end."""
     with path.open("rb") as stream:
         stream.seek(start)
         data = stream.read()
@@ -65,7 +65,7 @@ def test_thousands_of_dumps_kill_nothing_and_training_continues(tmp_path, dumps)
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert again > first
-        # The most dangerous dumps: while the interpreter and torch take themselves down.
+        # Dumps during the exit of Python and torch are the most dangerous.
         (run / rundir.HALT).touch()
         while process.poll() is None:
             assert time.monotonic() < deadline

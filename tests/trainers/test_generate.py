@@ -1,4 +1,4 @@
-"""Looking at a checkpoint: what the model would write."""
+"""`trainers.generate` and `trainers.load`: they read a checkpoint, or name its damage."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ CHANGES = small(model__init_std=0.5, attention__uniform_gate=True)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run directory with a checkpoint of a random model, and that model."""
+    """Returns a run directory with a checkpoint of a random model, and the model."""
     return checkpointed(tmp_path_factory.mktemp("run"), CHANGES)
 
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_loaded_whole_or_its_damage_is_named(run, tmp_path, monk
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="is damaged"):
         load.load(folder)
-    monkeypatch.setattr(manifest, "verify", manifest.read)  # as if saved like this
+    monkeypatch.setattr(manifest, "verify", manifest.read)  # as if the file had been saved so
     with pytest.raises(CheckpointError, match="cannot be read"):
         load.load(folder)
     bad, _ = checkpointed(tmp_path / "bad", CHANGES, infinite=True)

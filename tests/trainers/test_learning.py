@@ -1,6 +1,6 @@
-"""What the three sources prove, on the shipped plan and configuration themselves.
+"""Trainings on the three sources, with the plan `cpu_smoke` and its config.
 
-Text: loss falls. Recall: only attention can do it. Synthetic: nothing to learn, so no leak.
+On text the loss falls. Recall is learned only with attention. Nothing is learned from random bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECALL = {"data.source": "recall", "train.stop_at_bytes_right": 0.9, "checkpoint
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """`nsa-console launch cpu_smoke --wait --json`: exit code, status, launch directory."""
+    """Runs the plan. Returns the exit code, the status and the launch directory."""
     root = tmp_path_factory.mktemp("smoke")
     done = subprocess.run(
         [sys.executable, "-m", "console", "--root", str(root), "launch", "cpu_smoke", "--wait",
@@ -35,7 +35,7 @@ def smoke(tmp_path_factory):
     return done.returncode, json.loads(done.stdout), next((root / "cpu_smoke").iterdir())
 
 
-# One process with the batch of two ranks, so that it had the same chance.
+# One process with the batch of two ranks, so that it trains on as much data.
 ALONE = RECALL | {"train.steps": BROKEN_STEPS, "train.batch_size": 16}
 RANDOM = {
     "data.source": "synthetic", "train.steps": LEAK_STEPS, "report.log_every": 1,
@@ -45,7 +45,7 @@ RANDOM = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, smoke):
-    """The recall phase of the smoke plan, and side by side two runs that must not learn."""
+    """Returns the phase `recall` of the plan, and two runs with broken models."""
     folder = tmp_path_factory.mktemp("learning")
     broken = Run(folder, ALONE, 1, broken="no_attention", name="no_attention")
     leaking = Run(
@@ -59,7 +59,7 @@ def runs(tmp_path_factory, smoke):
 
 @pytest.fixture(scope="module")
 def more_runs(tmp_path_factory, runs):
-    """Adds side by side the runs of the full suite."""
+    """Adds the runs of the full suite, which run at the same time."""
     folder = tmp_path_factory.mktemp("more")
     started = {
         "first_value": Run(folder, ALONE, 1, broken="first_value", name="first_value"),
@@ -107,7 +107,7 @@ def test_recall_is_not_learned_without_attention(request, broken, fixture):
 
 @pytest.mark.slow
 def test_the_selected_branch_is_what_recalls(more_runs):
-    """Where the full layer is right, the same layer without that branch is far behind."""
+    """When the full layer copies 90 % of the bytes, the layer without this branch is far behind."""
     step, unselected = more_runs["recall"].metrics()["steps_done"], more_runs["without_selected"]
     assert unselected.metrics()["steps_done"] >= step
     without = {r["step"]: r["bytes_right"] for r in unselected.records(0, "progress")}
@@ -164,6 +164,6 @@ def test_the_guard_ends_a_run_whose_model_sees_the_next_byte(runs):
 
 @pytest.mark.slow
 def test_nothing_is_learned_from_random_bytes(more_runs):
-    """A sound run passes the guard for 300 steps."""
+    """A correct run passes the guard for 300 steps."""
     assert lowest_mean(more_runs["random"]) > CHANCE
     assert more_runs["random"].metrics()["steps_done"] == LEAK_STEPS

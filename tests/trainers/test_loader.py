@@ -1,4 +1,4 @@
-"""Random sources and the loader: what returns, what is scored, and what a wait ends in."""
+"""The random sources and the loader: repeated bytes, scored bytes, time limits, skipped data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def drawn(seq_len: int = 64, **changes) -> DataSettings:
 def test_recall_returns_a_span_at_its_distance_and_scores_exactly_its_bytes(
     span, more, room, seed, world, first
 ):
-    """Every scored byte equals the one a distance before it; nothing else is scored."""
+    """The scored bytes are those of the repeated span, except its first byte."""
     distance = span + more
     seq_len = max(span + distance - 1 + room, 2)
     data = drawn(seq_len, recall_span=span, recall_distance=distance)
@@ -100,7 +100,7 @@ class Hangs(Synthetic):
 
 
 class HangsAtOnce(Synthetic):
-    """The search for a position never returns."""
+    """The restore of a position never returns."""
 
     def restore(self, state):
         threading.Event().wait()
@@ -167,7 +167,7 @@ def test_reading_ahead_is_bounded_and_the_state_is_what_training_took():
     ahead = loader_of(Synthetic)
     while ahead._ready.qsize() < 2:
         time.sleep(0.01)
-    time.sleep(0.3)  # for a third batch, which must not come
+    time.sleep(0.3)  # a third batch must not appear in this time
     assert ahead.state["position"] == 0
     assert ahead._ready.qsize() == 2
     batches = ahead.fetch(3)
@@ -192,7 +192,7 @@ def test_the_data_of_named_steps_is_passed_over_on_every_rank():
     for rank in range(2):
         skips = Loader(Synthetic(chosen.data, 0), chosen, rank, 2, CPU)
         taken = torch.cat([batch.inputs for batch in skips.fetch(4)])
-        # A step is two micro-batches of eight sequences; steps 2 and 3 are passed over.
+        # A step is two micro-batches of eight sequences; steps 2 and 3 are skipped.
         expected = torch.cat((tokens[:16], tokens[48:64]))[rank::2, :-1]
         assert torch.equal(taken, expected)
         assert skips.state["position"] == 64
@@ -218,7 +218,7 @@ def test_skipped_data_is_that_of_the_named_steps_after_another_batch_and_a_secon
     begins, state = first("5:7", 4, (3, 12))
     assert begins == [12, 24, 28]
     begins, _ = first("5:7", 8, (3, 12))
-    assert begins == [28, 36, 44]  # a batch with some of the data is left out
+    assert begins == [28, 36, 44]  # a batch with some of the skipped data is left out
     for at, begins in (((4, 16), [24, 28, 32]), ((5, 28), [28, 32, 36])):
         assert first("5:7", 4, at, skip=state["skip"])[0] == begins
     assert first("8:9", 4, (5, 28), skip=state["skip"])[0] == [28, 32, 40]

@@ -1,4 +1,4 @@
-"""The launch does not change the result: one process, DDP, FSDP2, accumulation, recomputation."""
+"""DDP, FSDP2, accumulation, recomputation and resuming give the result of one process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WAYS = {
     "hsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp", "fsdp.replicas": 2}),
 }  # fmt: skip
 QUICK = {("fsdp, recompute, accumulate", "fp64")}
-"""The comparison that `make test` makes; the full suite makes all."""
+"""The comparison of `make test`; the full suite makes all comparisons."""
 
 
 def figures(run: Run) -> list[tuple[float, ...]]:
@@ -55,7 +55,7 @@ def figures(run: Run) -> list[tuple[float, ...]]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """One process, by precision."""
+    """Returns the figures of one process, by precision."""
     folder = tmp_path_factory.mktemp("alone")
     runs = {
         precision: Run(folder, WHOLE | {"train.precision": precision}, nproc=1, name=precision)
@@ -92,9 +92,9 @@ def test_every_way_to_share_the_work_gives_the_same_losses_and_norms(
 
 
 def test_weights_depend_on_seed_and_name_only_and_shards_gather_in_the_forwards_type(tmp_path):
-    """On 1, 2 and 4 ranks, alone, with DDP and with FSDP2; no rank has the whole model.
+    """The weights are compared between one process, DDP and FSDP2.
 
-    Memory that nobody has set is NaN where algorithms are deterministic.
+    With deterministic algorithms, torch fills unset memory with NaN, so unset weights are found.
     """
 
     def compare(parallel, precision, tied):
@@ -168,14 +168,14 @@ def parquet(folder: Path, longest: int = 400) -> dict[str, Any]:
     ids="-".join,
 )
 def killed(request, tmp_path_factory):
-    """A whole run of two ranks, and one that is killed after its first checkpoint."""
+    """Returns a whole run of two ranks, and a run that was killed after its first checkpoint."""
     strategy, source = request.param
     folder = tmp_path_factory.mktemp(strategy)
     changes = RESUMED | {"train.strategy": strategy}
     if source == "parquet":
         changes |= parquet(folder / "data")
     whole = Run(folder, changes, name="whole").done()
-    # The pause lets the kill come between the checkpoint of step 20 and the end.
+    # The slow steps after step 20 leave time for the kill before the next checkpoint.
     run = Run(folder, changes, name="killed", broken="slow_after_20")
     run.until(lambda: manifest.newest_first(run.path))
     for pid in run.pids():
@@ -228,7 +228,7 @@ ALL = RESUMED | {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "nproc"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy, nproc):
-    """With spikes, overflows, packed documents, evaluation and background saves in play."""
+    """The runs have spikes, overflows, packed documents, evaluations and background saves."""
     packed = {"data.documents": "separate", "data.held_out": 0.2}
     changes = ALL | parquet(tmp_path / "data", 40) | packed | {"train.strategy": strategy}
     whole = Run(tmp_path, changes, nproc=nproc, name="whole").done(600)
@@ -260,7 +260,7 @@ def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy,
 
 
 def resumed_on(ranks: int, batch: int, folder: Path, changes: dict, path: Path, step: int) -> Run:
-    """Goes on from a step to the end on so many ranks."""
+    """Resumes a run at `step` on this number of ranks, and waits for the end."""
     more = {
         "checkpoint.resume": str(path), "checkpoint.from_step": step, "train.batch_size": batch,
         "checkpoint.every": 4, "checkpoint.keep_every": 4, "checkpoint.allow_change": "batch",
@@ -273,7 +273,7 @@ def position(run: Run) -> int:
 
 
 def assert_step_equal(run: Run, whole: Run, step: int, close: float = 1e-5) -> None:
-    """The same sequences give the same loss: they were neither lost nor repeated."""
+    """Compares the losses of a step; they are equal if no sequence was lost or repeated."""
     mine, theirs = (
         next(r for r in each.records(0, "progress") if r["step"] == step) for each in (run, whole)
     )

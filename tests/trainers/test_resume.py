@@ -1,4 +1,4 @@
-"""Rank 0 decides what is resumed: ranks that see other files go on alike, or fail alike."""
+"""Rank 0 chooses the checkpoint; ranks with other files resume it too, or all ranks fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainers.schema import CheckpointSettings
 
 
 def resume(rank, parallel, member, wish="auto"):
-    """Returns the step that was resumed and one weight, or 0 for a start at step 1."""
+    """Resumes. Returns the step and one weight of the checkpoint, or zeros without one."""
     resolved = settings.resolve(CONFIG, {}, small(checkpoint__resume=wish))
     parts = made(7 + rank, parallel)
     found = build.resume(resolved.settings, member, Report(resolved, member), parts, "source=x")
@@ -46,7 +46,7 @@ def test_ranks_that_list_other_checkpoints_resume_what_rank_0_chooses(tmp_path, 
 
 
 def elsewhere(tmp_path, rank: int):
-    """Returns the view of one host: the same names, other files."""
+    """Returns the folder of one host; the names in it are the same on each host."""
     host = tmp_path / f"host{rank}"
     (host / "run").mkdir(parents=True)
     return host
@@ -95,7 +95,7 @@ VALUES = {
     key: entry["value"] for key, entry in settings.resolve(CONFIG, {}, small()).as_dict().items()
 }
 CHANGES = [
-    ({"train.batch_size": 2}, ""),  # on two ranks the same global batch
+    ({"train.batch_size": 2}, ""),  # the same sequences per step on two ranks
     ({"train.batch_size": 1, "train.accumulate": 2, "attention.sel_ranges": 1}, ""),
     ({"train.steps": 300, "eval.every": 3, "model.init_std": 0.5, "optim.fused": 0}, ""),
     ({"model.nsa.window": 16}, "model.nsa.window was 8 and is 16"),

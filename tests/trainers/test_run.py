@@ -1,4 +1,4 @@
-"""Whole runs: what they record, that the launch does not change the result, how they end."""
+"""Whole runs: their records, halts, exit codes, and their behaviour without disk space."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory):
-    """Two ranks on text, statistics and CSV on, a flag set; everything below reads it."""
+    """Returns a run of two ranks on text, with statistics, CSV files and a flag."""
     changes = small(
         data__source="text", train__steps=STEPS, report__log_every=4, eval__every=6,
         eval__batches=2,
@@ -218,7 +218,7 @@ def test_a_trainer_logs_config_parameters_and_tokens_before_step_1(text_run, tmp
     ],
 )
 def test_a_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(tmp_path, how, flags):
-    """Also without checkpoint.at_end, however gradients travel; a dump before harms nothing."""
+    """This holds without checkpoint.at_end, with a static graph or compression, after a dump."""
     changes = small(train__steps=100_000, report__log_every=5, checkpoint__at_end=False)
     run = Run(tmp_path, changes, flags=flags)
     run.until_step(10)
@@ -334,7 +334,7 @@ def test_a_rank_whose_peer_dies_ends_with_14_and_says_so(tmp_path, port):
                 stdout=stream,
             ))  # fmt: skip
     end = time.monotonic() + 150
-    # Then rank 0 has done a step, whatever the processor did meanwhile.
+    # When rank 1 has a record of step 3, rank 0 has ended a step.
     while last_step(heartbeats(tmp_path / "run", 1, "progress")) < 3:
         assert time.monotonic() < end, logs[1].read_text()
         time.sleep(0.05)
@@ -358,7 +358,7 @@ def test_out_of_memory_is_11_for_the_host_and_for_the_device():
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of 4 MiB."""
+    """Yields a mounted file system of 4 MiB."""
     with tmpfs(tmp_path, 4) as mounted:
         yield mounted
 
@@ -372,7 +372,7 @@ def fill(disk: Path) -> Path:
 
 
 def test_a_full_disk_costs_records_and_nothing_else(tmp_path, disk):
-    """Steps continue while the disk is full; later records have the number of the lost ones."""
+    """Steps continue while the disk is full; later records contain the number of lost records."""
     changes = small(train__steps=100_000, report__log_every=1, checkpoint__at_end=False)
     run = Run(tmp_path, changes, nproc=1, name=disk.name)
     run.until_step(5)
@@ -394,7 +394,7 @@ def step_of(run: Path) -> int:
 
 
 def in_the_way(file: Path, folder: Path) -> bool:
-    """Puts a file into the place of a directory in which a trainer goes on saving."""
+    """Replaces a directory, to which a trainer saves, by a file; returns whether this worked."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         file.rename(folder)
@@ -410,7 +410,7 @@ def test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named(tmp_
     run = Run(tmp_path, SAVING, nproc=1, name=disk.name)
     first = run.until(lambda: manifest.newest_first(disk))[0]
     filler = fill(disk)
-    # An old checkpoint that goes, because the save before was complete, makes room for another.
+    # The removal of an old checkpoint frees disk space, so the disk is filled again each time.
     run.until(lambda: fill(disk) and "the save of the checkpoint" in run.text())
     (good,) = manifest.newest_first(disk)
     manifest.verify(good)
@@ -432,7 +432,7 @@ def test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays
     if subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode:
         pytest.skip("this machine does not let root mount a directory read-only")
     try:
-        # Busy while a save is being written.
+        # The mount is busy while a save is written, so this is tried until it works.
         read_only = ["mount", "-o", "remount,ro,bind", folder]
         run.until(lambda: not subprocess.run(read_only, capture_output=True).returncode)
         run.until(lambda: "Read-only file system" in run.text())
@@ -441,7 +441,7 @@ def test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
     run.until(lambda: manifest.newest_first(run.path)[0] > good)
-    # Out of the way first, or a save in the middle of it makes parts of it again.
+    # The directory is renamed first, because a save during the removal could create it again.
     shutil.rmtree(run.path.rename(tmp_path / "away"), ignore_errors=True)
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.wait() == 15
@@ -450,7 +450,7 @@ def test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays
 
 
 def readable(run: Path) -> list[dict]:
-    """Returns the progress records between torn lines."""
+    """Returns the progress records; lines that are not JSON are left out."""
     records = []
     for line in (run / "heartbeat_rank0.jsonl").read_bytes().split(b"\n"):
         try:

@@ -1,4 +1,4 @@
-"""Background saves: each ends, is told once, and leaves a whole checkpoint or nothing."""
+"""Background saves: each ends, has one result, and leaves a whole checkpoint or none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def names(run: Path) -> list[str]:
 
 
 def waited(saver: Saver) -> list[Path | CheckpointError]:
-    """Returns the results of the background save; there is none if it takes too long."""
+    """Returns the results of background saves after a wait of up to 120 s."""
     return saver.collect(wait_s=120)
 
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_without_latest_is_complete_and_no_message_says_that_it_fai
 
 
 class Raises:
-    """A value of the manifest that cannot be copied: it fails in the thread of the saver."""
+    """A value of the manifest whose copy raises an error in the thread of the saver."""
 
     def __init__(self, error: BaseException):
         self.error = error
@@ -130,12 +130,12 @@ def test_an_error_of_the_training_lets_a_background_save_end(tmp_path):
 
 
 class Leaves(Saver):
-    """A rank that does not get to write what it has copied."""
+    """A rank that stops itself after it has copied its state, before it writes the copy."""
 
     how = signal.SIGSTOP
 
     def _write(self, *arguments):
-        while not (self._run / "began").exists():  # rank 0 has all that both need to begin
+        while not (self._run / "began").exists():  # rank 0 creates this file after its copy
             time.sleep(0.01)
         os.kill(os.getpid(), self.how)
         return super()._write(*arguments)
@@ -172,7 +172,7 @@ def test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next(
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_next_saves(tmp_path):
-    """A mount point cannot be removed; a leftover of a killed save is one too."""
+    """The old checkpoint and a leftover of a killed save are mount points."""
     run = tmp_path / "run"
     old, _ = saved(run, made(1), 1, 2)
     left = old.with_name(".step_00000009.tmp")
@@ -198,7 +198,7 @@ def test_without_a_final_save_the_periodic_one_of_the_last_step_stays(tmp_path):
 def test_a_save_into_a_directory_that_was_replaced_is_refused_and_nothing_there_is_touched(
     tmp_path,
 ):
-    """Before the save begins, and while it is written; the directory that was moved keeps all."""
+    """The directory is replaced before or during a save; the moved directory keeps its files."""
     run, away = tmp_path / "run", tmp_path / "away"
     saved(run, made(1), 1)
     home = run.stat()
@@ -220,7 +220,7 @@ def test_a_save_into_a_directory_that_was_replaced_is_refused_and_nothing_there_
 
 
 class MovesAt:
-    """Moves the run directory when it is asked for the second time, as a save is sealed."""
+    """Replaces the run directory at the second call, which is made when a save is completed."""
 
     def __init__(self, run: Path, away: Path):
         self.run, self.away, self.asked = run, away, 0

@@ -56,7 +56,7 @@ def test_options_are_settings_with_their_own_origin_and_set_overrides_them():
 
 @pytest.mark.parametrize("flag", flags.FLAGS.values(), ids=lambda flag: flag.name)
 def test_a_flag_takes_type_limits_and_help_from_its_key_and_sets_it(flag):
-    """One row in `flags.OWN` is all that a flag needs, from the form to the settings."""
+    """Besides its key, a flag of this project needs only one row in `flags.OWN`."""
     examples = {bool: "1", int: "2", float: flag.default, str: "0:1"}
     text = (
         "raise@2" if flag.name == "NSA_DRILL" else examples.get(flag.key.kind) or flag.key.kind[1]
@@ -232,7 +232,7 @@ def test_yaml_numbers_that_yaml_reads_as_words_still_count(tmp_path):
     st.dictionaries(st.sampled_from(["lr", "steps", "nsa", "dim", "path"]), st.none()
     | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), max_size=3)))  # fmt: skip
 def test_whatever_a_config_holds_it_resolves_or_is_refused(tree):
-    """No value of any type gets past as anything else than a UsageError."""
+    """A value of any type is accepted, or raises UsageError."""
     overrides = dict(settings.flatten(tree))
     with contextlib.suppress(UsageError):
         assert json.dumps(settings.resolve(None, {}, overrides).as_dict())
@@ -336,7 +336,7 @@ def test_a_wrong_start_inside_a_run_is_in_its_heartbeat_and_metrics(tmp_path):
 
 
 def test_a_start_by_hand_that_is_rejected_changes_no_record_of_the_run_there(tmp_path):
-    """Also if the environment names the directory: the run may have ended, or be alive."""
+    """The environment names the directory, so the run in it may have ended or be alive."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "heartbeat_rank0.jsonl").write_text("{}\n")

@@ -1,4 +1,4 @@
-"""Tokens of gpt2, and what the absence of its files ends in."""
+"""Tokens of gpt2, and the errors if its files are missing or damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_gpt2_files_that_are_damaged_are_told_in_a_sentence(tmp_path, monkeypatc
 
 
 def bytewise() -> tokenizer.Tokenizer:
-    """The tokenizer gpt2 with an encoding that has bytes only, as its files are not at hand."""
+    """Returns the tokenizer gpt2 with an encoding of bytes only, because its files are missing."""
     encoding = tiktoken.Encoding(
         "bytes", pat_str=r"(?s).", mergeable_ranks={bytes([i]): i for i in range(256)},
         special_tokens={"<|endoftext|>": 50_256},

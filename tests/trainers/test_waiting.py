@@ -1,4 +1,4 @@
-"""Between log steps the host never waits for the device: no value is read, no new tensor copied."""
+"""In steps without a progress record, the host does not wait for the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READS = {
 }  # fmt: skip
 """Operators whose result the host needs; each of them waits for the device."""
 FROM_HOST = "lift_fresh"
-"""`torch.tensor` makes a tensor of host values; on a device that is a copy from pageable memory."""
+"""The operator of `torch.tensor`, which copies host values from pageable memory to a device."""
 
 
 class Operators(TorchDispatchMode):
@@ -59,6 +59,6 @@ def test_the_host_waits_for_the_device_at_log_steps_only(tmp_path):
         assert loop.train(resolved.settings, member, Report(resolved, member)) == "done"
     assert member.close(10)
     assert (10, "_local_scalar_dense") in operators.found
-    # The one tensor of host values is that of `StepReduction.start`, which is pinned for a GPU.
+    # `StepReduction.start` makes the only tensor of host values, in pinned memory for a GPU.
     quiet = [(step, name) for step, name in operators.found if 5 < step < 10]
     assert quiet == [(step, FROM_HOST) for step in range(6, 10)]

@@ -20,14 +20,14 @@ GPT2_FILES = tuple(
 
 
 def hub_problem() -> str:
-    """Returns why the hub or its proxy cannot be reached, or "" if it accepts a connection.
+    """Returns why the hub cannot be used, or "" if the hub or its proxy accepts a connection.
 
     The DNS lookup has no time limit.
     """
     unread = f"so {DATASET} cannot be read; {MIRROR}"
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
         return f"HF_HUB_OFFLINE is set, {unread}"
-    from urllib import request  # imported here: 1 MiB, rarely needed
+    from urllib import request  # here, because it needs 1 MiB and is rarely used
 
     host, proxies = "the hub", request.getproxies()
     try:

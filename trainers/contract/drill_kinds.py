@@ -1,7 +1,8 @@
 """Drills: the faults that a trainer can produce for practice, and the grammar of a drill.
 
 A drill is `KIND@STEP[:RANK[:SECONDS]][!]`; commas separate several drills. RANK is a number or
-`all`; the default is 0. A drill without `!` happens in the first attempt only. Needs no torch.
+`all`; the default is 0. A drill without `!` happens in the first attempt only. This module needs
+no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Truth:
     ranked: bool = True
     """False if no record shows the rank of the fault, because all ranks record a common sum."""
     after_s: float = 0.0
-    """Additional seconds that `nsa-console drill` waits for the alert."""
+    """Additional seconds that `nsa-console drill` waits for the alert, and then for the action."""
 
 
 STALLS = ("stop", "kill")

@@ -1,9 +1,9 @@
-"""Writes the stacks and the flight record of this process on SIGUSR1, without killing it.
+"""Writes the stacks and the flight record of this process on SIGUSR1; the process continues.
 
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
 in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
 the stacks of at most 100 threads; then torch returns the flight record of the collectives. The
-helper creates no frame object.
+helper creates no frame object of another thread.
 
 If a rank holds the GIL in native code, the helper cannot run. For this case there is a second
 signal, `LAST_RESORT`: faulthandler writes the stack of the main thread in the signal handler
@@ -17,8 +17,8 @@ Two other methods killed healthy trainings, as core files show (CPython 3.11.7, 
   instructions before it sets `current_frame` (also in 3.12); the handler follows the old pointer.
   With `all_threads=True`, trainings died after 7 to 1,019 dumps.
 - `sys._current_frames()` and `f_back` in the helper: allocating the frame object may collect
-  garbage and release the GIL. Meanwhile the frame's own thread can return from it and call another
-  function in the same memory; the object then refers to a frame larger than itself.
+  garbage and release the GIL. Meanwhile the other thread can return from this frame and call
+  another function in the same memory; the object then refers to a frame larger than itself.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def _woken(_number: int, _frame: FrameType | None) -> None:
 def _flight_record() -> str:
     """Returns torch's flight record of the collectives as JSON, or "" if torch has no recorder.
 
-    If torch raises an error, the JSON has only this error.
+    If torch raises RuntimeError or TypeError, the JSON has only the name of this error.
+
     NCCL's recorder is read only if the general recorder has no entry. NCCL's recorder queries CUDA
     events, which took 2 ms on an H100 whose kernel did not end. NCCL's function that returns no
     JSON is never called, because it took 36 s to resolve the symbols of C++ stacks.
@@ -110,7 +111,7 @@ class StackDumper:
         self._thread = threading.Thread(target=self._run_dumps, name="nsa-dumper", daemon=True)
 
     def install(self) -> None:
-        """Registers both signals; from now on a native crash writes its stack to stderr."""
+        """Registers both signals, and lets faulthandler write the stack of a native crash."""
         if not faulthandler.is_enabled():
             # Dumps only the crashing thread, because the frames of other threads may change
             # meanwhile.

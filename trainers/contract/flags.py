@@ -130,7 +130,7 @@ def format_value(value: Value) -> str:
 
 
 def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the flags that a launch copies from the operator's shell: `NSA_*` and the GPUs.
+    """Returns the flags that a launch copies from the operator's shell: `NSA_*` and `DEVICES`.
 
     Empty variables are left out. Other flags of libraries are not copied, because the shell may
     set them for other reasons. Raises UsageError.

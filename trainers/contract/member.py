@@ -44,7 +44,7 @@ HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that halt a rank; torchrun sends one of them to its ranks before it kills them."""
 PULSE_MIRROR_S = 0.25
 COUNTING = ("progress", "exit")
-"""Records that contain the number of steps with a non-finite loss, if it is counted."""
+"""Records that contain the number of steps with a non-finite loss, if such steps are counted."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
 _BOARD = struct.Struct("<qqq")
@@ -57,7 +57,7 @@ class Member:
 
     After the start, only `close` makes its caller wait for the disk. `halt_reason` is the reason
     why this rank wants to halt, or "" if there is none. All ranks must agree on the step before
-    they halt; `Joined.step` does that for programs with a collective in every step.
+    they halt; in a program with a collective in every step, `Joined.step` makes them agree.
     """
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
@@ -221,7 +221,7 @@ class Joined(Member):
         self._in_step = False
         self._reason = "done"
         self._raised_in = ""
-        """The phase in which an exception was raised; "" again after a new step or phase."""
+        """The phase in which an exception was raised; "" from the next step or phase on."""
         self.pulse.nonfinite_steps = 0
         self.start()
         self.record("boot", 0)

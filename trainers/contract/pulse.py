@@ -1,4 +1,4 @@
-"""The pulse of a rank: 256 bytes of shared memory with its current step and phase.
+"""The pulse of a rank: 256 bytes of shared memory with its present step and phase.
 
 Layout (little endian): sequence number, magic, rank, pid, step, phase, since (monotonic s), beat
 (monotonic s), collectives, device step, device phase, records, non-finite steps, …, sequence number
@@ -21,7 +21,7 @@ from trainers.contract import jsonl
 
 SIZE_BYTES, TRIES = 256, 3
 LATEST_S = 1e10
-"""Largest uptime of a host; a later time is invalid."""
+"""Largest valid value of `since` and `beat`."""
 MAGIC = 0x4E534150
 PHASES = (
     "boot", "load", "fetch", "forward", "backward", "optimizer", "log", "eval", "save", "halt",
@@ -95,7 +95,7 @@ class PulseWriter:
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
         """Marks the start of `phase` in `step`.
 
-        Without a device step or phase, the pulse shows `step` or `phase` for the device.
+        Without a device step, the pulse shows `step` in its place; `phase` is used in the same way.
         """
         self._since, self.step, self.phase = time.monotonic(), step, phase
         self._device = device_step, device_phase

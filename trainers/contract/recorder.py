@@ -77,7 +77,7 @@ class Recorder:
         return True
 
     def call(self, work: Callable[[], None]) -> None:
-        """Queues a function that writes something other than a record, such as a document.
+        """Queues a function, for example one that writes a document.
 
         A full queue does not drop the function.
         """
@@ -127,7 +127,7 @@ class Recorder:
         if written < len(data):
             self._torn.add(path)
             self.dropped += 1
-            self.trouble = f"{path.name} was written only partly, because the disk is full"
+            self.trouble = f"{path.name} was written only partly; the disk may be full"
         else:
             self._torn.discard(path)
 

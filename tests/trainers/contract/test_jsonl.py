@@ -1,4 +1,4 @@
-"""Lines of records: every value makes the round trip, and a heartbeat stays one short line."""
+"""JSON lines: floats survive the round trip, and a heartbeat is one short line."""
 
 from __future__ import annotations
 

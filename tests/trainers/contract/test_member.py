@@ -1,4 +1,4 @@
-"""Joining a run: harmless dumps, a halt of all ranks at one step, records that survive."""
+"""Joining a run: dumps, the common step of a halt, and records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def held():
     (here / "there").touch()
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     native.pthread_mutex_lock(mutex)
-    native.pthread_mutex_lock(mutex)  # for ever; unlike sleep() no signal ends it
+    native.pthread_mutex_lock(mutex)  # forever: no signal ends this wait
 for step in range(1, 100000):
     if run.step(step, loss=1.0 / step):
         break
@@ -93,7 +93,7 @@ def beats(run: Path) -> list[dict]:
 
 
 def runs_python(pid: int) -> bool:
-    """Says whether a thread runs; one of them always does, unless the GIL is held for ever."""
+    """Returns whether a thread runs; with the GIL held forever, no thread runs."""
     stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     return any(text.rpartition(")")[2].split()[0] != "S" for text in stats)
 
@@ -131,7 +131,7 @@ def test_the_last_resort_needs_no_gil_and_never_ends_a_rank(tmp_path, live, star
     if mode == "gil":
         wait_for(lambda: not any(runs_python(process.pid) for _ in range(3)))
     process.send_signal(signal.SIGUSR1)
-    time.sleep(0.3)  # for a dump that must not come
+    time.sleep(0.3)  # a dump must not appear in this time
     assert not stack.read_text()
     process.send_signal(dumps.LAST_RESORT)
     if mode == "gil":
@@ -142,7 +142,7 @@ def test_the_last_resort_needs_no_gil_and_never_ends_a_rank(tmp_path, live, star
 
 
 def test_sigusr1_before_the_handler_is_there_is_harmless_when_it_was_ignored(tmp_path, start):
-    """torchrun's children inherit the ignored signal from the supervisor."""
+    """The ranks inherit from the supervisor that the signal is ignored."""
     process = start("run", preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
     for _ in range(100):
         process.send_signal(signal.SIGUSR1)
@@ -195,7 +195,7 @@ def test_an_old_halt_file_stops_nothing_when_no_supervisor_has_cleared_it(tmp_pa
 
 
 def test_ranks_that_meet_every_step_agree_on_the_step_to_halt_at(tmp_path):
-    """Every interleaving that a collective per step allows, with the wish on either rank."""
+    """Either rank leads in each step, and either rank requests the halt."""
     for wisher in (0, 1):
         for lead in (0, 1):
             directory = tmp_path / f"{wisher}{lead}"
@@ -257,12 +257,12 @@ def test_the_last_step_counts_unless_it_failed_and_values_that_json_lacks_are_co
 
 
 def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatch):
-    """A recorder whose disk never answers keeps a bounded queue."""
+    """The queue of a recorder is bounded while its disk does not answer."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     recorder = Recorder()
-    recorder.call(lambda: os.close(os.open(fifo, os.O_WRONLY)))  # blocks until somebody reads
-    wait_for(lambda: recorder.waiting == 0)  # else the call has a place in the queue
+    recorder.call(lambda: os.close(os.open(fifo, os.O_WRONLY)))  # blocks until it is read
+    wait_for(lambda: recorder.waiting == 0)  # the call has left the queue
     kept = sum(recorder.put(tmp_path / "f", b"x\n") for _ in range(12_000))
     assert kept == 10_000
     assert recorder.dropped == 2_000
@@ -330,7 +330,7 @@ for step, loss in enumerate([0.0, *losses], start=1):
     ids=["each step", "a step without"],
 )
 def test_records_are_numbered_and_steps_that_are_not_finite_counted(tmp_path, live, loss, counts):
-    """`run.step(step, loss=…)` tells the loss of the step before; the last has none."""
+    """`run.step(step, loss=…)` gets the loss of the previous step; the last step has no loss."""
     words = [sys.executable, "-c", COUNTED, loss]
     subprocess.run(words, env=environment(tmp_path, live), timeout=150, check=True)
     records = beats(tmp_path)
@@ -449,7 +449,7 @@ def test_a_directory_that_hangs_gets_one_copy_of_the_pulse_at_a_time(tmp_path, m
 
 
 def test_a_pulse_is_copied_although_records_always_wait(tmp_path, monkeypatch):
-    """Otherwise a slow disk makes a rank that works look stalled."""
+    """Without the copy, a rank with a slow disk would look stalled."""
     polls = threading.Semaphore(0)
     monkeypatch.setattr("trainers.contract.member.PULSE_MIRROR_S", 0.0)
     monkeypatch.setattr(Recorder, "waiting", 1)

@@ -1,4 +1,4 @@
-"""The pulse is read whole or not at all, while it is being written."""
+"""A reader gets a whole pulse or none while the pulse is written."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ while True:
 
 
 def test_a_reader_never_sees_a_mixture_while_another_process_writes(tmp_path):
-    """Step and collective count are written together; they must be read together."""
+    """A pulse never has the step of one write and the collectives of another."""
     path = tmp_path / "p"
     writer = subprocess.Popen([sys.executable, "-c", HAMMER, str(path)])
     try:
