@@ -30,9 +30,9 @@ def save_model(
     """Writes the configuration and the weights of a model to a directory.
 
     `facts` are added to the metadata of the weights. After an interrupted write, the directory has
-    its earlier content or no complete `config.json`, so no reader accepts a mixture. Raises
-    OSError, for example if the directory has a `config.json` of another kind. Raises ValueError for
-    a model with `force_branch` or `uniform_gate`.
+    its earlier content or no `config.json`, so no reader accepts a mixture; a further call
+    completes it. Raises OSError, for example if the directory has a `config.json` of another kind.
+    Raises ValueError for a model with `force_branch` or `uniform_gate`.
     """
     if any(layer.switches.fixed_gate for layer in model.attention_layers()):
         raise ValueError("a directory cannot describe force_branch or uniform_gate of a model")
@@ -52,16 +52,18 @@ def save_model(
         ) from error
     except FileNotFoundError:
         pass
-    new = path / f".{WEIGHTS}.new"
+    new = {name: path / f".{name}.new" for name in (WEIGHTS, CONFIG)}
     try:
-        with new.open("wb") as file:
+        with new[WEIGHTS].open("wb") as file:
             file.write(save(weights, {"format": "pt", **(facts or {})}))
             os.fsync(file.fileno())  # config.json, which completes the directory, comes after this
+        new[CONFIG].write_text(json.dumps(config, indent=2) + "\n")
         (path / CONFIG).unlink(missing_ok=True)
-        new.replace(path / WEIGHTS)
+        for name, written in new.items():
+            written.replace(path / name)
     finally:
-        new.unlink(missing_ok=True)
-    (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        for written in new.values():
+            written.unlink(missing_ok=True)
 
 
 def load_model(directory: Path | str) -> Transformer:

@@ -64,7 +64,7 @@ class Training:
         faults.arm(settings, member, report, self.plain, source)
         report.write_environment(
             inventory.collect(parallel, self.plain, source, settings),
-            peak_flops(inventory.device_name(device), train.precision),
+            peak_flops(inventory.device_name(device), train.precision, train.tf32),
         )
         self.loader = Loader(source, settings, parallel.rank, parallel.world, device, resumed)
         self.held_out = draw_held_out(settings, run, parallel)

@@ -22,8 +22,14 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 """Dense peak in TFLOP/s by part of the device's name, from data sheets; the first match is used."""
 
-PEAK_OF = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
-"""Tensor cores are as fast with fp16 as with bf16; the table has no peak for fp64."""
+PEAK_OF = {
+    "fp32": ("fp32", 1.0),
+    "tf32": ("bf16", 0.5),
+    "bf16": ("bf16", 1.0),
+    "fp16": ("bf16", 1.0),
+}
+"""The peak of the table and a factor: tensor cores are as fast with fp16 as with bf16, and half as
+fast with TF32. The table has no peak for fp64."""
 
 LEAST_SCALE = 1.0
 """Lowest loss scale; gradients that overflow at this scale are too large for fp16."""
@@ -98,9 +104,11 @@ class LossScale:
         return (self.scale < before).to(nonfinite.dtype)
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Returns the peak FLOP/s of one device, or None if the table has no such peak."""
-    for part, peaks in PEAK_TFLOPS:
-        if part in device_name:
-            return peaks[PEAK_OF[precision]] * 1e12 if precision in PEAK_OF else None
-    return None
+def peak_flops(device_name: str, precision: str, tf32: bool = False) -> float | None:
+    """Returns the peak FLOP/s of one device, or None if the table has no such peak.
+
+    `tf32` says that fp32 products may use TF32.
+    """
+    name, factor = PEAK_OF.get("tf32" if tf32 and precision == "fp32" else precision, ("", 0.0))
+    found = next((peaks for part, peaks in PEAK_TFLOPS if part in device_name), {})
+    return found[name] * factor * 1e12 if name in found else None

@@ -113,6 +113,15 @@ def test_a_directory_that_was_not_written_to_its_end_is_refused(tmp_path):
         nsa.load_model(tmp_path)
 
 
+def test_a_configuration_that_cannot_be_written_leaves_the_earlier_model(tmp_path):
+    saved(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / ".config.json.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        saved(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_model_of_another_kind_is_not_overwritten(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").write_text("theirs")

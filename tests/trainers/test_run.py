@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,13 @@ def test_both_formulas_of_the_mfu_differ_by_what_the_attention_leaves_out(tmp_pa
         flops = flops_per_token(model, 32_768, causal) * 100_000
         assert found[name] == pytest.approx(flops / (2 * 989.5e12))
     assert found["mfu"] / found["mfu_exact"] == pytest.approx(5.33, rel=0.01)
+
+
+def test_the_peak_for_the_mfu_is_that_of_the_products():
+    peak = partial(precision.peak_flops, "NVIDIA A100-SXM4-80GB")
+    assert (peak("bf16"), peak("fp32")) == (312e12, 19.5e12)
+    assert (peak("fp32", tf32=True), peak("bf16", tf32=True)) == (156e12, 312e12)
+    assert peak("fp64") is precision.peak_flops("another", "bf16") is None
 
 
 def test_held_out_text_is_evaluated_alike_on_every_rank(text_run):
