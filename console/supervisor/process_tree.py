@@ -24,7 +24,7 @@ from trainers.contract import jsonl, rundir
 
 LEFTOVER_GRACE_S = 2.0
 SCAN_EVERY_S = 0.2
-"""A scan reads the environment of every process of the host."""
+"""The time between two scans; a scan reads the environments of the processes of the host."""
 GONE_STATES = ("Z", "X", process.GONE)
 LATE_S = 1.0
 """Time within which a process usually ends after KILL, and the owner reports an exit."""
