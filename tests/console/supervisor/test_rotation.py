@@ -1,4 +1,4 @@
-"""Logs stay bounded while their writers go on, and no reader loses the newest lines."""
+"""Logs stay bounded while programs write to them, and readers get the newest lines."""
 
 from __future__ import annotations
 
