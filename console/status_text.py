@@ -82,8 +82,8 @@ def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
 def number(value: float | None, digits: int = 4) -> str:
     """Returns a number as text, or "-" for None.
 
-    Numbers from 1e15 on, and fractions below 10,000, have `digits` significant digits. All other
-    numbers have no decimals, and a separator for thousands.
+    Numbers from 1e15 on, and fractions below 10,000, have `digits` significant digits. Other
+    finite numbers have no decimals, and a separator for thousands.
     """
     if value is None:
         return "-"

@@ -363,7 +363,7 @@ class Owner:
         self._send(link.TERM_SENT)
 
     def _kill(self, now: float) -> None:
-        """Sends KILL to all processes of the attempt; doubles the interval until the next scan."""
+        """Sends KILL to torchrun and to processes with the token; doubles the scan interval."""
         if self._torchrun_lives:  # first, because a scan over a process in state D may take long
             os.kill(self._state.torchrun_pid, signal.SIGKILL)
         living = self._living()
