@@ -1,4 +1,4 @@
-"""After the kill of a process, a plan continues in the right phase from its newest checkpoint."""
+"""After a kill of its processes, a plan continues in the right phase and repeats no saved step."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def stranger_with(pid: int) -> subprocess.Popen[bytes] | None:
     try:
         LAST_PID.write_text(str(pid - 1))
     except OSError:
-        pytest.skip("this machine lets nobody choose the next pid (ns_last_pid)")
+        pytest.skip("this user cannot choose the next pid (ns_last_pid)")
     found = sleeping()
     if found.pid == pid:
         return found

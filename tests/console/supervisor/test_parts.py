@@ -1,4 +1,4 @@
-"""Samples are moved into numbered, compressed parts; no record is lost."""
+"""Samples are moved into numbered, compressed parts, which charts read in order."""
 
 from __future__ import annotations
 

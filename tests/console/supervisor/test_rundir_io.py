@@ -1,4 +1,4 @@
-"""The thread of the run directory: a hung disk, full queues and failed jobs."""
+"""The thread of the run directory: documents, jobs and failed writes."""
 
 from __future__ import annotations
 
