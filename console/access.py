@@ -25,7 +25,10 @@ def check_ours(path: Path) -> None:
 
 
 def check_parents(path: Path) -> None:
-    """Raises RefusedError if every user can rename files in a parent of `path`, or on an error."""
+    """Raises RefusedError if every user can rename files in a parent of `path`.
+
+    Also raises RefusedError if the parents cannot be read.
+    """
     try:
         resolved = path.absolute().parent.resolve()
         for parent in (resolved, *resolved.parents):

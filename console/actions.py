@@ -145,7 +145,7 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch and returns its directory; raises the same errors as `launch`.
 
-    If another launch has taken a directory that is named after the time, the next name is used.
+    If another launch has taken a directory that is named after the time, a new name is used.
     """
     if prepared.assumed:
         raise UsageError("--assume-gpus is only for check and --dry-run, so nothing was launched")
@@ -243,7 +243,7 @@ def _drop_shell_flags(
 ) -> list[str]:
     """Drops the shell's flags that an option or the operator set in the old launch.
 
-    Returns a sentence for each flag of the shell whose value differs from that of the old launch.
+    Returns a sentence for each flag of the shell whose value differs from that of an old phase.
     """
     found = list[str]()
     for name in [name for name, origin in origins.items() if origin == SHELL]:

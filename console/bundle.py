@@ -128,8 +128,8 @@ _HINT = re.compile(
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
     rb"hooks\.slack\.com/|/api/webhooks/|" + _FORM.lower().encode()
 )
-"""Each line that `_SECRETS` matches contains one of these words, in lower or upper case. A search
-for these words is faster than a search for `_SECRETS`."""
+"""Matches, in lower case, each line that a pattern of `_SECRETS` matches. A search for `_HINT` is
+faster than a search for `_SECRETS`."""
 _KEY = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)|"
     rb"\A[\w+/=\\\s-]*-----END [A-Z ]*PRIVATE KEY-----",
@@ -269,12 +269,12 @@ def _add_row(archive: _Archive, top: Path, row: Row, into: str) -> None:
             archive.leave_out(into + name, error.strerror or "cannot be read")
             continue
         if len(data) < size:
-            data = data.partition(b"\n")[2] or data  # drop the first line, which is cut
+            data = data.partition(b"\n")[2] or data  # drop the first line, which may be cut
         archive.add(into + name, data, size)
 
 
 def _runs(path: Path, run: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yields each run in the bundle, and its folder there: the current run, then former phases."""
+    """Yields each run and its folder in the bundle: `run`, then the other runs of a launch."""
     if run is not None:
         yield run, "run/"
     for other in reversed(launches.run_directories(path) if launches.is_launch(path) else ()):

@@ -1,4 +1,4 @@
-"""Ends the trainers that a dead supervisor left behind, when an operator asks for it.
+"""Ends the trainers that a dead supervisor left behind, at the request of an operator.
 
 A process gets a signal only if all sources agree that it belongs to a launch of this user whose
 supervisor is dead. The row `end-leftovers` of docs/decisions.md lists the sources.
@@ -73,7 +73,7 @@ def end(found: Sequence[Leftover]) -> Iterator[str]:
     """Sends TERM, and KILL after `GRACE_S`; yields a sentence on each process.
 
     A process whose run was adopted after `found` was collected gets no signal. While this function
-    runs, none of the launches can be adopted.
+    runs, a launch that has a lock file cannot be adopted.
     """
     with contextlib.ExitStack() as locks:
         for launch in {each.run.parent for each in found}:

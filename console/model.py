@@ -37,7 +37,7 @@ LOSS_UNIT = "nats/token"
 OWN_DIRECTORY = "own-directory"
 """The alert of a directory that was moved, replaced or removed; requests there are ignored."""
 NO_GO = "no-go"
-"""The alert of a run or launch whose files do not confirm that it is go."""
+"""The alert of a run or launch whose records do not confirm that it passed."""
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
@@ -137,7 +137,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A condition that needs an operator; `key` is the key to press, or "" if no key helps."""
+    """A condition that an operator should know; `key` is the key to press, or "" for no key."""
 
     id: str
     ts: float
@@ -346,7 +346,7 @@ class RunState:
 
     @property
     def can_resume(self) -> bool:
-        """True if the launch has ended in a phase that ended early and has a checkpoint.
+        """True if the launch ended in a phase that ended early, and a resume has a checkpoint.
 
         A foreign program has no `decided` settings; its checkpoints are not used.
         """

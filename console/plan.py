@@ -62,7 +62,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The policy for restarts of a run from its newest verified checkpoint, or else from step 1.
+    """The policy for restarts of a run from its newest verified checkpoint, or else from its start.
 
     `stall` includes `crash`. No restart follows `attempts` attempts in a row without a new
     checkpoint. The wait before a restart is `backoff_s`. The second of these attempts, and each
@@ -157,7 +157,7 @@ class Sweep:
 class Plan:
     """The phases of a launch, and the keys that apply to the whole launch.
 
-    With `gpus` above 0 the trainers of this project train on CUDA, unless a phase sets a device.
+    With `gpus` above 0, the trainers of this project train on CUDA, unless a phase sets a device.
     """
 
     name: str

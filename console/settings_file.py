@@ -124,7 +124,7 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
 
 
 def _check_private(place: Path) -> None:
-    """Raises UsageError if a user other than root and this user can write `place`, or OSError."""
+    """Raises UsageError if a user other than root and this user can write `place`."""
     status = place.stat()
     if status.st_uid not in (0, os.geteuid()):
         raise UsageError(

@@ -68,7 +68,7 @@ def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
 def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
     """Returns the names of ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait".
 
-    After `MOST_SPANS` ranges, the other ranks are only counted.
+    If there are more than `MOST_SPANS` ranges, the number of all ranks replaces the other ranges.
     """
     numbers = list(ranks)
     found = spans(numbers)
@@ -82,8 +82,8 @@ def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
 def number(value: float | None, digits: int = 4) -> str:
     """Returns a number as text, or "-" for None.
 
-    Whole numbers, and numbers from 10,000 on, are shown without decimals and with a separator for
-    thousands; other numbers with `digits` significant digits.
+    Numbers from 1e15 on, and fractions below 10,000, have `digits` significant digits. Other
+    finite numbers have no decimals, and a separator for thousands.
     """
     if value is None:
         return "-"

@@ -129,7 +129,7 @@ class Attempt:
         return f"TERM is sent; processes still alive after {grace_s:g} s are killed"
 
     def abandon(self) -> None:
-        """Ends an attempt that a former process has already reported as ended."""
+        """Closes an attempt whose end a former process has already reported."""
         self.stage = "over"
         self.tree.close()
 

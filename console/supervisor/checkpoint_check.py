@@ -34,7 +34,7 @@ The second try excludes a temporary error of the disk, and a checkpoint that is 
 PROGRAM_BYTES = 512 << 20
 """Memory that the loading program may need in addition to the size of the files.
 
-On x86 it needed 294 MiB for 937 MiB of files.
+On x86, the program needed 294 MiB for 937 MiB of files.
 """
 ALERTS: Mapping[str, str] = {"load": "checkpoint-load", "backup": "checkpoint-backup"}
 Outcome = tuple[Result, Level, str]

@@ -45,7 +45,7 @@ class Services:
         self.link.store(path, {**record, **more})
 
     def write_last_documents(self, run: Path) -> None:
-        """Writes the documents of an ended run again; a former child may have died before that."""
+        """Writes the documents of an ended run again; a former child may not have written them."""
         for name in (rundir.GATES, rundir.SUPERVISOR):
             if (document := self.link.stored(run / name)) is not None:
                 document.pop("alerts", None)

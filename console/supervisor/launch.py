@@ -148,8 +148,8 @@ class Launch:
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
         self.state, self._why = "running", ""
-        # Published before the run starts, because the next child must know of the run. The state
-        # is no longer "waiting", because the next child would wait for the phase after this one.
+        # Published before the run starts, because the next child must know of the run. If the state
+        # were still "waiting", the next child would wait for the phase after this one.
         # Written before run.json, because plan_state.json must contain each run that has begun.
         self._publish(keeps_place=True)
         flags = self._spec.flags(index, self._next_flags.values())

@@ -87,7 +87,7 @@ class Channel:
         return bool(self._waiting or self._unsent)
 
     def send(self, kind: bytes, data: bytes = b"", key: object = None) -> None:
-        """Sends a message when the socket has room; it replaces a waiting message with its `key`.
+        """Sends a message when the socket has room; replaces a waiting message with the same `key`.
 
         Raises OSError, for example if the other end is closed.
         """
@@ -102,7 +102,7 @@ class Channel:
     def send_waiting(self, flags: int = 0) -> None:
         """Sends the waiting messages. Raises OSError.
 
-        This waits until the socket has room, or on a non-blocking socket, raises BlockingIOError.
+        Waits until the socket has room, or without blocking raises BlockingIOError.
         """
         while self.is_waiting:
             if not self._unsent:

@@ -95,6 +95,6 @@ class LaunchLock:
             f"stop the run with kill -TERM {self._pid}, or move {self._path.parent} back: the "
             "directory was moved, replaced or removed (its lock is not this launch's), so the "
             "supervisor ignores requests and .HALT there and writes nothing there; .HALT in the "
-            "run directory still halts the ranks while that is at its path"
+            "run directory halts the ranks while the run directory is at its path"
         )  # fmt: skip
         return self._lost

@@ -76,7 +76,7 @@ class Monitor:
         """The ranks whose pulse has changed since it was first seen."""
         self._actions: list[Change] = []
         self._evaluated: set[str] = set()
-        """The names of the gates with an `at` step that were already evaluated."""
+        """The names of the gates with an `at` step that were already reported."""
         self._evidence = Collector(
             context.path, lambda: context.services.nvml.rows(),
             lambda: context.services.directory.check_run(context.path),
@@ -141,7 +141,7 @@ class Monitor:
         return wanted
 
     def _evaluate_gates(self) -> None:
-        """Evaluates each gate that has an `at` step once, when all ranks have reached that step."""
+        """Reports each gate that has an `at` step once, when all ranks have reached that step."""
         summary = self._context.reducer.summary
         for gate in gates.reached(summary, self._context.phase.gates):
             if gate.name not in self._evaluated:

@@ -94,7 +94,7 @@ class Observers:
     def report_switched_off(self) -> None:
         """Raises an alert on each observer that is off because several former children died in it.
 
-        Call it when the directory of the run exists or its creation is queued.
+        The directory of the run must exist, or its creation must be queued.
         """
         for name in self._link.observers_off():
             text = f"{name}: the supervisor's working process died repeatedly in this observer; it"

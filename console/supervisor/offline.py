@@ -1,4 +1,4 @@
-"""Reads and diagnoses a run without a supervisor, for `watchdog` and `diagnose`.
+"""Reads and diagnoses a run outside its supervisor, for `watchdog` and `diagnose`.
 
 Legacy run directories can be read. The evidence about a rank comes from its pulse, or from a
 recent sample of the supervisor. If no pulse can be used, the evidence comes from the records.
@@ -88,7 +88,7 @@ def _disk(disk: Disk) -> dict[str, float]:
 
 
 class OfflineRun:
-    """A run, or the current run of a launch; `over` says how it ended, or is "" before that."""
+    """A run, or the current run of a launch; `over` says how the run ended, or is ""."""
 
     state: RunState
     """The state at the last poll."""
@@ -214,7 +214,7 @@ class Diagnosis:
 
 
 def is_supervised(state: RunState) -> bool:
-    """Returns whether a supervisor that is alive decides the state of the run."""
+    """Returns whether a working supervisor decides the state of a run that has not ended."""
     silent = any(alert.id in SILENT_ALERTS for alert in state.alerts)
     return state.state not in ("unsupervised", "lost", "queued") and not silent
 
@@ -256,7 +256,7 @@ def diagnosis(path: Path) -> Diagnosis:
 
 
 def _poll(source: OfflineRun) -> Diagnosis | Readings:
-    """Polls a run; returns its diagnosis if this needs no new evidence, or else its readings.
+    """Polls a run; returns a diagnosis that needs no new evidence, or else the readings.
 
     In these readings, each rank has its process (see `ranks_of`).
     """

@@ -33,7 +33,10 @@ if TYPE_CHECKING:  # a command does not load the supervisor
 
 NOTHING = "nothing is overridden"
 FREE_S, POLL_S = 30.0, 0.05
-"""A supervisor that has ended its plan holds the lock until it has written the report."""
+"""The longest wait for the lock, and the time between two tries.
+
+A supervisor that has ended its plan still has the lock while it writes the report.
+"""
 
 
 def _index(names: Sequence[str], name: str, what: str) -> int:

@@ -292,7 +292,7 @@ class Owner:
         state.exit_codes.clear()
 
     def _reap(self) -> None:
-        """Reaps every process that has ended: the child, torchrun, and orphans of the attempt.
+        """Reaps ended processes whose parent is the owner: the child, torchrun, and orphans.
 
         The last messages of a child are handled before its pid can be reused.
         """
@@ -349,7 +349,7 @@ class Owner:
     def _terminate(self) -> None:
         """Sends TERM to torchrun if it is a child, or else to processes of the attempt.
 
-        If no process is alive, it sends nothing; the child handles the signal.
+        If no process is alive, TERM is not sent; the child handles the signal.
         """
         if self._torchrun_lives:
             os.kill(self._state.torchrun_pid, signal.SIGTERM)
@@ -363,7 +363,7 @@ class Owner:
         self._send(link.TERM_SENT)
 
     def _kill(self, now: float) -> None:
-        """Sends KILL to all processes of the attempt; doubles the interval until the next scan."""
+        """Sends KILL to torchrun and to processes with the token; doubles the scan interval."""
         if self._torchrun_lives:  # first, because a scan over a process in state D may take long
             os.kill(self._state.torchrun_pid, signal.SIGKILL)
         living = self._living()

@@ -24,7 +24,7 @@ from trainers.contract import jsonl, rundir
 
 LEFTOVER_GRACE_S = 2.0
 SCAN_EVERY_S = 0.2
-"""A scan reads the environment of every process of the host."""
+"""The time between two scans; a scan reads the environments of the processes of the host."""
 GONE_STATES = ("Z", "X", process.GONE)
 LATE_S = 1.0
 """Time within which a process usually ends after KILL, and the owner reports an exit."""
@@ -264,7 +264,7 @@ class Tree:
         self._ranks_kill_at = min(self._ranks_kill_at, time.monotonic() + grace_s)
 
     def kill(self) -> None:
-        """Sends KILL to every process of this attempt; later calls of `enforce` repeat this."""
+        """Sends KILL to the processes of this attempt; later calls of `enforce` repeat this."""
         if not self.spawned:
             return
         if self._kill_at != 0.0:
@@ -290,7 +290,7 @@ class Tree:
         return [f"{pid} ({state})" for pid, state in states.items() if state not in GONE_STATES]
 
     def _kill_ranks(self) -> None:
-        """Sends KILL to all processes except torchrun, which then logs the first failure."""
+        """Sends KILL to the ranks and to processes with the token, except torchrun."""
         self._killed = time.monotonic()
         self._first_killed = min(self._first_killed, self._killed)
         for worker in self.alive():

@@ -144,7 +144,7 @@ class Files:
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
         self.watched = (run / rundir.HALT,)
-        """Files whose change makes a `poll` due at once."""
+        """Files whose change makes a `poll` due."""
         self._disk, self._csv = Disk(run), NewestRow(run)
         self._env = Environment(run, attempt)
         self._world, self._reading = world, reading

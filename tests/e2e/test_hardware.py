@@ -1,4 +1,4 @@
-"""The GPUs on the screen: eight of them, of which one is lost."""
+"""Eight GPUs on the screen, of which one is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def end(path: Path) -> None:
 
 
 def test_eight_gpu_rows_appear_and_a_lost_one_is_marked_lost(tmp_path):
-    """The supervisor samples through the real pynvml over a fake of NVML's C interface."""
+    """The supervisor samples through the real pynvml over a fake of NVML's C library."""
     (tmp_path / "nvml").mkdir()
     fake.build(tmp_path / "nvml")
     root = tmp_path / "artifacts"

@@ -1,4 +1,4 @@
-"""Whatever is killed, and whenever: a plan goes on in the right phase, and repeats little."""
+"""After a kill of its processes, a plan continues in the right phase and repeats no saved step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Line(NamedTuple):
 
 
 class Journey:
-    """A plan whose processes a test kills, and the launches in which the plan went on."""
+    """A plan whose processes a test kills, and the launches in which the plan continued."""
 
     def __init__(self, begin: Begin, folder: Path, draw: random.Random, **plan: Any):
         self.journals, self._begin, self._draw = folder / "journals", begin, draw
@@ -75,7 +75,7 @@ class Journey:
         return self.launches[-1]
 
     def until(self, reached):
-        """Polls until `reached`; lets the plan go on if it was interrupted."""
+        """Polls until `reached` returns a true value; continues the plan after an interruption."""
         deadline, at = time.monotonic() + HANG_GUARD_S, time.monotonic() + 0.3
         while not (found := reached()):
             if time.monotonic() > deadline or len(self.launches) > MOST_LAUNCHES:
@@ -102,7 +102,7 @@ class Journey:
     # --- what a test does ----------------------------------------------------------------------
 
     def wait_for(self, where: str) -> None:
-        """Waits for a drawn moment of this kind."""
+        """Waits for a random moment in this part of the plan."""
         match where:
             case "in the first":
                 step = self._draw.randrange(1, STEPS)
@@ -145,7 +145,7 @@ class Journey:
         return process.with_token(token) if token else []
 
     def go_on(self) -> bool:
-        """Does what an operator would; returns whether the plan has ended with all phases."""
+        """Adopts or resumes the plan if needed; returns whether all phases have passed."""
         state, path = self.now.plan_state, self.now.path
         if rundir.is_alive(state["supervisor"]):
             return False
@@ -204,7 +204,7 @@ class Journey:
 
 
 def travel(begin: Begin, folder: Path, draw: random.Random, kills, **plan: Any) -> Journey:
-    """Runs a plan to its end, and kills on the way; returns the journey."""
+    """Runs a plan to its end with the given kills; returns the journey."""
     journey = Journey(begin, folder, draw, **plan)
     for where, who in kills:
         journey.told.append(where)
@@ -265,9 +265,9 @@ def test_a_phase_whose_end_was_lost_passes_by_the_records_of_its_steps(begin, tm
     started.wait(lambda: f"step_{STEPS:08d}" in heartbeat.read_text())
     # A rank records a step when it begins the next one.
     started.wait(lambda: started.heartbeats(rank=1)[-1]["step"] == STEPS - 1)
-    started.kill_supervisor()  # first: it must not see the ends of the ranks
+    started.kill_supervisor()  # first, so that the supervisor does not see the ends
     for pid in process.with_token(started.token()):
-        with contextlib.suppress(ProcessLookupError):  # one ends with another
+        with contextlib.suppress(ProcessLookupError):  # the kill of one process may end another
             os.kill(pid, signal.SIGKILL)
     started.wait_gone()
     (journals / "hold").unlink()
@@ -284,7 +284,7 @@ def test_a_phase_whose_end_was_lost_passes_by_the_records_of_its_steps(begin, tm
     steps = [line.split()[:2] for line in (journals / "one.0").read_text().splitlines()]
     assert [step for what, step in steps if what == "step"] == [str(n + 1) for n in range(STEPS)]
     record = rundir.read_json(started.run() / rundir.RUN) or {}
-    record["settings"]["train.seed"]["value"] = 99  # the records of another training prove nothing
+    record["settings"]["train.seed"]["value"] = 99  # records of another training are not accepted
     rundir.write_json(started.run() / rundir.RUN, record)
     confirmed = poll_confirmed(RunSource(again.path, reads="all"))
     assert "recorded no step before it exited" in confirmed.alerts[0].text
@@ -293,7 +293,7 @@ def test_a_phase_whose_end_was_lost_passes_by_the_records_of_its_steps(begin, tm
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_real_training_goes_on_and_its_checkpoints_are_loaded_and_backed_up(begin, tmp_path):
-    """The trainers with torch: all processes are killed in the second of three phases."""
+    """Uses the trainers with torch; all processes are killed in the second of three phases."""
     store = tmp_path / "store"
     store.mkdir()
     settings = {
@@ -328,7 +328,7 @@ def test_a_real_training_goes_on_and_its_checkpoints_are_loaded_and_backed_up(be
 
 
 def events(started: Started) -> set[tuple[str, str]]:
-    """Returns what was done with checkpoints in all phases of a launch, and the results."""
+    """Returns the checks of checkpoints in all phases of a launch, with their results."""
     lines = (line for run in started.runs() for line in (run / rundir.EVENTS).open())
     records = (each for each in map(json.loads, lines) if each["kind"] == "checkpoint")
     return {(each["what"], each["result"]) for each in records}

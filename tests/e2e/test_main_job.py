@@ -1,4 +1,4 @@
-"""The main job as a new user does it: by keyboard, at 80×24, in a real terminal, on a real run."""
+"""The main task of a new user, with the keyboard in a real terminal of 80×24, on a real run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launch(root):
-    """A launch from the screen: the first phase done, a flag set, the second phase running."""
+    """A launch from the screen: the first phase is done, a flag is set, the second phase runs."""
     with console(root) as terminal:
         terminal.play("…main_job", "…sanity", "…ready: ", "L", "…Launch main_job?", "y")
         terminal.wait(lambda text: "tok/s" in text and "loss" in text and "5." in text)
@@ -65,7 +65,7 @@ def launch(root):
         wait_for(lambda: RunSource(path).poll().launch.state == "waiting")
         terminal.press("E")
         for flag in flags.FLAGS.values():
-            terminal.wait(flag.key.help[:20])  # else a slow screen would be scrolled too far
+            terminal.wait(flag.key.help[:20])  # or else a slow screen would scroll too far
             if flag.name == FLAG:
                 break
             terminal.press("down")

@@ -1,4 +1,4 @@
-"""The gate of the shipped plan, from the command line, in a model without attention."""
+"""The gate of the phase `recall`, from the command line, with models without attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of the faults: a home directory, launches that are ended, one scene for each test."""
+"""Fixtures of the fault tests: a home directory, launches, and one scene for each test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WATCH = {"stall_floor_s": 1, "startup_s": 20, "grace_s": 1, "stall_act_s": 3}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Iterator[Path]:
-    """The home and temporary directory of every process of these tests."""
+    """The directory that HOME, TMPDIR and XDG_CONFIG_HOME name in these tests."""
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
@@ -41,7 +41,7 @@ def injection(request) -> int:
 
 @pytest.fixture
 def scene(request, home, injection) -> Iterator[Scene]:
-    """One injection of the row that the test is marked with: `fault(number, case="")`."""
+    """One injection of the row in the mark of the test, `fault(number, case="")`."""
     properties = request.node.user_properties
     stage = Scene(home, lambda found: properties.append(("fault", found)))
     yield stage
@@ -56,13 +56,13 @@ def orders(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def full(request) -> bool:
-    """Whether everything is injected, as `make faults` does."""
+    """True if all failures are injected, as `make faults` does."""
     return bool(request.config.option.markexpr)
 
 
 @pytest.fixture
 def launch(scene, begin, orders) -> Iterator[Callable[..., Started]]:
-    """Starts two ranks under the small torchrun, restarted when they stall or crash.
+    """Starts two ranks under the small torchrun; a stall or a crash restarts them.
 
     A launch that still runs at the end of the test is stopped.
     """

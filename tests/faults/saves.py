@@ -1,4 +1,4 @@
-"""The error sweep over a checkpoint save: one process saves again and again while calls fail."""
+"""The error sweep over a checkpoint save: one process saves many times while calls fail."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.launches import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("new", "again", "background")
-"""A save of a new step, of one that has a checkpoint, and of a new one in the background."""
+"""A save of a new step, of a step with a checkpoint, and of a new step in the background."""
 
 
 class Saves:
-    """A process that saves with the library in it; `save` makes it save once."""
+    """A process with the library; each call of `save` makes this process save once."""
 
     def __init__(self, folder: Path, library: Path):
         folder.mkdir()

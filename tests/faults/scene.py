@@ -1,4 +1,4 @@
-"""One injection of a fault: when a console showed it, in which words, and what it left behind."""
+"""One injection of a fault: the words and the time of a console, and what the fault left behind."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ROOT = Path(__file__).parents[2]
 CACHES = ("__pycache__", "node_modules")
 LOOK_EVERY_S = 0.02
 Seen = Callable[[RunState], str]
-"""Returns the sentence by which a console shows the fault, "" while it does not."""
+"""Returns the sentence with which a console shows the fault, or "" before that."""
 
 
 def console(*words: object, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
-    """Runs `nsa-console` in a process of its own; returns exit code, output, errors."""
+    """Runs `nsa-console` in its own process; returns exit code, output and errors."""
     done = subprocess.run(
         [*CONSOLE, *map(str, words)], cwd=ROOT, text=True, capture_output=True,
         timeout=HANG_GUARD_S, env={**os.environ, **(env or {})},
@@ -43,7 +43,7 @@ CONSOLE = [sys.executable, "-m", "console"]
 
 @contextmanager
 def watching(path: Path, shows: str = "RUNNING") -> Iterator[Terminal]:
-    """A screen that watches a launch; it is left by `q` unless it has ended."""
+    """A screen that shows a launch; `q` closes the screen unless it has ended."""
     with Terminal([*CONSOLE, "watch", str(path)], ROOT) as screen:
         screen.wait(shows)
         yield screen
@@ -52,14 +52,14 @@ def watching(path: Path, shows: str = "RUNNING") -> Iterator[Terminal]:
 
 
 def status(path: Path) -> tuple[int, dict[str, Any]]:
-    """Returns what `nsa-console status --json` says."""
+    """Returns the exit code and the output of `nsa-console status --json`."""
     code, out, err = console("status", path, "--json")
     assert out, err
     return code, json.loads(out)
 
 
 def world(*folders: Path) -> dict[str, tuple[int, int]]:
-    """Returns size and time of every file of the checkout and of these folders."""
+    """Returns size and time of the files of the checkout and of `folders`, without caches."""
     return {
         path: (stat.st_size, stat.st_mtime_ns)
         for folder in (ROOT, *folders) for path, stat in _files(folder)
@@ -77,16 +77,16 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def order(folder: Path, rank: int, words: str) -> None:
-    """Tells a rank of `obedient.py` what to do; returns when it begins."""
+    """Writes an order for a rank of `obedient.py`; returns when the rank has read the order."""
     path = folder / f"rank{rank}"
     rundir.write_atomic(path, words)
     wait_for(lambda: not path.exists(), every_s=0.002, told=lambda: f"rank {rank}, order {words!r}")
 
 
 def sweep_own(tokens: Iterable[str]) -> list[Path]:
-    """Sweeps as a launch does that begins long after; returns the live directories that are left.
+    """Sweeps as a launch does that starts long after; returns the live directories that are left.
 
-    It is too early for those of other tests. A launch of another test may sweep at the same time.
+    Only the directories of `tokens` are made old. Another test may sweep at the same time.
     """
     found = [path for t in tokens for path in rundir.SHARED_MEMORY.glob(f"*nsa-console-*{t}")]
     for path in found:
@@ -101,7 +101,7 @@ def all_run(pids: Mapping[int, int]) -> bool:
 
 
 def plant_kill(run: Path) -> Path:
-    """Writes a request to kill into a directory; returns its file."""
+    """Writes the request `kill` into the mailbox of a run; returns the file."""
     path = run / rundir.REQUESTS / "planted.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"v": 1, "id": "planted", "action": "kill", "args": {"yes": True}, "by": "x"}
@@ -143,7 +143,7 @@ def state_of(state: str, words: str = "") -> Seen:
 
 
 class Scene:
-    """What a test of a fault writes down; `record` takes it for the report."""
+    """The results of a test of a fault; `record` gets them for the report."""
 
     def __init__(self, home: Path, record: Callable[[dict[str, Any]], None]):
         self._home, self._before, self._record = home, world(home), record
@@ -157,10 +157,10 @@ class Scene:
         seen: Seen,
         cause: Seen | None = None,
     ) -> str:
-        """Injects and waits until a console that was there before shows it; returns its words.
+        """Injects a fault and waits until a console shows the fault; returns the words.
 
-        With `cause`, it then waits for the words with the cause, which evidence has to confirm;
-        the record has the time of both.
+        With `cause`, also waits for the words with the cause, which needs evidence. The result has
+        both times.
         """
         source = RunSource(started.path)
         source.poll()
@@ -174,11 +174,11 @@ class Scene:
         return words
 
     def note(self, words: str, seconds: float | None = None) -> None:
-        """Records the words in which the fault was shown, and after how many seconds."""
+        """Records the words with which the fault was shown, and the seconds until then."""
         self._words, self.seen_s = words, self.seen_s if seconds is None else seconds
 
     def goes_on(self, started: Started, pids: Mapping[int, int]) -> None:
-        """Nothing was killed that should live: the same ranks step on, and a console says so."""
+        """Checks that the same ranks make progress, and that a console shows this."""
         source = RunSource(started.path)
 
         def steps() -> dict[int, int]:
@@ -200,7 +200,7 @@ class Scene:
     def steps_on(
         self, started: Started, pids: Mapping[int, int], for_s: float = 0.0
     ) -> None:  # fmt: skip
-        """The same ranks live for a while, record steps, and were not restarted."""
+        """Checks that the same ranks live for `for_s`, record steps, and were not restarted."""
         until = time.monotonic() + for_s
         while time.monotonic() < until:
             assert started.pids() == pids, started.state()
@@ -216,13 +216,13 @@ class Scene:
         assert started.state()["attempt"] == 1
 
     def stop(self, started: Started) -> None:
-        """Stops the run, which ends as it should."""
+        """Stops the run, and checks its end."""
         assert started.ask("stop")["ok"]
         started.wait_end()
         self.ended(started, "stopped", 4)
 
     def ended(self, started: Started, state: str, code: int) -> str:
-        """The run is over as it should be, nothing is lost or left; returns the reason."""
+        """Checks the end of a run, its newest checkpoints and what is left; returns the reason."""
         tokens = [started.token(int(run.name.partition("-")[0])) for run in started.runs()]
         owner = started.plan_state.get("supervisor", {})
         started.wait(
@@ -240,7 +240,7 @@ class Scene:
         return said["why"]
 
     def close(self) -> None:
-        """No file outside the run directory changed. Writes the row down."""
+        """Checks that no file of the checkout or the home changed. Records the result."""
         after = world(self._home)
         changed = {name for name, stamp in after.items() if self._before.get(name) != stamp}
         assert not changed | (set(self._before) - set(after))

@@ -1,7 +1,7 @@
-"""One case of the error sweep: a supervisor whose calls on files fail, and what became of its run.
+"""One case of the error sweep: a supervisor whose calls on files fail, and the end of its run.
 
-The supervisor is started as the launcher does, with a library in it that makes calls fail. Its
-ranks are harmed by nothing, so how they ended is the truth that every document has to agree with.
+The supervisor starts as the launcher starts it, with a library that makes calls fail. The calls of
+the ranks do not fail, so the documents of the run must agree with the ends of the ranks.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ LIVE = f"{rundir.LIVE_PREFIX}{os.geteuid()}-"
 STEPS, LONG = 40, 100_000
 LIMIT_S, PATIENT_S, STOP_AFTER_S, END_S, POLL_S = 150.0, 12.0, 0.6, 100.0, 0.02
 COMES_S = 6.0
-"""The ranks go on after this time whether the next supervisor has come or not, which is before they
-are stalled (10 s)."""
+"""The ranks continue after this time even without a new supervisor; they stall only after 10 s."""
 GATES = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
 WORKERS, TRIES = 4, 3
 FALSE_WORDS = re.compile(
     r"\b(moved|replaced|removed|stalled|crashed|killed|stopped|is not running|has exited|"
     r"rank \d+ failed)\b"
 )
-"""No alert may say this of a run to which it did not happen."""
+"""Words that an alert may contain only if the event happened to the run."""
 
 FALSE_ANSWER = re.compile(r"is older than|was answered already")
 AFTER_STEP = re.compile(r"after step (\d+)")
@@ -56,7 +55,7 @@ LOST_RANK = "alert: rank 1 failed"
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The deeds of the ranks in a case, and the states and failed gates that may be told of it."""
+    """What the ranks do in a case, and the states and failed gates that a reader may then show."""
 
     name: str
     mode: str = ""
@@ -65,15 +64,15 @@ class Course:
     failed: frozenset[str] = frozenset()
     attempts: int = 1
     stopped: bool = False
-    """TERM is sent to the supervisor when the failures have begun."""
+    """True if the supervisor gets TERM after the failures have begun."""
     program: str = "sick_supervisor.py"
     gates: Mapping[str, Any] = field(default_factory=lambda: GATES)
     told: str = LOST_RANK
-    """An alert that begins so is true in it."""
+    """The start of an alert that is true in this course."""
     is_adopted: bool = False
-    """The supervisor is killed half way: the failures meet the one that takes over."""
+    """True if the supervisor is killed, and the calls of the adopting supervisor fail."""
     has_few: bool = False
-    """Only its own call sites fail, the first call and all."""
+    """True if only call sites fail that the first course lacks: at the first call, or at all."""
 
 
 COURSES = (
@@ -98,7 +97,7 @@ COURSES = (
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one case: `wrong` are sentences on what must not be."""
+    """The result of one case; `wrong` has a sentence on each error that was found."""
 
     course: Course
     failure: Failure | None
@@ -106,13 +105,13 @@ class Outcome:
     seen: int = 0
     failed: int = 0
     stopped: bool = False
-    """The supervisor was sent TERM."""
+    """True if the supervisor got TERM."""
     state: str = ""
     seconds: float = 0.0
 
 
 def orders(course: Course, folder: Path) -> LaunchSpec:
-    """Returns what a launcher orders in a course; all its cases share it."""
+    """Returns the launch of a course, which all cases of the course share."""
     phases = [phase("one", "swept.py", course.steps, course.mode, gates=course.gates)]
     if course.failed:
         phases.append(phase("two", "swept.py", 1))
@@ -124,7 +123,7 @@ def orders(course: Course, folder: Path) -> LaunchSpec:
 
 
 class Case:
-    """A launch in a folder of its own, with one supervisor; `run` returns what came of it."""
+    """A launch in its own folder, with one supervisor at a time; `run` returns the outcome."""
 
     def __init__(
         self, course: Course, given: LaunchSpec, failure: Failure | None, folder: Path,
@@ -152,7 +151,7 @@ class Case:
         return self._found
 
     def start(self, *adopt: str) -> subprocess.Popen[bytes]:
-        """Starts the supervisor with the library, as `console.supervisor.launcher` does without."""
+        """Starts the supervisor as `console.supervisor.launcher` does, but with the library."""
         self._folder.mkdir(exist_ok=True)
         rundir.make_directory(self._launch)
         if not adopt:
@@ -181,7 +180,7 @@ class Case:
     # --- while it runs -------------------------------------------------------------------------
 
     def _take_over(self, former: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-        """Kills the supervisor and starts the next; the ranks go on when that one has come."""
+        """Kills the supervisor and starts the next one; then lets the ranks continue."""
         until = time.monotonic() + END_S
         while len(list(self._folder.glob("ready*"))) < 2 and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -199,7 +198,7 @@ class Case:
         return any("a new supervisor watches" in event["text"] for event in events)
 
     def _wait(self, supervisor: subprocess.Popen[bytes]) -> None:
-        """Waits for the end; TERM is sent where the course says so, or a lasting failure waits."""
+        """Waits for the end; sends TERM if the course has it, or if a failure may delay the end."""
         failure, begun = self._found.failure, 0.0
         until = time.monotonic() + LIMIT_S
         while supervisor.poll() is None and time.monotonic() < until:
@@ -214,17 +213,17 @@ class Case:
                 until = time.monotonic() + END_S
 
     def left_behind(self, supervisor: subprocess.Popen[bytes]) -> Iterator[str]:
-        """Ends what is left; yields a sentence on each that should not have been."""
+        """Ends the processes that are left; yields a sentence on each of them."""
         code = supervisor.poll()
         if code is None:
             yield "the supervisor did not end"
             supervisor.kill()
             supervisor.wait()
-        elif self._course.is_adopted:  # it may refuse: the ranks go on alone
+        elif self._course.is_adopted:  # if it rejects the launch, the ranks continue alone
             until = time.monotonic() + END_S
             while any(map(process.with_token, self._tokens())) and time.monotonic() < until:
                 time.sleep(POLL_S)
-        elif code and not (self._found.stopped and code == -signal.SIGTERM):  # it met its end
+        elif code and not (self._found.stopped and code == -signal.SIGTERM):  # TERM ended it
             yield f"the supervisor ended with {code}"
         for token in self._tokens():
             for pid in process.with_token(token):
@@ -255,7 +254,7 @@ class Case:
             yield f"the supervisor failed: {log.splitlines()[-1]}"
 
     def _wrong_ends(self) -> Iterator[str]:
-        """Yields how ranks ended that should have gone to their end, or that should not be."""
+        """Yields a sentence on each end of a rank that is missing, not expected or too early."""
         course, stopped = self._course, self._found.stopped
         wanted = {("0-one", course.attempts, rank) for rank in range(2)}
         ends = {(end["phase"], end["attempt"], end["rank"]): end for end in self._ends()}
@@ -286,12 +285,12 @@ class Case:
             yield f"no GO without a failure: {state.state}, {state.why}, {state.gates}"
 
     def _is_whole(self) -> bool:
-        """Says whether the ranks were not stopped, or only when they had done all their steps."""
+        """Returns whether no TERM was sent, or both ranks had completed all their steps."""
         done = [end for end in self._ends() if end["step"] == self._course.steps]
         return not self._found.stopped or len(done) == 2
 
     def _went_on(self, gate: Gate) -> bool:
-        """Says whether the ranks, halted late, did the steps that a gate asks for."""
+        """Returns whether the ranks, before a late halt, did the steps that a gate needs."""
         done = min((end["step"] for end in self._ends()), default=0)
         return gate.name == "steps_done" and done >= float(gate.bound.split()[-1])
 
@@ -315,7 +314,7 @@ class Case:
                     yield from self._wrong_answer(event)
 
     def _wrong_parts(self) -> Iterator[str]:
-        """Yields what is wrong with samples that became parts: none is lost, doubled or damaged."""
+        """Yields a sentence if samples in the parts are lost, doubled or damaged."""
         run = self._launch / "0-one"
         path = rundir.samples(run, rundir.host_name())
         numbers = [number for number, _ in record_files.parts(path)]
@@ -327,7 +326,7 @@ class Case:
             yield f"{read[-1].cursor.skipped} samples are damaged"
 
     def _wrong_answer(self, event: Mapping[str, Any]) -> Iterator[str]:
-        """Yields an answer that the files contradict."""
+        """Yields a sentence on an answer that the files contradict."""
         run, action, done = self._launch / "0-one", event["action"], event["ok"]
         asked_by = {"halt": rundir.HALT, "checkpoint": rundir.CHECKPOINT_NOW}.get(action)
         halts = action != "halt" or done != self._found.stopped
@@ -348,7 +347,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Sweep:
-    """The cases of one course, each in a folder of its own below `folder`."""
+    """The cases of one course, each in its own folder below `folder`."""
 
     def __init__(self, course: Course, folder: Path, library: Path):
         folder.mkdir()
@@ -360,14 +359,14 @@ class Sweep:
         return Case(self._course, self._given, failure, folder, self._library)
 
     def record(self) -> dict[tuple[str, str], int]:
-        """Returns the call sites of a run without a failure, and how many calls each had."""
+        """Returns the number of calls at each call site of a run without a failure."""
         case = self._case(None)
         found = case.run()
         assert not found.wrong, found
         return errors.sites(case.record)
 
     def run(self, failure: Failure) -> Outcome:
-        """Injects one failure; where a run had fewer calls than the one before, its last one."""
+        """Injects one failure; if the run has too few calls, tries again with its last call."""
         found = self._case(failure).run()
         for _ in range(1, TRIES):
             if found.failed or not found.seen or found.wrong:
@@ -377,6 +376,6 @@ class Sweep:
 
 
 def run_all(cases: Iterable[tuple[Sweep, Failure]], workers: int = WORKERS) -> list[Outcome]:
-    """Returns what the failures came to; several are injected at once."""
+    """Returns the outcomes of the cases; up to `workers` cases run at the same time."""
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda case: case[0].run(case[1]), cases))

@@ -1,8 +1,7 @@
-"""The list of faults that the supervision has to survive: one table for tests, report and target.
+"""The table of the faults that the supervision must survive, for tests and the report.
 
-Numbers 1 to 38 are those of the project's graded list; those with a letter are of this project's
-own. A row is proven by the tests of this folder that carry its number, by the tests that it names
-elsewhere, or by both.
+A row with a number comes from a graded list; a row with a letter was added later. A row is proven
+by the tests of this folder whose mark has its number, by the tests in `elsewhere`, or by both.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PARSING, TAILING = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fault. `limit_s` bounds the median of the time until it is seen, None for no bound."""
+    """One fault. `limit_s` bounds the median of the time until a console shows it, or is None."""
 
     number: str
     grade: str
@@ -33,7 +32,7 @@ class Row:
     elsewhere: tuple[str, ...] = ()
     """Node ids of tests outside this folder that prove the row, or a part of it."""
     missing: str = ""
-    """What the row still lacks, and on what it waits."""
+    """The part of the row that is not proven, and why."""
 
 
 ROWS: tuple[Row, ...] = (

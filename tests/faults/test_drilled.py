@@ -1,7 +1,7 @@
-"""Faults inside a real trainer, one after the other on one launch that is started again.
+"""Faults in a real trainer, one after the other, in one launch with a restart.
 
-`NSA_DRILL` makes them happen at their steps, so that every test reads what was written about its
-own: two stalls and a kill.
+`NSA_DRILL` causes two stalls and a kill at given steps; each test reads the records on one of
+them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from trainers.contract import rundir
 
 EVERY, HOOK, LOADER, KILLED = 10, 12, 25, 47
 STALL_S = 8.0
-"""Much longer than the stall limit, the supervisor's next look and a dump."""
+"""Longer than the stall limit, the time until the next poll, and a dump together."""
 DRILLS = f"backward@{HOOK}:1:{STALL_S},loader@{LOADER}:0:{STALL_S},kill@{KILLED}:1"
 WATCH = {"stall_floor_s": 2, "startup_s": 60, "grace_s": 2, "rules": {"stall": {"action": "dump"}}}
 SAVED = KILLED - KILLED % EVERY
 
 
 def trainer(drills: str, **changes: object) -> dict[str, object]:
-    """Returns a phase of two ranks of the real trainer with these drills."""
+    """Returns a phase that runs the real trainer with these drills."""
     return {
         "name": "one", "config": str(CONFIG), "flags": {"NSA_DRILL": drills},
         "set": small(report__log_every=1, data__prefetch=1, **changes),
@@ -41,13 +41,13 @@ def ended(begin: Begin) -> Started:
 
 
 def fired(started: Started, kind: str, rank: int) -> dict[str, object]:
-    """Returns the record that a rank wrote before its drill struck."""
+    """Returns the record that a rank wrote before its drill began."""
     found = heartbeats(started.run(), rank, "drill")
     return next(r for r in found if r["state"] == "fires" and r["drill"].startswith(f"{kind}@"))
 
 
 def verdict(started: Started, kind: str, rank: int) -> tuple[dict[str, object], float]:
-    """Returns the first verdict after a drill struck, and how many seconds later it came."""
+    """Returns the first verdict after a drill began, and the seconds between both."""
     struck = fired(started, kind, rank)["ts"]
     paths = sorted((started.run() / rundir.VERDICTS).iterdir())
     found = [rundir.read_json(path) for path in paths]
@@ -78,7 +78,7 @@ def test_a_rank_that_hangs_in_a_backward_hook_is_named_and_its_stack_has_the_lin
 
 
 def test_a_stall_that_ended_by_itself_is_called_slow_afterwards(ended):
-    """The last document of each stall has its end; nobody acted on it."""
+    """The last document of each stall has its end."""
     paths = sorted((ended.run() / rundir.VERDICTS).iterdir())
     found = [rundir.read_json(path) for path in paths]
     for kind, rank, step in (("backward", 1, HOOK), ("loader", 0, LOADER)):

@@ -1,4 +1,4 @@
-"""The cases and the scores of `make drills`, and one case from its launch to its marks."""
+"""The cases and the scores of `make drills`, and one whole case."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_fault_that_this_machine_does_not_permit_is_named_and_has_no_verdict(m
 
 
 def processes(folder: Path) -> list[str]:
-    """Returns the processes of ranks and of torchrun whose program shares a folder in this one."""
+    """Returns the processes with an argument that is a path in a `drill-` folder of `folder`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

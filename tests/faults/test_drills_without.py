@@ -1,6 +1,6 @@
-"""Recorded evidence: it reads back as it was, and without a part of it no verdict is wrongly sure.
+"""Recorded evidence: without a part of it, no wrong verdict has the confidence high.
 
-The files in `recorded/` are those of `benchmarks.drills --record`, with shorter flight records.
+The files in `recorded/` come from `benchmarks.drills --record`; their flight records are shorter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PAIRS = tuple(itertools.combinations((
     "states of processes and threads", "system call and wchan", "descriptors",
     "the process evidence of the culprit", "the process evidence of one other rank",
 ), 2))  # fmt: skip
-"""Those with which a wrong verdict was sure before the rules asked for both sources."""
+"""Pairs without which a wrong verdict was sure, before the rules needed both sources."""
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 
 
@@ -48,7 +48,7 @@ def test_missing_evidence_makes_no_verdict_wrong_and_sure(path):
 
 
 def test_each_kind_of_evidence_that_is_removed_was_there_and_is_used():
-    """A kind that changes no recorded evidence at all would test nothing."""
+    """Without a change to any recorded evidence, the removal of a kind would test nothing."""
     cases = [known(path) for path in RECORDED]
     for kind in [*KINDS, *OF_ONE]:
         change = OF_ONE[kind] if kind in OF_ONE else (lambda of, _, kind=kind: KINDS[kind](of))

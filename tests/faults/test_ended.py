@@ -1,4 +1,4 @@
-"""Faults that end a run: it is said which rank, of what, and nothing is left."""
+"""Faults that end a run: the console names the rank and the error, and no process is left."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.mounts import ext4
 from trainers.contract import rundir
 
 GRACE_S = 5
-"""So long a rank that has failed is named while its peer still lives."""
+"""After a rank has failed, its deaf peer lives for this time."""
 WATCH = {"stall_floor_s": 10, "startup_s": 60, "grace_s": GRACE_S}
 
 
 @pytest.fixture
 def run(begin, orders):
-    """A launch of two ranks under torchrun, with a phase that follows only a good end."""
+    """A launch of two ranks under torchrun; its second phase starts only after a good end."""
     started = begin(
         phase("one", "obedient.py", 100_000, orders, gates={"steps_done": 100_000}),
         phase("two", "obedient.py", 1, orders), watch=WATCH,
@@ -63,20 +63,20 @@ CRASHED = {"segv": "SIGSEGV", "abort": "SIGABRT"}
 
 
 def first_then_slow(cases: dict[str, str]) -> list[object]:
-    """`make test` has the first case of a row."""
+    """Returns the cases of a row; all except the first are slow tests."""
     slow = [pytest.param(words, marks=pytest.mark.slow) for words in list(cases)[1:]]
     return [next(iter(cases)), *slow]
 
 
 def ends_by_itself(scene, run, orders, words) -> str:
-    """Gives rank 1 an order that ends the run; returns the reason."""
+    """Sends rank 1 an order that ends the run; returns the reason."""
     scene.inject(run, lambda: order(orders, 1, words), names_rank_1)
     ended = run.wait_end()
     why = scene.ended(run, "crashed", 5)
     assert why.startswith("rank 1")
     assert [phase["state"] for phase in ended["phases"]] == ["crashed", "later"]
     gates = rundir.read_json(run.run() / rundir.GATES)["gates"]
-    # A native crash can take the last records with it.
+    # After a native crash, the last records may be lost.
     assert [gate["result"] for gate in gates] in (["fail"], ["unknown"])
     scene.note(why)
     return why
@@ -126,7 +126,7 @@ def test_stop_ends_ranks_that_are_deaf_hold_the_gil_or_are_stopped(scene, run, o
     order(orders, 1, "gil 60")
     os.kill(run.pids()[0], signal.SIGSTOP)
     token, pids = run.token(), run.pids()
-    # Both before an answer: the run may be over soon after the first.
+    # Both requests are sent before an answer, because the first may end the run soon.
     sent_to = [(box, actions.send(box, "stop", {}, "tester")) for box in (run.path, run.run())]
     answers = [actions.answer(box, request, HANG_GUARD_S) for box, request in sent_to]
     assert [answer["ok"] for answer in answers] == [True, True]

@@ -1,4 +1,4 @@
-"""Faults around a run: reused pids, directories that want to run code, a GPU that lies."""
+"""Faults around a run: reused pids, directories with malicious files, a GPU with wrong values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TOKEN = secrets.token_hex(8)  # no process of another test has it
 
 
 def stranger_with(pid: int) -> subprocess.Popen[bytes] | None:
-    """Starts a process that gets a pid which was used before; None when others were faster."""
+    """Starts a process with the given pid; returns None if another process got this pid first."""
     try:
         LAST_PID.write_text(str(pid - 1))
     except OSError:
-        pytest.skip("this machine lets nobody choose the next pid (ns_last_pid)")
+        pytest.skip("this user cannot choose the next pid (ns_last_pid)")
     found = sleeping()
     if found.pid == pid:
         return found

@@ -1,4 +1,4 @@
-"""Faults around a launch: killed half-way, into a bad place, over what is there already."""
+"""Faults of a launch: a kill in the middle, a bad directory, or files that exist already."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
 
 MOMENTS = 6
-"""Steps at which a launch is killed in `make test`; `make faults` has all of them."""
+"""Number of steps at which `make test` kills a launch; `make faults` uses all steps."""
 
 LAUNCHER = """
 import os, signal, sys
@@ -45,7 +45,7 @@ print(total, flush=True)
 
 
 def launch_and_die(folder: Path, last: int, plan: str) -> int:
-    """Launches in a process that kills itself at a step; returns how many steps there were."""
+    """Launches in a process that kills itself at a step; returns the number of steps, or 0."""
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHER, str(folder), str(last), plan], cwd=ROOT, text=True,
         capture_output=True, timeout=HANG_GUARD_S, env={**os.environ, **STUB},
@@ -55,7 +55,7 @@ def launch_and_die(folder: Path, last: int, plan: str) -> int:
 
 
 def supervisors(folder: Path) -> int:
-    """Returns how many supervisors ever took this directory."""
+    """Returns the number of supervisors that wrote into the log of this directory."""
     log = folder / rundir.SUPERVISOR_LOG
     return len(re.findall(r"supervisor pid \d+", log.read_text())) if log.exists() else 0
 
@@ -72,7 +72,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def took_place(folder: Path) -> bool:
-    """Says whether a supervisor has taken over, as soon as that is decided."""
+    """Waits until a supervisor is ready or the lock is free; returns whether one became ready."""
     path = folder / rundir.PLAN_STATE
     wait_for(lambda: path.exists() or not is_locked(folder), every_s=0.02)
     return path.exists()

@@ -1,4 +1,4 @@
-"""Sources that lie, are missing or belong to another run: nothing is killed, and it is said."""
+"""Sources that are wrong, missing or of another run: no rank is killed, and an alert says so."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.launches import STUB, phase
 from trainers.contract import rundir
 
 ACTED_S = 6.0
-"""Longer than a restart by rule takes to come: three limits, and the polls."""
+"""Longer than the time until a watch rule restarts a run: three limits, and the polls."""
 decision = pytest.mark.decision
 
 
@@ -119,7 +119,7 @@ def test_removed_shared_memory_stalls_and_restarts_nothing(scene, launch):
     assert state.step is not None
     events = started.events(0)
     assert not [event for event in events if event["kind"] == "watch"]
-    # On a busy machine a rank may really stand still for longer than the stall limit.
+    # On a busy machine, a rank may make no progress for longer than the stall limit.
     began = [record["mono"] for record in started.heartbeats()]
     longest_s = max(after - before for before, after in itertools.pairwise(began))
     assert longest_s > WATCH["stall_floor_s"] or not [e for e in events if e["kind"] == "verdict"]
@@ -146,7 +146,7 @@ def test_a_moved_launch_and_a_new_one_at_its_path_do_not_touch_each_other(
     second.wait_end()
     newer = second.plan_state["supervisor"]
     assert newer["pid"] != owner
-    second.wait(lambda: not rundir.is_alive(newer))  # it writes its report last
+    second.wait(lambda: not rundir.is_alive(newer))  # this supervisor writes its report last
     assert all_run(pids)
     told = first.wait(lambda: [e for e in first.events(0) if e.get("alert") == "own-directory"])
     shutil.rmtree(path)
@@ -287,7 +287,7 @@ def test_other_code_at_a_restart_is_said(scene, launch, orders, tmp_path):
     (script.parent / ".git").rename(tmp_path / "away")
     os.kill(started.wait(lambda: started.pids().get(1)), signal.SIGKILL)
     third = started.wait(lambda: (s := started.state())["attempt"] == 3 and s["workers"] and s)
-    assert third["git"] == {}, "the commit of a former attempt"
+    assert third["git"] == {}, "the commit must not be that of a former attempt"
 
 
 @decision("stop", "true")

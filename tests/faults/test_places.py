@@ -1,4 +1,4 @@
-"""Places that are not what they were: another run's directory, no shared memory, a sparse file."""
+"""Unusual files and directories: another run's directory, no shared memory, a sparse file."""
 
 from __future__ import annotations
 

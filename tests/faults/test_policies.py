@@ -1,4 +1,4 @@
-"""Faults that the supervisor answers by a policy: restarts and watch rules."""
+"""Faults to which a policy reacts: restarts and watch rules."""
 
 from __future__ import annotations
 

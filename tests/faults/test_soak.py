@@ -1,4 +1,4 @@
-"""What `make soak` counts and injects; the half hour itself is a benchmark."""
+"""The counts and the injections of `make soak`; the half hour itself is a benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that a run must survive, one after the other on one launch: nothing is killed."""
+"""Faults that a run must survive, one after the other on one launch if possible."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from trainers.contract.errors import ContractError
 DEFAULT_PORTS = (29400, 29500)
 WATCH = {"stall_floor_s": 2, "startup_s": 60, "grace_s": 2}
 STILL_S = 4.5
-"""Longer than the stall limit and the supervisor's next look."""
+"""Longer than the stall limit and the time until the supervisor's next poll together."""
 
 
 def spray(started, until: threading.Event) -> None:
-    """Sends SIGUSR1 to every process of the run and its groups until told otherwise."""
+    """Sends SIGUSR1 to the processes of the run and their groups until `until` is set."""
     while not until.wait(0.02):
         agent = (started.state().get("torchrun") or {}).get("pid")
         if not agent:
@@ -60,14 +60,14 @@ def spray(started, until: threading.Event) -> None:
 
 @pytest.fixture(scope="module")
 def taken_ports() -> Iterator[None]:
-    """Somebody listens where torchrun and its store would by default."""
+    """Sockets that listen on the default ports of torchrun and its store."""
     held = [socket.socket() for _ in DEFAULT_PORTS]
     for listener, port in zip(held, DEFAULT_PORTS, strict=True):
         try:
             listener.bind(("", port))
             listener.listen()
         except OSError:
-            continue  # then somebody else holds it, which is as good
+            continue  # another process uses the port, which has the same effect
     yield
     for listener in held:
         listener.close()
@@ -80,7 +80,7 @@ def orders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def terminal(begin, taken_ports, orders):
-    """The terminal from which the run was launched, waiting for its end."""
+    """The terminal from which the run was launched; its command waits for the end of the run."""
     options = begin.options(
         phase("one", "obedient.py", 100_000, orders, gates={"steps_done": 100_000}), watch=WATCH
     )
@@ -91,7 +91,7 @@ def terminal(begin, taken_ports, orders):
 
 @pytest.fixture(scope="module")
 def first(begin, terminal):
-    """The run, sprayed with SIGUSR1 from its first moment on, default ports taken."""
+    """The run; it gets SIGUSR1 from its start on, and the default ports are in use."""
     root, shown = terminal
     shown.wait(lambda _: list(root.glob("*/*/plan_state.json")))
     started = begin.adopt(next(root.glob("*/*")))
@@ -108,7 +108,7 @@ def first(begin, terminal):
 
 
 def newest(begin, orders, usable):
-    """Returns the newest launch that an earlier injection left usable, or another one."""
+    """Returns the newest launch if it is `usable`, or else a new launch."""
     started = begin.begun[-1]
     if usable(started):
         return started
@@ -120,7 +120,7 @@ def newest(begin, orders, usable):
 
 @pytest.fixture
 def run(begin, first, orders, injection):
-    """A launch with torchrun and both ranks, whose stall limit an earlier stall does not raise."""
+    """A launch with torchrun and both ranks; an earlier stall does not raise its stall limit."""
     found = newest(begin, orders, lambda it: process.environment(it.state()["torchrun"]["pid"]))
     if injection:
         found.wait_steps(KEPT_STEPS + (RunSource(found.path).poll().step or 0))
@@ -129,7 +129,7 @@ def run(begin, first, orders, injection):
 
 @pytest.fixture
 def pids(scene, run):
-    """The ranks of the run; after the test the same ones step on."""
+    """The ranks of the run; after the test, checks that the same ranks make progress."""
     found = run.pids()
     yield found
     scene.goes_on(run, found)
@@ -137,7 +137,7 @@ def pids(scene, run):
 
 @pytest.fixture
 def running(begin, first, orders):
-    """A launch whose ranks live, with torchrun or without."""
+    """A launch that has not ended, with or without torchrun."""
     return newest(begin, orders, lambda it: it.plan_state["state"] != "ended")
 
 
@@ -205,7 +205,7 @@ def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, 
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[Callable[[], None]]:
-    """Yields what stops a process; it goes on afterwards."""
+    """Yields a function that stops a process; afterwards, the process is resumed."""
     try:
         yield lambda: os.kill(pid, signal.SIGSTOP)
     finally:
@@ -228,7 +228,7 @@ def test_a_stopped_torchrun_is_said(scene, run, pids):
 
 
 def steps_from(run) -> None:
-    """Waits until a console shows twenty more steps."""
+    """Waits until a console shows more than twenty further steps."""
     before = run.wait(lambda: RunSource(run.path).poll().step)
     run.wait(lambda: (RunSource(run.path).poll().step or 0) > before + 20)
 
@@ -283,7 +283,7 @@ def test_a_working_process_that_is_killed_is_replaced_and_the_ranks_go_on(scene,
 @pytest.mark.parametrize("seconds", [-3600, 86_400])
 def test_a_wall_clock_that_jumps_is_no_stall_and_no_negative_time(run, pids, orders, seconds):
     def told() -> int:
-        """Counts what is said beside the clock; an alert of a test before may be over meanwhile."""
+        """Counts the events except `clear` and those about the clock."""
         events = [event for event in run.events(0) if event["kind"] != "clear"]
         return sum(event.get("alert") != "clock" for event in events)
 
@@ -317,7 +317,7 @@ print(next(line for line in open("/proc/self/status") if "VmHWM" in line), file=
 
 
 def skipped_since(before: int) -> Seen:
-    """Looks for all of `HOSTILE` among the skipped records."""
+    """Looks for as many new skipped records as `HOSTILE` has."""
     return lambda state: (
         f"{state.skipped_records} records were skipped"
         if state.skipped_records >= before + len(HOSTILE) else ""
@@ -418,7 +418,7 @@ def test_of_two_consoles_that_both_halt_both_are_answered_and_it_is_done_once(sc
             screen.press("H")
             screen.wait("Halt this run")
         pids = run.pids().values()
-        for pid in pids:  # else the run may be over before the second asks
+        for pid in pids:  # or else the run may end before the second request
             os.kill(pid, signal.SIGSTOP)
         for screen in (one, two):
             os.write(screen.fd, b"y")

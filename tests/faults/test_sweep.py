@@ -1,9 +1,8 @@
 """Calls on files of a run fail, one site after the other, as in the tests of SQLite.
 
-A run without a failure tells which calls there are: a name, and a file below the run and its live
-directory. Each of them then fails with EIO, where it can with ENOSPC and EMFILE, or does half of a
-write: the first call, the second, the last, and all. A sample of this runs in `make test`, all of
-it in `make faults`.
+A run without a failure shows the call sites: the name of a call, and a file in the launch or live
+directory. Each site then fails with EIO, and with ENOSPC, EMFILE or half a write if that can occur:
+at the first call, the second, the last, or all. `make test` runs a sample, `make faults` all cases.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def library(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory, library) -> frozenset[tuple[str, str]]:
-    """The call sites of the first course: all is injected there."""
+    """The call sites of the first course, in which all failures are injected."""
     return frozenset(Sweep(COURSES[0], tmp_path_factory.mktemp("known") / "run", library).record())
 
 

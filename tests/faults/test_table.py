@@ -1,4 +1,4 @@
-"""The table of faults is complete, and every row of it is proven or says what it waits for."""
+"""The table of faults is complete, and each row has a test or says what is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEYOND_ONE_MACHINE, STRETCH = {"36", "37", "38"}, {"39", "40", "41"}
 
 
 def marked() -> set[str]:
-    """Returns the rows that tests of this folder carry."""
+    """Returns the rows in the marks of the tests of this folder."""
     text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     return set(re.findall(r'mark\.fault\("(\w+)"', text))
 

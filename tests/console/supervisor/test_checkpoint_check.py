@@ -1,4 +1,4 @@
-"""Each new checkpoint is loaded by another process, which may fail, hang or come too late."""
+"""New checkpoints are loaded by another process, which may fail, hang or end too late."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainers.contract import rundir
 
 FINE = "echo some line; echo fine"
 WAITS = 'while [ ! -e "{}" ]; do sleep 0.02; done; '
-"""Lets a script wait for a file, so that what a test does before has surely been done."""
+"""The start of a script that waits for a file; the test creates the file when it is ready."""
 
 
 class Trial:
-    """A check with a shell script in place of the program that loads, and what it recorded."""
+    """A check with a shell script in place of the loading program, and the recorded events."""
 
     def __init__(self, folder, script=FINE, former=None, **plan):
         self.run, self.events, self.summary = folder, [], Summary(1, 1, 0)
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_loaded_once_and_counts_for_the_gate(tmp_path):
     )  # fmt: skip
     read = Summary(1, 1, 0)
     read.add_event(trial.events[-1])
-    assert read.loaded == {5: 1}, "a reader counts it from the event"
+    assert read.loaded == {5: 1}, "a reader counts the load from the event"
     assert len(trial.saved(5).finish()) == 1
     assert len(trial.finish()) == 1
     document = trial.check.document()
@@ -138,7 +138,7 @@ def test_a_load_that_does_not_succeed_says_why(tmp_path, monkeypatch, script, re
     assert trial.summary.loaded == {}
     trial.check._loads, trial.check._plan = ("sh", "-c", FINE, "sh"), Checkpoints(load=True)
     trial.saved(10).finish()
-    assert not trial.alerts.open(), "the next one loads"
+    assert not trial.alerts.open(), "the next checkpoint loads"
 
 
 def test_the_newest_checkpoint_replaces_those_that_wait_and_a_stop_ends_it(tmp_path):
@@ -152,7 +152,7 @@ def test_the_newest_checkpoint_replaces_those_that_wait_and_a_stop_ends_it(tmp_p
 
 
 def test_a_program_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkeypatch):
-    # KILL comes too late, as on a disk that does not answer. TERM comes long after the trap.
+    # KILL comes too late, as on a disk that does not answer. TERM comes after the trap is set.
     monkeypatch.setattr(program, "GRACE_S", 60.0)
     monkeypatch.setattr(program, "SPARE_S", -59.7)
     deaf = "trap '' TERM; for second in 1 2 3 4 5 6 7 8 9; do sleep 1; done"

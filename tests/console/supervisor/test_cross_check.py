@@ -1,4 +1,4 @@
-"""The documents of a former supervisor: an entry counts where a second record confirms it."""
+"""The documents of a former supervisor, and the second sources that must confirm them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DONE = {"kind": "answer", "action": "set-flag", "request": "s1", "ok": True}
 
 @pytest.fixture
 def launch(tmp_path):
-    """The documents of a launch of two phases; its supervisor and its processes are gone."""
+    """The documents of a launch of two phases; its supervisor and its processes have ended."""
     file = write_plan(
         tmp_path, phases=[phase("one", "member.py", 9, gates={"steps_done": 9}), phase("two", "x")]
     )
@@ -262,7 +262,7 @@ def test_the_last_pulse_of_a_rank_shows_the_phase_in_which_it_ended(tmp_path, mo
         PulseWriter(rundir.pulse(live.path, rank), rank).set(6, phase_)
         assert pulses.step(rank, os.getpid()) == 6
     assert [pulses.phase(rank, 6) for rank in range(3)] == ["backward", "", ""]
-    assert pulses.phase(0, 7) == ""  # its records are of a later step
+    assert pulses.phase(0, 7) == ""  # the records of the rank are of a later step
     assert LastPulses(live, lambda rank, pulse: None).phase(0, 6) == ""
     live.remove()
 
@@ -315,7 +315,7 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin, tmp_path):
 
 @pytest.mark.parametrize("asked", ["stop requested by x", ""])
 def test_without_run_json_no_second_attempt_starts_beside_living_ranks(begin, tmp_path, asked):
-    """A plan whose end was requested ends; otherwise its phase starts, after its ranks are gone."""
+    """Once the ranks have ended, the plan ends if this was requested, or the phase starts."""
     started = begin(
         phase("one", "member.py", 100_000, "until", tmp_path / "go"), phase("two", "member.py", 5),
         shell=STUB,
@@ -344,7 +344,7 @@ def test_without_run_json_no_second_attempt_starts_beside_living_ranks(begin, tm
 def forge_the_end(started, least: int) -> None:
     """Appends the records that the ranks would have written up to their end."""
     told = [started.heartbeats(rank=rank) for rank in (0, 1)]
-    # On a busy machine, the pulse of a rank is many steps ahead of its records.
+    # On a busy machine, the pulse of a rank may be many steps ahead of its records.
     last = max(least, *(records[-1]["step"] + 500 for records in told))
     for rank, records in enumerate(told):
         newest = [record for record in records if record["msg"] == "progress"][-1]

@@ -1,4 +1,4 @@
-"""Evidence of a stall: collected once for a position, of this stall only, without a wait."""
+"""The evidence about a stall: samples of processes, and dumps since the stall began."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_dump_from_before_the_stall_or_from_a_later_clock_is_not_used(
 
 
 def test_only_ranks_with_a_pulse_are_dumped_and_a_place_only_once(tmp_path, quick):
-    """A rank without a pulse has not installed the handler: SIGUSR1 would end it."""
+    """A rank without a pulse may not have the handler yet; SIGUSR1 would then end the rank."""
     silent = RankEvidence(1, os.getpid(), "S", 0, "", 9.0)
     collector = made(tmp_path)
     collector.poll((RANK, silent))
@@ -88,7 +88,7 @@ def test_only_ranks_with_a_pulse_are_dumped_and_a_place_only_once(tmp_path, quic
 def test_processes_are_sampled_again_while_a_stall_lasts_and_nobody_is_dumped_again(
     tmp_path, quick, monkeypatch
 ):
-    """The rank is stopped at first, and is resumed without a change of its pulse."""
+    """The rank is stopped at first, and is then resumed; its pulse does not change."""
     monkeypatch.setattr(evidence, "AGAIN_S", 0.0)
     child = subprocess.Popen(["sleep", "60"])
     try:

@@ -120,7 +120,7 @@ def test_a_torchrun_that_rejects_its_command_line_is_quoted(begin, tmp_path):
 
 
 def test_torchrun_before_torch_2_12_gets_no_shutdown_timeout(tmp_path):
-    """It rejects the option: with torch 2.11 no launch could start."""
+    """With torch 2.11, torchrun rejects the option, so no launch could start."""
     program = (
         "from pathlib import Path\nfrom console.supervisor.launch_spec import argv\n"
         "from console.plan import Phase\n"

@@ -44,7 +44,7 @@ def next_after(records, last):
 
 
 def is_every_second(times) -> bool:
-    """Tells of three times in a row; of all a machine that is busy elsewhere may miss some."""
+    """Returns whether the times are about 1 s apart; a busy machine may skip some seconds."""
     return all(0.5 < after - before < 1.5 for before, after in itertools.pairwise(times))
 
 
@@ -146,7 +146,7 @@ def keys_of(value):
 
 
 def test_two_phases_with_a_flag_between_them_and_a_halt(begin, tmp_path):
-    """One launch from its start to its end, as a second one would cost half a minute."""
+    """This test has one launch, because a second launch would take half a minute."""
     started = begin(
         phase("one", "foreign_ddp.py", 60, tmp_path / "go",
               gates={"steps_done": 50, "no_stall": True}),

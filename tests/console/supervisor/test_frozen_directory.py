@@ -1,4 +1,4 @@
-"""The run directory's file system stops answering: training goes on and nothing is lost."""
+"""The run directory's file system stops answering, and training continues."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_frozen_directory_blocks_only_its_writer_and_loses_nothing(begin, moun
 def test_term_in_a_frozen_directory_ends_what_can_end_and_the_rest_after_the_thaw(
     begin, mounted, tmp_path, memory
 ):
-    """A thread that waits for the disk keeps its process; everything else ends in time."""
+    """A process with a thread that waits for the disk stays; all others end in time."""
     (tmp_path / "sitecustomize.py").write_text("" if memory else WITHOUT_MEMORY)
     started = begin(
         phase("one", "member.py", 100_000), root=mounted / f"artifacts-{memory}",
@@ -103,7 +103,7 @@ def test_term_in_a_frozen_directory_ends_what_can_end_and_the_rest_after_the_tha
 
 
 def test_a_process_that_replaces_another_works_while_the_directory_does_not_answer(tmp_path):
-    """Here reads wait too, as on a file server that is gone."""
+    """In this test reads wait too, as on a file server that has failed."""
     course = Course("halted", "family", LONG, frozenset({"stopped"}))
     library, control = errors.build(tmp_path), tmp_path / "case" / "control"
     case = Case(course, orders(course, tmp_path), None, tmp_path / "case", library)

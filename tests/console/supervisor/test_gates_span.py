@@ -1,4 +1,4 @@
-"""Gates of runs that were restarted, adopted and damaged, and the phase after them."""
+"""Gates of runs that were restarted, adopted or damaged, and the phase after these runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def script(folder: Path, text: str) -> str:
 def test_nan_stall_and_crash_of_the_first_attempt_fail_the_gates_of_the_run(
     begin, tmp_path, capsys
 ):
-    """The supervisor that counted the stall is killed too; the next one continues its count."""
+    """The supervisor that counted the stall is replaced; the next one continues the count."""
     bounds = {"steps_done": 20, "loss_finite": True, "no_stall": True, "restarts_at_most": 0,
               "stalls_at_most": 1, "grad_norm_above": 0}  # fmt: skip
     end = tmp_path / "end"
@@ -79,7 +79,7 @@ def test_nan_stall_and_crash_of_the_first_attempt_fail_the_gates_of_the_run(
         {"name": "one", "script": script(tmp_path, TWICE), "args": [str(end)], "nproc": 1,
          "gates": bounds},
         phase("two", "member.py", 5), shell=STUB, restart={"when": "crash", "backoff_s": 0},
-        watch={"stall_floor_s": 30, "grace_s": 3},  # a rank that is stopped is named after 3 s
+        watch={"stall_floor_s": 30, "grace_s": 3},  # the verdict on a stopped rank comes after 3 s
     )  # fmt: skip
     started.wait_steps(20)
     (pid,) = started.pids().values()

@@ -1,4 +1,4 @@
-"""The operator's program on alerts: told once, in bounded time, and never in the way."""
+"""The operator's hooks have a time limit, and a poll of a hook does not wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainers.contract import rundir
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "hook.py"
 LIMIT_S = 6.0
-"""A limit for a hook that hangs: a busy machine starts Python in less."""
+"""The time limit of a hook that hangs. Even a busy machine starts Python in less time."""
 
 
 class Trial:
@@ -143,7 +143,7 @@ def test_a_hook_that_hangs_is_ended_with_everything_it_started_and_nothing_waits
     ((kind, text, level),) = t.events
     assert (kind, level) == ("hook", "warn")
     assert f"ran longer than {LIMIT_S:g} s and was ended" in text
-    assert slowest < program.GRACE_S, "for so long the program ignored TERM"
+    assert slowest < program.GRACE_S, "the program ignored TERM for this time"
 
 
 def test_what_a_hook_leaves_behind_is_ended(tmp_path):
@@ -202,7 +202,7 @@ def test_a_hook_that_cannot_be_started_is_a_failure(tmp_path, program):
 def test_a_machine_without_threads_or_descriptors_is_a_failure_and_the_next_start_works(
     tmp_path, monkeypatch, owner, name, error
 ):
-    """An alert that found no thread waits for the next start."""
+    """If no thread can be started for an alert, the alert waits for the next start."""
 
     def refuse(*_: object) -> None:
         raise error
@@ -274,7 +274,7 @@ def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, mo
 
 
 def test_no_child_of_git_stays(tmp_path, monkeypatch):
-    """It would become an orphan of the supervisor and delay the end of a run."""
+    """Such a child would become an orphan of the supervisor and delay the end of a run."""
     git, pid = tmp_path / "git", tmp_path / "pid"
     git.write_text(f"#!/bin/sh\nsleep 60 >/dev/null 2>&1 &\necho $! > {pid}\nexit 1\n")
     git.chmod(0o700)

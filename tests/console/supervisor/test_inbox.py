@@ -166,7 +166,7 @@ def test_kill_ends_ranks_that_are_deaf_at_once_and_says_who_asked(launched):
     with pytest.raises(UsageError, match="needs yes"):
         actions.send(launched.path, "kill", {}, "tester")
     assert launched.ask("kill", yes="true")["ok"]
-    launched.wait_end()  # the grace time of a stop is longer
+    launched.wait_end()  # the grace time of a stop is longer than the limit of this wait
     assert launched.state()["state"] == "killed"
     assert "tester" in launched.state()["why"]
     assert not process.with_token(launched.token())
@@ -220,7 +220,7 @@ def test_a_request_from_before_this_supervisor_is_not_executed(
 
 
 def test_the_time_of_a_request_is_that_of_its_file_and_not_what_it_tells(tmp_path):
-    """The clock of the launcher is an hour ahead, that of the sender an hour late."""
+    """One request contains a time in the past, the other request a time far in the future."""
     box = tmp_path / rundir.REQUESTS
     box.mkdir()
     (tmp_path / rundir.LOCK).touch()

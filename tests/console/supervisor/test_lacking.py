@@ -118,7 +118,7 @@ def test_a_run_on_full_shared_memory_says_so_and_completes(begin, tmp_path):
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
-    """A small file system that stands for /dev/shm."""
+    """A small file system in place of /dev/shm."""
     with tmpfs(tmp_path, 1) as mount:
         monkeypatch.setattr(rundir, "SHARED_MEMORY", mount)
         yield mount
@@ -135,7 +135,7 @@ def limit_files(memory, count: int) -> None:
 
 def test_ranks_have_a_live_directory_only_with_room_for_all_of_them(memory):
     limit_files(memory, 7)
-    # One too few for three pulses, three stacks, the board, and the folder.
+    # Too few inodes for three pulses, three stacks, the halt board and the directory.
     live = Live("0123456789abcdef", 3, 1, memory)
     assert (live.path, live.why) == (None, "No space left on device")
     assert os.listdir(memory) == []

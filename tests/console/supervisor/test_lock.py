@@ -1,4 +1,4 @@
-"""The lock of a launch: its owner is written into it before the supervisor starts."""
+"""The lock of a launch; its file names the owner before the supervisor starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_sentence_on_an_overwritten_lock_says_that_a_halt_still_halts_the_ra
         path.write_text("{}")
         said = owned.lost()
     assert "the supervisor ignores requests and .HALT there" in said
-    assert ".HALT in the run directory still halts the ranks while that is at its path" in said
+    assert "halts the ranks while the run directory is at its path" in said
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"token": 7}', b"\xff" * 9000])
@@ -56,7 +56,7 @@ def test_a_lock_that_holds_something_else_has_no_token(tmp_path, content):
 
 
 def test_a_disk_that_is_full_when_the_owner_is_named_begins_nothing(tmp_path, begin):
-    """The plan takes the last free block, so that the lock finds none."""
+    """plan.json fills the last free block, so the lock file cannot be written."""
     given = actions.prepare(begin.options(phase("one", "member.py", 1), nproc=1)).spec
     assert len(json.dumps(given.as_dict(0.0), indent=1)) < 4096
     with tmpfs(tmp_path, 1) as mount:

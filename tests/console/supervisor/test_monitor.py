@@ -1,4 +1,4 @@
-"""The watchdog of one attempt: what it does to ranks that it did not see begin."""
+"""The monitor of one attempt, also of ranks that ran before the monitor started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None, env={})
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """The clocks of the monitor stand still: a pause of this process is part of no stall."""
+    """Stops the clocks of the monitor, so that a pause of this process does not change a stall."""
     found = SimpleNamespace(at=time.monotonic(), now=time.time())
     found.time, found.monotonic = lambda: found.now, lambda: found.at
     monkeypatch.setattr(monitor, "time", found)
@@ -34,7 +34,7 @@ def clock(monkeypatch):
 
 
 class Stage:
-    """A monitor of two ranks, with the events that it sends."""
+    """A monitor of two ranks, and the events that the monitor writes."""
 
     def __init__(self, path, settings=None, late=False, actions=None):
         self.events, self.directory, self.path = [], Directory(), path / "run"
@@ -72,7 +72,7 @@ class Stage:
 @pytest.mark.decision("act-on-stall", "lie")
 @pytest.mark.parametrize("late", [True, False])
 def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, clock, late):
-    """Pulses and records that stand still may be copies: the ranks themselves may step on."""
+    """Pulses and records that do not change may be copies, while the ranks make progress."""
     stage, second = Stage(tmp_path, late=late, actions={"stall": "restart"}), 0
     clock.monotonic = lambda: second
 
@@ -99,7 +99,7 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, c
     ],
 )
 def test_a_verdict_ends_with_its_true_reason(tmp_path, states, ending, end):
-    """A pause that ends by itself was slow; the alert, the event and the document say so."""
+    """The event, the cleared alert and the document have the same reason."""
     stage = Stage(tmp_path)
     stage.poll(12.0, states=states)
     assert stage.dog.verdict is not None
@@ -140,7 +140,7 @@ def test_a_stall_that_no_step_ends_is_not_said_to_step_again(tmp_path, clock):
     stage = Stage(tmp_path)
     stage.poll(4.0, states="ST")
     stage.poll(4.0)
-    clock.now += 0.002  # a verdict's file is named by the millisecond
+    clock.now += 0.002  # the name of a verdict's file has the millisecond
     stage.poll(12.0)
     stage.poll(12.0, phases=("exit", "exit"))
     resumed, left = stage.ends()
@@ -161,7 +161,7 @@ def test_a_verdict_that_changes_is_replaced_and_one_that_stays_is_not(tmp_path, 
 def sampled(stage: Stage, causes: list[str]) -> list[str]:
     """Returns the causes in the events of a stall whose samples of the processes have `causes`.
 
-    Each sample is seen by three polls.
+    Three polls use each sample.
     """
     for number, cause in enumerate(causes, 1):
         stage.dog._evidence.complete = Evidence(ts=float(number))

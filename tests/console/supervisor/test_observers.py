@@ -1,4 +1,4 @@
-"""An exception in whatever observes costs its figures, never the ranks: real supervisors."""
+"""An exception in an observer raises an alert and ends no rank; the supervisors are real."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.launches import Started, phase
 from trainers.contract import rundir
 
 ALWAYS, ONCE = "len(begun) > 1", "len(begun) == 2"
-"""At the start all is well."""
+"""The first call of an observer does not fail."""
 OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
     "watch rules": "monitor.Monitor.poll",
@@ -35,15 +35,15 @@ OBSERVERS = {
     "supervisor.json": "ends.Ends.documents",
 }
 GATES = {"loss_finite": True, "no_stall": True, "steps_done": 5}
-"""Only the records up to the last confirm `steps_done`; the pulses confirm the other two."""
+"""`steps_done` needs the last records; pulses are enough for the other two gates."""
 CASES = [*((name, ALWAYS) for name in OBSERVERS), ("processes and pulses", ONCE), ("files", ONCE)]
 
 
 @pytest.fixture(scope="module")
 def launched(begin, tmp_path_factory):
-    """A launch for each observer that breaks, for good and once, all at the same time.
+    """A launch for each case, all at the same time; its observer fails once or at each later call.
 
-    The ranks end when all alerts are raised and all requests are answered.
+    The ranks end after all alerts are raised and all requests are answered.
     """
     begun, go = {}, tmp_path_factory.mktemp("observers") / "go"
     for name, when in CASES:
@@ -69,11 +69,11 @@ def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(launched, name
     started, answer = launched[name, when]
     assert answer["ok"]
     ended = started.wait_end()
-    # Without files nobody knows whether the ranks were done, or were halted.
+    # Without the files, it is unknown whether the ranks completed or halted.
     expected = "lost" if (name, when) == ("files", ALWAYS) else "completed"
     assert started.state()["state"] == expected, started.state()["why"]
     (end,) = [event for event in started.events(0) if event.get("state") == expected]
-    assert end["level"] == ("crit" if expected == "lost" else "info"), "crit calls the hook"
+    assert end["level"] == ("crit" if expected == "lost" else "info"), "crit starts the hook"
     if name != "supervisor.json":
         assert started.state()["workers"][0]["exit"]["code"] == 0
     failed = f"the observer of {name} failed (ArithmeticError: broken on purpose)"

@@ -1,4 +1,4 @@
-"""An operator accepts a gate that did not pass: with a reason, by name, and for all to read."""
+"""Overrides of gates that did not pass, each with a reason and the name of the operator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GATES = {"steps_done": 5, "loss_falls": True, "grad_norm_above": 5}
 
 
 def given(path, **args):
-    """Sends an override like a command; returns the answer."""
+    """Sends an override as the command does; returns the answer."""
     found = {"phase": "one", "gate": "loss_falls", "reason": "It is planted."} | args
     return actions.answer(path, actions.send(path, "override", found, "ann@host"), HANG_GUARD_S)
 
@@ -74,13 +74,13 @@ def test_a_gate_that_failed_is_overridden_while_its_phase_runs(begin, tmp_path):
     started.wait_steps(10)
     wanted = {"phase": "one", "reason": "It is planted."}
     refusal = "no result of a gate 'steps_done'; known: grad_norm_above"
-    # Not known before the supervisor has read so many records.
+    # `grad_norm_above` has a result only after the supervisor has read enough records.
     started.wait(lambda: refusal in started.ask("override", gate="steps_done", **wanted)["text"])
     later = wanted | {"phase": "two", "gate": "steps_done"}
     assert "two is not the phase that runs" in started.ask("override", **later)["text"]
     answer = started.ask("override", gate="grad_norm_above", **wanted)
     assert answer["ok"], answer
-    os.kill(started.child(), 9)  # the next working process finds it in the events
+    os.kill(started.child(), 9)  # the next working process finds the override in the events
     go.touch()
     assert started.wait_end()["why"] == "all phases are done"
     assert main(["check", str(started.path)]) == 0

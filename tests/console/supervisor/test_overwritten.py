@@ -1,4 +1,4 @@
-"""Ranks that overwrote their environment, as setproctitle does: they have no token any more."""
+"""Ranks that overwrote their environment, as setproctitle does, and so have no token."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_files_of_ranks_that_outlive_torchrun_stay_bounded(begin, tmp_path):
 
 def test_a_new_supervisor_adopts_them_dumps_them_and_halts_them(bare):
     former = bare.kill_supervisor()
-    # As another launch does, also one that still holds the lock of the directory.
+    # Another launch sweeps live directories, and may still have the lock of this one.
     sweep_own([bare.token()])
     looking = os.open(bare.state()["live_dir"], os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_EX)
@@ -97,7 +97,7 @@ def test_a_new_supervisor_adopts_them_dumps_them_and_halts_them(bare):
 
 
 def test_a_stranger_with_a_copied_token_is_no_rank(run):
-    """Rank 1 exited before the adoption, and another program has its environment."""
+    """Rank 1 exited before the adoption, and another program has the environment of rank 1."""
     token = secrets.token_hex(8)
     environment = launch_spec.inherited() | {
         environ.RUN_DIR: str(run), environ.TOKEN: token, "RANK": "1", "LOCAL_RANK": "1",
@@ -118,7 +118,7 @@ def test_a_named_process_is_a_rank_only_if_processes_with_its_token_descend_from
 ):
     """The parent is a rank that overwrote its environment after it had started a child.
 
-    The stranger only writes into the log of the rank.
+    The stranger only has the log of the rank open.
     """
     token = secrets.token_hex(8)
     pairs = {environ.RUN_DIR: str(run), environ.TOKEN: token, "RANK": "0", "LOCAL_RANK": "0"}
@@ -144,11 +144,11 @@ def test_a_named_process_is_a_rank_only_if_processes_with_its_token_descend_from
 
 
 def test_an_orphan_that_kill_does_not_end_is_reported_although_it_has_no_token(run):
-    """The attempt is not over while the orphan is there, so the operator must know of it."""
+    """The attempt is not over while the orphan is alive, so the operator must know of it."""
     with subprocess.Popen(["sleep", "60"]) as orphan:
         found = Tree(secrets.token_hex(8), 1, select.poll(), owners.absent(), str(run))
         found._parent, found._first_killed = os.getpid(), 0.0
-        assert found.stuck() == []  # as if only the ranks had got KILL, long ago
+        assert found.stuck() == []  # so far, only the ranks got KILL
         found._kill_at = 0.0
         assert any(text.startswith(f"{orphan.pid} (") for text in found.stuck())
         orphan.kill()
@@ -157,7 +157,7 @@ def test_an_orphan_that_kill_does_not_end_is_reported_although_it_has_no_token(r
 def test_a_rank_that_outlives_kill_after_a_failure_is_reported_and_not_scanned_for_at_each_tick(
     run, monkeypatch
 ):
-    """torchrun got no KILL, so it is not reported."""
+    """torchrun got no KILL, so torchrun is not reported."""
     scans = []
     monkeypatch.setattr(process, "with_token", lambda *_: scans.append(1) or [])
     deaf = process.Handle(os.getpid(), -1, 0)  # a rank in state D: no signal ends it

@@ -1,6 +1,6 @@
-"""The owner of a launch replaces its child: real supervisors, killed and frozen on purpose.
+"""The owner of a launch replaces its child; the supervisors are real.
 
-The working process is broken from inside, in an observer, or gets a signal.
+The working process fails in an observer or another method, or gets a signal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def launched(begin, tmp_path_factory):
-    """A launch for each way to break, all at the same time, and what lets its rank end."""
+    """A launch for each case, all at the same time, and the file that lets its rank end."""
     begun = {}
     for name, method, harm, when in CASES:
         silent_s = 6 if harm == HANG else owner_module.SILENT_S
@@ -70,7 +70,7 @@ def test_a_working_process_that_ends_or_hangs_costs_no_rank(launched, name, meth
     how = "was killed (SIGSEGV)" if harm == SEGFAULT else "was killed after"
     assert f"the supervisor's working process {how}" in text
     assert name in text.partition(";")[0]
-    assert "supervisor.log" not in text  # it has nothing on a signal or a silence
+    assert "supervisor.log" not in text  # the log has nothing on a signal or a silence
     assert not process.with_token(started.token())
 
 
@@ -91,7 +91,7 @@ def test_an_observer_that_is_switched_off_is_reported_in_the_next_phase_too(begi
 
 
 def patient(folder) -> dict[str, str]:
-    """Lets a supervisor wait for a child that a test has stopped, and not replace it meanwhile."""
+    """Returns variables with which a supervisor does not replace a stopped child."""
     return broken.shell(folder, "launch.Launch.tick", "pass", "owners.SILENT_S = 600.0")
 
 
@@ -106,7 +106,7 @@ def running(begin, tmp_path):
 
 
 def wait_replaced(started: Started, former: int) -> None:
-    """Waits until the child that follows `former` has published."""
+    """Waits until the child after `former` has written its documents."""
     started.wait(
         lambda: (pid := started.child()) != former and started.state()["child"]["pid"] == pid
         and started.alerts(REPLACED)
@@ -133,7 +133,7 @@ def test_requests_are_executed_after_the_working_process_was_killed_twice(runnin
 
 @pytest.mark.parametrize("state", ["crashed", "completed"])
 def test_the_exits_of_processes_that_end_while_nobody_works_are_known(begin, tmp_path, state):
-    """The owner reaps torchrun and ranks without a parent, and each rank recorded its own end."""
+    """The owner reaps torchrun and orphaned ranks, and ranks that complete record their end."""
     one = phase("one", "member.py", 5, "until", tmp_path / "go", gates={"loss_finite": True})
     started = begin(one, shell=patient(tmp_path), nproc=2)
     started.wait_steps(3)
@@ -227,7 +227,7 @@ def test_an_end_stays_an_end_where_the_child_dies_in_its_last_writes(broken_at):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_last_documents_of_a_run_are_written_where_the_child_dies_before(broken_at, index):
-    """The owner has them: the child dies in its thread of the disk while the main thread works."""
+    """The child dies in the thread of the run directory; the owner has the documents."""
     last = f"given[0].parent.name.startswith('{index}-') and given[0].name == 'supervisor.json'"
     ended = "self._documents[given[0]][1]['state'] == 'completed'"
     started = broken_at(
@@ -334,7 +334,7 @@ def test_the_last_messages_of_a_child_are_handled_whatever_their_size():
 
 
 def test_a_large_document_does_not_wait_for_an_owner_that_is_stopped():
-    """Without its owner, the child still serves requests and watches the ranks."""
+    """While the owner is stopped, the child still executes requests and watches the ranks."""
     ours, theirs = socket.socketpair()
     link, contents = links.Link(Channel(ours), links.ChildState(identity={})), []
 
@@ -356,7 +356,7 @@ def test_a_large_document_does_not_wait_for_an_owner_that_is_stopped():
 
 
 def test_the_end_of_a_child_reaches_the_owner_behind_a_large_document():
-    """The owner replaces a child that ends without this report."""
+    """The owner replaces a child that ends without the message CLOSING."""
     ours, theirs = socket.socketpair()
     link = links.Link(Channel(ours), links.ChildState(identity={}))
     link.store(Path("snapshot.json"), {"pad": "x" * 1_000_000})
@@ -367,7 +367,7 @@ def test_the_end_of_a_child_reaches_the_owner_behind_a_large_document():
 
     child = threading.Thread(target=end, daemon=True)
     child.start()
-    child.join(0.1)  # the owner is slower
+    child.join(0.1)  # the owner reads later
     owner, kinds = Channel(theirs), []
     while links.CLOSING not in kinds:
         kinds += [each.kind for each in owner.receive()]
@@ -375,7 +375,7 @@ def test_the_end_of_a_child_reaches_the_owner_behind_a_large_document():
 
 
 def test_the_owner_reports_a_term_only_if_it_has_sent_one():
-    """The child is still starting; an adopted rank would get KILL without TERM before it."""
+    """The owner has no processes yet. After a false report, adopted ranks would get no TERM."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     owner = owner_module.Owner(lambda channel, state: 0)
@@ -389,7 +389,7 @@ def test_the_owner_reports_a_term_only_if_it_has_sent_one():
 
 
 def test_a_phase_whose_start_kills_the_child_is_not_skipped(broken_at):
-    """The next child finds the request to proceed again, and executes it for this phase only."""
+    """The next child executes the request `proceed` again, but only for this phase."""
     once = "len(begun) == 2 and not mark.exists() and (mark.touch(), ctypes.string_at(0))"
     started = broken_at("run.Run._new_record", once, count=3, between="ask")
     started.wait(lambda: started.plan_state.get("state") == "waiting")

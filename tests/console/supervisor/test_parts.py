@@ -1,4 +1,4 @@
-"""Samples become numbered, compressed parts: no record is lost, and charts read them all."""
+"""Samples are moved into numbered, compressed parts, which charts read in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sample(number: int) -> dict[str, object]:
 
 
 def fill(path, count: int = COUNT) -> None:
-    """Writes records as a supervisor does, and looks at the parts between them."""
+    """Writes records as a supervisor does, and calls `divide` after each 100 records."""
     directory = Directory()
     for number in range(count):
         directory.put(path, jsonl.encode(sample(number)))

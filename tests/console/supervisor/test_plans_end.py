@@ -1,4 +1,4 @@
-"""The end of a plan: a halt counts between phases too, and every request is answered."""
+"""The end of a plan: halts between phases, and answers to late requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainers.contract import rundir
 
 
 def sleeper(folder: Path, name: str) -> dict[str, object]:
-    """A phase of one process that is not instrumented and ends when the file `go` exists."""
+    """Returns a phase of one process, which is not instrumented and ends when `go` exists."""
     script = folder / f"{name}.py"
     script.write_text(
         "import os, time\nprint('begun', flush=True)\n"

@@ -1,4 +1,4 @@
-"""Stacks from py-spy: any output is parsed, and neither a rank nor a verdict waits for long."""
+"""Stacks from py-spy: the output may be damaged or late."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_name_cannot_add_a_thread_or_a_frame():
 
 @pytest.fixture
 def rank():
-    """A rank that runs, in a process of its own."""
+    """A rank that runs in its own process."""
     child = sleeping()
     yield RankEvidence(
         0, child.pid, "S", 5, "forward", 9.0, start_ticks=rundir.start_ticks(child.pid)
@@ -112,7 +112,7 @@ def rank():
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """Puts a program with the name py-spy first in the PATH; it appends its words to `calls`."""
+    """Puts a program py-spy first in the PATH; it appends its arguments to the file `calls`."""
     folder = tmp_path / "bin"
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""The report of a launch is written beside the work of the supervisor, for a limited time."""
+"""The report of a launch is written in a separate thread, with a time limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def launch(tmp_path):
 
 
 def written(launch, files=None, reached=lambda: True):
-    """Returns the sentences about a report, when the supervisor may end and all is `reached`."""
+    """Waits for the report and for `reached`; returns the sentences about the report."""
     files, said = files or Directory(), []
     writer = ReportWriter(launch, files, lambda _, text, level: said.append(text))
     writer.start()
@@ -71,7 +71,7 @@ def test_a_whole_report_has_the_comparison_and_no_event(launch, monkeypatch):
 
 
 def test_a_sweep_that_cannot_be_compared_is_in_the_report_with_the_reason(launch):
-    """No phase of plan.json has a variant."""
+    """No phase in plan.json has a variant, so there is nothing to compare."""
     assert written(launch) == []
     text = (launch / report.NAME).read_text()
     assert f"## Sweeps\n\n    not compared: the plan of {launch.name} has no sweep" in text

@@ -1,4 +1,4 @@
-"""Runs that are started again, by their policy and by a new supervisor. Real processes."""
+"""Restarts by the policy, and adoptions by a new supervisor, with real processes."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin, tmp
 
 @pytest.fixture(scope="module")
 def lost(begin):
-    """A run whose supervisor has died and whose ranks live."""
+    """A run whose supervisor has died and whose ranks are alive."""
     started = begin(phase("one", "member.py", 100_000), shell=STUB)
     started.wait_steps(3)
     started.kill_supervisor()
@@ -153,7 +153,7 @@ def lost(begin):
 
 
 def refused_with(launch, path, changed, says):
-    """Adopts a launch of which one document is changed for a while."""
+    """Checks that an adoption is rejected while one document of the launch is changed."""
     record = rundir.read_json(path)
     rundir.write_json(path, record | changed)
     try:
@@ -229,7 +229,7 @@ def test_living_processes_count_and_not_a_document_that_lags_behind_or_holds_gar
     assert lost.wait(lambda: lost.state()["pid"] != state["pid"] and lost.pids()) == pids
     step = lost.wait(
         lambda: RunSource(lost.path).poll().step
-    )  # 150 steps last longer than leftovers are given
+    )  # 150 steps last longer than `LEFTOVER_GRACE_S`
     lost.wait(lambda: (RunSource(lost.path).poll().step or 0) > step + 150)
     assert lost.state()["state"] == "running"
     assert lost.ask("halt")["ok"]
@@ -238,7 +238,7 @@ def test_living_processes_count_and_not_a_document_that_lags_behind_or_holds_gar
 
 
 def waiting(begin, backoff_s: float, attempts: int = 2):
-    """A run between two attempts, whose first ended because rank 1 exited with 7."""
+    """Returns a run between two attempts; the first ended because rank 1 exited with code 7."""
     started = begin(
         phase("one", "member.py", 100_000, "leave"), shell=STUB,
         restart={"when": "crash", "attempts": attempts, "backoff_s": backoff_s},
@@ -283,7 +283,7 @@ def test_a_stop_before_or_after_the_processes_starts_no_attempt(begin, tmp_path,
     ids=["while a restart is due", "after the processes"],
 )  # fmt: skip
 def test_a_stop_also_counts_for_the_next_working_process(begin, tmp_path, harm, backoff_s):
-    """The first working process dies after it has published the request, before the run ends."""
+    """The first working process dies after it has published the stop, before the run ends."""
     die = f"""(self.run and not self._services.link.state.former_end and {harm}
             and os.kill(os.getpid(), 9))"""
     started = begin(
@@ -303,7 +303,7 @@ def test_a_supervisor_that_adopts_between_two_attempts_waits_on_and_knows_why(be
     before = started.state()
     started.wait(lambda: time.time() - before["since_ts"] > 1)
     started.kill_supervisor()
-    # A document alone prevents no restart for which the former supervisor waited.
+    # `hopeless` in a document does not prevent a restart for which a supervisor waited.
     before["ended"] = [before["ended"][0] | {"hopeless": True}]
     rundir.write_json(started.run() / rundir.SUPERVISOR, before)
     actions.adopt(started.path)

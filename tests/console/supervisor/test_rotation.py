@@ -1,4 +1,4 @@
-"""Logs stay bounded while their writers go on, and no reader loses the newest lines."""
+"""Logs stay bounded while programs write to them, and readers get the newest lines."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_nothing_is_cut_or_written_through_a_link(run, tmp_path_factory):
     said = [rotates.poll(), rotates.poll()]
     assert [text.split()[0] for text in said] == ["rank1.log", "rank2.log"]
     assert "hard link" in said[0]
-    assert rotates.poll() == "", "what cannot be done is said once"
+    assert rotates.poll() == "", "the failure is reported once"
     for name in ("symbolic", "hard", "target"):
         assert (outside / name).read_bytes() == numbered(0, 1000)
     moved = run / "elsewhere"

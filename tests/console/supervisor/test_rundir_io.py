@@ -1,4 +1,4 @@
-"""The directory's thread: a disk that hangs costs bounded memory, a failed job fails its asker."""
+"""The thread of the run directory: documents, jobs and failed writes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_version_that_keeps_its_place_is_written_before_later_work(tmp_path):
     directory.document(path, {"phase": 1, "state": "running"})
     slow.set()
     assert directory.close(20)
-    assert seen == [{"phase": 1}], "run.json comes after it"
+    assert seen == [{"phase": 1}], "run.json is written after plan_state.json"
     assert rundir.read_json(path) == {"phase": 1, "state": "running"}
 
 
@@ -93,7 +93,7 @@ def test_a_document_whose_write_failed_is_written_with_the_next_document(tmp_pat
 
 
 def test_the_documents_of_a_removed_earlier_run_do_not_fail_for_ever(tmp_path):
-    """A new working process writes them again; an operator may have deleted the run for space."""
+    """A new child writes these documents again, and an operator may have deleted the run."""
     directory, current, earlier = Directory(), tmp_path / "1-two", tmp_path / "0-one"
     current.mkdir()
     directory.call(lambda: directory.set_run(current))
@@ -116,7 +116,7 @@ def test_a_verdict_waits_for_the_current_run_whose_directory_is_away(tmp_path):
 
 
 def test_a_document_of_a_removed_directory_does_not_make_later_writes_fail(tmp_path, monkeypatch):
-    """An operator may remove a former phase while the next one runs."""
+    """An operator may remove the run of a former phase while the next phase runs."""
     monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
     directory, failures = Directory(), []
     directory.document(tmp_path / "removed" / "gates.json", {"n": 0})

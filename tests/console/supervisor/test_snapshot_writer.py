@@ -1,4 +1,4 @@
-"""A supervisor's snapshots of real runs: through restarts, replaced processes and take-overs."""
+"""Snapshots of real runs with restarts, replaced working processes and adoptions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shell(tmp_path):
 
 
 def check_history(started: Started) -> None:
-    """A span that is told twice is told the same, and none is left out."""
+    """Checks that the history has each span, and that two lines on one span are equal."""
     for level in range(len(SPANS_S)):
         path, found = snapshot.history(started.run(), level), {}
         for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -106,7 +106,7 @@ def test_a_stop_before_a_replaced_process_has_read_the_snapshot_forgets_nothing(
         found = rundir.read_json(started.run() / rundir.SNAPSHOT) or {"ts": 0.0}
         return found if found["ts"] > ts else {}
 
-    # The second is written when the owner keeps the first, which has all records too.
+    # When the second snapshot is written, the owner has the first, which has all records too.
     first = started.wait(lambda: newer(since_ts))
     written = started.wait(lambda: newer(first["ts"]))
     (phase_one,) = started.plan_state["phases"]

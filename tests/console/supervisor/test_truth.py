@@ -46,7 +46,7 @@ def test_a_start_without_its_supervisor_is_unsupervised_halts_and_is_cleared_awa
     os.utime(leaked, (long_ago, long_ago))
     later = begin(phase("one", "member.py", 1))
     later.wait_end()
-    later.wait(lambda: not leaked.exists())  # also a launch of another test may sweep it
+    later.wait(lambda: not leaked.exists())  # another launch may also remove it
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_on_a_full_disk_a_halt_ends_the_plan_and_the_last_word_is_kept(begin, sm
     assert started.state()["state"] != "halted"
     resize(small, 1 << 30)
     ended = started.wait_end()
-    # The documents that could not be written follow in any order.
+    # The documents whose write failed are written later, in any order.
     started.wait(lambda: started.state()["state"] == "halted")
     assert [p["state"] for p in ended["phases"]] == ["halted", "later"]
     assert started.wait(lambda: rundir.read_json(started.run() / rundir.GATES))
