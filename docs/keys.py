@@ -12,8 +12,8 @@ TEXT = f"""\
 
 Generated from the tables in `console/action_table.py` and `console/tui/keys.py`. The keys
 `{" ".join(KEYS)}` are actions. The screen asks for confirmation before an action, and No is the
-default; the brackets after an action say what the action keeps or loses. The row of a key with
-several actions has one sentence per action.
+default. The row of a key with several actions has one sentence per action; the brackets say what
+the first of these actions keeps or loses.
 """
 WORDS = "The words and abbreviations of the screen are in [words.md]"
 WORDS += "(words.md#abbreviations-on-the-screen)."

@@ -23,7 +23,8 @@ from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
 SPARE_S, SOON_S = 1.0, 2.0
-"""If no answer comes within `SOON_S`, a message names stopped processes of the supervisor."""
+"""If no answer comes within `SOON_S`, a message names the processes of the supervisor that are
+stopped, if any."""
 T = TypeVar("T")
 
 

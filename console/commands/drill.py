@@ -29,7 +29,7 @@ from trainers.contract.errors import ContractError, UsageError, did_you_mean
 
 PLAN = catalog.PROJECT / "configs" / "drill.yaml"
 FOLDER = "drills"
-"""The folder of drills below the root. No drill there is the `latest` launch of the root."""
+"""The folder of drills in the root. With this root, `latest` does not find a drill."""
 POLL_S = 0.5
 FAULT_STEP = 10
 """The step in which the fault happens."""

@@ -22,7 +22,7 @@ MAX_SENTENCE_CHARS = 400
 
 
 class OutputError(ContractError):
-    """Standard output cannot be written. An action was executed or answered before this error."""
+    """Standard output cannot be written. A requested action was executed or answered before."""
 
     exit_code = 6
 
@@ -51,7 +51,7 @@ def prepare() -> None:
 
 
 def is_terminal() -> bool:
-    """Returns whether standard input and output are a terminal."""
+    """Returns whether standard input and standard output are terminals."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 

@@ -88,7 +88,7 @@ def resume_line(state: RunState) -> str:
 def follow(
     run: RunSource, as_json: bool, interval_s: float = 1.0, until_waiting: bool = False
 ) -> int:
-    """Prints each change until a run or launch ends; returns the exit code of its last state.
+    """Prints each change until a run or launch ends; returns the exit code of the last state.
 
     With `as_json` only the last state is printed. With `until_waiting` the function also returns
     when the plan waits for confirmation.

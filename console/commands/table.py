@@ -20,17 +20,18 @@ LONGEST_S = 86_400.0
 LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
 HALTS = (
     "With --halt, a rule with * halts the run if its condition has lasted three times\n"
-    "the listed time and a second source confirms the condition. The same applies to\n"
-    "a rule to which the plan gives the action halt, stop or restart. A stall must\n"
-    "have lasted at least three stall limits and at least watch.stall_act_s of the\n"
-    "plan (default: 1800 s).\n"
+    "the listed time and a second source confirms the condition. If the rule has a\n"
+    'value after "halts at", this value must be reached too. The same applies to a\n'
+    "rule to which the plan gives the action halt, stop or restart. A stall must have\n"
+    "lasted at least three stall limits and at least watch.stall_act_s of the plan\n"
+    "(default: 1800 s; 900 s in a legacy run directory).\n"
 )
 
 # --- types of options --------------------------------------------------------------------------
 
 
 def word(text: str) -> str:
-    """Returns `text`, which must not be empty or contain control characters."""
+    """Returns `text`, which must not be blank or contain ASCII control characters."""
     if not text.strip() or any(ord(character) < 32 for character in text):
         raise argparse.ArgumentTypeError(f"{text!r} is empty or contains control characters")
     return text
@@ -215,8 +216,9 @@ QUERIES: tuple[Command, ...] = (
              option("--yes", action="store_true", help="confirm --end-leftovers"),
              option("--full", action="store_true",
                     help="read all records of the run instead of its snapshot; may take minutes")),
-            "A plan is go if no check of its preflight failed. A run is go if it completed\n"
-            "and every gate passed or has an override.\n", "query.check"),
+            "A plan is go if no check of its preflight failed. A run is go if it completed,\n"
+            "every gate passed or has an override, and its records confirm this.\n",
+            "query.check"),
     Command("compare", "Compare the variants of the sweeps in a launch.",
             ("compare latest", "compare latest --json"), (_run("LAUNCH"),),
             "A sweep is a phase of the plan with variants and rounds, see docs/plans.md.\n"

@@ -46,7 +46,7 @@ class Case:
     settings: tuple[Mapping[str, Any], ...] = ()
     assumed: str = ""
     artifacts: Path = Path("artifacts")
-    """The root directory of all launches."""
+    """The root directory of the launches."""
     git: Mapping[str, Any] = field(default_factory=dict)
     """The commit of the code, in the form of `git` in plan.json."""
     measure: bool = False

@@ -1,4 +1,4 @@
-"""The checks of each phase: its program and settings, and the data, disk and memory they need."""
+"""The checks of the phases: program, settings, data, disk space, directory and GPU memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _is_there(module: str) -> bool:
 
 
 def config(case: Case, index: int) -> Found:
-    """Checks the facts that the plan expects of a phase, and whether it has enough steps.
+    """Checks the facts that the plan expects of a phase, its number of steps and its drills.
 
     If settings of `--set` may explain each wrong fact, the result is only a warning.
     """

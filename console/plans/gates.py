@@ -2,7 +2,8 @@
 
 Each gate has a span: all attempts, or the surviving steps (steps that no later attempt repeated).
 A gate passes only if the numbered records of its ranks cover that span without a gap. For a gate
-with `tails`, the last pulse of a killed rank can close the gap at the end of the span.
+with `tails`, and for `steps_done` of a run whose last checkpoint a later run loaded, the last pulse
+of a killed rank can close the gap at the end of the span.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def driver(case: Case) -> Found:
 
 
 def nccl(case: Case) -> Found:
-    """Reports the flags that make NCCL slow, and files that configure it, for a plan with GPUs."""
+    """For a plan with GPUs, reports flags that can slow NCCL, and files that configure NCCL."""
     if not case.plan.gpus:
         return "pass", "no GPU is needed"
     parts = (case.plan.env, *(phase.flags for phase in case.plan.phases))

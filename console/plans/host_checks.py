@@ -1,4 +1,4 @@
-"""The checks of this host: cores, memory, clock, limits, other trainers, shell, logout, code."""
+"""The checks of this host, for example its memory, clock, limits, other trainers and shell."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def clock(case: Case) -> Found:
     """Compares the clock with the creation time and the uptime that the newest launch recorded.
 
     The check fails only if the creation time and the modification time of that launch's plan.json
-    are both in the future.
+    are both more than `JUMP_S` in the future.
     """
     newest = next(iter(launches.launches(case.artifacts)), None)
     record = (rundir.read_json(newest / rundir.PLAN) if newest else None) or {}

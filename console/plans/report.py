@@ -331,7 +331,7 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields unknown gates, figures without a value, and the number of unreadable records."""
+    """Yields unknown gates, figures without a value, missing GPU samples, unreadable records."""
     rows: list[Sequence[object]] = []
     for each in phases:
         rows += [(each.name, f"gate {gate.name}", gate.why) for gate in each.state.gates

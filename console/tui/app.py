@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 TICK_S = 1.0
 LEAVE = "ctrl+c"
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
-"""The name of the module and of the class of each view except the Dashboard."""
+"""For each view except the Dashboard, the name of its module and of its class."""
 
 
 def bindings() -> list[Binding]:
@@ -54,7 +54,7 @@ def bindings() -> list[Binding]:
 
 
 def save_text(name: str, text: str) -> Path:
-    """Writes a file into the user's state directory; returns its path. Raises OSError."""
+    """Writes text to a file in the user's state directory; returns its path. Raises OSError."""
     state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     folder = Path(state) / "nsa-console"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         super().exit(*given, **named)
 
     def _fatal_error(self) -> None:
-        """Saves the traceback of a bug; Textual restores the terminal, then prints one sentence."""
+        """Saves the traceback of a bug, if possible; Textual then exits and prints a message."""
         try:
             where = f"in {save_text('crash.txt', traceback.format_exc())}"
         except OSError as error:
@@ -200,8 +200,9 @@ class ConsoleApp(App[int], inherit_bindings=False):
     async def action_key(self, key_id: str) -> None:
         """Executes a key: asks its `question`, or calls its method `do_<id>`.
 
-        While an overlay is open, only the overlay's method is called; an overlay without the method
-        may close first (`gives_way`). Otherwise the method of view, app or operator is called.
+        While an overlay is open, only the method of the overlay is called. An overlay without the
+        method does nothing, or it closes first (`gives_way`) and the key is executed without it.
+        Without an overlay, the method of view, app or operator is called.
         """
         key = keys.KEYS[key_id]
         if self.overlay is not None:
@@ -229,14 +230,14 @@ class ConsoleApp(App[int], inherit_bindings=False):
         await self.action_key(key_id)
 
     def on_key(self, event: Key) -> None:
-        """Shows a message if a typed key has no function and no overlay is open."""
+        """Shows a message if no overlay is open and the key of a character has no function."""
         bound = {event.key, event.character} & keys.BOUND
         if self.overlay is None and event.is_printable and not bound:
             self.say(f"{event.character} has no function; ? shows the keys", "error")
 
     @property
     def in_field(self) -> bool:
-        """True if a text field has the focus. The thread that reads the input asks too."""
+        """True if a text field has the focus. The thread of the input also reads this property."""
         try:
             focused = self.focused
         except ScreenStackError:  # before the first screen, or after the last
@@ -298,7 +299,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
 
     def follow(self, path: Path) -> None:
-        """Watches another launch or run; resumes a paused display."""
+        """Watches another launch or run in the Dashboard; resumes a paused display."""
         if self.paused:
             self.set_paused(False)
         self.feed.follow(path)

@@ -1,4 +1,4 @@
-"""Runs the operator's actions in daemon threads, and shows each result when it arrives.
+"""Runs actions of the operator in daemon threads, and shows each result when it arrives.
 
 Each action has its own thread, so a directory that does not answer blocks neither keys nor
 painting.

@@ -81,7 +81,7 @@ def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:
 
 
 class Curves:
-    """The curves of one chart, of which new points change only the last columns."""
+    """Computes the curves of one chart; if points were only added, only the last columns again."""
 
     def __init__(self) -> None:
         self._view: object = None

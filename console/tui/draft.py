@@ -34,7 +34,7 @@ DEFAULT_PLAN = "cpu_smoke"
 class Draft:
     """A launch in preparation: a plan with the operator's flags, and the result of its preflight.
 
-    A launch from the screen waits for confirmation between phases unless the operator chooses `go`.
+    A launch of the draft waits for confirmation between phases unless the operator chooses `go`.
     `trouble` is the error of the newest check, or ""; `checked` has the options of that check.
     `prepared` is the result of the newest check without an error.
     """
@@ -66,7 +66,7 @@ class Draft:
             self.prepared = self.checked = self._unchanged = None
 
     def options(self) -> Any:
-        """Returns the options of the launch. The check on the screen does not measure."""
+        """Returns the options of the launch, without the measurements of the preflight."""
         from console.launch_options import LaunchOptions  # imported after the first picture
 
         return LaunchOptions(

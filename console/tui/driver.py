@@ -46,9 +46,10 @@ RESTORE = (
 
 
 class TerminalDriver(LinuxDriver):
-    """Ends the process when the terminal is gone, or reads nothing after `exit` or a signal.
+    """Ends the process when the terminal is gone, or if the exit takes longer than `GRACE_S`.
 
-    A terminal that reads nothing blocks the writer, and the writer then blocks the event loop.
+    An exit can take too long because a terminal that reads nothing blocks the writer, and the
+    writer then blocks the event loop.
     """
 
     def __init__(self, *given: Any, **named: Any):

@@ -33,7 +33,7 @@ SEARCH_S = 15.0
 LOOK_BYTES = 1 << 20
 """The limit of `RunSource` for one poll, so that a long run is shown while it is read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
-"""Paths from the run directory. When one of these files changes, the next poll is due."""
+"""Paths relative to the run directory. When one of these files changes, the next poll is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def open_source(path: Path) -> RunSource:
 
 
 def find_newest(root: Path) -> Path | None:
-    """Returns the newest launch in `root` that may be alive, or else the newest launch.
+    """Returns the newest launch in `root` that may be alive (`find_live`), or else the newest.
 
     If there is no launch, returns the newest run that was started by hand, or None.
     """
@@ -95,7 +95,7 @@ def find_live(found: Sequence[Path]) -> Path | None:
 
 
 class Feed:
-    """Polls a run in a thread. In this thread it calls `deliver`, which must only pass data on.
+    """Polls a run in a thread. The thread calls `deliver`, which must only pass the data on.
 
     The next snapshot is made only after `allow_next()`, so a slow screen gets fewer snapshots, and
     no queue grows.
@@ -106,8 +106,8 @@ class Feed:
         self._root = root
         self._path = path
         self._newest: Path | None = None
-        """The launch or run that the operator chose, or else the newest; each has one writer, the
-        screen's thread or the feed's thread."""
+        """The screen's thread sets `_path`, the launch or run that the operator chose. Without it,
+        the feed's thread sets `_newest`, the newest launch or run."""
         self._source: RunSource | None = None
         self._opened: Path | None = None
         self._state: RunState | None = None

@@ -10,7 +10,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def eta(seconds: float | None) -> str:
-    """Returns a remaining time, rounded so that it does not flicker: `20s`, `1m30`, `19h04`."""
+    """Returns a remaining time, rounded so that the text rarely changes: `20s`, `1m30`, `19h04`."""
     if seconds is None or not math.isfinite(seconds):
         return DASH
     seconds = max(0.0, seconds)

@@ -62,7 +62,7 @@ class Console(background.Screen, Protocol):
 
 
 def _check_not_continued(launch: Path, root: Path) -> None:
-    """Raises RefusedError if another launch in `root` already continues a launch."""
+    """Raises RefusedError if another launch in `root` already continues `launch`."""
     from console import rest_of_launch  # imported with `console.actions`, after the first picture
 
     if text := rest_of_launch.continued_words(launch, root):
@@ -72,8 +72,8 @@ def _check_not_continued(launch: Path, root: Path) -> None:
 class Operator:
     """Asks questions, sends requests and starts launches; `do_<id>` executes the key `<id>`.
 
-    By default, `actions` is the module `console.actions`; the thread that needs it first imports
-    it, because it costs 50 ms and 3 MiB. `request` sends a request and returns the answer.
+    By default, `actions` is the module `console.actions`. Its import costs 50 ms and 3 MiB, so the
+    first thread that needs the module imports it. `request` sends a request and returns the answer.
     """
 
     def __init__(self, screen: Console, request: Request = background.request, actions: Any = None):

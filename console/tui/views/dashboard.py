@@ -35,7 +35,8 @@ LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
 least height if there are more than two rows of charts."""
 LEAST_LOG = 3
 BESIDE_WIDTH, BESIDE_HEIGHT = 70, 5
-"""The least room below the ranks for the log, which is then not at the end of the view."""
+"""The least room below the ranks in which a tall view shows the log; with less room, the log is
+at the end of the view."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,16 +109,16 @@ class Launch(Scrolls, View):
         )
 
     def _ended(self, snapshot: ScreenData) -> tuple[RunState, LaunchState] | None:
-        """Returns the displayed run and its launch, if it has ended and has the draft's plan."""
+        """Returns the run and its launch, if the launch has ended and has the draft's plan."""
         state = snapshot.state
         launch = state.launch if state else None
         is_shown = launch and not launch.under_way and launch.plan == self.draft.plan_name
         return (state, launch) if state and launch and is_shown else None
 
     def _without_plan(self, snapshot: ScreenData) -> tuple[RunState, LaunchState] | None:
-        """Returns the same as `_ended`, if its plan cannot be launched again, or else None.
+        """Returns the same as `_ended` if the check of the draft failed and left no plan, or None.
 
-        The plan of a drill or of `--config` has no file.
+        For example, the plan of a drill or of `--config` has no file, so its check fails.
         """
         return self._ended(snapshot) if self.draft.plan is None and self.draft.trouble else None
 
@@ -148,7 +148,8 @@ class Launch(Scrolls, View):
     def _check_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         """Returns the gates of a launch in progress, or else the checks of the draft.
 
-        The gates of a run that has ended are shown above the checks, in at least half the height.
+        The gates of a run that has ended are shown above the checks. They may use half the height,
+        or more if the checks leave room.
         """
         state, rows = snapshot.state, []
         is_live, is_whole = live_launch(snapshot) is not None, height >= WHOLE

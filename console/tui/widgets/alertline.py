@@ -51,7 +51,7 @@ class Notice:
 def notices(
     snapshot: ScreenData | None, silent_s: float = 0.0, pending: Sequence[Pending] = ()
 ) -> list[Notice]:
-    """Returns all notices, the worst first, but another launch that runs before all others.
+    """Returns all notices, the worst first; a notice of another running launch precedes them.
 
     `silent_s` is the time for which the directory has not answered; `pending` has the actions in
     progress.
@@ -174,7 +174,7 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
 
 
 def without_verdict(notice: Notice, verdict: Verdict | None) -> Notice:
-    """Returns a notice for the Stall view, which shows the sentence of the verdict itself."""
+    """Returns a notice without the verdict's sentence, which the Stall view shows elsewhere."""
     said = verdict.sentence if verdict else ""
     if not said or said not in notice.text:
         return notice
@@ -183,7 +183,7 @@ def without_verdict(notice: Notice, verdict: Verdict | None) -> Notice:
 
 
 class AlertLine(Panel):
-    """Shows one notice; `A` acknowledges its alert. When notices come or go, the worst is shown.
+    """Shows one notice; `A` acknowledges its alert. When notices come or go, the first is shown.
 
     The alert line has as many lines as the notice needs, within `MOST_LINES` and `SHARE`.
     """

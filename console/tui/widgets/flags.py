@@ -23,13 +23,13 @@ class Item:
     flag: Flag | None
     now: str
     planned: str | None
-    """The planned value in the next phase, or None without a next phase or a known value."""
+    """The planned value in the next phase; None if there is no next phase or no known value."""
     held: str | None = None
     """The value that the operator set for the next phase, or None."""
 
     @property
     def following(self) -> str | None:
-        """The value in the next phase, or None without a next phase or a known value."""
+        """The value in the next phase; None if there is no next phase or no known value."""
         return self.planned if self.held is None else self.held
 
     @property
@@ -52,7 +52,8 @@ def items(
 
     `coming` has the planned values of the next phase, or None if there is no next phase or they are
     unknown; `changed` has the values that the operator set for that phase. `between` comes first,
-    unless it is None. For a foreign program, our flags are left out unless they have a value.
+    unless it is None. For a foreign program, a flag of our trainers is left out unless it has a
+    value.
     """
     found = [] if between is None else [Item(None, between, between)]
     for flag in FLAGS.values():

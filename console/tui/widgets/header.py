@@ -68,7 +68,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns the time since the last change of a pulse, of the blamed rank if there is one."""
+    """Returns the time since the blamed rank's pulse changed; without a blamed rank, any pulse."""
     blamed = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)

@@ -38,7 +38,7 @@ def answer_rows(text: str, level: str, width: int) -> list[Row]:
 
 
 class Answer(Lines):
-    """The message of the last action or key for some seconds; without one its height is zero."""
+    """The message of the last action or key for some seconds; its height is 0 without a message."""
 
     DEFAULT_CSS = "Answer { height: 0; background: ansi_default; }"
 
