@@ -257,7 +257,10 @@ def _native(of: Suspect) -> str:
         return f"runs native code{_used(of)} and makes no progress" if alone else ""
     if of.main.kind == "futex":
         return "waits for the GIL, which native code holds, perhaps in another thread"
-    return of.where.text
+    if of.main.kind != "none":
+        return f"waits{_on(of)} while native code holds the GIL, perhaps in another thread"
+    text = "runs native code that holds the GIL"
+    return text if of.uses_a_core else f"waits for the GIL, or {text}"
 
 
 def device(of: Suspect) -> str:
