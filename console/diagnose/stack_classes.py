@@ -21,7 +21,7 @@ Kind = Literal[
 ]  # fmt: skip
 Wait = tuple[Kind, str]
 _COLLECTIVE: Wait = "peers", "waits for its peers in {}"
-_BACKWARD: Wait = "peers", "waits for its peers in backward"
+_BACKWARD: Wait = "peers", "runs backward, or waits for its peers in it"
 _JOINING: Wait = "store", "waits for its peers to join"
 _LOADER: Wait = "loader", "waits for its data loader"
 _DEVICE: Wait = "device", "waits for its GPU"

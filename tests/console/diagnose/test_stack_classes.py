@@ -53,7 +53,7 @@ def test_a_blocked_rank_is_told_from_its_peer_that_waits(name):
     assert found.own is not None
     assert found.own.function == function
     peer = where(recorded(name, 0))
-    assert (peer.kind, peer.text) == ("peers", "waits for its peers in backward")
+    assert (peer.kind, peer.text) == ("peers", "runs backward, or waits for its peers in it")
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "barrier"])

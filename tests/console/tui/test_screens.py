@@ -435,6 +435,16 @@ async def test_stacks_of_all_ranks_stand_side_by_side(size, tmp_path):
         await until(pilot, lambda: "stack of rank 1" not in picture(app))
 
 
+async def test_a_dump_from_the_future_is_not_the_newest(tmp_path):
+    for name, ts in (("now", NOW), ("future", NOW + 3600)):
+        text = f'Stack (most recent call first):\n  File "/x/{name}.py", line 7 in work\n'
+        (tmp_path / f"stackdump_rank0_{int(ts * 1000)}.txt").write_text(text)
+    async with driven(app_on(recorded.running(), run=tmp_path)) as (app, pilot):
+        await play(pilot, "3", "….py:7 work")
+        assert "now.py:7 work" in picture(app)
+        assert "future.py" not in picture(app)
+
+
 @pytest.mark.parametrize("count", [8, 64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_of_many_ranks_each_group_has_a_column_with_what_it_waits_for(size, count, tmp_path):
@@ -452,7 +462,7 @@ async def test_of_many_ranks_each_group_has_a_column_with_what_it_waits_for(size
             await pilot.press("right")
         others = rf"ranks 0–2,4–{count - 2} +\d+[sm] ago"
         await until(pilot, lambda: re.search(others, picture(app)) is not None)
-        assert "waits for its peers in backward" in picture(app)
+        assert "runs backward, or waits for its" in picture(app)
         await pilot.press("left")
         await until(pilot, lambda: f"rank {count - 1} " in picture(app))
 
