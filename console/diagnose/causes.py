@@ -259,8 +259,8 @@ def _native(of: Suspect) -> str:
         return "waits for the GIL, which native code holds, perhaps in another thread"
     if of.main.kind != "none":
         return f"waits{_on(of)} while native code holds the GIL, perhaps in another thread"
-    text = "runs native code that holds the GIL"
-    return text if of.uses_a_core else f"waits for the GIL, or {text}"
+    unsure = "waits for the GIL, or holds it in native code"
+    return "runs native code that holds the GIL" if of.uses_a_core else unsure
 
 
 def device(of: Suspect) -> str:

@@ -112,7 +112,7 @@ def where(stack: Stack) -> Where:
     if len(stack.threads) == 1 and not stack.path.endswith(BY_PY_SPY):
         # A rank that gets the GIL also dumps the contract's threads.
         place = (own or frames[0]).short
-        text = f"waits for the GIL, or runs native code that holds the GIL, in {place}"
+        text = f"waits for the GIL, or holds it in native code, in {place}"
         return Where("native", frames[0], own, text)
     if (found := _wait(frames)) is not None:
         frame, (kind, text) = found

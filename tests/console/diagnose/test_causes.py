@@ -438,10 +438,10 @@ def test_a_rank_whose_native_code_holds_the_gil_is_sure_where_all_others_wait():
 @pytest.mark.parametrize(
     ("process", "words"),
     [
-        (None, "waits for the GIL, or runs native code that holds the GIL"),
+        (None, "waits for the GIL, or holds it in native code"),
         ({}, "waits for the GIL, which native code holds, perhaps in another thread"),
         ({"state": "R", "main": BlockedOn("none", "")}, "runs native code that holds the GIL"),
-        ({"main": BlockedOn("none", "")}, "waits for the GIL, or runs native code that holds"),
+        ({"main": BlockedOn("none", "")}, "waits for the GIL, or holds it in native code"),
         (
             {"main": BlockedOn("timer", "a timer")},
             "waits for a timer while native code holds the GIL, perhaps in another thread",

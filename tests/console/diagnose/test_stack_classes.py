@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from console.diagnose.stack_classes import WAITS, missing_threads, where
 from console.sources.stacks import Frame, Stack, Thread, parse
 
-GIL = "waits for the GIL, or runs native code that holds the GIL"
+GIL = "waits for the GIL, or holds it in native code"
 STACKS = Path(__file__).with_name("stacks")
 BLOCKED = {
     "sleep": ("own", "sleep", "runs in blocked.py:39 sleep"),

@@ -413,7 +413,7 @@ def test_ranks_with_the_same_stack_have_one_column_and_the_odd_ones_come_first()
     assert heads(grouped(stacks, range(8), 5), 5)[0][0] == "ranks 0–2,4–6 ◂ differs  1s ago"
     rows = [text_of(row) for row in stack_rows(groups, None, 120, 8, NOW)]
     assert "no dump of this group" in rows[2]
-    assert "waits for the GIL, or runs native" in rows[2]
+    assert "waits for the GIL, or holds it" in rows[2]
     assert "select.py:7 f" in rows[4]
     assert "← →" not in rows[0]
 
