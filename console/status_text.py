@@ -22,7 +22,6 @@ from console.model import (
 )
 
 NOT_GOOD = 1
-FIGURES_EVERY_S = 10.0
 MOST_SPANS = 8
 DASH = "–"
 COUNTED = ("records", "restarts", "stalls", "steps", "non-finite steps")
@@ -324,74 +323,6 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
     for flag in launch.next_flags:
         phases = "all later phases" if flag.phases == "all" else "next phase"
         yield f"    {phases}: {flag.name}={flag.value} (set by {flag.by})"
-
-
-class Changes:
-    """Turns successive states into sentences on their changes."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, object] = {}
-        self._figures_at = 0.0
-
-    def sentences(self, state: RunState, now: float) -> Iterator[str]:
-        """Yields sentences on the changes since the last call.
-
-        While the state is `running`, also yields the progress and the figures of a changed step, at
-        most once every `FIGURES_EVERY_S`.
-        """
-        for key, value, sentence in _values(state):
-            if self._last.get(key) != value:
-                self._last[key] = value
-                if sentence:
-                    yield f"{sentence}."
-        if state.state == "running" and now - self._figures_at >= FIGURES_EVERY_S:
-            self._figures_at = now
-            if self._last.get("figures") != (state.id, state.step):
-                self._last["figures"] = (state.id, state.step)
-                yield f"{progress(state)}{_figures(state)}."
-
-
-def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
-    """Yields for each thing that may change: a key, its present value, and a sentence or ""."""
-    launch, verdict = state.launch, state.verdict
-    phases, current = (launch.phases, launch.phase) if launch else ((), 0)
-    yield from _phases_ended(phases[:current])
-    why = f": {state.why}" if state.why else ""
-    yield "state", (state.id, state.state, state.attempt), f"{state.id} is {state.state}{why}"
-    for alert in state.alerts:
-        text = "" if alert.text == state.why else f"{alert.level.upper()}: {alert.text}"
-        yield f"alert {alert.id}", alert.text, text
-    text = f"Verdict ({verdict.sure}): {verdict.sentence}" if verdict else ""
-    yield "verdict", verdict and verdict.sentence, text
-    blocked = state.directory_blocked_s >= 3
-    text = "No write to the run directory finishes; training continues" if blocked else ""
-    yield "blocked", blocked, text
-    for gate in state.gates:
-        yield f"gate {state.id} {gate.name}", gate.result, f"Gate {gate_line(gate)}"
-    yield from _phases_ended(phases[current:])
-    if launch:
-        why = outcome(state)[1] if launch.state == "ended" else launch.why
-        if state.why and state.why in why:
-            why = why.partition(state.why)[2].removeprefix("; ")
-        text = f"Launch {launch.id} is {launch.state}" + (f": {why}" if why else "")
-        yield "launch", (launch.state, launch.why), text
-
-
-def _phases_ended(phases: Sequence[PhaseState]) -> Iterator[tuple[str, object, str]]:
-    for phase in phases:
-        if phase.result:
-            gates = gates_text(phase)
-            text = f"Phase {phase.name} is {phase.state}{f', {gates}' if gates else ''}"
-            yield f"phase {phase.name}", (phase.state, phase.result), text
-
-
-def _figures(state: RunState) -> str:
-    shown = ("loss", "toks_per_s", "grad_norm", "bytes_right")
-    found = [(name, state.figures[name]) for name in shown if name in state.figures]
-    units = {"": "", "share": ""}
-    return "".join(
-        f", {name} {number(f.value)}{units.get(f.unit, f' {f.unit}')}" for name, f in found
-    )
 
 
 def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from console import actions, status_text
 from console.action_table import NEUTRAL
 from console.actions import LaunchOptions
-from console.commands.output import is_terminal, print_error, print_line, show
+from console.commands.output import Changes, is_terminal, print_error, print_line, show
 from console.plans import catalog
 from console.sources import launches, verdicts
 from console.sources.process import program
@@ -190,7 +190,7 @@ def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
 
 def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
     """Prints changes (not with --json) until the score is complete, the run ends or time is up."""
-    source, changes = RunSource(path), status_text.Changes()
+    source, changes = RunSource(path), Changes()
     until, reached = time.monotonic() + STARTUP_S, 0
     while True:
         state = source.poll()

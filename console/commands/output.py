@@ -10,15 +10,18 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from console import status_text
+from console.model import PhaseState, RunState
 from console.sources.sanitize import clean
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 
 BAR_CELLS = 30
 MAX_SENTENCE_CHARS = 400
+FIGURES_EVERY_S = 10.0
 
 
 class OutputError(ContractError):
@@ -116,3 +119,72 @@ def show_progress(share: float | None, text: str = "") -> None:
     bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "
     with contextlib.suppress(OSError):
         print(f"\r\x1b[K{bar}{text}", end="", file=sys.stderr, flush=True)  # noqa: T201
+
+
+class Changes:
+    """Turns successive states into sentences on their changes."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, object] = {}
+        self._figures_at = 0.0
+
+    def sentences(self, state: RunState, now: float) -> Iterator[str]:
+        """Yields sentences on the changes since the last call.
+
+        While the state is `running`, also yields the progress and the figures of a changed step, at
+        most once every `FIGURES_EVERY_S`.
+        """
+        for key, value, sentence in _values(state):
+            if self._last.get(key) != value:
+                self._last[key] = value
+                if sentence:
+                    yield f"{sentence}."
+        if state.state == "running" and now - self._figures_at >= FIGURES_EVERY_S:
+            self._figures_at = now
+            if self._last.get("figures") != (state.id, state.step):
+                self._last["figures"] = (state.id, state.step)
+                yield f"{status_text.progress(state)}{_figures(state)}."
+
+
+def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
+    """Yields for each thing that may change: a key, its present value, and a sentence or ""."""
+    launch, verdict = state.launch, state.verdict
+    phases, current = (launch.phases, launch.phase) if launch else ((), 0)
+    yield from _phases_ended(phases[:current])
+    why = f": {state.why}" if state.why else ""
+    yield "state", (state.id, state.state, state.attempt), f"{state.id} is {state.state}{why}"
+    for alert in state.alerts:
+        text = "" if alert.text == state.why else f"{alert.level.upper()}: {alert.text}"
+        yield f"alert {alert.id}", alert.text, text
+    text = f"Verdict ({verdict.sure}): {verdict.sentence}" if verdict else ""
+    yield "verdict", verdict and verdict.sentence, text
+    blocked = state.directory_blocked_s >= 3
+    text = "No write to the run directory finishes; training continues" if blocked else ""
+    yield "blocked", blocked, text
+    for gate in state.gates:
+        yield f"gate {state.id} {gate.name}", gate.result, f"Gate {status_text.gate_line(gate)}"
+    yield from _phases_ended(phases[current:])
+    if launch:
+        why = status_text.outcome(state)[1] if launch.state == "ended" else launch.why
+        if state.why and state.why in why:
+            why = why.partition(state.why)[2].removeprefix("; ")
+        text = f"Launch {launch.id} is {launch.state}" + (f": {why}" if why else "")
+        yield "launch", (launch.state, launch.why), text
+
+
+def _phases_ended(phases: Sequence[PhaseState]) -> Iterator[tuple[str, object, str]]:
+    for phase in phases:
+        if phase.result:
+            gates = status_text.gates_text(phase)
+            text = f"Phase {phase.name} is {phase.state}{f', {gates}' if gates else ''}"
+            yield f"phase {phase.name}", (phase.state, phase.result), text
+
+
+def _figures(state: RunState) -> str:
+    shown = ("loss", "toks_per_s", "grad_norm", "bytes_right")
+    found = [(name, state.figures[name]) for name in shown if name in state.figures]
+    units = {"": "", "share": ""}
+    return "".join(
+        f", {name} {status_text.number(each.value)}{units.get(each.unit, f' {each.unit}')}"
+        for name, each in found
+    )

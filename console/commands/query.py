@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from console import status_text
 from console.commands.output import (
+    Changes,
     emit,
     is_terminal,
     print_error,
@@ -93,7 +94,7 @@ def follow(
     With `as_json` only the last state is printed. With `until_waiting` the function also returns
     when the plan waits for confirmation.
     """
-    changes = status_text.Changes()
+    changes = Changes()
     while True:
         state = poll_confirmed(run)
         for sentence in changes.sentences(state, time.monotonic()):

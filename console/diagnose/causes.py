@@ -258,7 +258,10 @@ def _native(of: Suspect) -> str:
         return f"runs native code{_used(of)} and makes no progress" if alone else ""
     if of.main.kind == "futex":
         return "waits for the GIL, which native code holds, perhaps in another thread"
-    return of.where.text
+    if of.main.kind != "none":
+        return f"waits{_on(of)} while native code holds the GIL, perhaps in another thread"
+    unsure = "waits for the GIL, or holds it in native code"
+    return "runs native code that holds the GIL" if of.uses_a_core else unsure
 
 
 def device(of: Suspect) -> str:

@@ -21,7 +21,7 @@ Kind = Literal[
 ]  # fmt: skip
 Wait = tuple[Kind, str]
 _COLLECTIVE: Wait = "peers", "waits for its peers in {}"
-_BACKWARD: Wait = "peers", "waits for its peers in backward"
+_BACKWARD: Wait = "peers", "runs backward, or waits for its peers in it"
 _JOINING: Wait = "store", "waits for its peers to join"
 _LOADER: Wait = "loader", "waits for its data loader"
 _DEVICE: Wait = "device", "waits for its GPU"
@@ -112,7 +112,8 @@ def where(stack: Stack) -> Where:
     if len(stack.threads) == 1 and not stack.path.endswith(BY_PY_SPY):
         # A rank that gets the GIL also dumps the contract's threads.
         place = (own or frames[0]).short
-        return Where("native", frames[0], own, f"runs native code that holds the GIL, in {place}")
+        text = f"waits for the GIL, or holds it in native code, in {place}"
+        return Where("native", frames[0], own, text)
     if (found := _wait(frames)) is not None:
         frame, (kind, text) = found
         return Where(kind, frame, own, text.format(frame.function.lstrip("_")))

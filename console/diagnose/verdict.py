@@ -97,7 +97,7 @@ def _explain(moment: Moment, evidence: Evidence) -> Verdict:
     native = of.where.kind == "native" and of.main.kind == "futex"
     frame = None if native else of.where.own or of.where.frame
     at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
-    action = _action(cause, ranks, frame) if cause else ""
+    action = _action(cause, ranks, frame, evidence) if cause else ""
     verdict = _verdict(
         moment, None if everyone else of.rank,
         cause.name if cause else "all-ranks" if alone else "slowest-rank", sure,
@@ -228,7 +228,8 @@ def _alike(stall: Stall) -> Verdict:
         _exits(moment.exited), stall.difference.text if rule else last,
         _advice(rule, stall.evidence),
     )  # fmt: skip
-    return _with_signs(verdict, stall, set(), _action(rule, moment.running, None) if rule else "")
+    action = _action(rule, moment.running, None, stall.evidence) if rule else ""
+    return _with_signs(verdict, stall, set(), action)
 
 
 def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "") -> Verdict:
@@ -244,9 +245,13 @@ def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "
     )  # fmt: skip
 
 
-def _action(cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None) -> str:
+def _action(
+    cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None, evidence: Evidence
+) -> str:
     place = f"{frame.file}:{frame.line}" if frame else "the stack of the rank"
-    return cause.action.format(pid=_pid(ranks[0]), place=place, resume=_resume(ranks))
+    install = evidence.lacks_py_spy and "py-spy" in cause.action
+    text = cause.action.format(pid=_pid(ranks[0]), place=place, resume=_resume(ranks))
+    return text + "; py-spy is not installed: pip install py-spy" * install
 
 
 # --- sentences -----------------------------------------------------------------------------------
@@ -269,7 +274,7 @@ def _positions(moment: Moment, first: RankEvidence | None) -> tuple[str, ...]:
     return tuple(
         f"rank {each.rank}: process state {each.state}, {each.position_text}, unchanged for "
         f"{each.unchanged_s:.0f} s, limit {_limit(each, moment.watch)}"
-        + (f", {each.collectives} collectives" if counted else "")
+        + (f", {each.collectives} collectives by its own count" if counted else "")
         for each in ranks[:EVIDENCE_LINES]
     )
 

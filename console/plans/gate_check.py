@@ -242,7 +242,7 @@ def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
     for worker in jsonl.entries(document, "workers"):
         end, rank = jsonl.mapping(worker, "exit"), jsonl.integer(worker, "rank")
         if end.get("signal") or jsonl.integer(end, "code"):
-            yield f"rank {rank}: {liveness.exit_words(worker, {})}"
+            yield f"rank {'?' if rank is None else rank}: {liveness.exit_words(worker, {})}"
 
 
 def _disagreement(written: Gate | None, own: Gate | None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -107,3 +108,12 @@ class Window:
         """At most `FIRST_LOSSES` newest losses; fewer if the others were not stored."""
         found = [each.loss for each in self.newest.rows if each.loss is not None]
         return found[-FIRST_LOSSES:]
+
+
+def worst(
+    found: float | None, value: float | None, choose: Callable[[float, float], float]
+) -> float | None:
+    """Returns the worse of two values, as `choose` does; nan is the worst value."""
+    if value is None or found is None:
+        return found if value is None else value
+    return found if math.isnan(found) else value if math.isnan(value) else choose(found, value)

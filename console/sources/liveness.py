@@ -209,8 +209,9 @@ def _workers_without_exit(supervisor: Record) -> list[tuple[dict[str, Any], bool
 def living_ranks(supervisor: Record) -> str:
     """Returns a sentence on the ranks in supervisor.json that are alive on this host, or ""."""
     workers = [worker for worker, is_alive in _workers_without_exit(supervisor) if is_alive]
-    ranks = [jsonl.integer(worker, "rank") or 0 for worker in workers]
-    return rank_names(ranks, "still runs", "still run") if ranks else ""
+    ranks = [rank for worker in workers if (rank := jsonl.integer(worker, "rank")) is not None]
+    named = rank_names(ranks, "still runs", "still run") if ranks else "a rank still runs"
+    return named if workers else ""
 
 
 def living_processes(run: Record, supervisor: Record) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from console.sources.accumulators import Figures, Peak, Rows, Window
+from console.sources.accumulators import Figures, Peak, Rows, Window, worst
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000
@@ -318,7 +318,7 @@ class RankTotals:
             self.memory_mib.add(step, memory)
         fetch = jsonl.number(record, "dt_fetch_s")
         self.fetches += fetch is not None
-        self.fetch_max_s = _worst(self.fetch_max_s, fetch, max)
+        self.fetch_max_s = worst(self.fetch_max_s, fetch, max)
         self.live.cut(step)  # an earlier record may have had an absurd, later step
         if not self.rank:
             self._take_figures(record, step, loss)
@@ -330,12 +330,12 @@ class RankTotals:
         """Adds the figures that the gates need only of rank 0."""
         norm = jsonl.number(record, "grad_norm")
         self.norms += norm is not None
-        self.norm_min = _worst(self.norm_min, norm, min)
+        self.norm_min = worst(self.norm_min, norm, min)
         entropy = jsonl.number(record, "gate_entropy_mean")
         collapse = jsonl.number(record, "gate_collapse_frac")
         self.gated += None not in (entropy, collapse)
-        self.entropy_min = _worst(self.entropy_min, entropy, min)
-        self.collapse_max = _worst(self.collapse_max, collapse, max)
+        self.entropy_min = worst(self.entropy_min, entropy, min)
+        self.collapse_max = worst(self.collapse_max, collapse, max)
         self._take_steps(record, step)
         self.window.add(Figures(
             step, loss if loss is not None and math.isfinite(loss) else None,
@@ -391,12 +391,3 @@ class RankTotals:
         deviation = math.sqrt(sum((x - mean) * (x - mean) for x in rates) / len(rates))
         ratio = max(times) / statistics.median(times)
         return len(rows), sum(tokens) / sum(times), deviation, ratio
-
-
-def _worst(
-    found: float | None, value: float | None, worst: Callable[[float, float], float]
-) -> float | None:
-    """Returns the worse of two values; nan is the worst value."""
-    if value is None or found is None:
-        return found if value is None else value
-    return found if math.isnan(found) else value if math.isnan(value) else worst(found, value)

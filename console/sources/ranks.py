@@ -84,7 +84,7 @@ def _entries(record: Record, key: str) -> dict[int, Record]:
 
 def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None, ended: bool) -> Rank:
     worker, entry, record = sources.worker, sources.entry, sources.record
-    found = _live_pulse(live, sources.rank, sources.pid) or _exit_pulse(record)
+    found = _live_pulse(live, sources) or _exit_pulse(record)
     found = found or _sampled_pulse(sources)
     ages = [liveness.age(jsonl.number(record, "ts")), found.age_s if found else None]
     age_s = min((age for age in ages if age is not None), default=None)
@@ -119,10 +119,14 @@ def gpu_index(devices: str, local: int) -> int | None:
     return int(name) if name.isdecimal() else None
 
 
-def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
+def _live_pulse(live: Path | None, sources: _Sources) -> Pulse | None:
     """Returns the pulse in shared memory of a rank's living process, or None if there is none."""
-    found = pulse.read(rundir.pulse(live, rank)) if live else None
-    if found is None or (pid and found.pid != pid) or rundir.start_ticks(found.pid) is None:
+    found, pid = pulse.read(rundir.pulse(live, sources.rank)) if live else None, sources.pid
+    if found is None or (pid and found.pid != pid):
+        return None
+    ticks, worker = rundir.start_ticks(found.pid), sources.worker
+    is_reused = worker.get("pid") == found.pid and worker.get("start_ticks") not in (None, ticks)
+    if ticks is None or is_reused:
         return None
     since_s = max(0.0, time.monotonic() - found.since)
     return Pulse(

@@ -38,7 +38,9 @@ class Chart:
 
     @property
     def unit_word(self) -> str:
-        return f"{self.measures} {'%' if self.unit == 'share' else self.unit}".strip()
+        """The unit for the title; not for durations and sizes, whose values have their own unit."""
+        unit = {"share": "%", "s": "", "GiB": ""}.get(self.unit, self.unit)
+        return f"{self.measures} {unit}".strip()
 
     def series(self, zoomed: bool) -> tuple[str, ...]:
         """Returns the names of the series that the chart needs."""

@@ -231,9 +231,12 @@ class Feed:
         except OSError:
             return {}
         if self._stacks[0] != mark:
-            from console.sources import stacks
+            from console.sources import json_documents, stacks
 
-            self._stacks = (mark, stacks.latest(run, [rank.rank for rank in state.ranks]))
+            # A dump from the future, written before the clock was set back, would stay the newest.
+            until_ts = time.time() + json_documents.CLOCK_S
+            ranks = [rank.rank for rank in state.ranks]
+            self._stacks = (mark, stacks.latest(run, ranks, until_ts=until_ts))
         return self._stacks[1]
 
     def _poll_last_verdict(self, run: Path | None) -> Verdict | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from console import status_text
+from console.commands.output import Changes
 from console.model import LaunchState, PhaseState
 from console.sources import process
 from console.sources.run import RunSource
@@ -126,7 +127,7 @@ def test_hostile_text_reaches_the_terminal_as_plain_text(tmp_path):
 
 
 def test_watch_says_one_sentence_a_change(tmp_path):
-    changes, launch = status_text.Changes(), directory.launch(tmp_path)
+    changes, launch = Changes(), directory.launch(tmp_path)
     run = directory.run(launch / "0-first")
     source, said = RunSource(launch), []
     for second in range(4):
@@ -138,7 +139,7 @@ def test_watch_says_one_sentence_a_change(tmp_path):
 
 
 def test_watch_gives_the_reason_of_an_end_once(tmp_path):
-    changes, launch = status_text.Changes(), directory.launch(tmp_path)
+    changes, launch = Changes(), directory.launch(tmp_path)
     why = "rank 1 was killed"
     run = directory.run(launch / "0-first", state="crashed", why=why)
     directory.event(run, "alert", alert="rank-gone", level="crit", text=why)

@@ -13,7 +13,8 @@ import time
 import pytest
 import yaml
 
-from console import actions, cli, status_text
+from console import actions, cli
+from console.commands.output import Changes
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from tests.console.test_actions import MEMBER
@@ -185,7 +186,7 @@ def test_watching_ends_with_the_launch_though_its_run_cannot_be_read(tmp_path, w
 def test_a_phase_has_ended_before_the_next_one_starts(tmp_path):
     path = directory.launch(tmp_path)
     directory.run(path / "0-first")
-    source, changes = RunSource(path), status_text.Changes()
+    source, changes = RunSource(path), Changes()
     said = list(changes.sentences(source.poll(), 0.0))
     directory.run(path / "1-second", state="starting")
     phases = [

@@ -227,8 +227,8 @@ def stack_rows(
     """Returns one column per group from the group `first` on, innermost frames on top.
 
     Only stacks of the newest dump are compared; if they are all the same, no group is marked. The
-    group of the blamed rank `odd` is marked. If no rank is blamed, each group that is smaller than
-    the largest is marked, or every group if each has only one rank.
+    group of the blamed rank `odd` is marked. If no rank is blamed, and one group has most of the
+    ranks, the other groups are marked.
     """
     newest = max(stack.ts for _, stack in groups if stack)
     sizes = [len(ranks) for ranks, stack in groups if stack and stack.ts == newest]
@@ -237,7 +237,7 @@ def stack_rows(
     each = (width - 2 * (len(shown) - 1)) // len(shown)
     held = []
     for ranks, stack in shown:
-        differs = odd in ranks if odd is not None else len(ranks) < most or most == 1
+        differs = odd in ranks if odd is not None else len(ranks) < most > sum(sizes) / 2
         is_marked = differs and len(sizes) > 1
         is_old = stack is not None and stack.ts < newest
         held.append(_column(ranks, stack, is_old, is_marked, each, now))

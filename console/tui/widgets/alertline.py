@@ -17,7 +17,7 @@ from console.model import (
     RunState,
     Verdict,
 )
-from console.status_text import not_passed, skipped
+from console.status_text import not_passed, skipped, with_word
 from console.tui import format as fmt
 from console.tui.background import Pending
 from console.tui.feed import ScreenData
@@ -112,7 +112,7 @@ def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
         why = state.why or "the supervisor is not running; ranks are alive"
         # Nothing went wrong if a run that was started by hand has no supervisor.
         return [Notice("crit", why, "R new supervisor") if state.launch else Notice("warn", why)]
-    text = f"{state.state}: {state.why or 'no reason recorded'}"
+    text = with_word(state.state, state.why or "no reason recorded")
     resume = "R resume" if state.can_resume else ""
     if state.state in BAD_STATES:
         return [Notice("crit", text, f"{resume}  4 shows logs".strip())]

@@ -438,6 +438,39 @@ def test_a_rank_whose_native_code_holds_the_gil_is_sure_where_all_others_wait():
         assert (verdict.cause, verdict.rank, verdict.sure) == ("native", 3, sure)
 
 
+@pytest.mark.parametrize(
+    ("process", "words"),
+    [
+        (None, "waits for the GIL, or holds it in native code"),
+        ({}, "waits for the GIL, which native code holds, perhaps in another thread"),
+        ({"state": "R", "main": BlockedOn("none", "")}, "runs native code that holds the GIL"),
+        ({"main": BlockedOn("none", "")}, "waits for the GIL, or holds it in native code"),
+        (
+            {"main": BlockedOn("timer", "a timer")},
+            "waits for a timer while native code holds the GIL, perhaps in another thread",
+        ),
+    ],
+)
+def test_the_main_thread_holds_the_gil_for_sure_only_while_its_process_runs(process, words):
+    """A dump of the main thread alone says that a thread holds the GIL, and not which thread."""
+    processes = {3: replace(IDLE, **process)} if process is not None else {}
+    dumps = {3: Stack(3, NOW, "x", (Thread("main", (OWN,)),))}
+    found = replace(four(), after=processes, before=processes)
+    verdict = explained(replace(found, stacks={**found.stacks, **dumps}), *FOUR)
+    assert (verdict.cause, verdict.rank) == ("native", 3)
+    assert f": it {words}" in verdict.sentence, verdict.sentence
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_the_next_step_says_that_py_spy_is_not_installed(lacks):
+    found = replace(runs(0.0), lacks_py_spy=lacks)
+    action = explained(found, rank(0), rank(1)).action
+    assert "py-spy dump --native --pid 1001" in action
+    assert action.endswith("; py-spy is not installed: pip install py-spy") == lacks
+    stopped = replace(CASES["stopped"], lacks_py_spy=lacks)
+    assert "py-spy" not in explained(stopped, rank(0), rank(1)).action
+
+
 def called(number, *ops, waits=True):
     """Returns the record of a rank: four steps of three calls, one call more, then `ops`."""
     usual = ["all_reduce", "all_gather", "barrier"] * 4 + ["all_reduce"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from console.diagnose.stack_classes import WAITS, missing_threads, where
 from console.sources.stacks import Frame, Stack, Thread, parse
 
+GIL = "waits for the GIL, or holds it in native code"
 STACKS = Path(__file__).with_name("stacks")
 BLOCKED = {
     "sleep": ("own", "sleep", "runs in blocked.py:39 sleep"),
@@ -34,7 +35,7 @@ BLOCKED = {
     "download": ("socket", "download", "waits for a socket"),
     "busy": ("own", "busy", "runs in blocked.py:123 busy"),
     "future": ("thread", "future", "waits for another thread"),
-    "native": ("native", "native", "runs native code that holds the GIL, in blocked.py:133 native"),
+    "native": ("native", "native", f"{GIL}, in blocked.py:133 native"),
 }
 """Kind, function of the own frame and text of rank 1."""
 
@@ -52,7 +53,7 @@ def test_a_blocked_rank_is_told_from_its_peer_that_waits(name):
     assert found.own is not None
     assert found.own.function == function
     peer = where(recorded(name, 0))
-    assert (peer.kind, peer.text) == ("peers", "waits for its peers in backward")
+    assert (peer.kind, peer.text) == ("peers", "runs backward, or waits for its peers in it")
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "barrier"])
@@ -129,7 +130,7 @@ def test_a_dump_of_the_main_thread_alone_comes_from_a_signal_handler():
     text = "Stack (most recent call first):\n" + f'  File "{STD}queue.py", line 171 in get\n'
     found = where(Stack(0, 1.0, "", parse(text + '  File "/src/a.py", line 7 in feed\n')))
     assert found.kind == "native"
-    assert found.text == "runs native code that holds the GIL, in a.py:7 feed"
+    assert found.text == f"{GIL}, in a.py:7 feed"
 
 
 def test_frames_of_the_contract_are_no_own_code_where_there_is_other_code():

@@ -117,6 +117,16 @@ def test_live_pulses_are_read_from_shared_memory(launch, shared_memory):
     assert found.since_s < 60
 
 
+@pytest.mark.parametrize("reused", [False, True])
+def test_the_pulse_of_a_process_whose_pid_was_reused_is_not_live(launch, shared_memory, reused):
+    PulseWriter(rundir.pulse(shared_memory, 0), 0).set(12, "backward")
+    run = directory.run(launch / "0-first", live_dir=str(shared_memory))
+    worker = rundir.identity() | {"rank": 0, "exit": None}
+    worker["start_ticks"] -= reused
+    directory.change(run / rundir.SUPERVISOR, workers=[worker])
+    assert (RunSource(launch).poll().ranks[0].pulse is None) == reused
+
+
 def test_the_supervisor_heartbeat_outweighs_events_on_alerts(launch, shared_memory):
     run, now = launch / "0-first", time.time()
     directory.run(run, live_dir=str(shared_memory))

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from console import actions, status_text
+from console.sources import liveness
 from console.sources.record_files import Line, Place
 from console.sources.reducer import MAX_ALERTS, Events
 from console.sources.run import RunSource
@@ -154,6 +155,14 @@ def test_values_without_a_measurement_are_not_zero(launch):
     state = RunSource(launch).poll()
     assert (state.step, state.gpus) == (None, ())
     assert any(line.startswith("  rank 7 ?") for line in status_text.status_lines(state))
+
+
+@pytest.mark.parametrize(("ranks", "words"), [
+    (["1", 3], "rank 3 still runs"), ([None, True], "a rank still runs"),
+])  # fmt: skip
+def test_a_living_rank_without_a_number_is_not_rank_0(ranks, words):
+    workers = [rundir.identity() | {"rank": rank} for rank in ranks]
+    assert liveness.living_ranks({"workers": workers}) == words
 
 
 def test_records_without_a_time_are_not_recent(launch):

@@ -153,6 +153,18 @@ async def test_a_busy_screen_is_no_silent_directory(monkeypatch):
         assert app.alert.notice is None
 
 
+@pytest.mark.parametrize(
+    ("why", "text"),
+    [
+        ("rank 1 failed: no column", "rank 1 failed: no column"),
+        ("no column", "failed: no column"), ("", "failed: no reason recorded"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_an_end_says_the_state_once(why, text):
+    state = recorded.running(state="failed", why=why)
+    assert alertline.notices(ScreenData(0.0, NOW, state))[0].text == text
+
+
 def test_an_alert_without_a_supervisor_says_what_its_key_does():
     alert = Alert("no-supervisor", NOW, "crit", "no supervisor", "R", observed=True)
     state = recorded.running(alerts=(alert,))
