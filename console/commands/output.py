@@ -22,7 +22,10 @@ MAX_SENTENCE_CHARS = 400
 
 
 class OutputError(ContractError):
-    """Standard output cannot be written. An action was executed or answered before this error."""
+    """Standard output cannot be written; any action of the command was executed before.
+
+    For a rejected action, `exit_code` is that of the rejection.
+    """
 
     exit_code = 6
 
