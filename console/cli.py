@@ -28,7 +28,7 @@ EXITS: dict[int, str] = {
     3: "no such run or launch",
     4: "rejected; or the run was halted, stopped or killed",
     5: "failed, crashed or lost; no answer in time; the screen failed",
-    6: "cannot write to standard output; the action was executed or answered",
+    6: "cannot write to standard output; an action, if requested, was executed",
     130: "ended by ctrl+c; runs continue",
 }
 INTERRUPTED = 130

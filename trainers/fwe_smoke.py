@@ -16,6 +16,7 @@ from typing import Any
 
 from trainers import failures, settings
 from trainers.command_line import Parser
+from trainers.contract import values
 from trainers.rejected_settings import VOCABULARIES
 from trainers.run_records import percentile_ms
 from trainers.schema import Settings
@@ -29,20 +30,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fetch(argv: Sequence[str] | None) -> str:
     parser = Parser(prog="trainers.fwe_smoke", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--seq-len", type=int, default=1024, help="tokens per sequence (default 1024)")
-    add("--batch", type=int, default=1, help="sequences per batch (default 1)")
-    add("--batches", type=int, default=20, help="batches to fetch (default 20)")
-    add("--timeout", type=float, default=60.0, help="longest wait in seconds (default 60)")
+    add("--seq-len", default=1024, help="tokens per sequence (default 1024)")
+    add("--batch", default=1, help="sequences per batch (default 1)")
+    add("--batches", default=20, help="batches to fetch (default 20)")
+    add("--timeout", default=60.0, help="longest wait in seconds (default 60)")
     add("--tokenizer", choices=sorted(VOCABULARIES), default="byte", help="default: byte")
     add("--local-path", default="", help="folder that mirrors the dataset (default: the hub)")
     arguments = parser.parse_args(argv)
+    batches = values.read(arguments.batches, int, 1, 1 << 20, "--batches")
     wanted: dict[str, Any] = {
         "data.source": "fineweb_edu", "data.path": arguments.local_path,
         "data.seq_len": arguments.seq_len, "train.batch_size": arguments.batch,
         "data.timeout_s": arguments.timeout, "data.tokenizer": arguments.tokenizer,
         "model.vocab_size": min(VOCABULARIES[arguments.tokenizer]),
     }  # fmt: skip
-    return check(settings.resolve(None, {}, wanted).settings, arguments.batches)
+    origins = {
+        "data.path": "--local-path", "data.seq_len": "--seq-len", "train.batch_size": "--batch",
+        "data.timeout_s": "--timeout",
+    }  # fmt: skip
+    return check(settings.resolve(None, {}, wanted, origins=origins).settings, batches)
 
 
 def check(chosen: Settings, batches: int) -> str:

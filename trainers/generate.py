@@ -8,9 +8,13 @@ from pathlib import Path
 
 from trainers import failures
 from trainers.command_line import RUN_OR_CHECKPOINT, Parser
+from trainers.contract import values
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
 from trainers.rejected_settings import VOCABULARIES
+
+COLDEST = 1e-6
+"""Smallest temperature above 0; logits divided by a smaller one may overflow."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,16 +27,19 @@ def _continue(argv: Sequence[str] | None) -> str:
     parser.add_argument("checkpoint", type=Path, help=RUN_OR_CHECKPOINT)
     add = parser.add_argument
     add("--prompt", required=True, help="text to continue")
-    add("--tokens", type=int, default=200, help="tokens to add (default 200)")
-    add("--temperature", type=float, default=0.0, help="0: the likeliest token (default)")
-    add("--seed", type=int, default=0, help="seed of the generator (default 0)")
+    add("--tokens", default=200, help="tokens to add (default 200)")
+    add("--temperature", default=0.0, help="0: the likeliest token (default)")
+    add("--seed", default=0, help="seed of the generator (default 0)")
     arguments = parser.parse_args(argv)
     if not arguments.prompt:
         raise UsageError("--prompt is empty; pass at least one character")
-    if arguments.tokens < 1 or not 0 <= arguments.temperature < float("inf"):
-        raise UsageError("--tokens must be at least 1 and --temperature at least 0")
-    if not 0 <= arguments.seed < 1 << 63:
-        raise UsageError("--seed must be from 0 to 2^63 - 1")
+    count = values.read(arguments.tokens, int, 1, 1 << 20, "--tokens")
+    temperature = values.read(arguments.temperature, float, 0, 1e6, "--temperature")
+    if 0 < temperature < COLDEST:
+        raise UsageError(
+            f"--temperature {temperature:g} is too small; pass 0 or at least {COLDEST}"
+        )
+    seed = values.read(arguments.seed, int, 0, (1 << 63) - 1, "--seed")
 
     import torch
 
@@ -51,8 +58,8 @@ def _continue(argv: Sequence[str] | None) -> str:
     words = tokenizer.build(name, b"")
     encoded = words.encode(arguments.prompt.encode(errors="replace"))
     prompt = torch.frombuffer(bytearray(encoded), dtype=words.kind).long()[None]
-    generator = torch.Generator().manual_seed(arguments.seed)
-    added = generate(model, prompt, arguments.tokens, arguments.temperature, generator)
+    generator = torch.Generator().manual_seed(seed)
+    added = generate(model, prompt, count, temperature, generator)
     text = arguments.prompt + words.decode(added[0].tolist()).decode(errors="replace")
     # A model may generate escape sequences, which must not reach the terminal.
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

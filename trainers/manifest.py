@@ -146,6 +146,8 @@ def retain(run: Path, keep_last: int, keep_every: int) -> list[str]:
 def verify(path: Path) -> Manifest:
     """Verifies a checkpoint and returns its manifest. Raises CheckpointError."""
     manifest = read(path)
+    if step_of(path) not in (None, manifest.step):
+        raise CheckpointError(f"{path} contradicts its {MANIFEST}, whose step is {manifest.step}")
     for name, (size, digest) in manifest.files.items():
         try:
             found = _fingerprint(path / name)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from console import actions, rest_of_launch, targets
 from console.action_table import ACTIONS
 from console.actions import LaunchOptions
-from console.commands.output import print_error, print_line, show
+from console.commands.output import OutputError, print_error, print_line, show
 from console.commands.query import follow
 from console.sources import launches
 from console.sources.process import program
@@ -156,8 +156,13 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     detail = event.get("detail")
     more = (f"  {clean(str(line))}" for line in (detail if isinstance(detail, list) else ()))
     name = launches.launch_id(launches.launch_of(path) or path)
-    show(options.json, event, (f"{name}: {clean(str(event.get('text', '')))}", *more))
-    return 0 if event.get("ok") is True else 4
+    is_done = event.get("ok") is True
+    try:
+        show(options.json, event, (f"{name}: {clean(str(event.get('text', '')))}", *more))
+    except OutputError as error:
+        error.exit_code = error.exit_code if is_done else RefusedError.exit_code
+        raise
+    return 0 if is_done else RefusedError.exit_code
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:

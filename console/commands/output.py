@@ -25,7 +25,10 @@ FIGURES_EVERY_S = 10.0
 
 
 class OutputError(ContractError):
-    """Standard output cannot be written. A requested action was executed or answered before."""
+    """Standard output cannot be written; any action of the command was executed before.
+
+    For a rejected action, `exit_code` is that of the rejection.
+    """
 
     exit_code = 6
 

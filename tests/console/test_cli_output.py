@@ -125,6 +125,20 @@ def test_a_launch_whose_output_is_lost_still_says_where_it_is(tmp_path, tested):
         Started(path).clean()
 
 
+def test_a_rejection_whose_answer_is_lost_has_the_exit_code_of_the_rejection(tmp_path, tested):
+    path = tmp_path / "here"
+    tested.write_text(tested.read_text().replace("'3'", "'100000'"))
+    try:
+        assert shell(f"{CONSOLE} launch {tested} --run-dir {path}").returncode == 0
+        for where in (">/dev/full", ">&-"):
+            done = shell(f"{CONSOLE} do {path} proceed {where}")
+            assert (done.returncode, len(done.stderr.splitlines())) == (4, 1)
+            assert "not written: here: " in done.stderr
+        assert shell(f"{CONSOLE} do {path} note text=x >&-").returncode == 6
+    finally:
+        Started(path).clean()
+
+
 # --- data --------------------------------------------------------------------------------------
 
 ROW = re.compile(r"^\| (`.+`) \| (object|list|lines) \| `(.+)` \|$", re.M)

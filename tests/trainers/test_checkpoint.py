@@ -203,6 +203,14 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path, harm
         manifest.choose(tmp_path, 2)
 
 
+def test_a_checkpoint_whose_name_contradicts_its_manifest_is_skipped(tmp_path):
+    good, other = saved(tmp_path, made(1), 1, 2)
+    renamed = other.rename(other.with_name(manifest.name_of(9)))
+    path, (error,) = manifest.choose(tmp_path)
+    assert path == good
+    assert str(error) == f"{renamed} contradicts its manifest.json, whose step is 2"
+
+
 def test_another_model_is_refused_with_the_parameter_that_differs(tmp_path):
     (path,) = saved(tmp_path, made(1), 1)
     resolved = settings.resolve(CONFIG, {}, small(model__mlp_hidden=32)).settings

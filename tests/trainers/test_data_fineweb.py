@@ -162,6 +162,19 @@ def test_a_mirror_that_is_none_is_told_in_one_sentence(tmp_path, spoiled, capsys
     assert error.count("\n") == 1
 
 
-def test_wrong_words_of_the_loader_check_are_refused(capsys):
-    assert fwe_smoke.main(["--local-path", "/no/such"]) == CONFIG
-    assert "there is no such folder" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--local-path", "/no/such"), "there is no such folder"),
+        (("--batches", "0"), "--batches cannot be '0'; it takes a whole number from 1 to 2^20"),
+        (("--batches", "-1"), "--batches cannot be '-1'"),
+        (("--batches", "nan"), "--batches cannot be 'nan'"),
+        (("--batch", "9999999"), "--batch: train.batch_size cannot be '9999999'; it takes a whole"),
+        (("--timeout", "inf"), "--timeout: data.timeout_s cannot be 'inf'"),
+    ],
+)
+def test_wrong_words_of_the_loader_check_are_refused(words, says, capsys):
+    assert fwe_smoke.main(words) == CONFIG
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1

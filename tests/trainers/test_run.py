@@ -30,7 +30,7 @@ from tests.trainers.runs import (
     latest_checkpoint,
     small,
 )
-from trainers import checkpoint, failures, manifest, precision, settings
+from trainers import checkpoint, failures, inventory, manifest, precision, settings
 from trainers.contract import pulse, rundir
 from trainers.contract.member import Member
 from trainers.run_records import Report
@@ -117,6 +117,11 @@ def test_held_out_text_is_evaluated_alike_on_every_rank(text_run):
     assert mine[0]["loss"] > mine[1]["loss"]
     assert mine[0]["tokens"] == 2 * 2 * 4 * 32
     assert mine[0]["bits_per_byte"] == pytest.approx(mine[0]["loss"] / 0.6931472)
+
+
+def test_a_package_that_is_missing_has_no_version_and_ends_no_training():
+    versions = [inventory.version(name) for name in ("torch", "no-such-package")]
+    assert versions == [torch.__version__, "not installed"]
 
 
 def test_csv_env_and_metrics_are_the_same_numbers(text_run):

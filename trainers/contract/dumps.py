@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -87,8 +88,9 @@ class StackDumper:
     """Owns SIGUSR1, `LAST_RESORT` and the wake-up descriptor; install it in the main thread.
 
     The dump goes to a file in `live`, a directory in memory, so a frozen run directory cannot block
-    the dump. `later` runs a function that may block; that function copies the dump to the run
-    directory as `stackdump_rank{R}.txt`. Without `live`, the dump goes to that file directly.
+    the dump. `later` runs a function that may block, and reports what it raises. Such a function
+    copies the dump to the run directory as `stackdump_rank{R}.txt`; another raises the error of a
+    failed dump. Without `live`, the dump goes to `stackdump_rank{R}.txt` directly.
     """
 
     def __init__(
@@ -146,14 +148,23 @@ class StackDumper:
                 continue
             self.count += 1
             try:
-                os.write(self._fd, self._threads_text().encode("utf-8", "replace"))
+                text = self._threads_text().encode("utf-8", "replace")
+                while text:  # a full file system writes a part first, and then raises OSError
+                    text = text[os.write(self._fd, text) :]
                 # Stored with its time, because the copy may wait for a run directory that hangs.
                 self._flight = time.time_ns(), _flight_record()
                 if not self._copy_is_queued:
                     self._copy_is_queued = True
                     self._later(self._save)
-            except Exception:  # one failed dump must not prevent the next
-                continue
+            except Exception as error:  # one failed dump must not prevent the next
+                # `later` reports the error; a write of this thread could block the next dump.
+                self._later(partial(self._fail, error.with_traceback(None)))
+
+    def _fail(self, error: Exception) -> None:
+        """Raises the error of a dump; an error of a write gets the path of the stack file."""
+        if isinstance(error, OSError):
+            error.filename = error.filename or self._path
+        raise error
 
     def _save(self) -> None:
         """Copies all new dumps and the newest flight record to the run directory."""

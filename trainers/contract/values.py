@@ -61,4 +61,6 @@ def accepted_values(kind: Kind, low: float = -math.inf, high: float = math.inf) 
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
     if kind in (bool, str) or low == -math.inf:
         return words
-    return f"{words} from {low:g} to {high:g}" if high < 1 << 20 else f"{words} of at least {low:g}"
+    bits = math.frexp(high)[1] - 1
+    top = f"2^{bits}" if bits >= 20 and high == 1 << bits else f"{high:g}"
+    return f"{words} from {low:g} to {top}"

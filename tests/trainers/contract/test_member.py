@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mounts import tmpfs
 from tests.trainers.runs import heartbeats
 from trainers.contract import dumps, environ, pulse, rundir
 from trainers.contract.member import HaltBoard, Member
@@ -121,6 +122,25 @@ def test_a_blocked_main_thread_is_dumped_with_the_other_threads(tmp_path, live, 
     assert "prefetch (most recent call first)" in others
     assert wait_for(lambda: kept.exists() and dumps.END_MARK in kept.read_text())
     assert process.poll() is None
+
+
+def test_a_dump_that_cannot_be_written_names_its_reason_in_the_log_and_the_next_succeeds(
+    tmp_path, start
+):
+    with tmpfs(tmp_path, 1) as live:
+        process, stack = start("block", live), rundir.live_stack(live, 0)
+        log = rundir.rank_log(tmp_path, 1, 0)
+        wait_for((tmp_path / "there").exists)
+        rest = shutil.disk_usage(live).free
+        (live / "filler").write_bytes(bytes(rest))
+        process.send_signal(signal.SIGUSR1)
+        assert wait_for(lambda: f"No space left on device: {stack}\n" in log.read_text())
+        (live / "filler").unlink()
+        process.send_signal(signal.SIGUSR1)
+        assert wait_for(lambda: f"{dumps.END_MARK} 2 of rank 0" in stack.read_text())
+        assert process.poll() is None
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("mode", ["gil", "leave"])
