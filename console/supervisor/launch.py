@@ -281,8 +281,8 @@ class Launch:
             return False, f"the plan has ended: {self._why}", []
         failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []
         self._is_requested |= request.action in former_documents.STOPS
-        execute = getattr(self, f"_do_{request.action.replace('-', '_')}")
-        return self._observers.call("requests", partial(execute, request), failure)
+        name = f"_do_{request.action.replace('-', '_')}"
+        return self._observers.call("requests", lambda: getattr(self, name)(request), failure)
 
     def _addressed(self, request: Request) -> Run | None:
         """Returns the run of the running phase if the request is in its mailbox, else None."""
