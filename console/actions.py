@@ -48,12 +48,9 @@ class Prepared:
     phases: tuple[Mapping[str, Any], ...]
     checks: tuple[Check, ...]
     spec: LaunchSpec
+    options: LaunchOptions
     training: tuple[tuple[str, str], ...] = ()
     """Facts about the training, each with a label and a text."""
-    assumed: str = ""
-    """The GPUs that the checks assumed, or ""; a launch with assumed GPUs cannot begin."""
-    is_numbered: bool = True
-    """True if the directory is named after the time; False if it was given with --run-dir."""
 
     @property
     def ok(self) -> bool:
@@ -103,9 +100,8 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
         raise RefusedError("the working directory does not exist: cd to one that exists") from None
     plan, flag_origins, set_origins = _plan(options, said)
     directory = _directory(options, plan.name)
-    is_numbered = options.run_dir is None
     spec = LaunchSpec(
-        _id(plan, directory) if is_numbered else directory.name,
+        _id(plan, directory) if options.run_dir is None else directory.name,
         plan, who(), flag_origins, set_origins,
         launch_spec.host_facts(), launch_spec.git_facts(catalog.PROJECT),
         operator=settings_file.load(),
@@ -124,7 +120,7 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     if measured := {key: value for check in checks for key, value in check.figures.items()}:
         spec = replace(spec, host={**spec.host, "measured": measured})
     facts = launch_facts.facts(options.root, phases)
-    return Prepared(plan, directory, phases, checks, spec, facts, options.assume_gpus, is_numbered)
+    return Prepared(plan, directory, phases, checks, spec, options, facts)
 
 
 def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
@@ -145,24 +141,28 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch and returns its directory; raises the same errors as `launch`.
 
-    If another launch has taken a directory that is named after the time, a new name is used.
+    With `assume_gpus`, the launch is rejected. So is the resume of a launch that another process
+    resumes or, without `again`, has resumed. If another launch has taken a directory that is named
+    after the time, a new name is used.
     """
-    if prepared.assumed:
+    options = prepared.options
+    if options.assume_gpus:
         raise UsageError("--assume-gpus is only for check and --dry-run, so nothing was launched")
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))
     directory, spec = prepared.directory, replace(prepared.spec, by=by)
-    while True:
-        try:
-            launcher.start(directory, spec)
-        except launcher.TakenError:
-            if not prepared.is_numbered:
-                raise
-            directory = _new_directory(prepared.directory.parent)
-            spec = replace(spec, launch=_id(prepared.plan, directory))
-        else:
-            return directory
+    with rest_of_launch.resuming(options):
+        while True:
+            try:
+                launcher.start(directory, spec)
+            except launcher.TakenError:
+                if options.run_dir is not None:
+                    raise
+                directory = _new_directory(prepared.directory.parent)
+                spec = replace(spec, launch=_id(prepared.plan, directory))
+            else:
+                return directory
 
 
 def _plan(

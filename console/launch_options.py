@@ -20,6 +20,8 @@ class LaunchOptions:
     plan: str = ""
     config: Path | None = None
     resume: Path | None = None
+    again: bool = False
+    """True to resume a launch that another launch already continues."""
     trainer: str = ""
     phase: str = ""
     flags: Mapping[str, str] = field(default_factory=dict)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from console import access
+from console.launch_options import LaunchOptions
 from console.model import OPERATOR
 from console.plan import Phase, Plan
 from console.plans import gate_check
@@ -98,6 +101,33 @@ def continued_words(path: Path, root: Path) -> str:
         f"{launches.launch_id(top)} is already continued by {launches.launch_id(newest)}, which is "
         f"{state.state} at step {state.step or 0} of {phase}"
     )
+
+
+@contextlib.contextmanager
+def resuming(options: LaunchOptions) -> Iterator[None]:
+    """Prevents another process from resuming the same launch; does nothing for another start.
+
+    Raises RefusedError if another process resumes the launch or, without `again`, if another launch
+    continues it. If the file system cannot lock a directory, only the second is found.
+    """
+    if options.resume is None:
+        yield
+        return
+    top = launches.launch_of(options.resume) or options.resume
+    fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            name = launches.launch_id(top)
+            raise RefusedError(f"another process resumes {name}, so nothing was launched") from None
+        except OSError:  # for example NFS, which locks only files that are open for writing
+            pass
+        if not options.again and (text := continued_words(top, options.root)):
+            raise RefusedError(f"{text}, so nothing was launched")
+        yield
+    finally:
+        os.close(fd)
 
 
 def _with_operator_flags(

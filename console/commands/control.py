@@ -68,7 +68,7 @@ def resume(options: argparse.Namespace) -> int:
         if not (options.yes or options.dry_run):
             raise RefusedError(f"{text}; resume that launch, or add --yes to resume this one")
         print_error(f"warning: {text}")
-    return _begin(LaunchOptions(resume=path, root=options.root), options)
+    return _begin(LaunchOptions(resume=path, again=options.yes, root=options.root), options)
 
 
 def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:

@@ -140,7 +140,7 @@ def _check_plan(options: argparse.Namespace) -> int:
     )  # fmt: skip
     prepared = actions.prepare(chosen, print_error)
     lines = prepared.lines()[: len(prepared.checks) + len(prepared.training)]
-    go = f"go if this machine had {prepared.assumed}" if prepared.assumed else "go"
+    go = f"go if this machine had {chosen.assume_gpus}" if chosen.assume_gpus else "go"
     end = f"{go if prepared.ok else 'no go'}: preflight of the plan {prepared.plan.name}"
     with contextlib.suppress(NotFoundError, UsageError):
         path = launches.find(options.run, options.root)

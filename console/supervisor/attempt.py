@@ -336,8 +336,7 @@ class Attempt:
         if not self._caught_up and news.disk and not news.behind:
             self._caught_up = True
             self._reducer.mark_old()
-        known = self.known
-        self._learn(halt_file=known.halt_file or news.halt_file)
+        self._learn(halt_file=self.known.halt_file or news.halt_file)
         if news.disk:
             self._sampler.disk, self._sampler.csv = news.disk, news.csv
             self._sampler.env = news.env

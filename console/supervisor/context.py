@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 import select
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from console.plan import Phase, Watch
+from console.plan import Phase, Plan, Watch
 from console.sources.nvml import Nvml
 from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
+from console.sources.series import Series
+from console.sources.summary import Summary
+from console.supervisor import former_documents
+from console.supervisor.former_documents import FormerRun
 from console.supervisor.hooks import Alive, Hooks
 from console.supervisor.link import Link
 from console.supervisor.live_directory import Live
@@ -36,6 +41,16 @@ class Services:
     alive: Alive
     lock: LaunchLock
     link: Link
+
+    def event(
+        self, folder: Path, run: str, state: str, attempt: int, /, kind: str, text: str,
+        level: str = "info", **more: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Appends an event of a run or launch; passes alerts and crit states to the hook."""
+        record = self.directory.event(folder, attempt, kind, text, level, **more)
+        if kind == "alert" or (kind == "state" and level == "crit"):
+            self.hooks.alert({"state": state} | record | {"run": run})
+        return record
 
     def publish(
         self, path: Path, record: Mapping[str, Any], keeps_place: bool = False, **more: Any
@@ -70,6 +85,30 @@ class RunContext:
     reading: RecordFiles
     """Reads the files of records for the reducer, on the directory's thread."""
     observers: Observers
+
+
+def run_context(
+    services: Services, path: Path, phase: Phase, plan: Plan, former: FormerRun | None, number: int,
+    observers: Observers,
+) -> RunContext:  # fmt: skip
+    """Returns the objects of a new run, or of a `former` run whose newest attempt is `number`."""
+    world = phase.nproc
+    if former is None:
+        home, token = str(path.absolute()), secrets.token_hex(8)
+        summary = Summary(world, 1, 0)
+    else:
+        home, token = former.home, former.token
+        checked_with = None if former.is_stored else path
+        summary = former_documents.summary(former.state, checked_with, world, number)
+    reducer = Reducer(Series(keeps=False), summary, timed=True)
+    reading = RecordFiles(path, cursors=reducer.cursors)
+    live = Live(token, world, number, path, former is not None)
+    if former and live.path is None and services.link.has_no_processes(path, home, number):
+        live.renew(number)
+    actions = {"stall": "restart"} if plan.restart.when == "stall" else {}
+    return RunContext(
+        services, path, home, token, phase, plan.watch, actions, live, reducer, reading, observers
+    )
 
 
 class AttemptOwner(Protocol):

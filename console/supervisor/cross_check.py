@@ -65,6 +65,19 @@ class Evidence:
         return states[-1:] == ["restarting"]
 
 
+def read_launch(
+    link: Link, launch: Path, plan_state: Mapping[str, Any], spec: LaunchSpec, index: int,
+    runs: Sequence[Path],
+) -> tuple[Mapping[str, Any], list[str]]:  # fmt: skip
+    """Returns flags and warnings as `check_launch` does; a stored plan_state.json is not checked.
+
+    Raises the same errors.
+    """
+    if link.stored(launch / rundir.PLAN_STATE) is not None:
+        return jsonl.mapping(plan_state, "next_flags"), []
+    return check_launch(plan_state, spec, index, runs, Evidence(launch, runs))
+
+
 def check_launch(
     plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
     evidence: Evidence,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from console.rank_end import OomEvidence, RankEnd
-from console.sources import crash_log, procfs
+from console.sources import crash_log, process, procfs
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
@@ -83,7 +83,7 @@ class Ends:
 
         Returns a sentence if torchrun failed and no rank was found, or "" otherwise.
         """
-        self._tree.take_log(log)
+        take_log(self._tree, log)
         self.crashes = crashes
         if self._tree.agent_status is None:  # the exit of torchrun was not observed
             self._tree.add_unseen({rank: x.last.record for rank, x in self._heads().items()})
@@ -109,6 +109,28 @@ class Ends:
                 record["exit"] |= {"code": end.code, "signal": end.signal, "secondary": secondary}
             found.append(record)
         return found
+
+
+def take_log(tree: Tree, log: bytes) -> None:
+    """Reads the exits of ranks from the summary at the end of torchrun's log.
+
+    An exit from the log does not replace an exit that the kernel reported. An exit from the
+    log is confirmed only if torchrun's own exit agrees. Exit code 0 of torchrun stands for
+    code 0 of each rank whose exit the kernel did not report.
+    """
+    for rank, code, pid, is_root in crash_log.failed_ranks(log):
+        if rank >= tree.nproc:
+            continue
+        unseen = Worker(rank, rank, process.Handle(pid, -1, 0))
+        worker = tree.workers.setdefault(rank, unseen)
+        if worker.handle.pid != pid or worker.observed or not code:
+            continue
+        worker.claimed(code, tree.agent_status not in (0, None))
+        if rank not in tree.order:
+            tree.order.insert(0 if is_root else len(tree.order), rank)
+    if tree.agent_status == 0:
+        for worker in tree.workers.values():
+            worker.claimed(0, True)
 
 
 def end_of(

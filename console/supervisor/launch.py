@@ -29,16 +29,13 @@ from trainers.contract.errors import UsageError
 
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
 """The file in the run directory by which the ranks get each of these actions."""
-
-
-def method(action: str) -> str:
-    """Returns the name of the method of `Launch` that executes an action."""
-    return f"_do_{action.replace('-', '_')}"
+DONE = "all phases are done"
 
 
 class Launch:
     """Owns plan_state.json and the sequence of phases; `tick` does the work that is due.
 
+    The method `_do_<action>` executes the request for an action.
     `former` is the plan_state.json of a former process, whose launch is continued.
     """
 
@@ -66,7 +63,8 @@ class Launch:
             self._directory, path, self._take_requests, lambda: self._policy.halt_launch(self.run),
             services.link,
         )  # fmt: skip
-        self._ended_by = ""
+        self._ended_by, self._is_requested = "", False
+        """Why no further phase starts, or ""; whether an operator requested such an end."""
         self._numbers: dict[Path, int] = {}
         """The newest attempt of each run that ended under this process."""
         self._last_poll = self.over = False
@@ -133,13 +131,13 @@ class Launch:
 
     def end(self, action: str, by: str) -> str:
         """Ends the plan, and the running phase if there is one; returns the answer."""
-        if self.run is None:
-            if self.state != "ended":
-                self._end(f"{action} requested by {by} before the next phase")
-            return "the plan has ended; no phase was running"
-        self._ended_by = self._ended_by or f"{action} requested by {by}"
-        self._publish()  # first, because an adoption reads `ended_by` of plan_state.json
-        return self.run.end(action, by)
+        if self.state != "ended":
+            self._ended_by = self._ended_by or f"{action} requested by {by}"
+            if self.run is not None:
+                self._publish()  # first, because an adoption reads `ended_by` of plan_state.json
+                return self.run.end(action, by)
+            self._end(f"{self._ended_by} before the next phase")
+        return "the plan has ended; no phase was running"
 
     # --- phases --------------------------------------------------------------------------------
 
@@ -169,16 +167,11 @@ class Launch:
 
         Raises ContractError if the documents of the launch contradict each other.
         """
-        link, runs = self._services.link, [self._path / entry["dir"] for entry in self._phases]
+        runs = [self._path / entry["dir"] for entry in self._phases]
         self._index = min(max(0, jsonl.integer(former, "phase") or 0), len(self._phases) - 1)
-        warnings: list[str] = []
-        if link.stored(self._path / rundir.PLAN_STATE) is None:
-            flags, warnings = cross_check.check_launch(
-                former, self._spec, self._index, runs, cross_check.Evidence(self._path, runs)
-            )
-        else:
-            flags = jsonl.mapping(former, "next_flags")
-        self._next_flags.pending = flags
+        self._next_flags.pending, warnings = cross_check.read_launch(
+            self._services.link, self._path, former, self._spec, self._index, runs
+        )
         for entry, progress in zip(self._phases, former_documents.phases(former), strict=False):
             entry |= progress
         self._ended_by = jsonl.text(former, "ended_by")[:400]
@@ -234,17 +227,16 @@ class Launch:
         name = entry["name"]
         gate_words = f", gates {RESULT_WORDS[result]}" if run.gates else ""
         self._event("phase", f"{name} {run.state}{gate_words}: {run.why}")
-        reason = self._why_no_next(run, result)
-        if reason:
+        if reason := self._why_no_next(run, result):
             self._end(f"{name}: {reason}")
         elif self._index + 1 == len(self._phases):
-            self._end("all phases are done")
+            self._end(DONE)
         elif self._spec.plan.between == "ask":
             self.state = "waiting"
             following = self._phases[self._index + 1]["name"]
             command = f"{process.program()} do {self._spec.launch} proceed"
             self._why = f"{name} is done; to start {following}: {command}"
-            self._event("state", self._why)
+            self._event("state", self._why, "crit")
             self._publish()
         else:
             self._start(self._index + 1)
@@ -262,7 +254,8 @@ class Launch:
         for entry in self._phases:
             if entry["state"] == "next":
                 entry["state"] = "later"
-        self._event("state", f"the plan has ended: {why}")
+        is_expected = why == DONE or (self._ended_by and self._is_requested)
+        self._event("state", f"the plan has ended: {why}", "info" if is_expected else "crit")
         self._publish()
         self._own_observers.call("report", self._report.start, None)
 
@@ -287,9 +280,9 @@ class Launch:
         if self.state == "ended":
             return False, f"the plan has ended: {self._why}", []
         failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []
-        return self._observers.call(
-            "requests", lambda: getattr(self, method(request.action))(request), failure
-        )
+        self._is_requested |= request.action in former_documents.STOPS
+        name = f"_do_{request.action.replace('-', '_')}"
+        return self._observers.call("requests", lambda: getattr(self, name)(request), failure)
 
     def _addressed(self, request: Request) -> Run | None:
         """Returns the run of the running phase if the request is in its mailbox, else None."""
@@ -378,8 +371,9 @@ class Launch:
 
     # --- records -------------------------------------------------------------------------------
 
-    def _event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-        return self._directory.event(self._path, 1, kind, text, level, **more)
+    def _event(self, *words: str, **more: Any) -> dict[str, Any]:
+        """Writes an event of the launch; `words` are its kind, its text and perhaps its level."""
+        return self._services.event(self._path, self._spec.launch, self.state, 1, *words, **more)
 
     def _steps(self, run: Run) -> int | None:
         """Returns the number of completed steps, or its former value until the snapshot is read."""
@@ -390,8 +384,8 @@ class Launch:
         self._refreshed = time.monotonic()
         run = self.run
         if run is not None:
-            entry = self._phases[self._index]
-            entry |= {"state": run.state, "why": run.why, "steps": self._steps(run) or None}
+            steps = self._steps(run) or None
+            self._phases[self._index] |= {"state": run.state, "why": run.why, "steps": steps}
         self._services.publish(self._path / rundir.PLAN_STATE, {
             "v": VERSION, "launch": self._spec.launch, "state": self.state, "why": self._why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from console.sources import crash_log, process
+from console.sources import process
 from console.supervisor.link import Link
 from trainers.contract import jsonl, rundir
 
@@ -331,27 +331,6 @@ class Tree:
         first = self._kill_at > 0
         self.kill()
         return first
-
-    def take_log(self, log: bytes) -> None:
-        """Reads the exits of ranks from the summary at the end of torchrun's log.
-
-        An exit from the log does not replace an exit that the kernel reported. An exit from the
-        log is confirmed only if torchrun's own exit agrees. Exit code 0 of torchrun stands for
-        code 0 of each rank whose exit the kernel did not report.
-        """
-        for rank, code, pid, is_root in crash_log.failed_ranks(log):
-            if rank >= self.nproc:
-                continue
-            unseen = Worker(rank, rank, process.Handle(pid, -1, 0))
-            worker = self.workers.setdefault(rank, unseen)
-            if worker.handle.pid != pid or worker.observed or not code:
-                continue
-            worker.claimed(code, self.agent_status not in (0, None))
-            if rank not in self.order:
-                self.order.insert(0 if is_root else len(self.order), rank)
-        if self.agent_status == 0:
-            for worker in self.workers.values():
-                worker.claimed(0, True)
 
     def close(self) -> None:
         for handle in filter(None, (self.agent, *(each.handle for each in self.workers.values()))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,18 +13,13 @@ from console.model import Gate, State, loss_unit
 from console.plans import gates
 from console.run_state import Facts, decide
 from console.sources import liveness
-from console.sources.record_files import RecordFiles
-from console.sources.reducer import Reducer
-from console.sources.series import Series
-from console.sources.summary import Summary
 from console.supervisor import former_documents, launch_spec, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt
 from console.supervisor.checkpoint_check import CheckpointCheck
-from console.supervisor.context import RunContext, Services
+from console.supervisor.context import Services, run_context
 from console.supervisor.former_documents import FormerRun
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
-from console.supervisor.live_directory import Live
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
 from console.supervisor.snapshot_writer import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
@@ -65,6 +59,8 @@ class Run:
         """The time at which the next attempt begins, or None if the run waits for no attempt."""
         self._git: Mapping[str, Any] = jsonl.mapping(former_state, "git")
         """The commit of the code that the newest attempt runs, or {} if it is not available."""
+        self._known_git = jsonl.mapping(former_state, "known_git") or self._git
+        """The last commit that git reported."""
         self._changed_code = ""
         """A sentence for the alert that the code has changed, until the alert is raised."""
         self._published: dict[str, Any] = {}
@@ -78,7 +74,9 @@ class Run:
                 jsonl.mapping(former_state, "alerts"),
                 lambda name: name == REPLACED or name.startswith(ALERT),
             )  # fmt: skip
-        self._context = self._shared_context(former)
+        self._context = run_context(
+            services, path, self.phase, spec.plan, former, self.number, self.observers
+        )
         self.summary = self._context.reducer.summary
         self._check = CheckpointCheck(
             path, spec.plan.checkpoints, self.event, self.alerts, self.summary,
@@ -100,27 +98,6 @@ class Run:
     def settings(self) -> Mapping[str, Any]:
         """The values of the run's settings by name."""
         return setting_values(self._record)
-
-    def _shared_context(self, former: FormerRun | None) -> RunContext:
-        """Returns the objects that all attempts share."""
-        path, world, plan = self.path, self.phase.nproc, self._spec.plan
-        if former is None:
-            home, token = str(path.absolute()), secrets.token_hex(8)
-            summary = Summary(world, 1, 0)
-        else:
-            home, token = former.home, former.token
-            checked_with = None if former.is_stored else path
-            summary = former_documents.summary(former.state, checked_with, world, self.number)
-        reducer = Reducer(Series(keeps=False), summary, timed=True)
-        reading = RecordFiles(path, cursors=reducer.cursors)
-        live = Live(token, world, self.number, path, former is not None)
-        if former and live.path is None and self._link.has_no_processes(path, home, self.number):
-            live.renew(self.number)
-        actions = {"stall": "restart"} if plan.restart.when == "stall" else {}
-        return RunContext(
-            self._services, path, home, token, self.phase, plan.watch, actions, live, reducer,
-            reading, self.observers,
-        )  # fmt: skip
 
     def _new_record(self, index: int) -> dict[str, Any]:
         """Returns run.json of a new run; the owner stores a copy. Raises UsageError."""
@@ -241,13 +218,12 @@ class Run:
         return answer
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-        """Appends an event to the run's events; also passes alerts and crit states to the hook."""
-        record = self._directory.event(self.path, self.number, kind, text, level, **more)
+        """Appends an event to the run's events as `Services.event` does."""
         if kind in ("alert", "clear"):
             self._published_at = 0.0  # publish soon, because the next child needs the open alerts
-        if kind == "alert" or (kind == "state" and level == "crit"):
-            self._services.hooks.alert({"state": self.state} | record | {"run": self.id})
-        return record
+        return self._services.event(
+            self.path, self.id, self.state, self.number, kind, text, level, **more
+        )
 
     # --- attempts ------------------------------------------------------------------------------
 
@@ -286,7 +262,8 @@ class Run:
         With `begins` False, the attempt was adopted, and a recorded commit stays.
         """
         found = launch_spec.git_facts(launch_spec.code_folder(self.phase))
-        self._changed_code = launch_spec.changed_words(self._git, found)
+        self._changed_code = launch_spec.changed_words(self._known_git, found)
+        self._known_git = found or self._known_git
         if begins or not self._git:
             self._git = found
 
@@ -376,8 +353,8 @@ class Run:
         }  # fmt: skip
         document = self.observers.run(rundir.SUPERVISOR, self._document, self._published)
         self._published = document | now
-        path, alerts = self.path / rundir.SUPERVISOR, self.alerts.open()
-        self._services.publish(path, self._published, alerts=alerts)
+        more = {"alerts": self.alerts.open(), "known_git": self._known_git}
+        self._services.publish(self.path / rundir.SUPERVISOR, self._published, **more)
 
     def _document(self) -> dict[str, Any]:
         return dict(self._link.state.identity) | self.attempt.document() | {

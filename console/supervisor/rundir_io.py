@@ -60,6 +60,8 @@ class Directory(Recorder):
         self.unexpected_errors: deque[Exception] = deque()
         """Unexpected exceptions of jobs, to be reported."""
         self._home: rundir.OpenDirectory | None = None
+        self._earlier: list[rundir.OpenDirectory] = []
+        """The directories of the earlier runs under this process."""
         self.replaced_run = ""
         """A sentence while the path of the current run leads to another directory, or ""."""
         self._lock = threading.Lock()
@@ -144,9 +146,9 @@ class Directory(Recorder):
 
     def set_run(self, run: Path) -> None:
         """Makes `run` the current run. Raises OSError."""
-        former, self._home = self._home, rundir.OpenDirectory(run)
-        if former is not None:
-            former.close()
+        earlier, self._home = self._home, rundir.OpenDirectory(run)
+        if earlier is not None:
+            self._earlier.append(earlier)
 
     def _next(self) -> Item | Callable[[], None] | None:
         wait_s = self._check_at - time.monotonic()
@@ -173,15 +175,10 @@ class Directory(Recorder):
         self._write_version(path, record)
 
     def _write_version(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Writes a document, and the documents whose write failed before. Raises OSError.
-
-        An earlier document whose directory is missing raises no further error: an operator may have
-        removed the directory of a former phase.
-        """
+        """Writes a document, and the documents whose write failed before. Raises OSError."""
         self.unwritten[path] = record
-        for each, error in self._write_unwritten().items():
-            if each == path or not isinstance(error, FileNotFoundError):
-                raise error
+        for error in self._write_unwritten().values():
+            raise error
 
     def _write_unwritten(self) -> dict[Path, OSError]:
         """Tries to write each unwritten document; returns the errors."""
@@ -189,20 +186,22 @@ class Directory(Recorder):
         for path, record in list(self.unwritten.items()):
             try:
                 self._check(path)
-                if not self._was_removed(path.parent):
+                if not self._was_removed(path):
                     rundir.write_json(path, record)
                 del self.unwritten[path]
             except OSError as error:
                 errors[path] = error
         return errors
 
-    def _was_removed(self, folder: Path) -> bool:
-        """Returns whether `folder` is missing and not in the current run, which may come back.
+    def _was_removed(self, path: Path) -> bool:
+        """Returns whether the directory of an earlier run was removed, or known to be replaced.
 
-        The documents of an earlier run are then given up.
+        The documents of that run are then given up. The current run may come back.
         """
-        home = self._home
-        return home is not None and not folder.is_relative_to(home.path) and not folder.exists()
+        if self._home is None or path.is_relative_to(self._home.path):
+            return False
+        known = [run for run in self._earlier if path.is_relative_to(run.path)]
+        return not (path.parent.exists() and all(run.is_there() for run in known))
 
     def _open(self, path: Path) -> int:
         self._check(path)

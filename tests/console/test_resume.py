@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from console import actions, cli, rest_of_launch
 from console.actions import LaunchOptions
+from console.supervisor import launcher
 from console.supervisor.next_flags import set_words
 from tests.console.sources import directory
 from tests.launches import STUB, phase
@@ -196,3 +201,35 @@ def test_a_halted_launch_goes_on_in_the_phase_that_it_was_in(begin):
     assert [phase["phase"] for phase in found.phases] == ["two"]
     assert found.phases[0]["argv"][-1] == "100000"
     assert found.plan.watch == actions.launch_spec.load(started.path).plan.watch
+
+
+def test_of_two_resumes_at_the_same_time_one_is_rejected(tmp_path, monkeypatch):
+    """Both were prepared and confirmed before either began."""
+    old, started = ended(tmp_path), threading.Barrier(2)
+    prepared, results = resumed(old), []
+
+    def start(directory, spec):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            started.wait(1)  # a second start would meet the first here
+        rundir.make_directory(directory)
+        rundir.write_json(directory / rundir.PLAN, spec.as_dict(1.7e9))
+
+    def begin():
+        try:
+            results.append(actions.begin(prepared, "x"))
+        except RefusedError as error:
+            results.append(str(error))
+
+    monkeypatch.setattr(launcher, "start", start)
+    threads = [threading.Thread(target=begin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    name = f"{old.parent.name}-{old.name}"
+    assert f"another process resumes {name}, so nothing was launched" in results
+    assert sum(isinstance(each, Path) for each in results) == 1
+    with pytest.raises(RefusedError, match=r"is already continued by .*, so nothing was launched"):
+        actions.begin(prepared, "x")
+    again = replace(prepared, options=replace(prepared.options, again=True))
+    assert isinstance(actions.begin(again, "x"), Path)

@@ -10,6 +10,7 @@ import pytest
 from console.rank_end import RankEnd, error_of
 from console.run_state import Facts, ReaderView, decide
 from console.sources import crash_log, json_documents, liveness
+from console.supervisor.ends import take_log
 from console.supervisor.process_tree import Tree
 from console.supervisor.run_files import DEATH
 from tests import owners
@@ -170,7 +171,7 @@ def test_a_rank_that_ended_before_it_was_found_is_known_from_torchruns_summary()
   exitcode  : -11 (pid: 4711)  (SIGSEGV)
 """
     tree = Tree("token", 2, select.poll(), owners.absent())
-    tree.take_log(log)
+    take_log(tree, log)
     assert (tree.workers[1].signal, tree.workers[1].handle.pid) == ("SIGSEGV", 4711)
     assert tree.order == [1]
 

@@ -274,7 +274,7 @@ def test_other_code_at_a_restart_is_said(scene, launch, orders, tmp_path):
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
         subprocess.run([*git, *words], check=True)
     one = {"name": "one", "script": str(script), "args": ["100000", str(orders)]}
-    started = launch(one)
+    started = launch(one, restart={"when": "stall", "attempts": 9, "backoff_s": 0.1})
     first = started.wait(lambda: started.state().get("git"))
     assert len(first["sha"]) == 40
     script.write_text(script.read_text() + "# changed\n")
@@ -288,6 +288,13 @@ def test_other_code_at_a_restart_is_said(scene, launch, orders, tmp_path):
     os.kill(started.wait(lambda: started.pids().get(1)), signal.SIGKILL)
     third = started.wait(lambda: (s := started.state())["attempt"] == 3 and s["workers"] and s)
     assert third["git"] == {}, "the commit must not be that of a former attempt"
+    (tmp_path / "away").rename(script.parent / ".git")
+    script.write_text(script.read_text() + "# changed again\n")
+    os.kill(started.wait(lambda: started.pids().get(1)), signal.SIGKILL)
+    raised = started.wait(
+        lambda: [e["text"] for e in started.alerts("code-changed") if e["attempt"] == 4]
+    )
+    assert raised[0].startswith("the code changed since "), "the last known commit is compared"
 
 
 @decision("stop", "true")

@@ -17,7 +17,7 @@ from console.plans import gate_check
 from console.run_state import Facts, decide
 from console.sources import process
 from console.supervisor import cross_check, launch_spec
-from console.supervisor.ends import end_of
+from console.supervisor.ends import end_of, take_log
 from console.supervisor.live_directory import LastPulses, Live
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.process_tree import Tree, Worker
@@ -271,7 +271,7 @@ def test_torchruns_log_names_no_rank_that_the_run_does_not_have():
     line = b"rank : %d (local_rank: 0)\n exitcode : 9 (pid: 4242)\n"
     tree = Tree("x", 2, select.poll(), owners.absent())
     absurd_pid = line.replace(b"4242", b"9" * 5000)
-    tree.take_log(line % 7 + line % 1 + absurd_pid % 0)
+    take_log(tree, line % 7 + line % 1 + absurd_pid % 0)
     assert [(rank, w.code, w.confirmed) for rank, w in tree.workers.items()] == [(1, 9, False)]
 
 

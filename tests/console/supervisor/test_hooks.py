@@ -18,7 +18,7 @@ from console.settings_file import Settings
 from console.sources import process
 from console.supervisor import launch_spec, program
 from console.supervisor.hooks import Alive, Hooks, document, variables
-from tests.launches import HANG_GUARD_S, phase, set_hook
+from tests.launches import HANG_GUARD_S, STUB, phase, set_hook
 from trainers.contract import rundir
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "hook.py"
@@ -285,3 +285,26 @@ def test_no_child_of_git_stays(tmp_path, monkeypatch):
     while process.state(int(pid.read_text())) not in (process.GONE, "Z"):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("action", ["proceed", "halt"])
+def test_the_hook_is_told_when_a_plan_waits_and_when_it_ends_without_a_request(
+    begin, tmp_path, monkeypatch, action
+):
+    kept, script = tmp_path / "kept", tmp_path / "short.py"
+    kept.mkdir()
+    script.write_text("print('a foreign program')\n")
+    set_hook(tmp_path, monkeypatch, str(kept))
+    one = {"name": "one", "script": str(script), "nproc": 1}
+    two = {**one, "name": "two", "gates": {"steps_done": 5}}
+    started = begin(one, two, {**one, "name": "three"}, shell=STUB, between="ask")
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    started.wait(lambda: list(kept.glob("*.json")))
+    assert started.ask(action)["ok"]
+    name = started.wait_over()["launch"]
+    found = [json.loads(json.loads(p.read_text())["stdin"]) for p in sorted(kept.glob("*.json"))]
+    assert [(each["run"], each["state"], each["name"], each["level"]) for each in found] == [
+        (name, state, "state", "crit") for state in ["waiting", "ended"][: 1 + (action != "halt")]
+    ]
+    assert found[0]["text"].startswith("one is done; to start two: ")
+    assert action == "halt" or found[1]["text"].startswith("the plan has ended: two: ")

@@ -119,12 +119,33 @@ def test_a_document_of_a_removed_directory_does_not_make_later_writes_fail(tmp_p
     """An operator may remove the run of a former phase while the next phase runs."""
     monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
     directory, failures = Directory(), []
-    directory.document(tmp_path / "removed" / "gates.json", {"n": 0})
+    earlier, current = tmp_path / "0-one", tmp_path / "1-two"
+    earlier.mkdir()
+    current.mkdir()
+    directory.call(lambda: directory.set_run(earlier))
+    directory.call(lambda: earlier.rmdir())
+    directory.document(earlier / "gates.json", {"n": 0})
+    directory.call(lambda: directory.set_run(current))
     for number in range(3):
         directory.document(tmp_path / "plan_state.json", {"n": number}, keeps_place=True)
     directory.call(lambda: failures.append(directory.dropped))
     assert directory.close(20)
-    assert failures == [1]
+    assert (failures, directory.unwritten) == ([1], {})
+
+
+def test_a_document_of_an_earlier_run_is_not_written_into_a_directory_that_replaced_it(tmp_path):
+    directory, earlier, current = Directory(), tmp_path / "0-one", tmp_path / "1-two"
+    earlier.mkdir()
+    current.mkdir()
+    directory.call(lambda: directory.set_run(earlier))
+    directory.call(lambda: earlier.rename(tmp_path / "away"))
+    directory.document(earlier / "gates.json", {"n": 0})
+    directory.call(earlier.mkdir)
+    directory.call(lambda: directory.set_run(current))
+    directory.document(current / "supervisor.json", {"n": 1})
+    assert directory.close(20)
+    assert (list(earlier.iterdir()), directory.unwritten) == ([], {})
+    assert rundir.read_json(current / "supervisor.json") == {"n": 1}
 
 
 def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_path):
