@@ -91,7 +91,9 @@ def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | 
         plural = "s" if count > 1 else ""
         return f"not restarted: {count} attempt{plural} without a new checkpoint"
     wait_s = min(plans.LONGEST_BACKOFF_S, policy.backoff_s * 2 ** max(0, count - 1))
-    origin = f"the checkpoint of step {last.checkpoint}" if last.checkpoint else "step 1"
+    origin = (
+        f"the checkpoint of step {last.checkpoint}" if last.checkpoint else "the start of the run"
+    )
     return NextAttempt(wait_s, origin)
 
 

@@ -89,7 +89,7 @@ def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin,
         lambda: [e for e in started.events(0) if e.get("state") == "restarting"]
     )
     assert "rank 1 was killed by SIGKILL" in waiting["text"]
-    assert "attempt 2 starts in 0.5 s from step 1" in waiting["text"]
+    assert "attempt 2 starts in 0.5 s from the start of the run" in waiting["text"]
     again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["workers"] and s)
     assert "restart, 1 left" in again["armed"]
     assert again["armed_short"].endswith(" ↻1")
