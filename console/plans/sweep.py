@@ -20,7 +20,7 @@ from typing import Any
 from console import status_text
 from console.plan import LIMITS, MAX_VARIANTS, NAME, highest_p
 from console.plans.gate_check import poll_confirmed
-from console.sources import launch_documents
+from console.sources import launch_documents, launches
 from console.sources.pace import LONGEST_STEP_S
 from console.sources.run import RunSource
 from trainers.contract import flags, jsonl, rundir
@@ -223,7 +223,8 @@ def sweeps(launch: Path) -> list[Comparison]:
         if names[0] and all(NAME.fullmatch(name) for name in names):
             found.setdefault(names[0], {}).setdefault(names[1], []).append((index, phase))
     if not found:
-        raise UsageError(f"the plan of {launch.name} has no sweep: no phase with 'variants'")
+        name = launches.launch_id(launch)
+        raise UsageError(f"the plan of {name} has no sweep: no phase with 'variants'")
     return [_read(launch, sweep, variants) for sweep, variants in found.items()]
 
 

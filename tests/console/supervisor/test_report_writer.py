@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from console.plans import report, sweep
+from console.sources import launches
 from console.supervisor import report_writer
 from console.supervisor.report_writer import ReportWriter
 from console.supervisor.rundir_io import Directory
@@ -74,7 +75,8 @@ def test_a_sweep_that_cannot_be_compared_is_in_the_report_with_the_reason(launch
     """No phase in plan.json has a variant, so there is nothing to compare."""
     assert written(launch) == []
     text = (launch / report.NAME).read_text()
-    assert f"## Sweeps\n\n    not compared: the plan of {launch.name} has no sweep" in text
+    reason = f"the plan of {launches.launch_id(launch)} has no sweep"
+    assert f"## Sweeps\n\n    not compared: {reason}" in text
 
 
 def test_a_report_that_cannot_be_written_is_an_event(launch):
