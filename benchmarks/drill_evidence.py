@@ -73,11 +73,14 @@ def read(path: Path) -> tuple[dict[str, Any], Inputs]:
 
 
 def decoded(kind: Any, value: Any) -> Any:
-    """Returns an object of the type `kind` from the JSON of its fields."""
+    """Returns an object of the type `kind` from the JSON of its fields.
+
+    A field that an older file lacks has its default.
+    """
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         types_ = get_type_hints(kind)
-        names = (each.name for each in fields(kind) if each.init)
+        names = (each.name for each in fields(kind) if each.init and each.name in value)
         return kind(**{name: decoded(types_[name], value[name]) for name in names})  # pyright: ignore
     if origin in (Union, types.UnionType):
         known = next(each for each in inner if each is not types.NoneType)
