@@ -141,9 +141,9 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch and returns its directory; raises the same errors as `launch`.
 
-    With `assume_gpus`, the launch is rejected. So is the resume of a launch that another process
-    resumes or, without `again`, has resumed. If another launch has taken a directory that is named
-    after the time, a new name is used.
+    With `assume_gpus`, the launch is rejected. A resume is rejected while another process resumes
+    the same launch. Without `again`, it is also rejected if that launch was resumed before. If
+    another launch has taken a directory that is named after the time, a new name is used.
     """
     options = prepared.options
     if options.assume_gpus:

@@ -107,8 +107,9 @@ def continued_words(path: Path, root: Path) -> str:
 def resuming(options: LaunchOptions) -> Iterator[None]:
     """Prevents another process from resuming the same launch; does nothing for another start.
 
-    Raises RefusedError if another process resumes the launch or, without `again`, if another launch
-    continues it. If the file system cannot lock a directory, only the second is found.
+    Raises RefusedError if another process resumes the launch; this is not noticed if the file
+    system cannot lock a directory. Without `again`, also raises it if another launch continues
+    the launch.
     """
     if options.resume is None:
         yield

@@ -52,7 +52,8 @@ def gpt2(encoding: Any) -> Tokenizer:
 def build(name: str, end_of_document: bytes) -> Tokenizer:
     """Returns a tokenizer; `end_of_document` follows each document of the byte tokenizer.
 
-    Raises DataError if tiktoken is not installed, or its files of gpt2 are missing or damaged.
+    Raises DataError if tiktoken is not installed, if its files of gpt2 are missing, or if they are
+    damaged and tiktoken cannot download them again.
     """
     if name == "byte":
         return Tokenizer(torch.uint8, end_of_document, lambda text: text)

@@ -27,7 +27,7 @@ _FIELDS = (11, 12, 19, 21, 49)
 
 
 class Stat(NamedTuple):
-    """Fields of a stat file; `wait_status` is 0 until the process has ended."""
+    """Fields of a stat file; `wait_status` is valid only for a zombie."""
 
     name: str
     state: str

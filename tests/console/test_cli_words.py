@@ -52,7 +52,7 @@ def over(tmp_path_factory):
 
 
 def variants(name: str, parser: argparse.ArgumentParser, run: str):
-    """Yields the good words with one of them replaced, or one option more, for each garbage."""
+    """Yields the good words, and then with garbage: added, as a word, or as an option's value."""
     good = [run if word == RUN else word for word in GOOD[name]]
     yield [name, *good]
     for wrong in GARBAGE:

@@ -1,7 +1,8 @@
 """The table of the faults that the supervision must survive, for tests and the report.
 
-A row with a number comes from a graded list; a row with a letter was added later. A row is proven
-by the tests of this folder whose mark has its number, by the tests in `elsewhere`, or by both.
+The rows with numbers are from a list that gives each fault a grade, A or B. The rows with letters
+were added later. A row is proven by the tests of this folder whose mark has its number, by the
+tests in `elsewhere`, or by both.
 """
 
 from __future__ import annotations

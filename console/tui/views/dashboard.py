@@ -31,8 +31,8 @@ LEAST_WIDTH, LEAST_HEIGHT = 80, 16
 LEAST_FIGURES, MOST_FIGURES = 3, 8
 """Least and most lines of the figures, if they are below the ranks."""
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
-"""Heights of a chart in lines: the least height, the height in a low terminal with a log, and the
-least height if there are more than two rows of charts."""
+"""Least heights of a chart in lines: of any chart, in a low terminal with a log, and if there are
+more than two rows of charts."""
 LEAST_LOG = 3
 BESIDE_WIDTH, BESIDE_HEIGHT = 70, 5
 """The least room below the ranks in which a tall view shows the log; with less room, the log is

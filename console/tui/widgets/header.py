@@ -91,7 +91,7 @@ def _progress(state: RunState) -> list[str]:
 
 
 def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
-    """Returns the style and the text for the age of the data."""
+    """Returns the style and the text for the age of the data, or of the end of the run."""
     if state.state == "lost":
         return "dim", "end time unknown"
     if state.data_age_s is None or state.state not in LIVE_STATES:

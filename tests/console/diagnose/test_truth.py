@@ -113,7 +113,7 @@ def each(**fields: Any) -> Change:
 
 
 def slow(ranks: set[int], phase: str, times: float) -> Change:
-    """Returns a change: `ranks` take longer in `phase`, and the others as long in backward."""
+    """Returns a change: `ranks` are slower in `phase`, and the others as much in backward."""
 
     def change(record: dict[str, Any]) -> None:
         excess = 0.3 * (times - 1)

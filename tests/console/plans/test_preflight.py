@@ -66,7 +66,7 @@ def test_the_page_on_plans_has_the_time_limits():
 
 
 def test_a_process_that_cannot_be_read_delays_only_the_rows_about_processes(tmp_path, monkeypatch):
-    """The kernel lets readers of a process in state D wait without an end."""
+    """A read of a process in state D may never return."""
     ended = threading.Event()
     rows = [replace(row, check=lambda _: (ended.wait(), "")) if row.name == "leftovers" else row
             for row in preflight.TABLE]  # fmt: skip
