@@ -107,14 +107,18 @@ def continued_words(path: Path, root: Path) -> str:
 def resuming(options: LaunchOptions) -> Iterator[None]:
     """Prevents another process from resuming the same launch; does nothing for another start.
 
-    Raises RefusedError if another process resumes the launch or, without `again`, if another launch
-    continues it. If the file system cannot lock a directory, only the second is found.
+    Raises RefusedError if the launch cannot be opened, if another process resumes it or, without
+    `again`, if another launch continues it. If the file system cannot lock a directory, a process
+    that resumes it is not found.
     """
     if options.resume is None:
         yield
         return
     top = launches.launch_of(options.resume) or options.resume
-    fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise RefusedError(f"cannot open {top}: {error.strerror}; nothing was launched") from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
