@@ -142,8 +142,9 @@ def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch and returns its directory; raises the same errors as `launch`.
 
     With `assume_gpus`, the launch is rejected. A resume is rejected while another process resumes
-    the same launch. Without `again`, it is also rejected if that launch was resumed before. If
-    another launch has taken a directory that is named after the time, a new name is used.
+    the same launch. Without `again`, it is also rejected if another launch continues a checkpoint
+    of that launch. If another launch has taken a directory that is named after the time, a new name
+    is used.
     """
     options = prepared.options
     if options.assume_gpus:

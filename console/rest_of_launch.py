@@ -79,7 +79,7 @@ def start_words(phase: Mapping[str, Any]) -> str:
 
 
 def continued_words(path: Path, root: Path) -> str:
-    """Returns which launch below `root` continues the launch at `path`, or "" if none does.
+    """Returns which launch below `root` continues a checkpoint of the launch at `path`, or "".
 
     If several do, directly or one after the other, the newest is named.
     """
@@ -107,15 +107,18 @@ def continued_words(path: Path, root: Path) -> str:
 def resuming(options: LaunchOptions) -> Iterator[None]:
     """Prevents another process from resuming the same launch; does nothing for another start.
 
-    Raises RefusedError if another process resumes the launch; this is not noticed if the file
-    system cannot lock a directory. Without `again`, also raises it if another launch continues
-    the launch.
+    Raises RefusedError if the launch cannot be opened, or if another process resumes it; the latter
+    is not noticed if the file system cannot lock a directory. Without `again`, also raises it if
+    another launch continues a checkpoint of the launch.
     """
     if options.resume is None:
         yield
         return
     top = launches.launch_of(options.resume) or options.resume
-    fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise RefusedError(f"cannot open {top}: {error.strerror}; nothing was launched") from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -54,10 +54,12 @@ def save_model(
         pass
     new = {name: path / f".{name}.new" for name in (WEIGHTS, CONFIG)}
     try:
-        with new[WEIGHTS].open("wb") as file:
+        with new[WEIGHTS].open("wb") as file, new[CONFIG].open("w") as description:
             file.write(save(weights, {"format": "pt", **(facts or {})}))
-            os.fsync(file.fileno())  # config.json, which completes the directory, comes after this
-        new[CONFIG].write_text(json.dumps(config, indent=2) + "\n")
+            description.write(json.dumps(config, indent=2) + "\n")
+            for each in (file, description):
+                each.flush()
+                os.fsync(each.fileno())  # before config.json completes the directory
         (path / CONFIG).unlink(missing_ok=True)
         for name, written in new.items():
             written.replace(path / name)

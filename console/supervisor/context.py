@@ -63,7 +63,8 @@ class Services:
         """Writes the documents of an ended run again; a former child may not have written them."""
         for name in (rundir.GATES, rundir.SUPERVISOR):
             if (document := self.link.stored(run / name)) is not None:
-                document.pop("alerts", None)
+                for key in ("alerts", "known_git"):
+                    document.pop(key, None)
                 self.directory.document(run / name, document)
 
 

@@ -48,9 +48,8 @@ class Launch:
     ):
         self._path, self._spec = path, spec
         self.state: Literal["running", "waiting", "ended"] = "running"
-        self._why = ""
+        self._why, self._index = "", 0
         self.run: Run | None = None
-        self._index = 0
         self._services, self._directory = services, services.directory
         self._phases = spec.entries()
         self._next_flags = NextFlags(spec)
@@ -175,6 +174,7 @@ class Launch:
         for entry, progress in zip(self._phases, former_documents.phases(former), strict=False):
             entry |= progress
         self._ended_by = jsonl.text(former, "ended_by")[:400]
+        self._is_requested = former.get("is_requested") is True
         # This job must run before the first poll of the mailboxes.
         self._directory.job(
             lambda: cross_check.Evidence(self._path, runs).answered_requests(),
@@ -397,4 +397,4 @@ class Launch:
             },
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
-        }, keeps_place)  # fmt: skip
+        }, keeps_place, is_requested=self._is_requested)  # fmt: skip

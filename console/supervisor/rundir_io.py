@@ -175,10 +175,14 @@ class Directory(Recorder):
         self._write_version(path, record)
 
     def _write_version(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Writes a document, and the documents whose write failed before. Raises OSError."""
+        """Writes a document, and the documents whose write failed before. Raises OSError.
+
+        An earlier document raises no further error if its directory is missing.
+        """
         self.unwritten[path] = record
-        for error in self._write_unwritten().values():
-            raise error
+        for each, error in self._write_unwritten().items():
+            if each == path or not isinstance(error, FileNotFoundError):
+                raise error
 
     def _write_unwritten(self) -> dict[Path, OSError]:
         """Tries to write each unwritten document; returns the errors."""

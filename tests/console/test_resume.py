@@ -233,3 +233,11 @@ def test_of_two_resumes_at_the_same_time_one_is_rejected(tmp_path, monkeypatch):
         actions.begin(prepared, "x")
     again = replace(prepared, options=replace(prepared.options, again=True))
     assert isinstance(actions.begin(again, "x"), Path)
+
+
+def test_a_launch_that_is_moved_before_its_resume_begins_is_refused(tmp_path):
+    old = ended(tmp_path)
+    prepared = resumed(old)
+    old.rename(tmp_path / "moved")
+    with pytest.raises(RefusedError, match=r"cannot open .*; nothing was launched"):
+        actions.begin(prepared, "x")

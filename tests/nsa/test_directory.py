@@ -1,7 +1,9 @@
 """A model as a directory: loading is bitwise, and damage is reported in one sentence."""
 
 import json
+import os
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +122,19 @@ def test_a_configuration_that_cannot_be_written_leaves_the_earlier_model(tmp_pat
     with pytest.raises(OSError, match="No space left"):
         saved(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_both_files_are_on_the_disk_before_the_configuration_is_in_place(tmp_path, monkeypatch):
+    """An empty config.json after a power failure would also prevent a further export."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((
+        Path(os.readlink(f"/proc/self/fd/{fd}")).name, os.fstat(fd).st_size > 0,
+        (tmp_path / "config.json").exists(),
+    )))  # fmt: skip
+    saved(tmp_path)
+    assert sorted(synced) == [
+        (".config.json.new", True, False), (".model.safetensors.new", True, False),
+    ]  # fmt: skip
 
 
 def test_a_model_of_another_kind_is_not_overwritten(tmp_path):

@@ -57,6 +57,34 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
     assert log.with_suffix("").is_dir()
 
 
+def test_a_requested_end_is_known_as_requested_to_a_new_working_process(begin, tmp_path):
+    """The hook runs on the end of a plan that nobody requested."""
+    started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"))
+    log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
+    started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
+    assert started.ask("halt")["ok"]
+    child = started.child()
+    os.kill(child, signal.SIGKILL)
+    started.wait(lambda: started.plan_state["supervisor"]["child"]["pid"] != child)
+    (tmp_path / "go").touch()
+    ended = started.wait_end()
+    text = f"the plan has ended: {ended['why']}"
+    assert [e["level"] for e in started.events() if e["text"] == text] == ["info"]
+
+
+def test_a_document_of_an_ended_run_has_the_same_keys_after_its_second_write(begin, tmp_path):
+    """A new working process writes it again, from the copy of the owner, which has more keys."""
+    (tmp_path / "go").touch()
+    started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), between="ask")
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    child, before = started.child(), started.state().keys()
+    os.kill(child, signal.SIGKILL)
+    started.wait(lambda: started.plan_state["supervisor"]["child"]["pid"] != child)
+    assert started.ask("halt")["ok"]
+    assert not started.wait_end().keys() & {"is_requested", "known_git"}
+    assert started.state().keys() == before
+
+
 def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
     (tmp_path / "go").touch()
     started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), between="ask")

@@ -104,6 +104,18 @@ def test_the_documents_of_a_removed_earlier_run_do_not_fail_for_ever(tmp_path):
     assert rundir.read_json(current / "supervisor.json") == {"n": 2}
 
 
+def test_without_a_current_run_a_removed_run_does_not_make_later_writes_fail(tmp_path, monkeypatch):
+    """A new working process of a plan that waits has no current run."""
+    monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
+    directory, failures = Directory(), []
+    directory.document(tmp_path / "0-removed" / "supervisor.json", {"state": "completed"})
+    for number in range(3):
+        directory.document(tmp_path / "plan_state.json", {"n": number}, keeps_place=True)
+    directory.call(lambda: failures.append(directory.dropped))
+    assert directory.close(20)
+    assert failures == [1]
+
+
 def test_a_verdict_waits_for_the_current_run_whose_directory_is_away(tmp_path):
     directory, run = Directory(), tmp_path / "0-one"
     (run / "verdicts").mkdir(parents=True)
