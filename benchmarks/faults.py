@@ -146,7 +146,7 @@ def main() -> int:
         seen = sum(len(case.results) for case in cases)
         publish(
             "faults", "Injected faults", report(cases),
-            f"{seen} injections and proofs, {len(failed)} cases failed or were too late. Timed "
+            f"{seen} injections and proofs; failed or too late: {len(failed)}. Timed "
             f"faults are injected {options.repeats} times; the time runs from the injection to the "
             "time when an open console, which polls every 20 ms, shows the fault. The screen polls "
             "once a second, and within 0.25 s after a file of the run has changed. An injection "
