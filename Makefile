@@ -1,4 +1,4 @@
-# Every target sets up what it needs on a fresh machine with Python >= 3.11 (venv) and make.
+# Each target first installs the Python packages that it needs; the machine has Python >= 3.11 with venv, and make.
 
 VENV := .venv
 BIN := $(VENV)/bin

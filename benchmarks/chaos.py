@@ -27,7 +27,7 @@ EVERY = 80
 DISK_MIB = 2048
 LOOK_S, GUARD_S = 0.05, 180.0
 FIRST, LAST = 0.02, 0.92
-"""Faults become due between these shares of the time; the rest is for recovery."""
+"""Faults become due between these shares of the time; the time after `LAST` is for recovery."""
 UNDONE = ("fetch", "forward", "backward", "optimizer")
 """A rank whose pulse shows one of these phases has not finished the step of the pulse."""
 

@@ -135,7 +135,7 @@ class Drill:
         return self._started.state().get("state") in ENDED
 
     def _verdict(self, struck: float, limit_s: float) -> Said | None:
-        """Returns the newest verdict when it has stopped changing, or when the run has ended.
+        """Returns the newest verdict when it has stopped changing, the run has ended or time is up.
 
         Without a verdict, returns that of `diagnose`, or else the reason for the end, or None.
         """

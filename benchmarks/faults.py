@@ -1,7 +1,7 @@
 """Injects the faults of tests/faults/table.py and reports the alerts and times: `make faults`.
 
-Faults whose time is bounded are injected several times and compared by the median. The exit code is
-1 if a test fails or a median is above its bound.
+Faults with a time limit are injected several times, and the median is compared with the limit. The
+exit code is 1 if a test fails or a median is above its limit.
 """
 
 from __future__ import annotations

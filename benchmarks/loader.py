@@ -1,4 +1,4 @@
-"""Measures how many byte tokens the loader returns per CPU-second, for each kind of source.
+"""Measures how many byte tokens the loader returns per CPU-second, for each format of files.
 
 The CPU-seconds are those of the whole process, including the thread that reads. Each measurement
 starts after the first batch, with the files in the page cache.

@@ -23,12 +23,12 @@ Draw = Callable[[random.Random], float]
 
 
 def lognormal(rng: random.Random) -> float:
-    """Returns a step time in medians, lognormal with sigma 1."""
+    """Returns a step time as a multiple of the median, lognormal with sigma 1."""
     return rng.lognormvariate(0.0, 1.0)
 
 
 def pareto(rng: random.Random) -> float:
-    """Returns a step time in medians: nearly 1, but 1 in 100 has a tail of exponent 1.1."""
+    """Returns a multiple of the median step time: about 1, and in 1 of 100 steps a long tail."""
     tail = 2 * rng.paretovariate(1.1) if rng.random() < 0.01 else 0.0
     return rng.lognormvariate(0.0, 0.1) + tail
 

@@ -111,7 +111,7 @@ def at_rest(seconds: float) -> tuple[float, float]:
 
 
 def flood(records: int) -> list[tuple[str, float]]:
-    """Returns the memory in MiB after each fifth of the records, and the most until the end."""
+    """Returns the memory in MiB after each fifth of the records, and the largest until the end."""
     found: list[tuple[str, float]] = []
     most = 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +130,7 @@ def flood(records: int) -> list[tuple[str, float]]:
             time.sleep(0.1)
         psutil.wait_procs([launched.supervisor], timeout=60)
         state = rundir.read_json(launched.run / rundir.SUPERVISOR) or {}
-    return [*found, (f"the most until its end ({state.get('state')})", most)]
+    return [*found, (f"at most, until its end ({state.get('state')})", most)]
 
 
 def main() -> None:

@@ -32,9 +32,10 @@ STEPS = 100
 SPAN_S, SHARE, SLOWER = (2.0, 120.0), (0.05, 0.4), (1.1, 1.8)
 """Ranges of the mean span of the load, its share of the time, and its factor on a step."""
 REPLAY = (
-    f"Steps of a run: {STEPS}, drawn from the record of a real run. Load, per sweep: spans of "
-    f"{SPAN_S[0]:g} to {SPAN_S[1]:g} s in the mean, {SHARE[0]:.0%} to {SHARE[1]:.0%} of the time, "
-    f"a step longer by a factor of {SLOWER[0]:g} to {SLOWER[1]:g}. {START_S:g} s between runs."
+    f"A run has {STEPS} steps, whose times are drawn from the record of a real run. In each sweep, "
+    f"other load comes in spans of {SPAN_S[0]:g} to {SPAN_S[1]:g} s in the mean, lasts "
+    f"{SHARE[0]:.0%} to {SHARE[1]:.0%} of the time, and makes a step longer by a factor of "
+    f"{SLOWER[0]:g} to {SLOWER[1]:g}. {START_S:g} s pass between two runs."
 )
 PLAN: dict[str, Any] = {
     "name": "sweeps", "nproc": 2, "config": "configs/tiny_cpu.yaml",

@@ -255,11 +255,11 @@ def main() -> None:
         f"{total.looks:,} updates, one a second, {per_look:.0f} µs of CPU time each; default "
         f"limits, with --halt. The only bound of a step is {COLLECTIVE_TIMEOUT_S:g} s, below a "
         "collective timeout of 30 minutes; the excess of a long step lies in one phase of one "
-        "rank. Runs last up to 10 hours. Alerts of slow loaders, long saves, and of gates that "
-        "have not learned yet are true. A step far longer than all earlier steps is a "
+        "rank. Runs last up to 10 hours. The alerts on slow loaders, long saves and gates that "
+        "have not learned yet are correct. A step far longer than all earlier steps is a "
         "stall while it lasts. The verdicts use only pulses and records; the replay has no "
-        "processes, stacks or flight records. The second table counts the stalls that would have "
-        "stopped their run with this `stall_act_s` in the plan (never below three limits).",
+        "processes, stacks or flight records. The second table counts the stalls of at least three "
+        "stall limits that would have stopped their run with this `stall_act_s` in the plan.",
     )
 
 
