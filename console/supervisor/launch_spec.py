@@ -49,6 +49,8 @@ class LaunchSpec:
     set_origins: Origins = field(default_factory=dict)
     host: Mapping[str, Any] = field(default_factory=dict)
     git: Mapping[str, Any] = field(default_factory=dict)
+    continues: Mapping[str, str] = field(default_factory=dict)
+    """The launches that this launch resumes or whose checkpoints it loads: each id by directory."""
     operator: Settings = field(default_factory=Settings)
     """Settings of the operator who started or adopted the launch; a plan does not contain them."""
 
@@ -57,8 +59,9 @@ class LaunchSpec:
         return self.plan.as_dict() | {
             "v": VERSION, "launch": self.launch, "by": self.by, "created_ts": created_ts,
             "flag_origins": dict(self.flag_origins), "set_origins": dict(self.set_origins),
-            "host": dict(self.host), "git": dict(self.git), "cwd": str(Path.cwd()),
-            "boot_id": rundir.boot_id(), "up_s": time.clock_gettime(time.CLOCK_BOOTTIME),
+            "host": dict(self.host), "git": dict(self.git), "continues": dict(self.continues),
+            "cwd": str(Path.cwd()), "boot_id": rundir.boot_id(),
+            "up_s": time.clock_gettime(time.CLOCK_BOOTTIME),
         } | asdict(self.operator)  # fmt: skip
 
     def flags(self, index: int, pending: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
@@ -140,7 +143,7 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
     own = {each.name for each in fields(Plan)}
     plan = plans_module.parse({k: v for k, v in record.items() if k in own}, rundir.PLAN)
 
-    mappings = ("flag_origins", "set_origins", "host", "git")
+    mappings = ("flag_origins", "set_origins", "host", "git", "continues")
     operator = {key: record[key] for key in settings_file.KEYS if key in record}
     return LaunchSpec(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
