@@ -59,6 +59,8 @@ class Services:
 
     def write_last_documents(self, run: Path) -> None:
         """Writes the documents of an ended run again; a former child may not have written them."""
+        if record := self.link.stored(run / rundir.RUN):
+            self.directory.tokens[run] = rundir.token(record)
         for name in (rundir.GATES, rundir.SUPERVISOR):
             if (document := self.link.stored(run / name)) is not None:
                 self.directory.document(run / name, document)

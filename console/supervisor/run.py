@@ -114,7 +114,7 @@ class Run:
         # Stored only now, because a next child starts torchrun if the owner has run.json, but no
         # processes.
         self._link.store(self.path / rundir.RUN, self._record)
-        self._directory.call(lambda: self._directory.set_run(self.path))
+        self._directory.call(lambda: self._directory.set_run(self.path, self._context.token))
         if not former.is_stored:
             self._directory.call(lambda: self._read_code(begins=False))
         for warning in former.warnings:
