@@ -107,6 +107,7 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
         operator=settings_file.load(),
     )  # fmt: skip
     phases = tuple(_run_record(spec, index, directory) for index in range(len(plan.phases)))
+    spec = replace(spec, continues=rest_of_launch.continues(options, phases))
     if options.config is not None:
         plan = replace(plan, gpus=_gpus(phases[0]))
         spec = replace(spec, plan=plan)
@@ -142,8 +143,8 @@ def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch and returns its directory; raises the same errors as `launch`.
 
     With `assume_gpus`, the launch is rejected. A resume is rejected while another process resumes
-    the same launch. Without `again`, it is also rejected if another launch continues a checkpoint
-    of that launch. If another launch has taken a directory that is named after the time, a new name
+    the same launch. Without `again`, it is also rejected if another launch already continues that
+    launch. If another launch has taken a directory that is named after the time, a new name
     is used.
     """
     options = prepared.options

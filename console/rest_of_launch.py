@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,20 @@ def start_words(phase: Mapping[str, Any]) -> str:
     return f"resumes {name} {at} from the checkpoint of step {step} of {launch}"
 
 
+def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the launches that a new launch continues: the id of each, by its directory.
+
+    They are the launch to resume, and those whose checkpoints the phases load; `phases` has a
+    preview of each run.json.
+    """
+    settings = (each["settings"].get(gate_check.RESUME, {}) for each in phases)
+    named = (options.resume, *(each.get("value") for each in settings))
+    tops = (launches.launch_of(Path(path)) for path in named if path)
+    return {os.path.realpath(top): launches.launch_id(top) for top in tops if top}
+
+
 def continued_words(path: Path, root: Path) -> str:
-    """Returns which launch below `root` continues a checkpoint of the launch at `path`, or "".
+    """Returns which launch below `root` continues the launch at `path` by its plan.json, or "".
 
     If several do, directly or one after the other, the newest is named.
     """
@@ -87,9 +99,7 @@ def continued_words(path: Path, root: Path) -> str:
     chain = {os.path.realpath(top)}
     for each in reversed(launches.launches(root)):
         stored = rundir.read_json(each / rundir.PLAN) or {}
-        sets = [jsonl.mapping(phase, "set") for phase in jsonl.entries(stored, "phases")]
-        runs = [Path(run) for given in sets if (run := jsonl.text(given, gate_check.RESUME))]
-        if any(os.path.realpath(run.parent) in chain for run in runs):
+        if not chain.isdisjoint(jsonl.mapping(stored, "continues")):
             chain.add(os.path.realpath(each))
             newest = each
     if newest is None:
@@ -109,7 +119,7 @@ def resuming(options: LaunchOptions) -> Iterator[None]:
 
     Raises RefusedError if the launch cannot be opened, or if another process resumes it; the latter
     is not noticed if the file system cannot lock a directory. Without `again`, also raises it if
-    another launch continues a checkpoint of the launch.
+    another launch already continues the launch.
     """
     if options.resume is None:
         yield

@@ -52,19 +52,17 @@ class Services:
             self.hooks.alert({"state": state} | record | {"run": run})
         return record
 
-    def publish(
-        self, path: Path, record: Mapping[str, Any], keeps_place: bool = False, **more: Any
-    ) -> None:
-        """Replaces a document on disk; the owner stores a copy, with `more`, for the next child."""
+    def publish(self, path: Path, record: Mapping[str, Any], keeps_place: bool = False) -> None:
+        """Replaces a document on disk; the owner stores a copy for the next child."""
         self.directory.document(path, record, keeps_place)
-        self.link.store(path, {**record, **more})
+        self.link.store(path, record)
 
     def write_last_documents(self, run: Path) -> None:
         """Writes the documents of an ended run again; a former child may not have written them."""
+        if record := self.link.stored(run / rundir.RUN):
+            self.directory.tokens[run] = rundir.token(record)
         for name in (rundir.GATES, rundir.SUPERVISOR):
             if (document := self.link.stored(run / name)) is not None:
-                for key in ("alerts", "known_git"):
-                    document.pop(key, None)
                 self.directory.document(run / name, document)
 
 

@@ -62,8 +62,8 @@ class Launch:
             self._directory, path, self._take_requests, lambda: self._policy.halt_launch(self.run),
             services.link,
         )  # fmt: skip
-        self._ended_by, self._is_requested = "", False
-        """Why no further phase starts, or ""; whether an operator requested such an end."""
+        self._ended_by, self._requested = "", set[str]()
+        """Why no further phase starts, or ""; the requests of operators, worded like this."""
         self._numbers: dict[Path, int] = {}
         """The newest attempt of each run that ended under this process."""
         self._last_poll = self.over = False
@@ -174,7 +174,7 @@ class Launch:
         for entry, progress in zip(self._phases, former_documents.phases(former), strict=False):
             entry |= progress
         self._ended_by = jsonl.text(former, "ended_by")[:400]
-        self._is_requested = former.get("is_requested") is True
+        self._requested = {self._ended_by} if former.get("is_requested") is True else set()
         # This job must run before the first poll of the mailboxes.
         self._directory.job(
             lambda: cross_check.Evidence(self._path, runs).answered_requests(),
@@ -254,7 +254,7 @@ class Launch:
         for entry in self._phases:
             if entry["state"] == "next":
                 entry["state"] = "later"
-        is_expected = why == DONE or (self._ended_by and self._is_requested)
+        is_expected = why == DONE or self._ended_by in self._requested
         self._event("state", f"the plan has ended: {why}", "info" if is_expected else "crit")
         self._publish()
         self._own_observers.call("report", self._report.start, None)
@@ -280,7 +280,7 @@ class Launch:
         if self.state == "ended":
             return False, f"the plan has ended: {self._why}", []
         failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []
-        self._is_requested |= request.action in former_documents.STOPS
+        self._requested.add(f"{request.action} requested by {request.by}")
         name = f"_do_{request.action.replace('-', '_')}"
         return self._observers.call("requests", lambda: getattr(self, name)(request), failure)
 
@@ -390,11 +390,11 @@ class Launch:
             "v": VERSION, "launch": self._spec.launch, "state": self.state, "why": self._why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
             "between": self._spec.plan.between, "next_flags": self._next_flags.pending,
-            "ended_by": self._ended_by,
+            "ended_by": self._ended_by, "is_requested": self._ended_by in self._requested,
             "supervisor": {
                 **self._services.link.state.identity, "token": self._services.lock.token,
                 "child": rundir.identity(),
             },
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
-        }, keeps_place, is_requested=self._is_requested)  # fmt: skip
+        }, keeps_place)  # fmt: skip

@@ -28,6 +28,8 @@ REMOVED = "[removed]"
 _LOGIN = re.compile(r"^([a-zA-Z][\w+.-]*://)?.*@")
 """The user and the password in the address of a proxy, after its scheme."""
 Origins = Mapping[str, str]
+MAPPINGS = ("flag_origins", "set_origins", "host", "git", "continues")
+"""The fields of `LaunchSpec` that plan.json repeats as they are, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class LaunchSpec:
     set_origins: Origins = field(default_factory=dict)
     host: Mapping[str, Any] = field(default_factory=dict)
     git: Mapping[str, Any] = field(default_factory=dict)
+    continues: Mapping[str, str] = field(default_factory=dict)
+    """The launches that this launch resumes or whose checkpoints it loads: each id by directory."""
     operator: Settings = field(default_factory=Settings)
     """Settings of the operator who started or adopted the launch; a plan does not contain them."""
 
@@ -56,8 +60,7 @@ class LaunchSpec:
         """Returns plan.json: the keys of the plan, and the keys of the launch."""
         return self.plan.as_dict() | {
             "v": VERSION, "launch": self.launch, "by": self.by, "created_ts": created_ts,
-            "flag_origins": dict(self.flag_origins), "set_origins": dict(self.set_origins),
-            "host": dict(self.host), "git": dict(self.git), "cwd": str(Path.cwd()),
+            **{key: dict(getattr(self, key)) for key in MAPPINGS}, "cwd": str(Path.cwd()),
             "boot_id": rundir.boot_id(), "up_s": time.clock_gettime(time.CLOCK_BOOTTIME),
         } | asdict(self.operator)  # fmt: skip
 
@@ -139,12 +142,10 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
         raise NotFoundError(f"{launch} holds no readable {rundir.PLAN}")
     own = {each.name for each in fields(Plan)}
     plan = plans_module.parse({k: v for k, v in record.items() if k in own}, rundir.PLAN)
-
-    mappings = ("flag_origins", "set_origins", "host", "git")
     operator = {key: record[key] for key in settings_file.KEYS if key in record}
     return LaunchSpec(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
-        *(jsonl.mapping(record, key) for key in mappings),
+        *(jsonl.mapping(record, key) for key in MAPPINGS),
         operator=settings_file.parse(operator, rundir.PLAN),
     )  # fmt: skip
 

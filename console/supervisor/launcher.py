@@ -285,7 +285,9 @@ def _start_supervisor(directory: Path, lock_fd: int, *adopt: str) -> None:
 def _wait_until_ready(
     started: subprocess.Popen[bytes], directory: Path, ranks_live: bool
 ) -> None:  # fmt: skip
-    """Waits until plan_state.json contains the pid of the new supervisor. Raises ContractError.
+    """Waits until plan_state.json has the token of the lock. Raises ContractError.
+
+    A pid does not name the new supervisor: that of the former one may have been used again.
 
     A supervisor that is not ready in time is ended, unless it adopts a launch: ranks that are alive
     would end with it.
@@ -293,7 +295,7 @@ def _wait_until_ready(
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
-        if jsonl.mapping(state, "supervisor").get("pid") == started.pid:
+        if jsonl.mapping(state, "supervisor").get("token") == lock.token_of(directory):
             return
         if started.poll() == RefusedError.exit_code:
             raise RefusedError(_last_line(directory))

@@ -85,7 +85,7 @@ class Rotation:
         try:
             status, space = os.fstat(fd), os.fstatvfs(at)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-                raise OSError(errno.EMLINK, "it has a second hard link")
+                raise OSError(errno.EMLINK, "it is not a regular file with one hard link")
             start = max(0, status.st_size - self._longest)
             if space.f_bavail * space.f_frsize < status.st_size - start + self._reserve:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

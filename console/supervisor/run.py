@@ -114,7 +114,7 @@ class Run:
         # Stored only now, because a next child starts torchrun if the owner has run.json, but no
         # processes.
         self._link.store(self.path / rundir.RUN, self._record)
-        self._directory.call(lambda: self._directory.set_run(self.path))
+        self._directory.call(lambda: self._directory.set_run(self.path, self._context.token))
         if not former.is_stored:
             self._directory.call(lambda: self._read_code(begins=False))
         for warning in former.warnings:
@@ -349,12 +349,12 @@ class Run:
         self._published_at = time.monotonic()
         now = {
             "state": self.state, "why": self.why, "since_ts": self._since_ts,
-            "attempt": self.number, "updated_ts": time.time(),
+            "attempt": self.number, "alerts": self.alerts.open(), "known_git": self._known_git,
+            "updated_ts": time.time(),
         }  # fmt: skip
         document = self.observers.run(rundir.SUPERVISOR, self._document, self._published)
         self._published = document | now
-        more = {"alerts": self.alerts.open(), "known_git": self._known_git}
-        self._services.publish(self.path / rundir.SUPERVISOR, self._published, **more)
+        self._services.publish(self.path / rundir.SUPERVISOR, self._published)
 
     def _document(self) -> dict[str, Any]:
         return dict(self._link.state.identity) | self.attempt.document() | {

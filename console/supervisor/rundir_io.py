@@ -60,8 +60,9 @@ class Directory(Recorder):
         self.unexpected_errors: deque[Exception] = deque()
         """Unexpected exceptions of jobs, to be reported."""
         self._home: rundir.OpenDirectory | None = None
-        self._earlier: list[rundir.OpenDirectory] = []
-        """The directories of the earlier runs under this process."""
+        """The directory of the current run."""
+        self.tokens: dict[Path, str] = {}
+        """The tokens of the current run and of earlier runs, by path."""
         self.replaced_run = ""
         """A sentence while the path of the current run leads to another directory, or ""."""
         self._lock = threading.Lock()
@@ -116,7 +117,7 @@ class Directory(Recorder):
         If a `.HALT` existed before, it is renamed; returns its new path, or None.
         """
         rundir.make_directory(run)
-        self.set_run(run)
+        self.set_run(run, rundir.token(record))
         for folder in (run / rundir.REQUESTS, run / rundir.VERDICTS):
             rundir.make_directory(folder)
         aside = run / f"{rundir.HALT}.stale-{time.time_ns() // 1_000_000}"
@@ -144,11 +145,10 @@ class Directory(Recorder):
         if rundir.token(record) != token:
             raise RefusedError(f"{run} belongs to another run; no further attempt starts")
 
-    def set_run(self, run: Path) -> None:
+    def set_run(self, run: Path, token: str) -> None:
         """Makes `run` the current run. Raises OSError."""
-        earlier, self._home = self._home, rundir.OpenDirectory(run)
-        if earlier is not None:
-            self._earlier.append(earlier)
+        self.tokens[run] = token
+        self._home = rundir.OpenDirectory(run)
 
     def _next(self) -> Item | Callable[[], None] | None:
         wait_s = self._check_at - time.monotonic()
@@ -198,14 +198,19 @@ class Directory(Recorder):
         return errors
 
     def _was_removed(self, path: Path) -> bool:
-        """Returns whether the directory of an earlier run was removed, or known to be replaced.
+        """Returns whether an earlier run has no run.json, or a run.json with another token.
 
         The documents of that run are then given up. The current run may come back.
         """
-        if self._home is None or path.is_relative_to(self._home.path):
+        run = next((each for each in path.parents if each in self.tokens), None)
+        if run is None or (self._home is not None and run == self._home.path):
             return False
-        known = [run for run in self._earlier if path.is_relative_to(run.path)]
-        return not (path.parent.exists() and all(run.is_there() for run in known))
+        try:
+            os.stat(run / rundir.RUN)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        token = rundir.token(rundir.read_json(run / rundir.RUN) or {})
+        return token not in ("", self.tokens[run])
 
     def _open(self, path: Path) -> int:
         self._check(path)

@@ -124,10 +124,11 @@ def test_a_phase_without_a_checkpoint_begins_anew(tmp_path):
 
 
 def continued(root, run, name, created_ts):
-    """Writes a launch that began with the checkpoint of `run` and was halted; returns it."""
+    """Writes a launch that continued the launch of `run` and was halted; returns it."""
     new = directory.launch(root, "cpu_smoke", name)
-    phases = [{"name": "sanity", "dir": "0-sanity", "set": {"checkpoint.resume": str(run)}}]
-    directory.change(new / rundir.PLAN, phases=phases, created_ts=created_ts, launch=name)
+    phases, former = [{"name": "sanity", "dir": "0-sanity"}], {str(run.parent): "former"}
+    plan = {"phases": phases, "created_ts": created_ts, "launch": name, "continues": former}
+    directory.change(new / rundir.PLAN, **plan)
     directory.beat(directory.run(new / "0-sanity", state="halted"), 0, 168)
     directory.end(new)
     return new
@@ -233,6 +234,34 @@ def test_of_two_resumes_at_the_same_time_one_is_rejected(tmp_path, monkeypatch):
         actions.begin(prepared, "x")
     again = replace(prepared, options=replace(prepared.options, again=True))
     assert isinstance(actions.begin(again, "x"), Path)
+
+
+@pytest.mark.parametrize("program", ["ours without a checkpoint", "foreign"])
+def test_a_launch_is_resumed_once_whatever_its_phases_load(tmp_path, monkeypatch, program):
+    old = ended(tmp_path, checkpoint="")
+    if program == "foreign":
+        phases = [{"name": "sanity", "script": __file__}]
+        directory.change(old / rundir.PLAN, phases=phases, set_origins={})
+        (old / "0-sanity" / rundir.RUN).unlink()
+
+    def start(directory, spec):
+        rundir.make_directory(directory)
+        rundir.write_json(directory / rundir.PLAN, spec.as_dict(1.7e9))
+
+    monkeypatch.setattr(launcher, "start", start)
+    first = actions.begin(resumed(old), "x")
+    with pytest.raises(RefusedError, match=r"is already continued by .*, so nothing was launched"):
+        actions.begin(resumed(old), "x")
+    assert actions.launch_spec.load(first).continues == {
+        str(old): f"{old.parent.name}-{old.name}"
+    }  # fmt: skip
+
+
+def test_a_launch_whose_checkpoint_a_setting_names_is_continued_too(tmp_path):
+    old = ended(tmp_path)
+    given = {"checkpoint.resume": str(old / "0-sanity")}
+    chosen = LaunchOptions("cpu_smoke", phase="sanity", sets=given, root=old.parents[1])
+    assert list(actions.prepare(chosen).spec.continues) == [str(old)]
 
 
 def test_a_launch_that_is_moved_before_its_resume_begins_is_refused(tmp_path):

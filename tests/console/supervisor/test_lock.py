@@ -8,6 +8,8 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -85,6 +87,19 @@ def test_a_launch_that_was_adopted_and_ended_meanwhile_is_not_adopted(tmp_path, 
         directory.change(path / rundir.PLAN_STATE, state="ended")
     with pytest.raises(RefusedError, match="has ended; there is nothing to adopt"):
         adopted.result()
+
+
+def test_a_former_supervisor_with_the_same_pid_is_not_taken_for_the_new_one(tmp_path):
+    """A container that starts again repeats its pids."""
+    new: Any = SimpleNamespace(pid=7, poll=lambda: RefusedError.exit_code)
+    rundir.write_json(tmp_path / rundir.LOCK, {"token": "new"})
+    (tmp_path / rundir.SUPERVISOR_LOG).write_text("the launch is not adopted\n")
+    former = {"supervisor": {"pid": 7, "token": "former"}}
+    rundir.write_json(tmp_path / rundir.PLAN_STATE, former)
+    with pytest.raises(RefusedError, match="the launch is not adopted"):
+        launcher._wait_until_ready(new, tmp_path, ranks_live=True)
+    rundir.write_json(tmp_path / rundir.PLAN_STATE, {"supervisor": {"pid": 7, "token": "new"}})
+    launcher._wait_until_ready(new, tmp_path, ranks_live=True)
 
 
 def test_an_adopt_on_a_full_disk_ends_no_rank(tmp_path, begin, monkeypatch):

@@ -111,7 +111,7 @@ def trial():
 def test_every_request_has_its_method_and_without_one_it_is_answered(trial):
     names = [action.name for action in action_table.TABLE if action.mailboxes]
     assert not [name for name in names if not hasattr(Launch, f"_do_{name.replace('-', '_')}")]
-    begun = SimpleNamespace(state="running", _observers=trial.observers(), _is_requested=False)
+    begun = SimpleNamespace(state="running", _observers=trial.observers(), _requested=set())
     request = Request(Path(), "r1", "explode", {}, "x")
     assert Launch._execute(begun, request)[0] is False
     assert "AttributeError" in trial.text()

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
+
+import pytest
 
 from console.supervisor import rundir_io
 from console.supervisor.alerts import DROPPED, SETTLED_S, Alerts
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
+
+
+def made(run, token="a"):
+    """Makes the directory of a run; returns the run and its token."""
+    run.mkdir()
+    rundir.write_json(run / rundir.RUN, {"environment": {"NSA_CONSOLE_TOKEN": token}})
+    return run, token
 
 
 def test_of_documents_that_wait_only_the_newest_is_kept(tmp_path):
@@ -95,8 +105,8 @@ def test_a_document_whose_write_failed_is_written_with_the_next_document(tmp_pat
 def test_the_documents_of_a_removed_earlier_run_do_not_fail_for_ever(tmp_path):
     """A new child writes these documents again, and an operator may have deleted the run."""
     directory, current, earlier = Directory(), tmp_path / "1-two", tmp_path / "0-one"
-    current.mkdir()
-    directory.call(lambda: directory.set_run(current))
+    directory.set_run(*made(current))
+    directory.tokens[earlier] = "b"
     directory.document(earlier / "gates.json", {"n": 1})
     directory.document(current / "supervisor.json", {"n": 2})
     assert directory.close(20)
@@ -118,8 +128,8 @@ def test_without_a_current_run_a_removed_run_does_not_make_later_writes_fail(tmp
 
 def test_a_verdict_waits_for_the_current_run_whose_directory_is_away(tmp_path):
     directory, run = Directory(), tmp_path / "0-one"
-    (run / "verdicts").mkdir(parents=True)
-    directory.call(lambda: directory.set_run(run))
+    directory.set_run(*made(run))
+    (run / "verdicts").mkdir()
     directory.call(lambda: run.rename(tmp_path / "away"))
     directory.document(run / "verdicts" / "1.json", {"n": 1})
     directory.call(lambda: (tmp_path / "away").rename(run))
@@ -132,12 +142,11 @@ def test_a_document_of_a_removed_directory_does_not_make_later_writes_fail(tmp_p
     monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
     directory, failures = Directory(), []
     earlier, current = tmp_path / "0-one", tmp_path / "1-two"
-    earlier.mkdir()
-    current.mkdir()
-    directory.call(lambda: directory.set_run(earlier))
-    directory.call(lambda: earlier.rmdir())
+    directory.set_run(*made(earlier))
+    made(current)
+    directory.call(lambda: shutil.rmtree(earlier))
     directory.document(earlier / "gates.json", {"n": 0})
-    directory.call(lambda: directory.set_run(current))
+    directory.call(lambda: directory.set_run(current, "a"))
     for number in range(3):
         directory.document(tmp_path / "plan_state.json", {"n": number}, keeps_place=True)
     directory.call(lambda: failures.append(directory.dropped))
@@ -147,17 +156,33 @@ def test_a_document_of_a_removed_directory_does_not_make_later_writes_fail(tmp_p
 
 def test_a_document_of_an_earlier_run_is_not_written_into_a_directory_that_replaced_it(tmp_path):
     directory, earlier, current = Directory(), tmp_path / "0-one", tmp_path / "1-two"
-    earlier.mkdir()
-    current.mkdir()
-    directory.call(lambda: directory.set_run(earlier))
+    directory.set_run(*made(earlier))
+    made(current)
     directory.call(lambda: earlier.rename(tmp_path / "away"))
     directory.document(earlier / "gates.json", {"n": 0})
     directory.call(earlier.mkdir)
-    directory.call(lambda: directory.set_run(current))
+    directory.call(lambda: directory.set_run(current, "a"))
     directory.document(current / "supervisor.json", {"n": 1})
     assert directory.close(20)
     assert (list(earlier.iterdir()), directory.unwritten) == ([], {})
     assert rundir.read_json(current / "supervisor.json") == {"n": 1}
+
+
+@pytest.mark.parametrize("place", ["removed", "made anew", "of another run", "overwritten"])
+def test_a_new_process_gives_up_the_documents_of_a_run_that_is_not_at_its_path(tmp_path, place):
+    """A plan that waits has no current run; the documents of its ended runs are written again."""
+    directory, run = Directory(), tmp_path / "0-one"
+    directory.tokens[run] = "a"
+    if place == "made anew":
+        run.mkdir()
+    elif place != "removed":
+        made(run, "b")
+    if place == "overwritten":
+        (run / rundir.RUN).write_bytes(b"by a rank")
+    directory.document(run / "supervisor.json", {"n": 0})
+    assert directory.close(20)
+    assert (directory.dropped, directory.unwritten) == (0, {})
+    assert (run / "supervisor.json").exists() == (place == "overwritten")
 
 
 def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_path):
