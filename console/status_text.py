@@ -217,6 +217,8 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
     yield from _state_lines(state, whole)
     if state.data_age_s is not None:
         yield f"  newest data: {age(state.data_age_s)} old"
+    elif state.ranks and state.state in LIVE_STATES:
+        yield "  newest data: age not available (its time is in the future or missing)"
     if state.armed and state.state in LIVE_STATES:
         yield f"  policy: {state.armed}"
     if state.backend:
