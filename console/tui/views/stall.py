@@ -181,8 +181,10 @@ def evidence_rows(
 
 def no_dump(state: RunState) -> str:
     """Returns a sentence that there is no dump; for a live run, with the key that dumps stacks."""
-    can = "yet; D dumps the stacks of all ranks" if state.state in LIVE_STATES else "of this run"
-    return f"no dump {can}"
+    is_live = state.state in LIVE_STATES
+    return (
+        f"no dump {'yet; D dumps the stacks of ranks that can dump' if is_live else 'of this run'}"
+    )
 
 
 # --- the stacks: one column per group of ranks with the same stack ------------------------------
