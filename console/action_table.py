@@ -104,11 +104,12 @@ LOST_STEPS = ("loses", "at most the steps since the last checkpoint")
 
 TABLE: tuple[Action, ...] = (
     Action(
-        "dump", "Dump the stacks of all ranks.", ("run",),
+        "dump", "Dump the stacks of all ranks that can dump.", ("run",),
         (Argument("rank", "R", _rank, "dump only this rank, counted from 0", required=False),),
         cost=("keeps", "all work (a rank that does not handle the signal is not dumped)"),
-        key="D", weight=8, button=True, neutral=True, title="Dump the stacks of all ranks?",
-        verb="dump", examples=("dump latest", "dump latest --rank 1"),
+        key="D", weight=8, button=True, neutral=True, verb="dump",
+        title="Dump the stacks of all ranks that can dump?",
+        examples=("dump latest", "dump latest --rank 1"),
     ),
     Action(
         "halt", "Halt all ranks at the same step, with a checkpoint; the plan ends.",

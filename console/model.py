@@ -60,16 +60,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """The step and the phase of a rank, at a time `age_s` seconds ago.
+    """The step and the phase of a rank, at a time `age_s` seconds ago (None if not available).
 
-    The rank has been in this phase for `since_s` (None for a run that has ended). `collectives` is
-    None if it is zero or was not counted.
+    The rank has been in this phase for `since_s` (None for a run that has ended, and without
+    `age_s`). `collectives` is None if it is zero or was not counted.
     """
 
     step: int
     phase: str
     since_s: float | None
-    age_s: float
+    age_s: float | None
     collectives: int | None
     device_step: int
     device_phase: str

@@ -39,7 +39,6 @@ LOST_PEER_TEXTS: Mapping[str, str] = {
     "NCCL communicator was aborted": "torch/csrc/distributed/c10d/NCCLUtils.hpp",
     "Watchdog caught collective operation timeout": "torch ProcessGroupNCCL.cpp",
     "Connection was likely closed. Did the remote server": "torch c10d/Utils.hpp, TCPStore",
-    "another rank has exited": "trainers/failures.py",
 }  # fmt: skip
 """Texts of a rank that lost its peer, with the source file that writes each text."""
 _BROKEN_PIPE = re.compile(r"(gloo|NCCL|c10d|TCPStore|SocketImpl|sendBytes).*Broken pipe")

@@ -215,8 +215,10 @@ def checkpoint_text(state: RunState) -> str:
 def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
     """Yields the lines of `status`, for example the state, ranks, figures, alerts and gates."""
     yield from _state_lines(state, whole)
-    if state.data_age_s is not None:
-        yield f"  newest data: {age(state.data_age_s)} old"
+    if state.data_age_s is not None or (state.ranks and state.state in LIVE_STATES):
+        no_age = "age not available (its time is in the future or missing)"
+        aged = no_age if state.data_age_s is None else f"{age(state.data_age_s)} old"
+        yield f"  newest data: {aged}"
     if state.armed and state.state in LIVE_STATES:
         yield f"  policy: {state.armed}"
     if state.backend:

@@ -100,7 +100,8 @@ def _override(text: str) -> tuple[str, str]:
 
 
 def _check_ranks(ddp: str, program: str, variables: Mapping[str, str]) -> None:
-    world = int(variables.get("WORLD_SIZE", "1"))
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_WORLD_SIZE")
+    world, *_ = [environ.integer(variables, name, 1) for name in names]
     if ddp == "1" and "RANK" not in variables:
         raise UsageError(f"--ddp 1 needs torchrun; start it with torchrun -m {program} …")
     if ddp == "0" and world > 1:

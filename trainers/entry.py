@@ -77,7 +77,7 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
     if resumes and arguments.run_dir is None:
         raise UsageError("--resume needs the run directory; name it with --run-dir")
     run, variables = open_run(arguments.run_dir or _default_run(arguments, variables, resolved))
-    mine = rundir.heartbeat(run, int(variables.get("RANK", "0")))
+    mine = rundir.heartbeat(run, environ.integer(variables, "RANK", 0))
     if resumes:
         # Each rank reads the number of earlier attempts before rank 0 writes env.json again.
         earlier = jsonl.integer(rundir.read_json(run / rundir.ENV) or {}, "attempt") or 0
@@ -92,7 +92,7 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
 
 def _default_run(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Path:
     """Returns a directory named by a start time; under torchrun, by torchrun's own start time."""
-    if int(variables.get("GROUP_WORLD_SIZE", "1")) > 1:
+    if environ.integer(variables, "GROUP_WORLD_SIZE", 1) > 1:
         raise UsageError("ranks on several hosts need one run directory; name it with --run-dir")
     started = time.time()
     if "RANK" in variables:
@@ -122,6 +122,8 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
     try:
         if directory and environ.RUN_ID in variables:
             member = Member(Path(directory), variables)
+    except UsageError as wrong:  # a variable of the contract
+        sentence = str(wrong)
     except OSError as unwritable:
         sentence += f" (and the run directory cannot be written: {unwritable})"
     _say(f"{entry}: {sentence}\n")

@@ -64,7 +64,7 @@ HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""
 
 COLLECTIVE_SIGNS = ("gloo", "NCCL")
-"""Texts in the RuntimeError of a collective whose peer died or timed out."""
+"""Texts in the RuntimeError of a failed collective, for example of one that lost its peer."""
 
 
 def command(name: str, work: Callable[[], str]) -> int:
@@ -95,5 +95,5 @@ def classify(error: BaseException) -> tuple[int, str]:
     if isinstance(error, RuntimeError) and HOST_MEMORY_SIGN in str(error):
         return OUT_OF_MEMORY, BY_NAME["MemoryError"][1]
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in COLLECTIVE_SIGNS):
-        return COLLECTIVE, f"a collective failed, another rank has exited or stalled: {first_line}"
+        return COLLECTIVE, f"a collective failed: {first_line}"
     return BUG, f"{type(error).__name__}: {first_line}"

@@ -52,7 +52,7 @@ class Suspect:
     after: ProcessEvidence | None
     where: Where
     stacks: Mapping[int, Stack]
-    """The stacks of all ranks."""
+    """The stacks of all ranks that have one."""
     gpus: Sequence[Gpu] | None
     """The value of the rank in `Evidence.gpus`, or None if there is none."""
     calls_other: bool = False

@@ -46,10 +46,11 @@ class Document:
             version = clean(str(record["v"]), 20)
             self.trouble = f"{self.path.name} is of version {version}; this console reads {VERSION}"
         else:
-            self.record, self.trouble = record, ""
+            is_change, self.record, self.trouble = bool(self.record), record, ""
             if (jsonl.number(record, "updated_ts") or 0.0) > time.time() + CLOCK_S:
-                # The writer's clock is ahead, so the time of the file system is used.
-                self.record["updated_ts"] = stamp[2] / 1e9
+                # The writer's clock is ahead. A change after the first read is new; otherwise the
+                # time of the file system is used.
+                self.record["updated_ts"] = time.time() if is_change else stamp[2] / 1e9
         return self.record
 
 

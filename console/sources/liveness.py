@@ -44,10 +44,13 @@ Record = Mapping[str, Any]
 
 
 def age(ts: float | None) -> float | None:
-    """Returns the seconds since `ts`, never negative, or None if `ts` is not a valid time."""
-    if ts is None or not math.isfinite(ts):
-        return None
-    return max(0.0, time.time() - ts)
+    """Returns the seconds since `ts`, or None if they are not available.
+
+    A time that is more than `CLOCK_S` in the future gives no age: a clock was set back, or the
+    clocks of two hosts differ.
+    """
+    age_s = -math.inf if ts is None else time.time() - ts
+    return max(0.0, age_s) if -CLOCK_S <= age_s < math.inf else None
 
 
 def live_directory(supervisor: Record) -> Path | None:
@@ -282,11 +285,12 @@ def has_lost_rank(supervisor: Record) -> bool:
 def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
     """Returns alerts on stopped processes of `ROLES`, or else on a silent supervisor that is alive.
 
-    `status` is the supervisor heartbeat, or {} if there is none.
+    `status` is the supervisor heartbeat, or {} if there is none. It is on this host, so its age
+    comes from the monotonic clock.
     """
-    texts = _stopped_processes(supervisor)
-    times = (jsonl.number(supervisor, "updated_ts"), jsonl.number(status, "ts"))
-    silent_s = min((s for ts in times if (s := age(ts)) is not None), default=0.0)
+    texts, mono = _stopped_processes(supervisor), jsonl.number(status, "mono")
+    ages = age(jsonl.number(supervisor, "updated_ts")), mono and max(0.0, time.monotonic() - mono)
+    silent_s = min((each for each in ages if each is not None), default=0.0)
     if not texts and silent_s > SUPERVISOR_SILENT_S and rundir.is_alive(supervisor):
         texts["supervisor-silent"] = (
             f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is alive but has written "

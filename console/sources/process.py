@@ -39,9 +39,10 @@ _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 
 
 def program() -> str:
-    """Returns the command that starts this program: `python -m console`, its name or its path.
+    """Returns a command that starts this program: `python -m console`, its name or its path.
 
-    The path is returned only if the shell would not find this program under its name.
+    The path is returned if this process was started by it and the shell does not find the same file
+    under the name. Another process, such as a supervisor, gets the name, found or not.
     """
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.parts[-2:] == ("console", "__main__.py"):

@@ -139,7 +139,7 @@ def _exit_pulse(record: Record) -> Pulse | None:
     """Returns a pulse made from a rank's exit record, or None if the record is of another kind."""
     if record.get("msg") != "exit":
         return None
-    age_s, step = liveness.age(jsonl.number(record, "ts")) or 0.0, record["step"]
+    age_s, step = liveness.age(jsonl.number(record, "ts")), record["step"]
     return Pulse(step, "exit", age_s, age_s, None, step, "exit", False)
 
 
@@ -149,11 +149,11 @@ def _sampled_pulse(sources: _Sources) -> Pulse | None:
     step, phase = jsonl.integer(sampled, "step"), jsonl.text(sampled, "phase")
     if step is None or phase not in pulse.CODES:
         return None
-    age_s = sources.sample_age_s or 0.0
+    age_s, since_s = sources.sample_age_s, jsonl.number(sampled, "since_s") or 0.0
     device = jsonl.text(sampled, "device_phase")
     return json_documents.read(
         Pulse, {"device_step": step} | sampled, age_s=age_s, live=False,
-        since_s=(jsonl.number(sampled, "since_s") or 0.0) + age_s,
+        since_s=None if age_s is None else since_s + age_s,
         device_phase=device if device in pulse.CODES else phase,
         collectives=jsonl.integer(sampled, "collectives") or None,
     )  # fmt: skip

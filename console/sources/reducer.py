@@ -331,15 +331,15 @@ def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
 def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
     values: dict[str, float | None] = {}
     for entry in jsonl.entries(sample, "gpus")[: json_documents.MAX_GPUS]:
-        index = jsonl.integer(entry, "index")
-        values[f"gpu_mem_mib:{index}"] = jsonl.number(entry, "mem_used_mib")
-        values[f"gpu_util_pct:{index}"] = jsonl.number(entry, "util_pct")
+        if (index := jsonl.integer(entry, "index")) is not None:
+            values[f"gpu_mem_mib:{index}"] = jsonl.number(entry, "mem_used_mib")
+            values[f"gpu_util_pct:{index}"] = jsonl.number(entry, "util_pct")
     has_gpus = bool(values)
     for entry in jsonl.entries(sample, "ranks"):
-        rank = jsonl.integer(entry, "rank")
-        values[f"rss_mib:{rank}"] = jsonl.number(entry, "rss_mib")
-        if not has_gpus:
-            values[f"cpu_pct:{rank}"] = jsonl.number(entry, "cpu_pct")
+        if (rank := jsonl.integer(entry, "rank")) is not None:
+            values[f"rss_mib:{rank}"] = jsonl.number(entry, "rss_mib")
+            if not has_gpus:
+                values[f"cpu_pct:{rank}"] = jsonl.number(entry, "cpu_pct")
     return values
 
 

@@ -102,9 +102,10 @@ class RunRecords:
                      if (name := json_documents.line(record, "alert", ""))}  # fmt: skip
         found = dict(by_events)
         newer = {name for name, alert in by_status.items() if alert.ts <= event_ts.get(name, 0.0)}
-        status_ts, now = jsonl.number(status, "ts"), time.time()
-        if status_ts is not None and now - status_ts < liveness.SILENT_S:
-            latest_ts = now + liveness.CLOCK_S
+        status_ts = jsonl.number(status, "ts") or 0.0
+        status_s = liveness.age(status_ts)
+        if status_s is not None and status_s < liveness.SILENT_S:
+            latest_ts = time.time() + liveness.CLOCK_S
             newer = {name for name, ts in event_ts.items() if status_ts < ts <= latest_ts}
             found = {name: by_events[name] for name in newer & by_events.keys()}
         for name in by_status.keys() - newer:

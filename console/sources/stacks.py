@@ -30,6 +30,7 @@ MAIN = "main"
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (?P<name>.+?)(?: \(most recent call first\))?:?\s*$")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")
+_PID = re.compile(r"^=== .{0,20}\bpid (\d{1,9})", re.MULTILINE)
 BY_PY_SPY = "_pyspy.txt"
 """The end of the name of a dump that py-spy made."""
 COMMAND = '"$0" dump --nonblocking --json --pid "$1" | head -c 4194304'
@@ -78,6 +79,10 @@ class Stack:
     ts: float
     path: str
     threads: tuple[Thread, ...]
+    pid: int = 0
+    """The process of the dump, or 0 if the dump has no pid."""
+    is_former: bool = False
+    """True if the rank is another process now; set only for the screen."""
 
 
 def parse(text: str) -> tuple[Thread, ...]:
@@ -114,7 +119,8 @@ def latest(
 
     def read(path: Path, rank: int, ts: float) -> Stack | None:
         text = jsonl.read_bytes(path, MAX_DUMP_BYTES).decode("utf-8", "replace")
-        return Stack(rank, ts, str(path), parse(text)) if text else None
+        pid = int((_PID.findall(text) or [0])[-1])  # `parse` returns the last dump too
+        return Stack(rank, ts, str(path), parse(text), pid) if text else None
 
     return newest_of(_NAME, read, run, ranks, since_ts, until_ts)
 
@@ -164,7 +170,8 @@ def py_spy_dump(pid: int, start_ticks: int | None, limit_s: float) -> str:
         )  # fmt: skip
     except OSError:
         return ""
-    return as_dump(done.stdout) if rundir.start_ticks(pid) == start_ticks else ""
+    text = as_dump(done.stdout) if rundir.start_ticks(pid) == start_ticks else ""
+    return text and f"=== pid {pid}, read by py-spy\n{text}"
 
 
 def as_dump(output: bytes) -> str:

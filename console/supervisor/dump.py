@@ -158,6 +158,7 @@ class Dumps:
         each.copy = f"stackdump_rank{each.rank}_{self._unix_ms}.txt"
         result = f"dumped: {each.copy}"
         if each.used_last_resort and b"=== rank" not in each.data:
+            each.data = b"=== rank %d pid %d\n%b" % (each.rank, each.handle.pid, each.data)
             result += " (native code holds the GIL: only the main thread could be read)"
         elif not is_whole:
             result += f" (incomplete: the rest was not written within {WAIT_S:g} s)"

@@ -162,7 +162,7 @@ class OfflineRun:
 def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | None:
     """Returns the evidence about a rank from its pulse, or None if the pulse is old or missing."""
     last = rank.pulse
-    if last is None or last.since_s is None:
+    if last is None or last.since_s is None or last.age_s is None:
         return None
     if not (last.live or last.age_s < liveness.SILENT_S):
         return None

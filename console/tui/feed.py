@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -226,8 +226,9 @@ class Feed:
     def _poll_stacks(self, run: Path | None, state: RunState) -> Mapping[int, Any]:
         if run is None or not self.wants_stacks:
             return {}
+        pids = {rank.rank: rank.pid for rank in state.ranks}
         try:
-            mark = (run, os.stat(run).st_mtime_ns)
+            mark = (run, os.stat(run).st_mtime_ns, pids)
         except OSError:
             return {}
         if self._stacks[0] != mark:
@@ -235,8 +236,11 @@ class Feed:
 
             # A dump from the future, written before the clock was set back, would stay the newest.
             until_ts = time.time() + json_documents.CLOCK_S
-            ranks = [rank.rank for rank in state.ranks]
-            self._stacks = (mark, stacks.latest(run, ranks, until_ts=until_ts))
+            found = stacks.latest(run, pids, until_ts=until_ts)
+            self._stacks = (mark, {
+                rank: replace(stack, is_former=bool(stack.pid and pids[rank] not in (0, stack.pid)))
+                for rank, stack in found.items()
+            })  # fmt: skip
         return self._stacks[1]
 
     def _poll_last_verdict(self, run: Path | None) -> Verdict | None:

@@ -86,7 +86,8 @@ TABLE: tuple[Key, ...] = (
     Key("choose", ("o",), "Open: choose a run to watch, or a plan to launch", "open", 2),
     Key("next_alert", ("a",), "Show the next alert"),
     Key("pause", ("p",), "Pause or resume the display", "pause", 1),
-    Key("copy", ("y",), "Copy the view: to the clipboard (OSC 52) and to a file", "copy", 1),
+    Key("copy", ("y",), "Copy the view, in Launch the command, to the clipboard (OSC 52) and to a "
+        "file", "copy", 1),
     Key("span_less", ("[",), "Charts: a shorter time span", "span", 0, views=("dashboard",)),
     Key("span_more", ("]",), "Charts: a longer time span", views=("dashboard",)),
     Key("charts", ("c",), "Choose the charts and their order; saved in the settings file",

@@ -17,7 +17,7 @@ from tests import owners
 from tests.console.sources.recorded import Recorded
 from trainers.contract import rundir
 
-PEER = "a collective failed, another rank has exited or stalled: Connection closed by peer"
+PEER = "a collective failed: Connection closed by peer"
 GOOD = (RankEnd(0, 0, None, 9), RankEnd(1, 0, None, 9))
 LOST_PEER = RankEnd(0, 14, None, 40, PEER)
 KILLED = RankEnd(1, None, "SIGKILL", 41)

@@ -130,7 +130,7 @@ def test_a_checkpoint_of_gpt2_tokens_generates_text_or_says_what_is_missing(
         (("nowhere", "--prompt", "x", "--tokens", 10**11), 13, "a whole number from 1 to 2^20"),
         (("nowhere", "--prompt", "x", "--temperature", "nan"), 13, "a number from 0 to 1e+06"),
         (("nowhere", "--prompt", "x", "--temperature", 1e-45), 13, "pass 0 or at least 1e-06"),
-        (("nowhere", "--prompt", "x", "--seed", 1 << 64), 13, "--seed cannot be"),
+        (("nowhere", "--prompt", "x", "--seed", 1 << 64), 13, "to 9223372036854775807"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(words, code, says, capsys):

@@ -356,10 +356,15 @@ def test_a_rank_whose_peer_dies_ends_with_14_and_says_so(tmp_path, port):
     assert ranks[0].wait(300) == 14, logs[0].read_text()
     assert "Traceback" not in logs[0].read_text()
     error = heartbeats(tmp_path / "run", 0, "error")[-1]
-    assert "another rank has exited" in error["error"]
+    assert error["error"].startswith("a collective failed: ")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["exit_code"] == 14
     assert metrics["steps_done"] >= 1
+
+
+def test_an_error_of_nccl_does_not_claim_that_another_rank_has_exited():
+    error = RuntimeError("NCCL error: invalid usage")
+    assert failures.classify(error) == (14, "a collective failed: NCCL error: invalid usage")
 
 
 def test_out_of_memory_is_11_for_the_host_and_for_the_device():

@@ -282,6 +282,15 @@ def test_check_prints_every_setting_with_its_origin_and_loads_no_torch(tmp_path)
         (["--resume"], {}, "name it with --run-dir"),
         (["--ddp", "1"], {}, "needs torchrun"),
         (["--ddp", "0"], {"WORLD_SIZE": "2", "RANK": "0"}, "for one process"),
+        ([], {"RANK": "x"}, "the variable RANK cannot be 'x'; it takes a whole number from 0"),
+        ([], {"WORLD_SIZE": ""}, "the variable WORLD_SIZE cannot be ''"),
+        ([], {"LOCAL_RANK": "-1"}, "the variable LOCAL_RANK cannot be '-1'"),
+        ([], {"GROUP_WORLD_SIZE": "1.5"}, "the variable GROUP_WORLD_SIZE cannot be '1.5'"),
+        (
+            ["--steps", "x"],
+            {"NSA_CONSOLE_RUN_DIR": "r", "NSA_CONSOLE_RUN_ID": "p", "RANK": "y"},
+            "the variable RANK cannot be 'y'",
+        ),
     ],
 )
 def test_a_wrong_start_exits_with_13_and_one_sentence_and_leaves_nothing(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+from trainers.contract import values
 
 RUN_DIR = "NSA_CONSOLE_RUN_DIR"
 RUN_ID = "NSA_CONSOLE_RUN_ID"
 ATTEMPT = "NSA_CONSOLE_ATTEMPT"
 LIVE_DIR = "NSA_CONSOLE_LIVE_DIR"
 TOKEN = "NSA_CONSOLE_TOKEN"
+MOST = (1 << 31) - 1
 CONFIG = "CONFIG"
 """Variable with the YAML file of a trainer that is started without `--config`."""
 CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
@@ -38,6 +42,11 @@ def snapshot() -> dict[str, str]:
 def get(name: str) -> str:
     """Returns the value of a variable, or "" if it is not set."""
     return os.environ.get(name, "")
+
+
+def integer(variables: Mapping[str, str], name: str, default: int) -> int:
+    """Returns a variable that is a whole number, such as RANK. Raises UsageError."""
+    return values.read(variables.get(name, default), int, 0, MOST, f"the variable {name}")
 
 
 def inherited() -> dict[str, str]:

@@ -62,10 +62,10 @@ class Member:
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
         self.run = run
-        self.rank = int(variables.get("RANK", "0"))
-        self.local_rank = int(variables.get("LOCAL_RANK", "0"))
-        self.world = int(variables.get("WORLD_SIZE", "1"))
-        self.attempt = int(variables.get(environ.ATTEMPT, "1"))
+        self.rank = environ.integer(variables, "RANK", 0)
+        self.local_rank = environ.integer(variables, "LOCAL_RANK", 0)
+        self.world = environ.integer(variables, "WORLD_SIZE", 1)
+        self.attempt = environ.integer(variables, environ.ATTEMPT, 1)
         self.run_id = variables.get(environ.RUN_ID) or run.name
         self.supervised = environ.RUN_ID in variables
         live = variables.get(environ.LIVE_DIR)

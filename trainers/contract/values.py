@@ -62,5 +62,6 @@ def accepted_values(kind: Kind, low: float = -math.inf, high: float = math.inf) 
     if kind in (bool, str) or low == -math.inf:
         return words
     bits = math.frexp(high)[1] - 1
-    top = f"2^{bits}" if bits >= 20 and high == 1 << bits else f"{high:g}"
-    return f"{words} from {low:g} to {top}"
+    least, top = (str(int(x)) if kind is int and x < math.inf else f"{x:g}" for x in (low, high))
+    top = f"2^{bits}" if bits >= 20 and high == 1 << bits else top
+    return f"{words} from {least} to {top}"

@@ -95,8 +95,9 @@ COLUMNS = (
 )  # fmt: skip
 """Heading and width of each column before the frame; a negative width aligns right."""
 MARK_WIDTH = 2
-PLACE = "frame, age"
-"""The heading of the last column: the frame that `top_frame` returns, and the age of the dump."""
+PLACE, FORMER = "frame, age", "former process"
+"""The heading of the last column: the frame that `top_frame` returns, and the age of the dump.
+`FORMER` replaces the frame of a process that is not the rank's present process."""
 
 
 def _layout(state: RunState) -> list[tuple[str, int]]:
@@ -147,7 +148,7 @@ def _frame_and_age(stack: Stack | None, width: int, now: float) -> str:
     if stack is None or frame is None:
         return ""
     age = f" {fmt.age(now - stack.ts)}"
-    return cut(frame.short, width - len(age)) + age
+    return cut(FORMER if stack.is_former else frame.short, width - len(age)) + age
 
 
 CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervisor"}
@@ -180,8 +181,10 @@ def evidence_rows(
 
 def no_dump(state: RunState) -> str:
     """Returns a sentence that there is no dump; for a live run, with the key that dumps stacks."""
-    can = "yet; D dumps the stacks of all ranks" if state.state in LIVE_STATES else "of this run"
-    return f"no dump {can}"
+    is_live = state.state in LIVE_STATES
+    return (
+        f"no dump {'yet; D dumps the stacks of ranks that can dump' if is_live else 'of this run'}"
+    )
 
 
 # --- the stacks: one column per group of ranks with the same stack ------------------------------
@@ -209,7 +212,7 @@ def grouped(stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None) 
     """
     held: dict[tuple[object, ...], list[int]] = {}
     for rank, stack in sorted(stacks.items()):
-        place = (stack.ts, *(frame.short for frame in frames_of(stack)))
+        place = (stack.ts, stack.is_former, *(frame.short for frame in frames_of(stack)))
         held.setdefault(place, []).append(rank)
     groups: list[Group] = [(tuple(alike), stacks[alike[0]]) for alike in held.values()]
     if silent := tuple(rank for rank in ranks if rank not in stacks):
@@ -239,8 +242,9 @@ def stack_rows(
     for ranks, stack in shown:
         differs = odd in ranks if odd is not None else len(ranks) < most > sum(sizes) / 2
         is_marked = differs and len(sizes) > 1
-        is_old = stack is not None and stack.ts < newest
-        held.append(_column(ranks, stack, is_old, is_marked, each, now))
+        old = "not in newest dump" if stack is not None and stack.ts < newest else ""
+        old = f"of a {FORMER}" if stack is not None and stack.is_former else old
+        held.append(_column(ranks, stack, old, is_marked, each, now))
     more = f"  {first + 1}–{first + len(shown)} of {len(groups)} ← →"
     note = f"innermost first{more * (len(shown) < len(groups))}  enter: whole"
     lines = zip_longest(*held, fillvalue=("", ""))
@@ -249,19 +253,22 @@ def stack_rows(
 
 
 def _column(
-    ranks: Sequence[int], stack: Stack | None, is_old: bool, is_marked: bool, width: int, now: float
+    ranks: Sequence[int], stack: Stack | None, old: str, is_marked: bool, width: int, now: float
 ) -> list[tuple[str, str]]:
-    """Returns text and style of each cell: the ranks, what they do, and their frames."""
+    """Returns text and style of each cell: the ranks, what they do, and their frames.
+
+    `old` says why the stack is not compared, or is "".
+    """
     head = f"rank{'s' * (len(ranks) > 1)} {','.join(spans(ranks, '–'))}"
     if stack is None:
         return [(head, "crit"), ("no dump of this group", "dim")]
     age = f"{fmt.age(now - stack.ts)} ago"
-    if is_old:
-        head, style = f"{head}  {age}, not in newest dump", "warn"
+    if old:
+        head, style = f"{head}  {age}, {old}", "warn"
     else:
         head, style = f"{head}{' ◂ differs' * is_marked}  {age}", "crit" if is_marked else "strong"
     at = where(stack)
-    frames = [(frame.short, "dim" if is_old else _style(frame)) for frame in frames_of(stack)]
+    frames = [(frame.short, "dim" if old else _style(frame)) for frame in frames_of(stack)]
     waits = [(line, "warn" if at.kind == "native" else "") for line in wrap(at.text, width)]
     return [(head, style), *waits, *frames]
 
@@ -380,4 +387,5 @@ class Stall(Scrolls, View):
             app.say(f"rank {rank}: {no_dump(state)}", "error")
             return
         rows = whole_rows(stack, self.size.width - 1)
-        app.open_overlay(Reader(f"stack of rank {rank}", rows, f"{stack.path.rpartition('/')[2]}"))
+        title = f"stack of rank {rank}" + f", of a {FORMER}" * stack.is_former
+        app.open_overlay(Reader(title, rows, stack.path.rpartition("/")[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import time
@@ -392,6 +393,14 @@ def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
     assert sum(bool(series.points(name)) for name in names) == MAX_SERIES
 
 
+def test_a_sample_of_no_known_rank_or_gpu_makes_no_series(launch):
+    gpu, rank = {"index": None, "util_pct": 9.0}, {"rank": "x", "rss_mib": 9.0, "cpu_pct": 9.0}
+    directory.sample(launch / "0-first", gpus=[gpu], ranks=[rank])
+    source = RunSource(launch)
+    source.poll()
+    assert not [name for name in source.series.names if ":" in name]
+
+
 def test_numbers_that_are_too_large_are_left_out(launch):
     """A figure, an ETA or a date from these numbers would raise an error."""
     run, huge = launch / "0-first", 10**400
@@ -464,3 +473,35 @@ def test_a_removed_directory_does_not_raise(launch):
     source.poll()
     shutil.rmtree(launch)
     source.poll()
+
+
+def test_a_time_in_the_future_is_no_evidence_that_data_are_fresh(launch):
+    """For example, the clock was set back after a rank's last record and sample."""
+    run, later_ts = launch / "0-first", time.time() + 3600
+    pulse = {"step": 7, "phase": "forward", "since_s": 1.0, "device_step": 7}
+    rank = {"rank": 0, "pid": directory.DEAD["pid"], "state": "R", "cpu_pct": 9.0, "pulse": pulse}
+    directory.change(run / rundir.SUPERVISOR, workers=[], host="elsewhere", updated_ts=later_ts)
+    directory.beat(run, 0, 7, ts=later_ts)
+    directory.sample(run, ts=later_ts, ranks=[rank])
+    os.utime(run / rundir.SUPERVISOR, (later_ts, later_ts))
+    source = RunSource(launch)
+    state = source.poll()
+    [rank] = state.ranks
+    assert (state.data_age_s, rank.age_s, rank.cpu_pct, rank.state) == (None, None, None, "")
+    assert rank.pulse
+    assert (rank.pulse.step, rank.pulse.age_s, rank.pulse.since_s) == (7, None, None)
+    assert state.state == "unsupervised"
+    assert "its time is in the future" in " ".join(status_text.status_lines(state))
+
+    directory.change(run / rundir.SUPERVISOR, updated_ts=later_ts + 1)
+    os.utime(run / rundir.SUPERVISOR, (later_ts, later_ts))
+    assert source.poll().state == "running"  # this reader saw the document change
+
+
+def test_a_supervisor_is_silent_also_if_the_clock_was_set_back():
+    later_ts = time.time() + 3600
+    status = {"ts": later_ts, "mono": time.monotonic() - 30}
+    supervisor = rundir.identity() | {"updated_ts": later_ts}
+    [alert] = liveness.supervisor_alerts(supervisor, status)
+    assert "has written nothing for 30 s" in alert.text
+    assert not liveness.supervisor_alerts(supervisor, status | {"mono": time.monotonic()})

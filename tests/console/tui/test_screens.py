@@ -445,12 +445,31 @@ async def test_a_dump_from_the_future_is_not_the_newest(tmp_path):
         assert "future.py" not in picture(app)
 
 
+async def test_a_stack_of_a_former_process_is_not_shown_as_that_of_its_rank(tmp_path):
+    """For example, the dump of a stalled attempt, after the policy has restarted the run."""
+    pids = {0: 7, 1: recorded.rank(1).pid}
+    for number, pid in pids.items():
+        text = "Stack (most recent call first):\n" + '  File "/x/part.py", line 7 in work\n'
+        path = tmp_path / f"stackdump_rank{number}_{int(NOW * 1000)}.txt"
+        path.write_text(f"=== rank {number} pid {pid} unix 1.0\n{text}")
+    async with driven(app_on(recorded.running(), run=tmp_path), (100, 24)) as (app, pilot):
+        await play(pilot, "3", "….py:7 work")
+        assert re.search(r" 0 .* former process \d+[sm]", picture(app))
+        assert re.search(r" 1 .* part\.py:7 work \d+[sm]", picture(app))
+        heads = next(line for line in lines(app) if line.startswith("rank "))
+        assert sorted(re.sub(r"\d+[sm]", "9s", each) for each in re.split(" {3,}", heads)) == [
+            "rank 0  9s ago, of a former process", "rank 1  9s ago",
+        ]  # fmt: skip
+        await play(pilot, "enter", "…stack of rank 0, of a former process")
+
+
 @pytest.mark.parametrize("count", [8, 64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_of_many_ranks_each_group_has_a_column_with_what_it_waits_for(size, count, tmp_path):
     dumps = Path(__file__).parents[1] / "diagnose" / "stacks"
     for number in range(count - 1):
         text = (dumps / f"loader.rank{int(number == 3)}.txt").read_text()
+        text = text.replace("pid 7 ", f"pid {recorded.rank(number).pid} ")
         (tmp_path / f"stackdump_rank{number}_{int(NOW * 1000)}.txt").write_text(text)
     async with driven(app_on(recorded.running(count), run=tmp_path), size) as (app, pilot):
         await play(pilot, "3", "…waits for its data loader")
