@@ -80,10 +80,8 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
 
         about, names, contents = hub.resolve(data, scratch, fingerprint_entry)
     else:
-        root, paths = _list_files(data)
+        root, names, contents = _list_files(data)
         about = f"{source} of {root if data.path else 'the Python standard library'}"
-        names = [str(path) for path in paths]
-        contents = [fingerprint_entry(name, root) for name in names]
     digest = hashlib.sha256(os.fsencode("\0".join(contents))).hexdigest()
     border = round(data.held_out * (1 << 32))
     if source == "text":
@@ -108,8 +106,8 @@ def fingerprint_entry(file: str, root: Path | str) -> str:
     return f"{path.relative_to(root).as_posix()} {path.stat().st_size}"
 
 
-def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
-    """Returns two values: the data folder, and its files that are selected and not empty."""
+def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
+    """Returns the data folder, its selected files that are not empty, and their fingerprints."""
     root, pattern = Path(data.path), data.pattern
     folders = [root]
     if not data.path:
@@ -118,7 +116,7 @@ def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
     suffixes = SUFFIXES[data.source]
     try:
         files = [
-            file
+            str(file)
             for folder in folders
             for file in sorted(folder.glob(pattern))
             if not any(part.startswith(".") for part in file.relative_to(root).parts)
@@ -126,6 +124,7 @@ def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
             and file.is_file()
             and file.stat().st_size
         ]
+        contents = [fingerprint_entry(file, root) for file in files]
     except (OSError, ValueError, NotImplementedError) as error:
         raise DataError(
             f"cannot list the files {pattern!r} below {root}: {error}; change data.pattern or "
@@ -136,7 +135,7 @@ def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
         raise DataError(
             f"no file with content below {root} matches {pattern!r}{ending}; change data.path"
         )
-    return root, files
+    return root, files, contents
 
 
 def _part_of_files(

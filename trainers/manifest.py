@@ -163,13 +163,11 @@ def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
     """Returns two values: a verified checkpoint, and the errors of skipped checkpoints.
 
     `path` is a checkpoint or a run. For a run, returns the checkpoint of `step`, or the newest
-    verified checkpoint if `step` is 0. Raises CheckpointError.
+    verified checkpoint if `step` is 0. Raises CheckpointError, also if a checkpoint at `path` is of
+    another step.
     """
-    if step_of(path) is not None:
-        verify(path)
-        return path, []
     skipped: list[CheckpointError] = []
-    for candidate in newest_first(path):
+    for candidate in newest_first(path) if step_of(path) is None else [path]:
         if step in (0, step_of(candidate)):
             try:
                 verify(candidate)

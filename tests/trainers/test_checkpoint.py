@@ -199,8 +199,10 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path, harm
     assert path == good
     assert len(skipped) == 1
     assert str(bad) in str(skipped[0])
-    with pytest.raises(CheckpointError, match=str(bad)):
-        manifest.choose(tmp_path, 2)
+    for named, step in ((tmp_path, 2), (bad, 0), (good, 2)):
+        with pytest.raises(CheckpointError, match=f"{named} has no verified checkpoint"):
+            manifest.choose(named, step)
+    assert manifest.choose(good, 1) == (good, [])
 
 
 def test_a_checkpoint_whose_name_contradicts_its_manifest_is_skipped(tmp_path):

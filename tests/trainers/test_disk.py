@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tests.trainers.runs import (
 )
 from trainers import manifest
 from trainers.contract import pulse, rundir
+from trainers.contract.member import Member
+from trainers.run_records import TensorBoard
 
 
 @pytest.fixture
@@ -51,6 +54,35 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path, disk):
     (disk / rundir.HALT).touch()
     assert run.wait() == 0, run.text()
     assert run.metrics()["reason"] == rundir.HALT
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_continues_in_a_new_file_after_a_full_disk(disk):
+    member = Member(disk, {})
+    board, recorder, written = TensorBoard(member), member.recorder, threading.Event()
+
+    def add(step: int, record: bytes = bytes(1000)) -> None:
+        recorder.put(disk / "heartbeat", record)
+        board.add(step, {"loss": 0.5})
+        recorder.call(written.set)
+        assert written.wait(60)
+        written.clear()
+
+    add(1)
+    filler, step = fill(disk), 2
+    while "No space left" not in recorder.trouble:
+        add(step := step + 1, b"")
+    for _ in range(50):
+        fill(disk)
+        add(step := step + 1)
+    assert len(list((disk / "tb").iterdir())) < 9
+    filler.unlink()
+    add(step + 1)
+    lost = recorder.dropped
+    add(step + 2)
+    assert recorder.dropped == lost
+    assert sum(file.stat().st_size > 0 for file in (disk / "tb").iterdir()) == 2
+    assert recorder.close()
 
 
 def step_of(run: Path) -> int:

@@ -101,6 +101,19 @@ def test_a_source_without_data_is_a_sentence(tmp_path, case):
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_vanishes_while_the_folder_is_read_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("x")
+    entry = documents.fingerprint_entry
+
+    def late(file: str, root: Path | str) -> str:
+        Path(file).unlink()
+        return entry(file, root)
+
+    monkeypatch.setattr(documents, "fingerprint_entry", late)
+    with pytest.raises(DataError, match=r"cannot list the files .*a\.txt"):
+        stream_of(tmp_path)
+
+
 def test_rows_without_text_end_in_a_sentence_and_in_no_endless_loop(tmp_path):
     pq.write_table(pa.table({"text": pa.array([None] * 9, pa.string())}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="contains no text to train on"):

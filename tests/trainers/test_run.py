@@ -256,6 +256,20 @@ def test_a_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(tmp_path, ho
     assert env["comm_hook"] == flags.get("NSA_DDP_COMPRESS", "none")
 
 
+def test_a_halt_does_not_wait_for_an_evaluation_and_saves_its_step_once(tmp_path):
+    changes = small(
+        train__steps=100_000, report__log_every=1, eval__every=1, eval__batches=1,
+        checkpoint__every=1,
+    )  # fmt: skip
+    run = Run(tmp_path, changes, nproc=1)
+    run.until_step(5)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait() == 0, run.text()
+    step = run.records(0, "halt")[-1]["step"]
+    kinds = [r["msg"] for r in run.records(0, "eval", "checkpoint") if r["step"] == step]
+    assert kinds == ["checkpoint"]
+
+
 def test_a_rank_with_nan_makes_all_skip_and_the_run_ends_with_10(tmp_path):
     run = Run(
         tmp_path, small(train__steps=50, train__max_nonfinite_steps=3, report__log_every=1),
