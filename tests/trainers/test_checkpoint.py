@@ -173,6 +173,16 @@ def test_the_last_few_and_every_so_many_steps_stay(tmp_path):
     assert steps == [8, 7, 6, 3]
 
 
+def test_a_checkpoint_that_was_just_written_stays_beside_damaged_ones_of_later_steps(tmp_path):
+    good, *bad = saved(tmp_path, made(1), 10, 20, 30)
+    for path in bad:
+        (path / manifest.MANIFEST).write_text("damaged")
+    assert manifest.choose(tmp_path)[0] == good
+    newest = saved(tmp_path, made(1), 11, 12, 13, keep_last=2)[1:]
+    assert manifest.newest_first(tmp_path) == [*bad[::-1], *newest[::-1]]
+    assert manifest.choose(tmp_path)[0] == newest[-1]
+
+
 HARMS = {
     "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
     "zeroed": lambda file: file.write_bytes(bytes(file.stat().st_size)),
