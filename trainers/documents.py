@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
+from trainers.contract import data_access
 from trainers.failures import DataError
 from trainers.schema import DataSettings
 
@@ -113,16 +114,13 @@ def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
     if not data.path:
         root, pattern = Path(sysconfig.get_path("stdlib")), "**/*.py"
         folders = [root / name for name in STANDARD_LIBRARY]
-    suffixes = SUFFIXES[data.source]
+    suffixes = data_access.SUFFIXES[data.source]
     try:
         files = [
             str(file)
             for folder in folders
             for file in sorted(folder.glob(pattern))
-            if not any(part.startswith(".") for part in file.relative_to(root).parts)
-            and file.name.endswith(suffixes)
-            and file.is_file()
-            and file.stat().st_size
+            if data_access.is_read(file, root, data.source)
         ]
         contents = [fingerprint_entry(file, root) for file in files]
     except (OSError, ValueError, NotImplementedError) as error:
@@ -216,7 +214,3 @@ def _parquet(file: str, cursor: int, key: str) -> Iterator[Piece]:
 READERS: dict[str, Reader] = {
     "text": _text, "jsonl": _jsonl, "parquet": _parquet, "fineweb_edu": _parquet,
 }  # fmt: skip
-SUFFIXES: dict[str, tuple[str, ...]] = {
-    "text": ("",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",),
-}  # fmt: skip
-"""The endings of file names by source; the hub or a mirror names the files of fineweb_edu."""

@@ -1,4 +1,4 @@
-"""Checks that the hub answers, and that the gpt2 tokenizer's files are in the local cache."""
+"""Checks files of documents, the hub, and the cached files of the gpt2 tokenizer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,26 @@ from trainers.contract import environ
 DATASET = "HuggingFaceFW/fineweb-edu"
 MIRROR = "set data.path (--local-path) to a local mirror, or use data.source=text"
 PROBE_S = 1.0
+SUFFIXES: dict[str, tuple[str, ...]] = {
+    "text": ("",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",),
+}  # fmt: skip
+"""The endings of file names by source; the hub or a mirror names the files of fineweb_edu."""
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 GPT2_FILES = {
     f"{GPT2_URL}/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     f"{GPT2_URL}/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 """SHA-256 by address; tiktoken replaces a cached file with another hash by a download."""
+
+
+def is_read(file: Path, root: Path, source: str) -> bool:
+    """Returns whether a training reads a file below `root`: not hidden, not empty, of its source.
+
+    Raises OSError and ValueError.
+    """
+    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+    named = not hidden and file.name.endswith(SUFFIXES[source])
+    return named and file.is_file() and file.stat().st_size > 0
 
 
 def hub_problem() -> str:

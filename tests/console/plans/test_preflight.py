@@ -158,8 +158,10 @@ def test_ports_that_are_all_in_use_are_refused():
 def test_a_data_set_that_is_missing_is_refused(tmp_path):
     phase = {"set": {"data.source": "jsonl", "data.path": str(tmp_path / "empty")}}
     (tmp_path / "empty").mkdir()
-    result, text = row("data", tmp_path, phase=phase)
-    assert (result, f"phase 'one': {tmp_path / 'empty'} has no file **/*" in text) == ("fail", True)
+    for name, content in (("another ending.txt", "x"), (".hidden.jsonl", "{}"), ("no.jsonl", "")):
+        (tmp_path / "empty" / name).write_text(content)
+        result, text = row("data", tmp_path, phase=phase)
+        assert (result, f"{tmp_path / 'empty'} has no jsonl file **/*" in text) == ("fail", True)
     (tmp_path / "empty/a.jsonl").write_text("{}")
     assert row("data", tmp_path, phase=phase) == ("pass", "jsonl")
     result, text = row(

@@ -201,9 +201,8 @@ def test_ranks_that_meet_every_step_agree_on_the_step_to_halt_at(tmp_path):
             stopped: dict[int, int] = {}
             for step in range(1, 8):
                 for rank in (lead, 1 - lead):
-                    if rank not in stopped and boards[rank].decide(
-                        rank, step, rank == wisher and step >= 3
-                    ):
+                    wishes = rank == wisher and step >= 3
+                    if rank not in stopped and boards[rank].decide(step, wishes):
                         stopped[rank] = step
             assert stopped[0] == stopped[1] <= 6
 
@@ -213,11 +212,11 @@ def test_noise_on_the_board_halts_nobody(tmp_path, noise):
     board = HaltBoard(tmp_path, 1, 0)
     with rundir.halt_board(tmp_path, 1).open("r+b") as stream:
         stream.write(noise)
-    assert not any(board.decide(0, step, halt=False) for step in range(1, 9))
-    assert not board.decide(0, 9, halt=True)
-    assert board.decide(0, 10, halt=False)
+    assert not any(board.decide(step, halt=False) for step in range(1, 9))
+    assert not board.decide(9, halt=True)
+    assert board.decide(10, halt=False)
     after = HaltBoard(tmp_path, 1, 0)
-    assert not any(after.decide(0, step, halt=False) for step in range(1, 12)), "an old decision"
+    assert not any(after.decide(step, halt=False) for step in range(1, 12)), "an old decision"
 
 
 PHASES = """
