@@ -233,8 +233,8 @@ def about(configs: dict[str, ModelConfig]) -> str:
     ]
     cpu = torch.device("cpu")
     for seq_len in (*TARGETS, LAYER_TOKENS):
-        routes = routes_of(configs["nsa"], seq_len, cpu, torch.float32, Switches())
-        lines.append(f"Routes at S={seq_len}: {in_words(routes)}.")
+        routes = in_words(routes_of(configs["nsa"], seq_len, cpu, torch.float32, Switches()))
+        lines.append(f"Routes at S={seq_len}: {'; '.join(map(' '.join, routes.items()))}.")
     return "\n".join(f"- {line}" for line in lines)
 
 

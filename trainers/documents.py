@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
+from trainers.contract import data_access
 from trainers.failures import DataError
 from trainers.schema import DataSettings
 
@@ -80,10 +81,8 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
 
         about, names, contents = hub.resolve(data, scratch, fingerprint_entry)
     else:
-        root, paths = _list_files(data)
+        root, names, contents = _list_files(data)
         about = f"{source} of {root if data.path else 'the Python standard library'}"
-        names = [str(path) for path in paths]
-        contents = [fingerprint_entry(name, root) for name in names]
     digest = hashlib.sha256(os.fsencode("\0".join(contents))).hexdigest()
     border = round(data.held_out * (1 << 32))
     if source == "text":
@@ -108,24 +107,22 @@ def fingerprint_entry(file: str, root: Path | str) -> str:
     return f"{path.relative_to(root).as_posix()} {path.stat().st_size}"
 
 
-def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
-    """Returns two values: the data folder, and its files that are selected and not empty."""
+def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
+    """Returns the data folder, its selected files that are not empty, and their fingerprints."""
     root, pattern = Path(data.path), data.pattern
     folders = [root]
     if not data.path:
         root, pattern = Path(sysconfig.get_path("stdlib")), "**/*.py"
         folders = [root / name for name in STANDARD_LIBRARY]
-    suffixes = SUFFIXES[data.source]
+    suffixes = data_access.SUFFIXES[data.source]
     try:
         files = [
-            file
+            str(file)
             for folder in folders
             for file in sorted(folder.glob(pattern))
-            if not any(part.startswith(".") for part in file.relative_to(root).parts)
-            and file.name.endswith(suffixes)
-            and file.is_file()
-            and file.stat().st_size
+            if data_access.is_read(file, root, data.source)
         ]
+        contents = [fingerprint_entry(file, root) for file in files]
     except (OSError, ValueError, NotImplementedError) as error:
         raise DataError(
             f"cannot list the files {pattern!r} below {root}: {error}; change data.pattern or "
@@ -136,7 +133,7 @@ def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
         raise DataError(
             f"no file with content below {root} matches {pattern!r}{ending}; change data.path"
         )
-    return root, files
+    return root, files, contents
 
 
 def _part_of_files(
@@ -217,7 +214,3 @@ def _parquet(file: str, cursor: int, key: str) -> Iterator[Piece]:
 READERS: dict[str, Reader] = {
     "text": _text, "jsonl": _jsonl, "parquet": _parquet, "fineweb_edu": _parquet,
 }  # fmt: skip
-SUFFIXES: dict[str, tuple[str, ...]] = {
-    "text": ("",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",),
-}  # fmt: skip
-"""The endings of file names by source; the hub or a mirror names the files of fineweb_edu."""

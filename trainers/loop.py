@@ -86,10 +86,12 @@ def run_steps(t: Training) -> str:
         t.guard.check(rows)
         t.inventory.end(step)
         t.profiler.end(step)
-        run_requests(t, step, rows)
-        reason = halt_reason(t, rows, right)
-        if reason:
+        # A halt comes before a due evaluation, because torchrun may kill a halting rank after 30 s.
+        if reason := next((row.halt_reason for row in rows if row.halt_reason), ""):
             return reason
+        run_requests(t, step, rows)
+        if 0 < t.settings.train.stop_at_bytes_right <= (right or 0):
+            return RIGHT_REACHED
     return DONE
 
 
@@ -217,15 +219,6 @@ def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tens
         hits = logits.detach().argmax(-1).flatten() == batch.targets.flatten()
         right = (hits * counts).sum(dtype=torch.float64)
     return (each * counts).sum(), counts.sum(dtype=torch.float64), right
-
-
-def halt_reason(t: Training, rows: list[Row], right: float | None) -> str:
-    """Returns the reason to halt after this step, or "" if there is none; equal on all ranks."""
-    reasons = [row.halt_reason for row in rows if row.halt_reason]
-    if reasons:
-        return reasons[0]
-    enough = t.settings.train.stop_at_bytes_right
-    return RIGHT_REACHED if enough and right is not None and right >= enough else ""
 
 
 def run_requests(t: Training, step: int, rows: list[Row]) -> None:

@@ -123,15 +123,16 @@ def clear_leftovers(run: Path) -> None:
         left.unlink()
 
 
-def retain(run: Path, keep_last: int, keep_every: int) -> list[str]:
-    """Removes all checkpoints but the newest `keep_last` and those of every `keep_every`-th step.
+def retain(run: Path, step: int, keep_last: int, keep_every: int) -> list[str]:
+    """Removes old checkpoints after the save of `step`.
 
-    Returns a sentence for each checkpoint that cannot be removed, or one sentence if the
-    checkpoints cannot be listed.
+    Keeps the newest `keep_last` checkpoints and those of every `keep_every`-th step. Checkpoints of
+    steps after `step`, from before a resume at an earlier step, are kept and not counted. Returns a
+    sentence for each checkpoint that cannot be removed, or one if the checkpoints cannot be listed.
     """
     failed: list[str] = []
     try:
-        old = newest_first(run)[keep_last:]
+        old = [path for path in newest_first(run) if (step_of(path) or 0) <= step][keep_last:]
     except CheckpointError as error:
         return [f"{error}; old checkpoints remain"]
     for path in old:
@@ -163,13 +164,11 @@ def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
     """Returns two values: a verified checkpoint, and the errors of skipped checkpoints.
 
     `path` is a checkpoint or a run. For a run, returns the checkpoint of `step`, or the newest
-    verified checkpoint if `step` is 0. Raises CheckpointError.
+    verified checkpoint if `step` is 0. Raises CheckpointError, also if a checkpoint at `path` is of
+    another step.
     """
-    if step_of(path) is not None:
-        verify(path)
-        return path, []
     skipped: list[CheckpointError] = []
-    for candidate in newest_first(path):
+    for candidate in newest_first(path) if step_of(path) is None else [path]:
         if step in (0, step_of(candidate)):
             try:
                 verify(candidate)

@@ -97,9 +97,8 @@ class LossScale:
         self.finite_steps = torch.where(bad, 0.0, self.finite_steps + 1)
         grows = self.finite_steps >= settings.growth_interval
         factor = torch.where(grows, settings.growth_factor, 1.0)
-        before = self.scale
-        after = before * torch.where(bad, settings.backoff_factor, factor)
-        self.scale = after.clamp(min=LEAST_SCALE)
+        before, change = self.scale, torch.where(bad, settings.backoff_factor, factor)
+        self.scale = (before * change).clamp(min=LEAST_SCALE)
         self.finite_steps = torch.where(grows, 0.0, self.finite_steps)
         return (self.scale < before).to(nonfinite.dtype)
 

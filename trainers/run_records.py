@@ -59,7 +59,10 @@ class Csv:
 
 
 class TensorBoard:
-    """Writes every number of a record as a scalar, on the recorder's thread."""
+    """Writes every number of a record as a scalar, on the recorder's thread.
+
+    After an error, a new event file is opened when a record has been written without an error.
+    """
 
     def __init__(self, member: Member):
         from torch.utils.tensorboard import SummaryWriter
@@ -71,10 +74,16 @@ class TensorBoard:
         self._member.recorder.call(lambda: self._write(step, dict(fields)))
 
     def _write(self, step: int, fields: Mapping[str, Any]) -> None:
-        for name, value in fields.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer().add_scalar(f"train/{name}", value, step)
-        self._writer().flush()
+        if self._member.recorder.failing:
+            return
+        try:
+            for name, value in fields.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    self._writer().add_scalar(f"train/{name}", value, step)
+            self._writer().flush()
+        except OSError:
+            self._writer.cache_clear()  # this writer would raise the same error forever
+            raise
 
 
 class Report:

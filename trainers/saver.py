@@ -146,8 +146,8 @@ class Saver:
                 reason = reason_of(error)
             else:
                 # The new checkpoint is complete, even if an old one cannot be removed.
-                keep = self._settings
-                self.remarks += manifest.retain(self._run, keep.keep_last, keep.keep_every)
+                last, every = self._settings.keep_last, self._settings.keep_every
+                self.remarks += manifest.retain(self._run, position.step, last, every)
         if self._group is not None:
             message = [reason]
             dist.broadcast_object_list(message, group=self._group, group_src=0)

@@ -52,8 +52,7 @@ def gpt2(encoding: Any) -> Tokenizer:
 def build(name: str, end_of_document: bytes) -> Tokenizer:
     """Returns a tokenizer; `end_of_document` follows each document of the byte tokenizer.
 
-    Raises DataError if tiktoken is not installed, if its files of gpt2 are missing, or if they are
-    damaged and tiktoken cannot download them again.
+    Raises DataError if tiktoken is not installed, or if its cache lacks the files of gpt2.
     """
     if name == "byte":
         return Tokenizer(torch.uint8, end_of_document, lambda text: text)
@@ -64,17 +63,10 @@ def build(name: str, end_of_document: bytes) -> Tokenizer:
             "data.tokenizer=gpt2 needs tiktoken, which is not installed; pip install "
             "'nsa-console[gpt2]', or use data.tokenizer=byte"
         ) from None
-    advice = (
-        "on a machine with a network, run "
-        "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")' and set "
-        "TIKTOKEN_CACHE_DIR to its folder, or use data.tokenizer=byte"
-    )
     if why := data_access.gpt2_problem():
-        raise DataError(f"{why}; {advice}")
-    try:
-        return gpt2(tiktoken.get_encoding("gpt2"))
-    except (OSError, ValueError) as error:
         raise DataError(
-            f"the files of the gpt2 tokenizer in {data_access.gpt2_cache()} are damaged "
-            f"({type(error).__name__}); {advice}"
-        ) from error
+            f"{why}; on a machine with a network, run "
+            "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")' and set "
+            "TIKTOKEN_CACHE_DIR to its folder, or use data.tokenizer=byte"
+        )
+    return gpt2(tiktoken.get_encoding("gpt2"))

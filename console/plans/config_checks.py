@@ -226,9 +226,9 @@ def _data_problem(source: str, path: str, pattern: str) -> str:
         mirrored = data_access.DATASET
         return f"{path} has no README.md: it is not a mirror of {mirrored}; correct data.path"
     if source in ("text", "jsonl", "parquet") and path:
-        files = (each for each in Path(path).glob(pattern) if each.is_file())
-        if next(files, None) is None:
-            return f"{path} has no file {pattern}; correct data.path or data.pattern"
+        root = Path(path)
+        if not any(data_access.is_read(each, root, source) for each in root.glob(pattern)):
+            return f"{path} has no {source} file {pattern}; correct data.path or data.pattern"
     return ""
 
 

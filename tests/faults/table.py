@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TRAINERS, CONSOLE = "tests/trainers", "tests/console"
-RUN, CHECKPOINT = f"{TRAINERS}/test_run.py", f"{TRAINERS}/test_checkpoint.py"
+RUN, DISK = f"{TRAINERS}/test_run.py", f"{TRAINERS}/test_disk.py"
+CHECKPOINT = f"{TRAINERS}/test_checkpoint.py"
 ACTIONS, TRUTH = f"{CONSOLE}/test_actions.py", f"{CONSOLE}/supervisor/test_truth.py"
 TARGETS, NVML = f"{CONSOLE}/test_targets.py", f"{CONSOLE}/sources/test_nvml.py"
 SAVER, RESUME = f"{TRAINERS}/test_saver.py", f"{TRAINERS}/test_resume.py"
@@ -57,12 +58,12 @@ ROWS: tuple[Row, ...] = (
     )),
     Row("15", "A", "stale .HALT"),
     Row("16", "A", "disk full", elsewhere=(
-        f"{RUN}::test_a_full_disk_costs_records_and_nothing_else",
-        f"{RUN}::test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named",
+        f"{DISK}::test_a_full_disk_costs_records_and_nothing_else",
+        f"{DISK}::test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named",
         f"{TRUTH}::test_on_a_full_disk_a_halt_ends_the_plan_and_the_last_word_is_kept",
     )),
     Row("17", "A", "run directory read-only, not allowed, missing", elsewhere=(
-        f"{RUN}::test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays_good",
+        f"{DISK}::test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays_good",
     )),
     Row("18", "A", "kill during a checkpoint, at ten moments", elsewhere=(
         f"{CHECKPOINT}::test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies",

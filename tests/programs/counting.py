@@ -69,7 +69,7 @@ def save(step: int) -> None:
     (temporary / "state").write_text(f"{step}\n")
     manifest.complete(temporary, target, Manifest(step, step * 10, {}))
     note("saved", step)
-    manifest.retain(run.run, chosen.checkpoint.keep_last, 0)
+    manifest.retain(run.run, step, chosen.checkpoint.keep_last, 0)
     run.record("checkpoint", step, path=target.name)
 
 

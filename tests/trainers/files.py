@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+
+from trainers.schema import DataSettings
+from trainers.stream import Stream
+
+FORMATS = ("jsonl", "jsonl.gz", "parquet")
 
 
 def write(path: Path, texts: list[str], rows: int = 7) -> None:
@@ -49,3 +55,15 @@ def spoil(path: Path, how: str) -> None:
         pq.write_table(pa.table({"body": ["x"]}), file)
     elif how.endswith("integers"):
         pq.write_table(pa.table({"text": [1]}), file)
+
+
+def stream_of(path: Path, source: str = "text", seed: int = 0, part: bool = False, **changes):
+    changes = {"seq_len": 100, "lanes": 3, "held_out": 0.0} | changes
+    data = DataSettings(source=source.partition(".")[0], path=str(path), **changes)  # type: ignore[arg-type]
+    return Stream(data, seed, path, held_out=part)
+
+
+def text_from(rows: torch.Tensor) -> bytes:
+    """Returns the bytes from which the sequences of one lane were cut."""
+    assert torch.equal(rows[:-1, -1], rows[1:, 0]), "every token is predicted once"
+    return bytes(rows[:, :-1].flatten().tolist())

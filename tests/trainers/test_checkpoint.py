@@ -173,6 +173,16 @@ def test_the_last_few_and_every_so_many_steps_stay(tmp_path):
     assert steps == [8, 7, 6, 3]
 
 
+def test_a_checkpoint_that_was_just_written_stays_beside_damaged_ones_of_later_steps(tmp_path):
+    good, *bad = saved(tmp_path, made(1), 10, 20, 30)
+    for path in bad:
+        (path / manifest.MANIFEST).write_text("damaged")
+    assert manifest.choose(tmp_path)[0] == good
+    newest = saved(tmp_path, made(1), 11, 12, 13, keep_last=2)[1:]
+    assert manifest.newest_first(tmp_path) == [*bad[::-1], *newest[::-1]]
+    assert manifest.choose(tmp_path)[0] == newest[-1]
+
+
 HARMS = {
     "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
     "zeroed": lambda file: file.write_bytes(bytes(file.stat().st_size)),
@@ -199,8 +209,10 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path, harm
     assert path == good
     assert len(skipped) == 1
     assert str(bad) in str(skipped[0])
-    with pytest.raises(CheckpointError, match=str(bad)):
-        manifest.choose(tmp_path, 2)
+    for named, step in ((tmp_path, 2), (bad, 0), (good, 2)):
+        with pytest.raises(CheckpointError, match=f"{named} has no verified checkpoint"):
+            manifest.choose(named, step)
+    assert manifest.choose(good, 1) == (good, [])
 
 
 def test_a_checkpoint_whose_name_contradicts_its_manifest_is_skipped(tmp_path):

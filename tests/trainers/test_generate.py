@@ -107,7 +107,7 @@ def test_a_checkpoint_of_gpt2_tokens_generates_text_or_says_what_is_missing(
     )  # fmt: skip
     words = [str(path), "--prompt", "aä", "--tokens", "3"]
     assert main(words) == 12
-    assert "the files of the gpt2 tokenizer are not in" in capsys.readouterr().err
+    assert "files of the gpt2 tokenizer are missing" in capsys.readouterr().err
     monkeypatch.setattr(tokenizer, "build", lambda name, end: bytewise())
     assert main(words) == 0
     assert capsys.readouterr().out.startswith("aä")

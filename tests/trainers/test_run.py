@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from nsa.config import flops_per_token, parameter_count
 from nsa.model import Transformer
-from tests.mounts import tmpfs
 from tests.trainers.ranks import named, own_port
 from tests.trainers.runs import (
     CONFIG,
@@ -31,7 +27,6 @@ from tests.trainers.runs import (
     small,
 )
 from trainers import checkpoint, failures, inventory, manifest, precision, settings
-from trainers.contract import pulse, rundir
 from trainers.contract.member import Member
 from trainers.run_records import Report
 
@@ -261,6 +256,20 @@ def test_a_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(tmp_path, ho
     assert env["comm_hook"] == flags.get("NSA_DDP_COMPRESS", "none")
 
 
+def test_a_halt_does_not_wait_for_an_evaluation_and_saves_its_step_once(tmp_path):
+    changes = small(
+        train__steps=100_000, report__log_every=1, eval__every=1, eval__batches=1,
+        checkpoint__every=1,
+    )  # fmt: skip
+    run = Run(tmp_path, changes, nproc=1)
+    run.until_step(5)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait() == 0, run.text()
+    step = run.records(0, "halt")[-1]["step"]
+    kinds = [r["msg"] for r in run.records(0, "eval", "checkpoint") if r["step"] == step]
+    assert kinds == ["checkpoint"]
+
+
 def test_a_rank_with_nan_makes_all_skip_and_the_run_ends_with_10(tmp_path):
     run = Run(
         tmp_path, small(train__steps=50, train__max_nonfinite_steps=3, report__log_every=1),
@@ -372,107 +381,3 @@ def test_out_of_memory_is_11_for_the_host_and_for_the_device():
         torch.empty(1 << 60, dtype=torch.uint8)
     device = torch.OutOfMemoryError("CUDA out of memory")
     assert [failures.classify(e)[0] for e in (caught.value, MemoryError(), device)] == [11] * 3
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """Yields a mounted file system of 4 MiB."""
-    with tmpfs(tmp_path, 4) as mounted:
-        yield mounted
-
-
-def fill(disk: Path) -> Path:
-    """Writes a file until the disk is full."""
-    with (disk / "filler").open("ab", buffering=0) as stream, contextlib.suppress(OSError):
-        while stream.write(b"x" * 4096):
-            pass
-    return disk / "filler"
-
-
-def test_a_full_disk_costs_records_and_nothing_else(tmp_path, disk):
-    """Steps continue while the disk is full; later records contain the number of lost records."""
-    changes = small(train__steps=100_000, report__log_every=1, checkpoint__at_end=False)
-    run = Run(tmp_path, changes, nproc=1, name=disk.name)
-    run.until_step(5)
-    filler = fill(disk)
-    run.until(lambda: "records are dropped and counted" in run.text())
-    before = run.records(0, "progress")[-1]
-    run.until(lambda: step_of(disk) > before["step"] + 1)
-    filler.unlink()
-    after = run.until(lambda: [r for r in readable(disk) if r.get("dropped_records")])[-1]
-    assert after["step"] > before["step"] + 1
-    (disk / rundir.HALT).touch()
-    assert run.wait() == 0, run.text()
-    assert run.metrics()["reason"] == rundir.HALT
-
-
-def step_of(run: Path) -> int:
-    found = pulse.read(rundir.pulse(run, 0))
-    return found.step if found else 0
-
-
-def in_the_way(file: Path, folder: Path) -> bool:
-    """Replaces a directory, to which a trainer saves, by a file; returns whether this worked."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        file.rename(folder)
-    return folder.is_file()
-
-
-SAVING = small(
-    train__steps=100_000, report__log_every=1000, checkpoint__every=20, checkpoint__keep_last=1,
-)  # fmt: skip
-
-
-def test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named(tmp_path, disk):
-    run = Run(tmp_path, SAVING, nproc=1, name=disk.name)
-    first = run.until(lambda: manifest.newest_first(disk))[0]
-    filler = fill(disk)
-    # The removal of an old checkpoint frees disk space, so the disk is filled again each time.
-    run.until(lambda: fill(disk) and "the save of the checkpoint" in run.text())
-    (good,) = manifest.newest_first(disk)
-    manifest.verify(good)
-    filler.unlink()
-    run.until(lambda: (manifest.newest_first(disk) or [first])[0] > good)
-    (disk / "file").write_text("in the way")
-    run.until(lambda: in_the_way(disk / "file", disk / "checkpoints"))
-    os.kill(run.process.pid, signal.SIGTERM)
-    assert run.wait() == 15
-    assert "Traceback" not in run.text()
-    assert f"the checkpoint {disk / 'checkpoints'}" in run.metrics()["reason"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a read-only mount needs root")
-def test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays_good(tmp_path):
-    run = Run(tmp_path, SAVING, nproc=1, name="ro")
-    folder = run.path / "checkpoints"
-    run.until(lambda: manifest.newest_first(run.path))
-    if subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode:
-        pytest.skip("this machine does not let root mount a directory read-only")
-    try:
-        # The mount is busy while a save is written, so this is tried until it works.
-        read_only = ["mount", "-o", "remount,ro,bind", folder]
-        run.until(lambda: not subprocess.run(read_only, capture_output=True).returncode)
-        run.until(lambda: "Read-only file system" in run.text())
-        good = manifest.newest_first(run.path)[0]
-        manifest.verify(good)
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-    run.until(lambda: manifest.newest_first(run.path)[0] > good)
-    # The directory is renamed first, because a save during the removal could create it again.
-    shutil.rmtree(run.path.rename(tmp_path / "away"), ignore_errors=True)
-    os.kill(run.process.pid, signal.SIGTERM)
-    assert run.wait() == 15
-    assert "Traceback" not in run.text()
-    assert any(f"the checkpoint {folder}" in line for line in run.text().splitlines()[-4:])
-
-
-def readable(run: Path) -> list[dict]:
-    """Returns the progress records; lines that are not JSON are left out."""
-    records = []
-    for line in (run / "heartbeat_rank0.jsonl").read_bytes().split(b"\n"):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return [record for record in records if record.get("msg") == "progress"]

@@ -7,25 +7,47 @@ import hashlib
 import pytest
 import tiktoken
 import torch
+from tiktoken.load import read_file_cached
+from tiktoken_ext import openai_public
 
 from trainers import tokenizer
 from trainers.contract import data_access
 from trainers.failures import DataError
 
 
-def test_gpt2_that_is_not_at_hand_is_told_in_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(DataError, match=r"not (installed|in).*data\.tokenizer=byte"):
-        tokenizer.build("gpt2", b"")
+@pytest.mark.parametrize("damage", ["", "missing", "garbage", "a directory", "no cache"])
+def test_a_training_with_gpt2_begins_only_with_files_that_tiktoken_need_not_download(
+    tmp_path, monkeypatch, damage
+):
+    texts = {url: url.encode() for url in data_access.GPT2_FILES}
+    hashes = {url: hashlib.sha256(text).hexdigest() for url, text in texts.items()}
+    monkeypatch.setattr(data_access, "GPT2_FILES", hashes)
+    folder = "" if damage == "no cache" else str(tmp_path)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", folder)
+    monkeypatch.setenv("DATA_GYM_CACHE_DIR", str(tmp_path))
+    for url, text in texts.items():
+        (file := tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_bytes(text)
+        assert folder == "" or read_file_cached(url, hashes[url]) == text
+    if damage == "garbage":
+        file.write_bytes(b"garbage")
+    elif damage in ("missing", "a directory"):
+        file.unlink()
+    if damage == "a directory":
+        file.mkdir()
+    assert bool(data_access.gpt2_problem()) == bool(damage)
+    if damage:
+        with pytest.raises(DataError, match=r"(has no cache;|damaged in).*data\.tokenizer=byte"):
+            tokenizer.build("gpt2", b"")
 
 
-def test_gpt2_files_that_are_damaged_are_told_in_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
-    for url in data_access.GPT2_FILES:
-        (tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_bytes(b"garbage")
-    with pytest.raises(DataError, match="are damaged"):
-        tokenizer.build("gpt2", b"")
+def test_the_hashes_of_gpt2_are_those_of_tiktoken(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        openai_public, "data_gym_to_mergeable_bpe_ranks", lambda **given: asked.update(given)
+    )
+    openai_public.gpt2()
+    files = {asked[f"{each}_file"]: asked[f"{each}_hash"] for each in ("vocab_bpe", "encoder_json")}
+    assert files == data_access.GPT2_FILES
 
 
 def bytewise() -> tokenizer.Tokenizer:

@@ -1,7 +1,8 @@
-"""Checks that the hub answers, and that the gpt2 tokenizer's files are in the local cache."""
+"""Checks files of documents, the hub, and the cached files of the gpt2 tokenizer."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import tempfile
@@ -13,10 +14,26 @@ from trainers.contract import environ
 DATASET = "HuggingFaceFW/fineweb-edu"
 MIRROR = "set data.path (--local-path) to a local mirror, or use data.source=text"
 PROBE_S = 1.0
-GPT2_FILES = tuple(
-    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-    for name in ("vocab.bpe", "encoder.json")
-)
+SUFFIXES: dict[str, tuple[str, ...]] = {
+    "text": ("",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",),
+}  # fmt: skip
+"""The endings of file names by source; the hub or a mirror names the files of fineweb_edu."""
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+GPT2_FILES = {
+    f"{GPT2_URL}/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    f"{GPT2_URL}/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+"""SHA-256 by address; tiktoken replaces a cached file with another hash by a download."""
+
+
+def is_read(file: Path, root: Path, source: str) -> bool:
+    """Returns whether a training reads a file below `root`: not hidden, not empty, of its source.
+
+    Raises OSError and ValueError.
+    """
+    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+    named = not hidden and file.name.endswith(SUFFIXES[source])
+    return named and file.is_file() and file.stat().st_size > 0
 
 
 def hub_problem() -> str:
@@ -45,15 +62,17 @@ def hub_problem() -> str:
     return ""
 
 
-def gpt2_cache() -> Path:
-    """Returns the folder of tiktoken's cached files."""
-    named = environ.get("TIKTOKEN_CACHE_DIR") or environ.get("DATA_GYM_CACHE_DIR")
-    return Path(named or Path(tempfile.gettempdir()) / "data-gym-cache")
-
-
 def gpt2_problem() -> str:
-    """Returns a sentence if files of the gpt2 tokenizer are missing in the cache, or else ""."""
-    cache = gpt2_cache()
-    if all((cache / hashlib.sha1(url.encode()).hexdigest()).is_file() for url in GPT2_FILES):
-        return ""
-    return f"the files of the gpt2 tokenizer are not in {cache}"
+    """Returns why tiktoken would download files of the gpt2 tokenizer, or "" if it would not."""
+    cache = environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
+    cache = environ.get("TIKTOKEN_CACHE_DIR", cache)
+    if not cache:
+        return "TIKTOKEN_CACHE_DIR is empty, so tiktoken has no cache"
+    found = {}
+    with contextlib.suppress(OSError):
+        for url in GPT2_FILES:
+            data = Path(cache, hashlib.sha1(url.encode()).hexdigest()).read_bytes()
+            found[url] = hashlib.sha256(data).hexdigest()
+    if found != GPT2_FILES:
+        return f"files of the gpt2 tokenizer are missing, unreadable or damaged in {cache}"
+    return ""

@@ -28,8 +28,8 @@ INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_HOME", "CUDA_PATH",
     "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TIKTOKEN_CACHE_DIR",
-    "XDG_CACHE_HOME", "http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY",
-    "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+    "DATA_GYM_CACHE_DIR", "XDG_CACHE_HOME", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
 """The variables that a training inherits from the operator's shell, besides flags."""
 
@@ -39,9 +39,9 @@ def snapshot() -> dict[str, str]:
     return dict(os.environ)
 
 
-def get(name: str) -> str:
-    """Returns the value of a variable, or "" if it is not set."""
-    return os.environ.get(name, "")
+def get(name: str, default: str = "") -> str:
+    """Returns the value of a variable, or `default` if it is not set."""
+    return os.environ.get(name, default)
 
 
 def integer(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -195,16 +195,17 @@ class HaltBoard:
 
     def __init__(self, directory: Path, attempt: int, rank: int):
         self._memory = mapped(rundir.halt_board(directory, attempt), _BOARD.size)
-        if rank == 0:
+        self._is_first = rank == 0
+        if self._is_first:
             self._memory[:] = bytes(_BOARD.size)
 
-    def decide(self, rank: int, step: int, halt: bool) -> bool:
+    def decide(self, step: int, halt: bool) -> bool:
         """Returns whether to halt before `step`; `halt` is the request of this rank."""
         mark, halt_at, seal = _BOARD.unpack_from(self._memory)
         requested, decided = mark == _REQUESTED, halt_at > 0 and seal == halt_at ^ _SEAL
         if halt and not requested:
             struct.pack_into("<q", self._memory, 0, _REQUESTED)
-        if rank == 0 and not decided and (halt or requested):
+        if self._is_first and not decided and (halt or requested):
             halt_at, decided = step + 1, True
             struct.pack_into("<qq", self._memory, 8, halt_at, halt_at ^ _SEAL)
         return decided and halt_at <= step
@@ -234,7 +235,7 @@ class Joined(Member):
         the loss of each step is a plain number. A figure cannot replace a field of the contract.
         """
         self.end_step(**figures)
-        if self._board.decide(self.rank, step, bool(self.halt_reason)):
+        if self._board.decide(step, bool(self.halt_reason)):
             self._reason = self.halt_reason or "agreed"
             self.pulse.set(self._last_step, "halt")
             self.record("halt", self._last_step, reason=self._reason)

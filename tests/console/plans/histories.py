@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from console.plans.gates import evaluate
+from console.sources.gate_files import GateFiles
 from console.sources.summary import Summary
 from trainers.contract.pulse import Pulse
 
@@ -21,6 +23,11 @@ EVERY_BOUND: Record = {
     "gpu_balance_below_pct": 10,
 }  # fmt: skip
 """Every gate with a bound that whole records pass."""
+FIGURES = {
+    "grad_norm": 1.0, "bytes_right": 1.0, "toks_per_s": 9.0, "gpu_mem_reserved": 1.0,
+    "steps_dt_s": [1.0], "gate_entropy_mean": 0.9, "gate_collapse_frac": 0.0, "dt_fetch_s": 0.1,
+}  # fmt: skip
+"""Figures of a healthy record."""
 _clock = itertools.count(1)
 
 
@@ -75,3 +82,40 @@ def summed(*written: Written, **counted: int) -> Summary:
 def lines(*written: Written) -> Iterator[Record]:
     for each in written:
         yield from each.records
+
+
+def result(found, **bounds):
+    (gate,) = evaluate(found, bounds)
+    return gate
+
+
+def killed_then_resumed(**figures):
+    """Killed in step 26 after 25 steps, resumes at the checkpoint of step 20, up to step 30."""
+    first = attempt(1, range(1, 26), exit_code=None, **figures)
+    return first, attempt(2, range(21, 31), loss_of=1, **figures)
+
+
+def whole(rank: int = 0) -> Written:
+    return attempt(1, range(1, 61), rank, **FIGURES)
+
+
+def saved() -> Written:
+    """Records with a checkpoint before the exit record."""
+    written = whole()
+    last = written.records.pop()
+    written.add("checkpoint", 60)
+    written.add("exit", 60, exit_code=0, nonfinite_loss_steps=last["nonfinite_loss_steps"])
+    return written
+
+
+def with_files(*written: Written, use_pct: float = 95.0, **counted: int) -> Summary:
+    """The sums of records, with logs without error, a checkpoint, and a sample for each step."""
+    found = summed(*written, **counted)
+    found.files = GateFiles(
+        checkpoint="step_00000060", checkpoint_mib=940.0, single="0-one", single_toks_per_s=9.0
+    )
+    for step in range(1, 61):
+        gpus = [{"index": i, "state": "ok", "util_pct": use_pct} for i in range(found.world)]
+        pulses = [{"pulse": {"phase": "forward", "step": step}}] * found.world
+        found.gpus.add({"mono": float(step), "attempt": 1, "gpus": gpus, "ranks": pulses})
+    return found

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
 from console.plans import gates
 from console.plans.gates import Summary, evaluate, overall
 from console.sources.gate_files import GateFiles
-from tests.console.plans.histories import EVERY_BOUND, Written, attempt, lines, summed
+from tests.console.plans.histories import (
+    EVERY_BOUND,
+    FIGURES,
+    Written,
+    attempt,
+    killed_then_resumed,
+    lines,
+    result,
+    saved,
+    summed,
+    whole,
+    with_files,
+)
 from tests.console.plans.test_histories import Truth
 from trainers.contract.errors import UsageError
 
@@ -24,11 +35,6 @@ def summary(*records, **counted):
     for written in ranks.values():
         written.add("exit", max(len(records), 1), exit_code=0)
     return summed(*ranks.values(), **counted)
-
-
-def result(found, **bounds):
-    (gate,) = evaluate(found, bounds)
-    return gate
 
 
 def every_fifth() -> Written:
@@ -101,15 +107,6 @@ def test_a_wrong_gate_is_a_usage_error(bounds, text):
         gates.check(bounds, "plan.yaml")
 
 
-# --- spans: all attempts, or the steps that survived --------------------------------------------
-
-
-def killed_then_resumed(**figures):
-    """Killed in step 26 after 25 steps, resumes at the checkpoint of step 20, up to step 30."""
-    first = attempt(1, range(1, 26), exit_code=None, **figures)
-    return first, attempt(2, range(21, 31), loss_of=1, **figures)
-
-
 def test_the_largest_memory_is_never_too_low_after_a_resume():
     for steps, exact in ((60, True), (500, False)):
         rising = attempt(1, range(1, 2), exit_code=None, gpu_mem_reserved=1)
@@ -124,27 +121,6 @@ def test_the_largest_memory_is_never_too_low_after_a_resume():
             assert gate.result == "pass"
 
 
-# --- gaps ---------------------------------------------------------------------------------------
-
-FIGURES = {
-    "grad_norm": 1.0, "bytes_right": 1.0, "toks_per_s": 9.0, "gpu_mem_reserved": 1.0,
-    "steps_dt_s": [1.0], "gate_entropy_mean": 0.9, "gate_collapse_frac": 0.0, "dt_fetch_s": 0.1,
-}  # fmt: skip
-
-
-def whole(rank: int = 0) -> Written:
-    return attempt(1, range(1, 61), rank, **FIGURES)
-
-
-def saved() -> Written:
-    """Records with a checkpoint before the exit record."""
-    written = whole()
-    last = written.records.pop()
-    written.add("checkpoint", 60)
-    written.add("exit", 60, exit_code=0, nonfinite_loss_steps=last["nonfinite_loss_steps"])
-    return written
-
-
 def test_a_load_counts_only_for_the_attempt_whose_file_remains():
     first, second = saved(), attempt(2, range(51, 61), **FIGURES)
     second.records.pop()
@@ -155,28 +131,6 @@ def test_a_load_counts_only_for_the_attempt_whose_file_remains():
         assert result(summary, checkpoints_loaded_at_least=9).value == expected
     again.take_load(2, 60, False)
     assert result(again, checkpoints_loaded_at_least=9).value == 1
-
-
-def with_files(*written: Written, use_pct: float = 95.0, **counted: int) -> Summary:
-    """The sums of records, with logs without error, a checkpoint, and a sample for each step."""
-    found = summed(*written, **counted)
-    found.files = GateFiles(
-        checkpoint="step_00000060", checkpoint_mib=940.0, single="0-one", single_toks_per_s=9.0
-    )
-    for step in range(1, 61):
-        gpus = [{"index": i, "state": "ok", "util_pct": use_pct} for i in range(found.world)]
-        pulses = [{"pulse": {"phase": "forward", "step": step}}] * found.world
-        found.gpus.add({"mono": float(step), "attempt": 1, "gpus": gpus, "ranks": pulses})
-    return found
-
-
-@pytest.mark.parametrize("gaps", [3, 40])
-def test_missing_records_are_counted_exactly_whatever_the_number_of_gaps(gaps):
-    written = attempt(1, range(1, 400))
-    written.records = [each for each in written.records if not (
-        each["n"] % 5 in (1, 2) and 5 < each["n"] < 5 * (gaps + 1))]  # fmt: skip
-    gate = result(summed(written), heartbeats_complete=True)
-    assert (gate.value, gate.result) == (2 * gaps, "unknown")
 
 
 PLANTED = {
@@ -237,30 +191,6 @@ def test_gates_over_files_and_samples_find_their_planted_fault():
     assert (gate.result, gate.value) == ("fail", pytest.approx(9 / 11))
     found.files = None
     assert result(found, no_log_errors=True).why == "the logs were not read"
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [("gpu_mem_below_mib", "gpu_mem_reserved"), ("fetch_below_s", "dt_fetch_s"),
-     ("gpu_mem_growth_below_mib", "gpu_mem_reserved"), ("grad_norm_above", "grad_norm")],
-)  # fmt: skip
-def test_a_figure_that_some_records_lack_is_unknown(name, key):
-    written = saved()
-    del written.records[20][key]
-    gate = result(with_files(written), **{name: EVERY_BOUND[name]})
-    assert (gate.result, "rank 0: 1 of 60 records without" in gate.why) == ("unknown", True), gate
-    written.records[21] |= {key: 1e9 if name != "grad_norm_above" else -1.0}
-    certain = gates.RULES[name].certain
-    found = result(with_files(written), **{name: EVERY_BOUND[name]}).result
-    assert found == ("fail" if certain else "unknown")
-
-
-def test_the_last_record_of_a_foreign_program_needs_no_figure_and_one_before_does():
-    for place, expected in ((60, "pass"), (20, "unknown")):
-        written = whole()
-        for name in (*FIGURES, "loss"):
-            del written.records[place][name]
-        assert result(summed(written), fetch_below_s=5).result == expected, place
 
 
 def test_all_checkpoints_count_and_an_attempt_loads_one_checkpoint():
@@ -379,103 +309,6 @@ def test_a_gate_passes_over_whole_records_only(name):
     two = evaluate(with_files(saved(), world=2), bounds)
     source = gates.RULES[name].source
     assert overall(two) == ("pass" if source == gates.RANK0 else "unknown"), source
-
-
-def test_a_number_of_ranks_that_no_run_has_does_not_block_a_reader():
-    found = with_files(saved(), whole(2))
-    found.world, before = 10**9, time.monotonic()
-    found.take_end(1, 1, None)  # rank 1 died before its first record
-    gated = {gate.name: gate for gate in evaluate(found, EVERY_BOUND)}
-    assert not gates.reached(found, {"fetch_below_s": {"bound": 5, "at": [100]}})
-    assert time.monotonic() - before < 60
-    assert gated["fetch_below_s"].why == "rank 3, attempt 1: no record"
-    assert gated["entropy_above"].result == "pass"
-
-
-def test_last_records_that_the_pulse_counts_are_missing():
-    first, second = killed_then_resumed(grad_norm=1.0)
-    pulse = first.pulse(26, 0)
-    del first.records[-2:]
-    found = summed(first, second)
-    found.take_end(1, 0, pulse)
-    gate = result(found, grad_norm_above=0)
-    assert (gate.result, gate.why) == ("unknown", "rank 0, attempt 1: records 25 to 26 are missing")
-    assert result(found, loss_finite=True).result == "pass", "the pulse has the count"
-    assert result(found, steps_done=30).result == "pass", "those steps were repeated"
-
-
-def test_a_checkpoint_that_all_ranks_loaded_proves_the_steps_of_missing_last_records_only():
-    first = attempt(1, range(1, 26), exit_code=None, grad_norm=1.0)
-    pulse = first.pulse(26, 0)
-    del first.records[-2:]
-    found = summed(first)
-    found.take_end(1, 0, pulse)
-    gates_now = {"steps_done": 26, "loss_finite": True, "grad_norm_above": 0}
-    assert [gate.result for gate in evaluate(found, gates_now)] == ["unknown", "pass", "unknown"]
-    found.loaded_step = 26
-    assert [gate.result for gate in evaluate(found, gates_now)] == ["pass", "pass", "unknown"]
-    assert result(found, steps_done=27).result == "fail"
-
-
-def test_a_gap_in_repeated_steps_matters_to_all_attempts_only():
-    for numbers, survives in (((24, 25), False), ((10, 11), True)):
-        first, second = killed_then_resumed()
-        pulse = first.pulse(26, 0)
-        first.records = [r for r in first.records if r["n"] not in numbers]
-        found = summed(first, second)
-        found.take_end(1, 0, pulse)
-        assert result(found, steps_done=30).result == ("unknown" if survives else "pass")
-        assert result(found, loss_finite=True).result == "unknown"
-
-
-def test_one_absurd_step_passes_no_gate():
-    """In the newest progress record, in the exit record, or in one that the next one corrects."""
-    for place, expected in ((-2, "unknown"), (-1, "unknown"), (10, "pass")):
-        written = whole()
-        pulse = written.pulse(60, 0)
-        written.records[place]["step"] = 10**12
-        found = summed(written)
-        found.take_end(1, 0, pulse)
-        assert result(found, steps_done=60).result == expected, place
-
-
-def test_a_lost_count_of_stalls_or_attempts_leaves_gates_unknown():
-    found = summed(whole())
-    found.stalls = None
-    gate = result(found, no_stall=True)
-    assert (gate.result, "some stalls may not have been counted" in gate.why) == (
-        "unknown",
-        True,
-    )
-    found.count_stall(1.0)
-    assert result(found, no_stall=True).result == "fail"
-    found = summed(whole())
-    found.attempts = None
-    assert result(found, restarts_at_most=5).result == "unknown"
-    found = summed(whole(), attempt(2, range(21, 31)), attempts=1)
-    assert "the supervisor counts 1" in result(found, restarts_at_most=5).why
-    absurd = whole()
-    absurd.records[7]["attempt"] = 10**6
-    assert result(summed(absurd, attempts=1), restarts_at_most=5).result == "unknown"
-
-
-def test_ranks_that_resume_at_different_steps_leave_the_surviving_steps_unknown():
-    parts = [attempt(1, range(1, 31), rank) for rank in (0, 1)]
-    parts += [attempt(2, range(21 + rank, 41), rank) for rank in (0, 1)]
-    gate = result(summed(*parts), steps_done=40)
-    assert gate.why == "the ranks started attempt 2 at different steps: rank 0 at 21, rank 1 at 22"
-
-
-def test_two_records_with_the_same_number_are_unknown():
-    first, other = whole(), whole()
-    assert "exists twice" in result(summed(first, other), loss_finite=True).why
-
-
-def test_a_rank_that_died_before_it_joined_leaves_no_gap():
-    found = summed(attempt(2, range(1, 31)))
-    assert result(found, no_stall=True).why == "rank 0, attempt 1: no record"
-    found.take_end(1, 0, None)
-    assert result(found, no_stall=True).result == "pass"
 
 
 def test_supervisor_json_gives_the_same_result_to_the_next_reader():

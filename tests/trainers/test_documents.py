@@ -1,0 +1,129 @@
+"""Files of documents: which are read and held out, and what broken or empty files do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.trainers.files import FORMATS, spoil, stream_of, text_from, write
+from trainers import documents, settings
+from trainers.documents import CHUNK_BYTES
+from trainers.failures import DataError
+from trainers.loader import Loader
+from trainers.schema import DataSettings
+
+
+@pytest.mark.parametrize("source", ["text", *FORMATS])
+def test_what_is_held_out_is_never_trained_on_and_nothing_is_lost(tmp_path, source):
+    texts = [f"<{i}>" for i in range(400)]
+    if source == "text":
+        for i, text in enumerate(texts):
+            (tmp_path / f"{i}.txt").write_text(text)
+    else:
+        for i in range(0, 400, 100):
+            write(tmp_path / f"{i}.{source}", texts[i : i + 100] + texts[:9])
+    seen = []
+    for part in (False, True):
+        stream = stream_of(tmp_path, source, held_out=0.25, lanes=1, part=part)
+        assert ("held-out" in stream.about) == part
+        data = b""
+        while stream.state()["epoch"] == 0:
+            data += text_from(stream.read(1, 0, 1)[0])
+        seen.append({text for text in texts if text.encode() in data})
+    train, held = seen
+    assert not train & held
+    assert train | held == set(texts)
+    assert 60 < len(held) < 140
+
+
+def test_a_single_file_is_trained_on_whole(tmp_path):
+    (tmp_path / "only.txt").write_text("one file")
+    assert stream_of(tmp_path, held_out=0.3).about.endswith("(1 files)")
+
+
+def test_the_default_text_is_python_source_of_a_fixed_list(tmp_path):
+    docs = documents.find(DataSettings(source="text"), 0, False, tmp_path)
+    files = [Path(file) for file in docs.files]
+    assert len(files) > 100
+    assert {file.suffix for file in files} == {".py"}
+    assert sum(file.stat().st_size for file in files) > 1_000_000
+
+
+BROKEN = (
+    "parquet cut", "parquet flipped", "parquet noise", "parquet column", "parquet integers",
+    "jsonl.gz cut", "jsonl.gz flipped", "jsonl noise", "jsonl number", "jsonl key", "jsonl list",
+    "jsonl deep", "txt gone",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_file_ends_in_one_sentence_that_names_it(tmp_path, how):
+    spoil(tmp_path, how)
+    ending = how.partition(" ")[0]
+    source = stream_of(tmp_path, {"txt": "text"}.get(ending, ending))
+    if how == "txt gone":
+        (tmp_path / "bad.txt").unlink()
+    chosen = settings.resolve(None, {}, {"data.seq_len": 100}).settings
+    loader = Loader(source, chosen, 0, 1, torch.device("cpu"))
+    with pytest.raises(DataError, match=f"bad.{ending} cannot be read") as caught:
+        loader.fetch(100)
+    assert "\n" not in str(caught.value)
+    loader.close()
+
+
+EMPTY = {
+    "no file": ({}, {}, "data.path"),
+    "no byte": ({"a.txt": b""}, {}, "data.path"),
+    "another ending": ({"b.bin": b"x"}, {"pattern": "*.txt"}, "data.path"),
+    "an absolute pattern": ({"a.txt": b"x"}, {"pattern": "/etc/*"}, "data.path"),
+    "no pattern": ({"a.txt": b"x"}, {"pattern": ""}, "data.path"),
+    "a pattern that is none": ({"a.txt": b"x"}, {"pattern": "x**"}, "data.path"),
+    "outside the folder": ({"a.txt": b"x"}, {"pattern": "../*"}, "data.path"),
+    "nothing to hold out": ({"a.txt": b"x"}, {"held_out": 0.3, "part": True}, "is held out"),
+    "no fraction": ({"a.txt": b"x", "b.txt": b"y"}, {"part": True}, "is held out"),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_a_source_without_data_is_a_sentence(tmp_path, case):
+    files, changes, words = EMPTY[case]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "beside.txt").write_text("x")
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    with pytest.raises(DataError, match=words) as caught:
+        stream_of(folder, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_vanishes_while_the_folder_is_read_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("x")
+    entry = documents.fingerprint_entry
+
+    def late(file: str, root: Path | str) -> str:
+        Path(file).unlink()
+        return entry(file, root)
+
+    monkeypatch.setattr(documents, "fingerprint_entry", late)
+    with pytest.raises(DataError, match=r"cannot list the files .*a\.txt"):
+        stream_of(tmp_path)
+
+
+def test_rows_without_text_end_in_a_sentence_and_in_no_endless_loop(tmp_path):
+    pq.write_table(pa.table({"text": pa.array([None] * 9, pa.string())}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="contains no text to train on"):
+        stream_of(tmp_path, "parquet").read(1, 0, 1)
+
+
+def test_pieces_of_text_cut_no_character(tmp_path):
+    (tmp_path / "a.txt").write_text("日本語\n" * CHUNK_BYTES)
+    data = DataSettings(source="text", path=str(tmp_path))
+    docs = documents.find(data, 0, False, tmp_path)
+    pieces = [data.decode() for _, data, _ in docs.read(docs.files[0], 0)]
+    assert len(pieces) > 1
+    assert "".join(pieces) == "日本語\n" * CHUNK_BYTES
