@@ -168,7 +168,8 @@ def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
     another step.
     """
     skipped: list[CheckpointError] = []
-    for candidate in newest_first(path) if step_of(path) is None else [path]:
+    is_one = step_of(path) is not None or (path / MANIFEST).is_file()
+    for candidate in [path] if is_one else newest_first(path):
         if step in (0, step_of(candidate)):
             try:
                 verify(candidate)

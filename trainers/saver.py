@@ -41,8 +41,7 @@ class Saver:
         ours: Callable[[], bool] = lambda: True,
     ):  # fmt: skip
         self._run, self._parts, self._settings, self._ours = run, parts, settings, ours
-        device = parts.parallel.device.type
-        choice = settings.background
+        device, choice = parts.parallel.device.type, settings.background
         self.in_background = choice == "on" or (choice == "auto" and device == "cuda")
         """True if this run uses `save_async`."""
         self._group: Any = dist.new_group(backend="gloo") if parts.parallel.world > 1 else None

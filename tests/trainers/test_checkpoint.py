@@ -221,6 +221,8 @@ def test_a_checkpoint_whose_name_contradicts_its_manifest_is_skipped(tmp_path):
     path, (error,) = manifest.choose(tmp_path)
     assert path == good
     assert str(error) == f"{renamed} contradicts its manifest.json, whose step is 2"
+    copied = renamed.rename(tmp_path / "best")
+    assert manifest.choose(copied) == (copied, [])
 
 
 def test_another_model_is_refused_with_the_parameter_that_differs(tmp_path):
