@@ -24,7 +24,7 @@ from console.sources import record_files, run_records, snapshot
 from console.sources.rank_totals import RankTotals
 from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
-from console.sources.series import RAW_RECORDS, SPANS_S, Series
+from console.sources.series import SPANS_S
 from tests.console.plans.histories import EVERY_BOUND
 from tests.console.sources import directory
 from tests.console.sources.snapshots import DRAWN, Observer, same_state
@@ -110,11 +110,6 @@ class Writer:
                 gzip.compress(part.read_bytes())
             )
             part.unlink()
-
-
-@pytest.fixture
-def run(tmp_path):
-    return directory.run(tmp_path / "0-first")
 
 
 @given(seed=st.integers(0, 2**32))
@@ -214,17 +209,6 @@ def test_the_owner_keeps_a_snapshot_when_the_history_before_it_is_on_disk(run):
     kept = observer.disk.kept[-1]
     observer = Observer(run, held=kept)
     assert (look(), len(observer.disk.kept)) == ([*range(1, 150)], 1)
-
-
-def test_newest_records_are_points_and_older_ones_bands():
-    series = Series()
-    for second in range(4000):
-        series.add("x", 1e6 + second, {"a": float(second % 10)})
-    points = series.points("a")
-    newest = [value for at, value in points if at >= 1e6 + 4000 - RAW_RECORDS]
-    assert newest == [float(second % 10) for second in range(4000 - RAW_RECORDS, 4000)]
-    assert [points[0], points[1]] == [(1e6, 0.0), (1e6, 9.0)]
-    assert len(points) == RAW_RECORDS + 2 * (4000 - RAW_RECORDS) / SPANS_S[0]
 
 
 # --- snapshots that are not valid ---------------------------------------------------------
