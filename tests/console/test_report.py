@@ -12,8 +12,8 @@ import pytest
 from console.plans import report
 from console.sources.rank_totals import FIGURES
 from tests.console.sources import directory
-from tests.console.sources.test_snapshot import HOSTILE as DOCUMENTS
-from tests.console.sources.test_snapshot import places, put
+from tests.console.sources.written_runs import HOSTILE as DOCUMENTS
+from tests.console.sources.written_runs import places, put
 from tests.console.test_cli_answers import said
 from tests.console.test_go import BOUNDS, PASSED, plan_gates
 from trainers.contract import rundir
