@@ -9,9 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from console.sources import process
-from tests.faults.scene import (
-    Seen,
-)
+from tests.faults.scene import Seen
 
 
 def spray(started, until: threading.Event) -> None:

@@ -19,15 +19,7 @@ from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import offline
 from tests.faults.conftest import WATCH
-from tests.faults.scene import (
-    all_run,
-    console,
-    order,
-    plant_kill,
-    sentence_of,
-    state_of,
-    status,
-)
+from tests.faults.scene import all_run, console, order, plant_kill, sentence_of, state_of, status
 from tests.launches import STUB, phase
 from trainers.contract import rundir
 

@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.diagnose.rank_evidence import RankEvidence, limit_s
-from console.diagnose.verdict import (
-    BEING_READ,
-    COLLECTING,
-    LOOK_AT_STACKS,
-    NO_EVIDENCE,
-    diagnose,
-)
+from console.diagnose.verdict import BEING_READ, COLLECTING, LOOK_AT_STACKS, NO_EVIDENCE, diagnose
 from console.plan import Watch
 from trainers.contract.pulse import PHASES
 

@@ -207,8 +207,7 @@ def test_an_all_gather_of_gloo_needs_equal_sizes():
 
 
 @pytest.mark.parametrize(
-    ("usual", "few", "confirmed"),
-    [("all_gather", "reduce", True), ("reduce", "all_gather", False)],
+    ("usual", "few", "confirmed"), [("all_gather", "reduce", True), ("reduce", "all_gather", False)]
 )
 def test_a_minority_is_confirmed_where_it_leaves_the_usual_sequence(usual, few, confirmed):
     """If the majority makes the unusual call, the minority is named without confirmation."""

@@ -249,8 +249,7 @@ def test_a_verdict_of_a_run_that_is_being_ended_does_not_say_that_it_has_ended(s
 
 
 @pytest.mark.parametrize(
-    ("name", "dimmed"),
-    [("running", set()), ("waiting", {"dump"}), ("crashed", {"dump", "halt"})],
+    ("name", "dimmed"), [("running", set()), ("waiting", {"dump"}), ("crashed", {"dump", "halt"})]
 )
 async def test_a_button_that_finds_nothing_to_act_on_is_dim(name, dimmed):
     async with driven(app_on(recorded.STATES[name]())) as (app, _):

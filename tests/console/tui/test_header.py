@@ -14,11 +14,7 @@ from console.tui.widgets.alertline import alert_rows
 from console.tui.widgets.header import header_row
 from console.tui.widgets.ranks import rank_rows
 from tests.console.tui import recorded
-from tests.console.tui.recorded import (
-    NOW,
-    header_of,
-    noticed,
-)
+from tests.console.tui.recorded import NOW, header_of, noticed
 
 ARMED = {
     "alert": "on stall (10 s): alert only",

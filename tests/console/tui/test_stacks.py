@@ -11,16 +11,7 @@ from console.sources.stacks import Frame, Stack, Thread
 from console.tui.rows import text_of, width_of
 from console.tui.views.stall import LEAST_WIDTH, grouped, stack_rows
 from tests.console.tui import recorded
-from tests.console.tui.recorded import (
-    NOW,
-    SIZES,
-    app_on,
-    driven,
-    lines,
-    picture,
-    play,
-    until,
-)
+from tests.console.tui.recorded import NOW, SIZES, app_on, driven, lines, picture, play, until
 
 
 def stack(number: int, *frames: str) -> Stack:
