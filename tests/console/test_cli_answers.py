@@ -83,9 +83,7 @@ def ended(launch, why: str, result: str, gate: str) -> None:
         {"name": "first", "state": "completed", "result": result, "dir": "0-first"},
         {"name": "second", "state": "later", "dir": "1-second"},
     ]
-    planned = rundir.read_json(launch / rundir.PLAN) or {}
-    planned["phases"][0]["gates"] = {"no_stall": True}
-    directory.document(launch / rundir.PLAN, planned)
+    directory.change_at(launch / rundir.PLAN, "phases", 0, "gates", to={"no_stall": True})
     directory.change(launch / rundir.PLAN_STATE, state="ended", why=why, phases=phases)
 
 

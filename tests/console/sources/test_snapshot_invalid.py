@@ -171,9 +171,8 @@ def test_a_snapshot_that_contradicts_itself_or_its_records_is_not_used(run, chan
 
 def test_a_window_without_its_records_makes_loss_falls_unknown(run):
     prepared(run)
-    held = rundir.read_json(run / rundir.SNAPSHOT) or {}
-    held["folds"]["0"]["window"]["newest"]["rows"] = []
-    directory.document(run / rundir.SNAPSHOT, held)
+    at = ("folds", "0", "window", "newest", "rows")
+    directory.change_at(run / rundir.SNAPSHOT, *at, to=[])
     source = RunSource(run)
     source.poll()
     assert source.summary is not None

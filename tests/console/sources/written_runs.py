@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import math
 import random
 from pathlib import Path
@@ -81,9 +80,7 @@ class Writer:
         if self.rng.random() < 0.3:
             self.attempt += 1
             self.steps = self.rng.randint(0, self.steps)
-            held = json.loads((self.run / rundir.SUPERVISOR).read_text())
-            document = held | {"attempt": self.attempt}
-            directory.document(self.run / rundir.SUPERVISOR, document)
+            directory.change(self.run / rundir.SUPERVISOR, attempt=self.attempt)
             self.beat("resume")
 
     def part(self) -> None:
