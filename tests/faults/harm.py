@@ -1,4 +1,4 @@
-"""What the fault tests do to a run: signals, stopped processes, and records that are no records."""
+"""Faults for a live run: repeated signals, a stopped process and invalid records."""
 
 from __future__ import annotations
 

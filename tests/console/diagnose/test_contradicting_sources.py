@@ -1,4 +1,4 @@
-"""A verdict from sources that contradict each other: no innocent rank is blamed with high."""
+"""Sources that contradict each other: no verdict names an innocent rank with high confidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts processes that wait, and reads the kernel's evidence about them."""
+"""Reads the kernel's evidence about a process until the process waits as expected."""
 
 from __future__ import annotations
 

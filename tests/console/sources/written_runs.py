@@ -1,4 +1,4 @@
-"""Writes the files of a run of two ranks at random, and a snapshot of them; damages a document."""
+"""Writes the files of a run with random records, and changes values inside documents."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trainers.contract import rundir
 
 
 def is_used(run: Path) -> bool:
+    """Returns whether a reader of the run starts at its snapshot."""
     return RunRecords(run, "recent").has_snapshot
 
 
