@@ -83,9 +83,7 @@ def ended(launch, why: str, result: str, gate: str) -> None:
         {"name": "first", "state": "completed", "result": result, "dir": "0-first"},
         {"name": "second", "state": "later", "dir": "1-second"},
     ]
-    planned = rundir.read_json(launch / rundir.PLAN) or {}
-    planned["phases"][0]["gates"] = {"no_stall": True}
-    directory.document(launch / rundir.PLAN, planned)
+    directory.change_at(launch / rundir.PLAN, "phases", 0, "gates", to={"no_stall": True})
     directory.change(launch / rundir.PLAN_STATE, state="ended", why=why, phases=phases)
 
 
@@ -233,15 +231,22 @@ def test_a_run_that_was_started_by_hand_has_no_logs(tmp_path, capsys):
     assert (code, "mine has no logs; a run that was started by hand" in err) == (3, True)
 
 
+def replied(monkeypatch, answer, stopped=(), **limits):
+    """Replaces the request, the search for stopped processes, the answer and time limits."""
+    search = stopped if callable(stopped) else lambda *_: ("", list(stopped))
+    monkeypatch.setattr(control.targets, "host_and_stopped", search)
+    monkeypatch.setattr(actions, "send", lambda *_: "1")
+    monkeypatch.setattr(actions, "answer", answer)
+    for name, seconds in limits.items():
+        monkeypatch.setattr(control, name, seconds)
+
+
 def test_stopped_processes_of_the_supervisor_are_named_before_the_answer(
     launch, capsys, monkeypatch
 ):
     """The child that sends the request prints nothing: its descriptors lead to /dev/null."""
-    monkeypatch.setattr(control, "SOON_S", 0.05)
-    monkeypatch.setattr(control.targets, "host_and_stopped", lambda *_: ("", [41, 42]))
-    monkeypatch.setattr(actions, "send", lambda *_: "1")
     late = {"ok": True, "text": "noted"}
-    monkeypatch.setattr(actions, "answer", lambda _path, _id, s: late if s > 0.05 else None)
+    replied(monkeypatch, lambda _, __, s: late if s > 0.05 else None, (41, 42), SOON_S=0.05)
     code, out, err = said(capsys, "do", launch, "note", "text=x")
     assert (code, "noted" in out) == (0, True)
     assert "the supervisor (pid 41 42) is stopped, kill -CONT 41 42 resumes it" in err
@@ -255,10 +260,7 @@ def test_a_request_that_was_sent_is_not_called_unknown(launch, tmp_path, capsys,
         time.sleep(600 * looked.exists())
         looked.touch()
 
-    monkeypatch.setattr(control, "SPARE_S", 0.2)
-    monkeypatch.setattr(control.targets, "host_and_stopped", lambda *_: ("", []))
-    monkeypatch.setattr(actions, "send", lambda *_: "1")
-    monkeypatch.setattr(actions, "answer", answer)
+    replied(monkeypatch, answer, SPARE_S=0.2)
     code, _, err = said(capsys, "do", launch, "note", "text=x", "--timeout", 3)
     assert (code, "note was sent; see" in err, "unknown" in err) == (5, True, False)
 
@@ -272,10 +274,7 @@ def test_the_search_for_stopped_processes_after_a_request_has_a_time_limit(
         time.sleep(20 * (time.monotonic() > hangs_at))
         return "", []
 
-    monkeypatch.setattr(control, "SOON_S", 0.1)
-    monkeypatch.setattr(control.targets, "host_and_stopped", search)
-    monkeypatch.setattr(actions, "send", lambda *_: "1")
-    monkeypatch.setattr(actions, "answer", lambda *given: time.sleep(given[2]))
+    replied(monkeypatch, lambda *given: time.sleep(given[2]), search, SOON_S=0.1)
     code, _, err = said(capsys, "do", launch, "note", "text=x", "--timeout", 2)
     assert (code, "does not answer within 2 s: note was sent; see" in err) == (5, True), err
 

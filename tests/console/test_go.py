@@ -32,10 +32,8 @@ def completed(path, **losses):
 
 
 def plan_gates(path, gates, *phases):
-    planned = rundir.read_json(path / rundir.PLAN) or {}
     for index in phases or (0, 1):
-        planned["phases"][index]["gates"] = gates
-    directory.document(path / rundir.PLAN, planned)
+        directory.change_at(path / rundir.PLAN, "phases", index, "gates", to=gates)
 
 
 @pytest.fixture
@@ -92,9 +90,7 @@ def test_a_halted_run_whose_gates_passed_is_compared_with_its_records(launch, ca
     directory.change(run / rundir.SUPERVISOR, state="halted")
     code, out = said(capsys, "check", run, "--full")
     assert "not confirmed: gate loss_finite is passed in gates.json and failed by" in out, out
-    document = rundir.read_json(run / rundir.GATES) or {}
-    document["gates"][0]["result"] = "fail"
-    directory.document(run / rundir.GATES, document)
+    directory.change_at(run / rundir.GATES, "gates", 0, "result", to="fail")
     assert "based only on gates.json" in said(capsys, "check", run, "--full")[1]
 
 
@@ -109,8 +105,7 @@ def test_a_plan_that_waits_is_go_so_far_and_names_what_has_not_run(launch, capsy
 
 def test_a_screen_reads_the_logs_of_a_completed_run_only_once(launch, monkeypatch):
     run, calls, read = launch / "1-second", [], gate_files.read
-    born = rundir.read_json(run / rundir.RUN) or {}
-    directory.document(run / rundir.RUN, born | {"gates": BOUNDS | {"no_log_errors": True}})
+    directory.change(run / rundir.RUN, gates=BOUNDS | {"no_log_errors": True})
     monkeypatch.setattr(gate_files, "read", lambda *given: calls.append(given) or read(*given))
     source = RunSource(run)
     for _ in range(3):

@@ -12,8 +12,8 @@ import pytest
 from console.plans import report
 from console.sources.rank_totals import FIGURES
 from tests.console.sources import directory
-from tests.console.sources.test_snapshot import HOSTILE as DOCUMENTS
-from tests.console.sources.test_snapshot import places, put
+from tests.console.sources.written_runs import HOSTILE as DOCUMENTS
+from tests.console.sources.written_runs import places, put
 from tests.console.test_cli_answers import said
 from tests.console.test_go import BOUNDS, PASSED, plan_gates
 from trainers.contract import rundir
@@ -182,6 +182,21 @@ def live(launch, **bounds):
     return run
 
 
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"steps_done": 5}, ("no go yet", "3 passed, 0 unknown, 0 failed")),
+        ({"grad_norm_above": 0.9}, ("FAIL grad_norm_above: 0.5", "1 failed")),
+    ],
+    ids=["all passed so far", "one that no later record can help"],
+)
+def test_a_live_run_is_no_go_whatever_its_gates_are_so_far(launch, capsys, bounds, words):
+    live(launch, **bounds)
+    with directory.owned(launch):
+        code, out, _ = said(capsys, "check", launch)
+    assert (code, *(each in out for each in words)) == (1, True, True), out
+
+
 def test_check_of_a_live_run_says_what_holds_so_far(launch, capsys):
     live(launch)
     with directory.owned(launch):
@@ -207,13 +222,6 @@ def test_no_text_gives_the_loss_of_a_foreign_program_a_unit(launch, capsys, tmp_
         assert ["nats/token" in text for text in texts] == [bool(settings)] * 4, texts
 
 
-def test_gates_of_a_live_run_that_all_passed_so_far_are_no_go_yet(launch, capsys):
-    live(launch, steps_done=5)
-    with directory.owned(launch):
-        code, out, _ = said(capsys, "check", launch)
-    assert (code, "no go yet" in out, "3 passed, 0 unknown, 0 failed" in out) == (1, True, True)
-
-
 @pytest.mark.decision("go-run", "lie")
 def test_results_that_stand_in_the_directory_of_a_live_run_are_no_go(launch, capsys):
     """Anybody may write the file, and the supervisor writes it before the final state."""
@@ -226,11 +234,3 @@ def test_results_that_stand_in_the_directory_of_a_live_run_are_no_go(launch, cap
         assert (code, "gates so far: 2 passed, 1 unknown, 0 failed" in out) == (1, True), out
         assert "3,000" not in said(capsys, "status", launch)[1]
         assert "**no go yet: the run has not ended**" in said(capsys, "report", launch)[1]
-
-
-def test_check_of_a_live_run_fails_where_no_later_record_can_help(launch, capsys):
-    live(launch, grad_norm_above=0.9)
-    with directory.owned(launch):
-        code, out, _ = said(capsys, "check", launch)
-    assert (code, "FAIL grad_norm_above: 0.5" in out) == (1, True), out
-    assert "1 failed" in out

@@ -240,8 +240,7 @@ def test_between_two_attempts_only_requests_count(facts, state, why):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
-    [([], ""), ([3], "rank 3 still runs"), (range(9), "ranks 0-8 still run")],
+    ("ranks", "words"), [([], ""), ([3], "rank 3 still runs"), (range(9), "ranks 0-8 still run")]
 )
 def test_living_ranks_are_named(ranks, words):
     workers = [rundir.identity() | {"rank": rank, "exit": None} for rank in ranks]

@@ -87,10 +87,7 @@ def test_no_request_goes_where_everybody_may_write(tmp_path):
     path.chmod(0o700)
     (path / rundir.REQUESTS).mkdir()
     (path / rundir.REQUESTS).chmod(0o777)
-    with (
-        directory.owned(path),
-        pytest.raises(RefusedError, match="every user can write into"),
-    ):
+    with directory.owned(path), pytest.raises(RefusedError, match="every user can write into"):
         actions.send(path, "note", {"text": "x"}, "tester")
     assert listing(path / rundir.REQUESTS) == []
 

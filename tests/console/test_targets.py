@@ -36,11 +36,6 @@ def made(path: Path, name: str = "", created: object = None, written: float | No
     return made_at
 
 
-def forget_directory(path: Path) -> None:
-    born = path / "0-first" / rundir.RUN
-    directory.document(born, json.loads(born.read_text()) | {"environment": {}})
-
-
 def said(capsys, *words: object) -> tuple[int, str]:
     """Returns exit code and standard error of a command."""
     code = cli.main([str(word) for word in words])
@@ -97,7 +92,7 @@ def test_a_directory_that_is_a_copy_or_was_moved_is_only_looked_at(tmp_path, cap
 @pytest.mark.decision("target-id", "absent")
 def test_a_run_without_a_recorded_directory_needs_a_directory_as_name(tmp_path):
     path = made(tmp_path / "r1")
-    forget_directory(path)
+    directory.change(path / "0-first" / rundir.RUN, environment={})
     assert launches.find("r1", tmp_path) == path
     with pytest.raises(RefusedError, match="give the directory"):
         launches.find("r1", tmp_path, act=True)
@@ -196,9 +191,7 @@ def test_documents_of_a_living_supervisor_in_a_copy_are_refused(launched, tmp_pa
     with pytest.raises(RefusedError, match=f"its records name {launched.path}; give that"):
         actions.send(copy, action, args, "tester")
     born = copy / launched.run().name / rundir.RUN
-    record = json.loads(born.read_text())
-    record["environment"][environ.RUN_DIR] = str(born.parent)
-    directory.document(born, record)
+    directory.change_at(born, "environment", environ.RUN_DIR, to=str(born.parent))
     with pytest.raises(RefusedError, match=r"the lock in it is not held, so it is a copy"):
         actions.send(copy, action, args, "tester")
     assert not list(copy.glob(f"*/{rundir.REQUESTS}/*"))
@@ -305,12 +298,8 @@ def test_a_phase_directory_that_is_none_is_not_followed(tmp_path, capsys, named)
     path = made(tmp_path / "plan" / "r1")
     directory.run(path.parent)
     directory.beat(path.parent, 0, 7)
-    state = json.loads((path / rundir.PLAN_STATE).read_text())
-    state["phases"][0]["dir"] = named
-    directory.document(path / rundir.PLAN_STATE, state)
-    plan = json.loads((path / rundir.PLAN).read_text())
-    plan["phases"][0]["dir"] = named
-    directory.document(path / rundir.PLAN, plan)
+    for name in (rundir.PLAN_STATE, rundir.PLAN):
+        directory.change_at(path / name, "phases", 0, "dir", to=named)
     seen = RunSource(path).poll()
     assert (seen.path, seen.step) == (str(path / "0-first"), None), "whose processes live"
     assert seen.launch.why == "the directory of phase 0 is not named <n>-<phase>"

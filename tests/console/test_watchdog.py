@@ -134,8 +134,7 @@ def test_without_halt_it_only_says_so(run):
 
 
 def test_a_healthy_run_is_left_alone_to_its_end(run):
-    born = json.loads((run / rundir.RUN).read_text())
-    directory.document(run / rundir.RUN, born | {"watch": PATIENT})
+    directory.change(run / rundir.RUN, watch=PATIENT)
 
     def train() -> None:
         for step in range(100, 1500, 20):

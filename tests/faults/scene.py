@@ -151,11 +151,7 @@ class Scene:
         self._words, self._left = "nothing to see", "0 files"
 
     def inject(
-        self,
-        started: Started,
-        act: Callable[[], object],
-        seen: Seen,
-        cause: Seen | None = None,
+        self, started: Started, act: Callable[[], object], seen: Seen, cause: Seen | None = None
     ) -> str:
         """Injects a fault and waits until a console shows the fault; returns the words.
 

@@ -17,10 +17,7 @@ TARGETS, NVML = f"{CONSOLE}/test_targets.py", f"{CONSOLE}/sources/test_nvml.py"
 SAVER, RESUME = f"{TRAINERS}/test_saver.py", f"{TRAINERS}/test_resume.py"
 SECURITY = f"{CONSOLE}/test_security.py"
 TUI, CROSS_CHECK = f"{CONSOLE}/tui", f"{CONSOLE}/supervisor/test_cross_check.py"
-PARSING, TAILING = (
-    f"{CONSOLE}/plans/test_flags_and_plan.py",
-    f"{CONSOLE}/sources/test_tail.py",
-)
+PARSING, TAILING = (f"{CONSOLE}/plans/test_flags_and_plan.py", f"{CONSOLE}/sources/test_tail.py")
 
 
 @dataclass(frozen=True, slots=True)

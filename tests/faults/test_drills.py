@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.drill_cases import BY_NAME, CASES, EITHER, OTHER_PHASES, Case, Truth, chosen, truth
 from benchmarks.drill_faults import AUTHORS, CAUSES, FAULTS
 from benchmarks.drill_inject_more import INJECT, PREPARE
-from benchmarks.drill_score import (
-    Result,
-    Said,
-    Score,
-    confusion,
-    report,
-    said_by,
-    score,
-)
+from benchmarks.drill_score import Result, Said, Score, confusion, report, said_by, score
 from benchmarks.drills import drill, ended_by
 from tests.launches import PROGRAMS
 

@@ -18,18 +18,11 @@ from console.commands.watchdog import make_watchdog
 from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import offline
+from tests.console.sources import directory
 from tests.faults.conftest import WATCH
-from tests.faults.scene import (
-    all_run,
-    console,
-    order,
-    plant_kill,
-    sentence_of,
-    state_of,
-    status,
-)
+from tests.faults.scene import all_run, console, order, plant_kill, sentence_of, state_of, status
 from tests.launches import STUB, phase
-from trainers.contract import rundir
+from trainers.contract import environ, rundir
 
 ACTED_S = 6.0
 """Longer than the time until a watch rule restarts a run: three limits, and the polls."""
@@ -254,9 +247,8 @@ def test_a_restart_waits_for_a_directory_that_cannot_be_read(scene, launch):
 def test_no_attempt_begins_in_the_directory_of_another_run(scene, launch):
     started = launch()
     token = started.token()
-    born = rundir.read_json(started.run() / rundir.RUN)
-    born["environment"]["NSA_CONSOLE_TOKEN"] = secrets.token_hex(8)
-    rundir.write_json(started.run() / rundir.RUN, born)
+    born, other = started.run() / rundir.RUN, secrets.token_hex(8)
+    directory.change_at(born, "environment", environ.TOKEN, to=other)
     os.kill(started.pids()[1], signal.SIGKILL)
     ended = started.wait_end()
     assert "belongs to another run; no further attempt starts" in ended["why"]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,10 +22,10 @@ from console.commands import control
 from console.sources import process, stacks
 from console.sources.pace import KEPT_STEPS
 from console.sources.run import RunSource
+from tests.faults.harm import HOSTILE, skipped_since, spray, stopped
 from tests.faults.scene import (
     CONSOLE,
     ROOT,
-    Seen,
     console,
     order,
     sentence_of,
@@ -42,20 +42,6 @@ DEFAULT_PORTS = (29400, 29500)
 WATCH = {"stall_floor_s": 2, "startup_s": 60, "grace_s": 2}
 STILL_S = 4.5
 """Longer than the stall limit and the time until the supervisor's next poll together."""
-
-
-def spray(started, until: threading.Event) -> None:
-    """Sends SIGUSR1 to the processes of the run and their groups until `until` is set."""
-    while not until.wait(0.02):
-        agent = (started.state().get("torchrun") or {}).get("pid")
-        if not agent:
-            continue
-        for pid in {agent, *process.with_token(started.token())}:
-            for send in (os.kill, os.killpg):
-                try:
-                    send(pid, signal.SIGUSR1)
-                except ProcessLookupError:
-                    continue
 
 
 @pytest.fixture(scope="module")
@@ -176,10 +162,7 @@ def test_a_killed_console_is_opened_again_on_the_same_run(scene, run, pids):
 @pytest.mark.fault("4")
 def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, pids, orders):
     words = scene.inject(
-        run,
-        lambda: order(orders, 1, f"sleep {5 * STILL_S}"),
-        stalled(),
-        cause=verdict_of("sleep"),
+        run, lambda: order(orders, 1, f"sleep {5 * STILL_S}"), stalled(), verdict_of("sleep")
     )
     assert "rank 1 has been stalled in forward of step" in words
     assert "rank 0 waits in backward" in words
@@ -188,10 +171,7 @@ def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, 
 @pytest.mark.fault("5")
 def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, pids, orders):
     words = scene.inject(
-        run,
-        lambda: order(orders, 1, f"gil {8 * STILL_S}"),
-        stalled(),
-        cause=verdict_of("native"),
+        run, lambda: order(orders, 1, f"gil {8 * STILL_S}"), stalled(), verdict_of("native")
     )
     assert "rank 1 has been stalled in forward of step" in words
     answer = run.ask("dump")
@@ -201,15 +181,6 @@ def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, 
     held = run.wait(lambda: stacks.latest(run.run(), [1]).get(1)).threads
     assert [thread.name for thread in held] == ["main"]
     assert "hold_the_gil" in [frame.function for frame in held[0].frames]
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[Callable[[], None]]:
-    """Yields a function that stops a process; afterwards, the process is resumed."""
-    try:
-        yield lambda: os.kill(pid, signal.SIGSTOP)
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.fault("8")
@@ -302,11 +273,6 @@ def test_a_wall_clock_that_jumps_is_no_stall_and_no_negative_time(run, pids, ord
     assert told() == events
 
 
-HOSTILE = (
-    b"\0" * 3000 + b"\n", b"\xff\xfe\x80\n", b"[1, 2]\n", b'"text"\n', b"{}\n", b"null\n",
-    b"[" * 100_000 + b"\n", b'{"v": 1, "rank": 0, "msg": "progress", "step": NaN}\n',
-    b'{"v": 1, "rank": 0, "msg": "progress", "step": 1e400, "attempt": 1}\n', b'{"v": 1, "ra\n',
-)  # fmt: skip
 LONGEST_LINE = 100 << 20
 PEAK = """
 import sys
@@ -314,14 +280,6 @@ from console import cli
 cli.main(["status", sys.argv[1]])
 print(next(line for line in open("/proc/self/status") if "VmHWM" in line), file=sys.stderr)
 """
-
-
-def skipped_since(before: int) -> Seen:
-    """Looks for as many new skipped records as `HOSTILE` has."""
-    return lambda state: (
-        f"{state.skipped_records} records were skipped"
-        if state.skipped_records >= before + len(HOSTILE) else ""
-    )  # fmt: skip
 
 
 @pytest.mark.fault("21")
@@ -348,7 +306,7 @@ def test_garbage_among_the_records_is_counted_and_costs_bounded_memory(scene, ru
             [sys.executable, "-c", PEAK, str(run.path)], cwd=ROOT, capture_output=True, text=True
         )
         assert int(done.stderr.split()[-2]) < 100 << 10, done.stderr
-        assert rss_mib(supervisor) < 48
+        assert process.Meter().sample(supervisor).rss_mib < 48
     finally:
         fifo.unlink()
         folder.rmdir()
@@ -369,11 +327,6 @@ def test_records_that_are_deleted_or_replaced_disturb_nobody(scene, run, pids, t
     mine.unlink()
     scene.inject(run, lambda: mine.write_bytes(b"".join(HOSTILE)), skipped_since(before))
     shutil.move(aside, mine)
-
-
-def rss_mib(pid: int) -> float:
-    with open(f"/proc/{pid}/status") as stream:
-        return next(int(line.split()[1]) for line in stream if line.startswith("VmRSS")) / 1024
 
 
 ESCAPES = "\x1b]52;c;cHduZWQ=\x07\x1b]0;pwned\x07\x1b[2J\x1b[31m[red]boo[/red]\u202e marker\x9b6n"

@@ -118,16 +118,10 @@ FIGURES = [
 
 @decision("act-on-figure", "lie")
 def test_a_loss_that_is_nan_on_another_rank_raises_an_alert_and_no_action():
-    found = changes(lambda step: nan_on_rank_1(step), "non_finite", 300)
+    found = changes(lambda step: figures(step, {}, BAD["non_finite"]), "non_finite", 300)
     assert kinds(found) == ["raise", "withhold"]
     assert found[0][1].startswith("the loss of rank 1 of step")
     assert "rank 0 records another value" in found[-1][1]
-
-
-def nan_on_rank_1(step):
-    good, bad = (progress_of({"rank": r, "step": step} | GOOD | more)
-                 for r, more in enumerate(({}, BAD["non_finite"])))  # fmt: skip
-    return {"fresh": (good, bad), "progress": {0: good, 1: bad}}
 
 
 def figures(step, first, second=None, csv=None):
@@ -136,7 +130,7 @@ def figures(step, first, second=None, csv=None):
     if second is not None:
         found[1] = progress_of({"rank": 1, "step": step} | GOOD | second)
     row = None if csv is None else progress_of({"step": step} | csv)
-    return {"fresh": (own,), "progress": found, "csv": row}
+    return {"fresh": tuple(found.values()), "progress": found, "csv": row}
 
 
 @pytest.mark.parametrize(("rule", "second", "csv", "text"), FIGURES)

@@ -12,13 +12,15 @@ from console.diagnose.verdict import diagnose
 from console.model import Gpu
 from console.sources.descriptors import BlockedOn
 from console.sources.stacks import Frame
-from tests.console.diagnose.test_causes import (
+from tests.console.diagnose.stalled_ranks import (
     IDLE,
     NOW,
     OWN,
+    PAIR,
     PEERS,
     TORCH,
     WATCH,
+    expect,
     explained,
     flight,
     rank,
@@ -30,12 +32,13 @@ SPINS = Gpu(0, "NVIDIA H100", "ok", 100.0, 120.3, 700.0, minor=0)
 COMPUTES, AT_REST = replace(SPINS, power_w=610.0), replace(SPINS, util_pct=0.0, power_w=74.0)
 SILENT = Gpu(0, "NVIDIA H100", "error", why="no answer for 9 s", minor=0)
 BUSY = replace(IDLE, state="R", main=BlockedOn("none", ""))
+ALL_OWN = {0: stack(0, OWN), 1: stack(1, OWN)}
 
 
-def alone(gpus):
+def alone(gpus, process=BUSY):
     """Returns the evidence of one rank that uses a core in one line of its own code."""
     return Evidence(
-        {0: BUSY}, {0: replace(BUSY, cpu_ticks=300, mono=2.0)}, {0: stack(0, OWN)},
+        {0: process}, {0: replace(process, cpu_ticks=300, mono=2.0)}, {0: stack(0, OWN)},
         gpus={} if gpus is None else {0: gpus},
     )  # fmt: skip
 
@@ -73,25 +76,20 @@ def pair(first_gpu, second_gpu, second=OWN):
 
 
 def test_the_rank_whose_gpu_is_idle_while_the_others_wait_on_theirs_is_named():
-    found = explained(pair(SPINS, AT_REST), rank(0), rank(1))
-    assert (found.rank, found.cause, found.sure) == (1, "busy", "medium")  # or "native"
+    found = expect(pair(SPINS, AT_REST), PAIR, "busy", 1, "medium")  # or "native"
     assert any("GPU 1 at 0 %" in line for line in found.evidence)
 
 
 def test_a_lost_gpu_names_its_rank():
     lost = Gpu(1, "NVIDIA H100", "lost", why="lost: Xid 79", minor=1)
-    found = explained(pair(SPINS, lost), rank(0), rank(1))
+    found = explained(pair(SPINS, lost), *PAIR)
     assert found.rank == 1
     assert any("GPU 1 lost: Xid 79" in line for line in found.evidence)
 
 
 def test_the_rank_whose_gpu_computes_while_the_others_spin_is_named():
-    found = explained(
-        replace(pair(SPINS, COMPUTES), stacks={0: stack(0, OWN), 1: stack(1, OWN)}, flights={}),
-        rank(0), rank(1),
-    )  # fmt: skip
-    assert (found.rank, found.cause) == (1, "device")
-    assert found.sure != "high"
+    found = replace(pair(SPINS, COMPUTES), stacks=ALL_OWN, flights={})
+    found = expect(found, PAIR, "device", 1, "medium")
     assert "which computes" in found.sentence
 
 
@@ -100,37 +98,26 @@ def test_a_gpu_without_figures_is_at_most_low_and_no_endless_loop():
     unknown = replace(SPINS, util_pct=None)
     for rows in ((unknown,), ()):
         evidence = replace(pair(SPINS, SPINS), gpus={0: (SPINS,), 1: rows})
-        found = explained(evidence, rank(0), rank(1))
-        assert (found.rank, found.cause, found.sure) == (1, "device", "low"), found.sentence
+        expect(evidence, PAIR, "device", 1, "low")
 
 
 def test_another_thread_that_uses_a_core_makes_no_wait_of_the_main_thread():
     asleep = replace(IDLE, main=BlockedOn("timer", "a timer"))
-    evidence = Evidence(
-        {0: asleep}, {0: replace(asleep, cpu_ticks=300, mono=2.0)}, {0: stack(0, OWN)},
-        gpus={0: (SPINS,)},
-    )  # fmt: skip
-    found = explained(evidence, rank(0))
+    found = explained(alone((SPINS,), asleep), rank(0))
     assert found.cause == "sleep", found.sentence
 
 
 def test_a_rank_that_shares_its_core_waits_in_the_same_frame_as_the_others():
     """Rank 1 is in state S in both samples, and uses less than a whole core."""
-    slow = replace(BUSY, state="S", main=BlockedOn("none", ""))
-    evidence = Evidence(
-        {0: BUSY, 1: slow},
-        {0: replace(BUSY, cpu_ticks=300, mono=2.0), 1: replace(slow, cpu_ticks=180, mono=2.0)},
-        {0: stack(0, OWN), 1: stack(1, OWN)},
-        gpus={0: (SPINS,), 1: (replace(SPINS, index=1, minor=1),)},
-    )
-    found = explained(evidence, rank(0), rank(1))
-    assert (found.rank, found.cause) == (None, "device")
+    slow, whole = replace(BUSY, state="S"), pair(SPINS, SPINS)
+    after = {**whole.after, 1: replace(slow, cpu_ticks=180, mono=2.0)}
+    found = replace(whole, before={0: BUSY, 1: slow}, after=after, stacks=ALL_OWN, flights={})
+    expect(found, PAIR, "device", None, "medium")
 
 
 def test_ranks_that_all_wait_for_their_gpus_blame_nobody():
-    evidence = replace(pair(SPINS, SPINS), stacks={0: stack(0, OWN), 1: stack(1, OWN)}, flights={})
-    found = explained(evidence, rank(0), rank(1))
-    assert (found.rank, found.cause, found.sure) == (None, "device", "medium")
+    evidence = replace(pair(SPINS, SPINS), stacks=ALL_OWN, flights={})
+    found = expect(evidence, PAIR, "device", None, "medium")
     assert "each waits for its GPU" in found.sentence
 
 
@@ -164,7 +151,7 @@ def test_a_rank_without_a_device_file_uses_no_gpu():
 def test_python_code_is_no_wait_for_a_gpu_whose_file_is_only_open(waits, cause):
     """A CPU program that counts the GPUs has their files open, as was seen on an H100."""
     found = replace(runs(waits), gpus={0: (), 1: ()})
-    assert explained(found, rank(0), rank(1)).cause == cause
+    assert explained(found, *PAIR).cause == cause
 
 
 def test_the_next_step_of_ranks_that_all_wait_for_their_gpus_names_a_process():

@@ -6,18 +6,26 @@ from dataclasses import replace
 
 from console.diagnose.evidence import Evidence
 from console.diagnose.verdict import diagnose
-from console.sources.descriptors import BlockedOn
 from console.sources.flight import Collective, FlightRecord
-from console.sources.stacks import Frame
-from tests.console.diagnose.test_causes import IDLE, NOW, OWN, PEERS, TORCH, WATCH, rank, stack
+from tests.console.diagnose.stalled_ranks import (
+    IDLE,
+    NOW,
+    OWN,
+    PEERS,
+    WATCH,
+    collective,
+    rank,
+    stack,
+)
+
+JOINS = collective("_new_process_group_helper")[0]
 
 
 def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
     """This happens, for example, if a rank expects more ranks than there are."""
-    joins = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2169, "_new_process_group_helper")
     found = Evidence(
-        dict.fromkeys((0, 1), IDLE), {n: replace(IDLE, mono=2.0) for n in (0, 1)},
-        {n: stack(n, joins, OWN) for n in (0, 1)},
+        dict.fromkeys((0, 1), IDLE), dict.fromkeys((0, 1), replace(IDLE, mono=2.0)),
+        {n: stack(n, JOINS, OWN) for n in (0, 1)},
     )  # fmt: skip
     ranks = [rank(n, "boot", 0) for n in (0, 1)]
     verdict = diagnose(ranks, replace(WATCH, startup_s=5.0), NOW, found)
@@ -27,14 +35,12 @@ def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
 
 def test_of_several_ranks_that_have_not_joined_none_is_blamed_for_certain():
     """For example, rank 3 expects five ranks, ranks 1 and 2 wait for it, and rank 0 has joined."""
-    joins = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2169, "_new_process_group_helper")
-    late = replace(IDLE, main=BlockedOn("futex", "a lock, an event or a future (futex)"))
-    processes = {0: IDLE, **dict.fromkeys((1, 2, 3), late)}
+    processes = dict.fromkeys(range(4), IDLE)
     group = "gloo 0 default_pg"
     first = Collective(group, 1, "all_gather", "[1] int64", False)
     found = Evidence(
-        processes, {n: replace(p, mono=2.0) for n, p in processes.items()},
-        {0: stack(0, *PEERS), **{n: stack(n, joins, OWN) for n in (1, 2, 3)}},
+        processes, dict.fromkeys(processes, replace(IDLE, mono=2.0)),
+        {0: stack(0, *PEERS), **{n: stack(n, JOINS, OWN) for n in (1, 2, 3)}},
         {0: FlightRecord(0, NOW, "x", {group: 1}, (first,)),
          **{n: FlightRecord(n, NOW, "x", {}, ()) for n in (1, 2, 3)}},
     )  # fmt: skip

@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.diagnose.rank_evidence import RankEvidence, limit_s
-from console.diagnose.verdict import (
-    BEING_READ,
-    COLLECTING,
-    LOOK_AT_STACKS,
-    NO_EVIDENCE,
-    diagnose,
-)
+from console.diagnose.verdict import BEING_READ, COLLECTING, LOOK_AT_STACKS, NO_EVIDENCE, diagnose
 from console.plan import Watch
 from trainers.contract.pulse import PHASES
 
@@ -224,19 +218,13 @@ def test_ranks_that_moved_within_three_seconds_never_get_a_verdict(ranks):
 
 
 def test_the_first_verdict_says_that_the_evidence_is_being_collected():
-    ranks = (
-        RankEvidence(0, 1000, "S", 41, "backward", 90.0),
-        RankEvidence(1, 1001, "S", 41, "forward", 90.0),
-    )
+    ranks = rank(0, "backward", 90.0), rank(1, unchanged=90.0)
     for evidence, words in ((COLLECTING, BEING_READ), (NO_EVIDENCE, LOOK_AT_STACKS)):
         assert diagnose(ranks, Watch(), NOW, evidence).sentence.endswith(f"; {words}")
 
 
 def test_the_evidence_on_a_stopped_rank_has_the_limit_that_it_exceeded():
-    ranks = (
-        RankEvidence(0, 1000, "S", 41, "backward", 4.0),
-        RankEvidence(1, 1001, "T", 41, "forward", 4.0),
-    )
+    ranks = early(0, "backward"), early(1, state="T")
     lines = diagnose(ranks, Watch(), NOW).evidence
     assert any("unchanged for 4 s, limit 3 s because it is stopped" in line for line in lines)
     assert any("unchanged for 4 s, limit 60 s" in line for line in lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -105,11 +104,6 @@ Without third readings, the rule stays raised until the attempt ends.
 """
 
 
-def confirmed(second, **fields):
-    """Returns readings in which the records confirm a stall."""
-    return Readings(mono=second, ts=1e9 + second, stall_doubt="", **fields)
-
-
 class Clock:
     """Updates a watchdog once a second."""
 
@@ -122,7 +116,8 @@ class Clock:
         for _ in range(seconds):
             self.now, self.tick = self.now + 1, self.tick + 1
             given = make(self.now, self.tick) if make else {}
-            changes = self.dog.update(Readings(mono=self.now, ts=1e9 + self.now, **given))
+            given = {"ts": 1e9 + self.now} | given
+            changes = self.dog.update(Readings(mono=self.now, **given))
             found += [(self.now, c.kind, c.rule.name) for c in changes]
         return found
 
@@ -177,12 +172,11 @@ def test_a_strong_action_needs_a_severe_value_without_a_pause(monkeypatch, betwe
                lambda now, _history, _watch: Measured(now.host_free_mib, "it is odd"),
                lambda _now, _history: "", action="halt", severe=2.0)  # fmt: skip
     monkeypatch.setattr(rules, "TABLE", (row,))
-    dog, values = Watchdog(WATCH), [*[2.0] * 25, *[between] * 5, *[2.0] * 15]
-    changes = [
-        change for second, value in enumerate(values)
-        for change in dog.update(Readings(mono=second, ts=1e9 + second, host_free_mib=value))
-    ]  # fmt: skip
-    assert [change.kind for change in changes] == kinds
+    values = [*[2.0] * 25, *[between] * 5, *[2.0] * 15]
+    changes = Clock(Watchdog(WATCH)).run(
+        lambda _now, tick: {"host_free_mib": values[tick - 1]}, len(values)
+    )
+    assert [kind for _, kind, _ in changes] == kinds
 
 
 def test_a_rule_that_reads_a_figure_without_a_field_is_told_where_it_belongs(monkeypatch):
@@ -192,95 +186,6 @@ def test_a_rule_that_reads_a_figure_without_a_field_is_told_where_it_belongs(mon
     monkeypatch.setattr(rules, "TABLE", (Rule("warm", "warmth", "", 1.0, 0.5, 0.0, rate),))
     with pytest.raises(AttributeError, match="'warmth' of a record to the fields of Progress"):
         Clock(Watchdog(WATCH)).run(records(), 1)
-
-
-def gpu_texts(*moments: tuple[Gpu, ...], actions=None, began=0):
-    """Returns second, kind and text of each change of the GPU rules; one moment for each second."""
-    dog, found = Watchdog(WATCH, actions or {}), []
-    for second, moment in enumerate(moments, began):
-        changes = dog.update(Readings(mono=second, ts=1e9 + second, gpus=moment))
-        found += [(second, c.kind, c.text if c.kind != "act" else c.action) for c in changes]
-    return found
-
-
-def with_xids(index: int, *numbers: int, second: float) -> Gpu:
-    return replace(
-        GPU, index=index, xid=numbers[-1], xids=numbers, xid_count=len(numbers), xid_ts=1e9 + second
-    )
-
-
-def at(second: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(1e9 + second))
-
-
-def test_each_xid_is_reported_with_its_gpu_and_clears_after_ten_minutes():
-    well, other = replace(GPU, index=3), replace(GPU, index=4)
-    first, again = with_xids(3, 79, second=5), with_xids(3, 79, 79, second=40)
-    elsewhere = with_xids(4, 31, second=60)
-    said = gpu_texts(
-        *[(well, other)] * 5, *[(first, other)] * 35, *[(again, other)] * 20,
-        *[(again, elsewhere)] * 700,
-    )  # fmt: skip
-    both = f"Xid 79 on GPU 3, 2 times, last {at(40)}; Xid 31 on GPU 4 at {at(60)}"
-    assert said == [
-        (5, "raise", f"Xid 79 on GPU 3 at {at(5)}"),
-        (40, "clear", "replaced by the next alert"),
-        (40, "raise", f"Xid 79 on GPU 3, 2 times, last {at(40)}"),
-        (60, "clear", "replaced by the next alert"),
-        (60, "raise", both),
-        (660, "clear", "xid cleared"),
-    ]
-
-
-def test_many_xids_are_reported_a_few_times_with_their_number():
-    moments = [(with_xids(0, *[31] * (1 + second), second=second),) for second in range(60)]
-    said = [text for _, kind, text in gpu_texts((GPU,), *moments, began=-1) if kind == "raise"]
-    assert len(said) == 6
-    assert said[-1] == f"Xid 31 on GPU 0, 51 times, last {at(50)}"
-
-
-def test_an_xid_that_ended_the_attempt_before_is_reported():
-    """The Xid came after the last update of the former attempt."""
-    assert gpu_texts((with_xids(3, 79, second=-4),)) == [
-        (0, "raise", f"Xid 79 on GPU 3 at {at(-4)}")
-    ]
-    assert gpu_texts((with_xids(3, 79, second=-700),), (GPU,)) == []
-
-
-def test_a_gpu_that_is_lost_again_or_another_one_is_reported_again():
-    zero, one = GPU, replace(GPU, index=1)
-    lost, lost_one = replace(zero, state="lost", why="lost"), replace(one, state="lost", why="lost")
-    said = gpu_texts(
-        *(*[(lost, one)] * 20, *[(lost, lost_one)] * 20) * 2,
-        *[(zero, one)] * 5, *[(zero, lost_one)] * 5,
-    )  # fmt: skip
-    both = "GPU 0 is lost; GPU 1 is lost"
-    assert [(second, text) for second, kind, text in said if kind == "raise"] == [
-        (0, "GPU 0 is lost"), (20, both), (60, both), (85, "GPU 1 is lost"),
-    ]  # fmt: skip
-
-
-def test_a_gpu_without_values_clears_none_of_its_alerts_and_has_its_own():
-    hot = replace(GPU, throttle="hardware thermal")
-    silent = replace(GPU, state="error", why="NVML has not answered for 6 s", throttle="")
-    other = replace(GPU, index=1)
-    said = gpu_texts(*[(hot, other)] * 70, *[(silent, other)] * 30, *[(hot, other)] * 5)
-    assert said == [
-        (60, "raise", "GPU 0 is throttled (hardware thermal)"),
-        (80, "raise", "NVML returns no values for GPU 0 (NVML has not answered for 6 s)"),
-        (100, "clear", "gpu_silent cleared"),
-    ]
-
-
-def test_memory_errors_are_reported_again_and_clear_after_a_reset():
-    worse = [replace(GPU, ecc_uncorrected=count) for count in (3, 4, 7)]
-    reset = replace(GPU, ecc_uncorrected=0)
-    said = gpu_texts(*[(gpu,) for gpu in worse for _ in range(20)], *[(reset,)] * 3)
-    start = "uncorrected memory errors in this attempt:"
-    assert [text for _, _, text in said] == [
-        f"{start} 1 on GPU 0", "replaced by the next alert", f"{start} 4 on GPU 0",
-        "ecc cleared",
-    ]  # fmt: skip
 
 
 def test_a_value_that_is_not_measured_raises_nothing_and_clears_nothing():
@@ -325,11 +230,10 @@ def test_the_time_of_a_rank_whose_pulse_is_in_doubt_is_not_the_time_of_a_stall()
 
 
 def test_a_jump_of_the_wall_clock_is_reported_and_then_accepted():
-    dog, kinds = Watchdog(WATCH), []
-    for second in range(200):
-        ts = 1e9 + second + (30 if second > 50 else 0)
-        kinds += [(c.kind, c.rule.name) for c in dog.update(Readings(mono=second, ts=ts))]
-    assert kinds == [("raise", "clock"), ("clear", "clock")]
+    changes = Clock(Watchdog(WATCH)).run(
+        lambda now, tick: {"ts": 1e9 + now + (30 if tick > 50 else 0)}, 200
+    )
+    assert [change[1:] for change in changes] == [("raise", "clock"), ("clear", "clock")]
 
 
 EXITED_LONG_AGO = RankEvidence(1, 101, "gone", 60, "exit", 5000.0)
@@ -347,7 +251,8 @@ EXITED_LONG_AGO = RankEvidence(1, 101, "gone", 60, "exit", 5000.0)
 def test_a_stall_is_acted_upon_after_its_time(action, act_s, others, expected):
     dog, acted = Watchdog(replace(WATCH, stall_act_s=act_s), {"stall": action}), []
     for second in range(400):
-        now = confirmed(second, ranks=(*ranks(float(second)), *others))
+        stalled = (*ranks(float(second)), *others)
+        now = Readings(mono=second, ts=1e9 + second, stall_doubt="", ranks=stalled)
         acted += [(second, c.action) for c in dog.update(now) if c.kind == "act"]
     assert acted == [(expected, action)]
 
@@ -424,9 +329,6 @@ def test_garbage_never_raises(found, figure, more):
                 gpus=(gpu,), disk_free_gib=figure, checkpoint_gib=more[2], newest_ts=figure,
             )
         )  # fmt: skip
-
-
-# --- the changes of a plan -------------------------------------------------------------------
 
 
 def test_a_plan_changes_threshold_duration_and_action_of_a_rule():

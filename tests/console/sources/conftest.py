@@ -1,10 +1,13 @@
-"""Fixtures of the readers: a launch as a supervisor writes it, and its shared memory."""
+"""Fixtures of the readers: a launch and its shared memory, and processes to read."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +23,35 @@ def launch(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def run(launch: Path) -> Path:
+    """Returns the first run of the launch."""
+    return launch / "0-first"
+
+
+@pytest.fixture
 def shared_memory() -> Iterator[Path]:
     """A live directory, as a supervisor makes one."""
     live = Path(f"/dev/shm/nsa-console-test-{os.getpid()}")
     live.mkdir(mode=0o700, exist_ok=True)
     yield live
     shutil.rmtree(live)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts Python programs; after the test, kills them and their process groups."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(program: str, *arguments: object) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-I", "-S", "-c", program, *map(str, arguments)]
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        )
+        started.append(child)
+        return child
+
+    yield run
+    for child in reversed(started):  # a tracer ends before the process that it traces
+        os.killpg(child.pid, signal.SIGKILL) if child.returncode is None else None
+        child.wait()
+        child.stdout.close()

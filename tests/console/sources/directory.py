@@ -139,6 +139,15 @@ def change(path: Path, **fields: Any) -> None:
     document(path, {key: value for key, value in held.items() if value is not ...})
 
 
+def change_at(path: Path, *keys: str | int, to: Any) -> None:
+    """Replaces one value inside a document; `keys` lead to it."""
+    held = inner = json.loads(path.read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = to
+    document(path, held)
+
+
 def beat(path: Path, rank: int, step: int, msg: str = "progress", **figures: Any) -> None:
     file = rundir.heartbeat(path, rank)
     number = file.read_bytes().count(b"\n") + 1 if file.exists() else 1

@@ -133,5 +133,10 @@ class Observer:
             self.reducer.add(batch)
         self._snapshots.poll()
 
+    def save(self) -> None:
+        """Reads all new records, and writes a snapshot."""
+        self.read()
+        self.write()
+
     def write(self) -> None:
         self._snapshots.write()

@@ -1,18 +1,11 @@
-"""The kernel's evidence about real processes, most of which wait."""
+"""The kernel's evidence about processes that wait: what a process waits for, in words."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import fcntl
 import os
-import signal
 import socket
 import sqlite3
-import struct
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,57 +16,19 @@ from hypothesis import strategies as st
 from console.sources import descriptors, procfs
 from console.sources import kernel_evidence as kernel
 from console.sources.descriptors import NOTHING, BlockedOn
-from console.sources.kernel_evidence import ProcessEvidence, collect, cpu_share
-from tests.launches import HANG_GUARD_S, wait_for
-from trainers.contract import rundir
+from console.sources.kernel_evidence import collect
+from tests.console.sources import directory
+from tests.console.sources.waiting_processes import until, waiting
 
-Start = Callable[..., subprocess.Popen[bytes]]
 ME = f"held by pid {os.getpid()} ("
-NOBODY = 2**22 - 3
-"""A pid above the default limit of pids."""
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts Python programs; after the test, kills them and their process groups."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def run(program: str, *arguments: object) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-I", "-S", "-c", program, *map(str, arguments)]
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-        )
-        started.append(child)
-        return child
-
-    yield run
-    for child in reversed(started):  # a tracer ends before the process that it traces
-        os.killpg(child.pid, signal.SIGKILL) if child.returncode is None else None
-        child.wait()
-        child.stdout.close()
-
-
-def until(pid: int, reached: Callable[[ProcessEvidence], bool]) -> ProcessEvidence:
-    """Returns the first reading for which `reached` is true; earlier readings are of the start."""
-
-    def look() -> ProcessEvidence | None:
-        found = collect(pid)
-        return found if found is not None and reached(found) else None
-
-    return wait_for(look, every_s=0.01, told=lambda: collect(pid))
-
-
-def waiting(child: subprocess.Popen[bytes], kind: str, words: str = "") -> str:
-    """Returns the text of a wait, as soon as the wait has this kind and these words."""
-    return until(
-        child.pid, lambda found: found.main.kind == kind and words in found.main.text
-    ).main.text
 
 
 @pytest.mark.parametrize(
     ("program", "kind", "text"),
     [
         ("await asyncio.sleep(600)", "timer", "a timer of its event loop"),
+        ("files = [open('/dev/null') for _ in range(100)]; await asyncio.sleep(600)", "timer",
+         "a timer of its event loop"),
         ("await asyncio.Event().wait()", "lock",
          "an event of its event loop, which has no timer"),
         ("await (await asyncio.create_subprocess_exec('sleep', '600')).wait()", "child",
@@ -89,14 +44,6 @@ def test_the_wake_up_of_an_event_loop_is_not_what_it_waits_for(start, program, k
             f"import asyncio, sys\nasync def main(): {program}\nasyncio.run(main())", port
         )
         waiting(child, kind, text)
-
-
-def test_the_wake_up_of_an_event_loop_is_known_in_a_process_with_many_open_files(start):
-    child = start(
-        "import asyncio\nfiles = [open('/dev/null') for _ in range(100)]\n"
-        "async def main(): await asyncio.sleep(600)\nasyncio.run(main())"
-    )
-    waiting(child, "timer", "a timer of its event loop")
 
 
 def test_one_socket_of_an_epoll_with_many_is_not_named(start):
@@ -134,8 +81,8 @@ def test_a_library_that_asks_again_for_a_lock_is_not_merely_asleep(start, tmp_pa
         assert found.text.startswith(f"a timer, while pid {os.getpid()} (")
         assert found.text.endswith(f") holds a lock of {held}")
         assert found.unsure
-    asleep = start("import ctypes; ctypes.CDLL(None).sleep(600)")
-    assert until(asleep.pid, lambda found: found.main.kind == "timer").main.unsure
+    sleeps = start("import ctypes; ctypes.CDLL(None).sleep(600)")
+    assert until(sleeps.pid, lambda found: found.main.kind == "timer").main.unsure
 
 
 FLOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
@@ -165,40 +112,31 @@ def test_a_lock_of_an_ended_process_is_held_by_its_child(start, tmp_path):
     holder.returncode = None  # so that the fixture kills its process group
 
 
-@pytest.mark.parametrize(("flags", "end"), [("O_RDONLY", "writer"), ("O_WRONLY", "reader")])
-def test_an_open_of_a_fifo_names_the_end_that_is_absent(start, tmp_path, flags, end):
-    os.mkfifo(tmp_path / "q")
-    child = start(f"import os, sys; os.open(sys.argv[1], os.{flags})", tmp_path / "q")
-    assert waiting(child, "pipe") == f"a FIFO, which has no {end}"
-
-
-def test_an_open_fifo_is_named_by_its_path(start, tmp_path):
-    os.mkfifo(tmp_path / "q")
-    child = start("import os, sys; os.read(os.open(sys.argv[1], os.O_RDWR), 1)", tmp_path / "q")
-    assert waiting(child, "pipe") == f"the FIFO {tmp_path / 'q'}, which is empty"
-
-
 @pytest.mark.parametrize(
     ("program", "main"),
     [
         ("r, w = os.pipe(); os.read(r, 1)", BlockedOn("pipe", "a pipe that is empty")),
         ("r, w = os.pipe(); os.write(w, b'x' * 2**20)", BlockedOn("pipe", "a pipe that is full")),
         ("time.sleep(600)", BlockedOn("timer", "a timer")),
-        ("import select; select.select([], [], [], 600)",
-         BlockedOn("timer", "a signal or a timeout")),
-        ("import select; select.poll().poll(600_000)",
-         BlockedOn("timer", "a signal or a timeout")),
-        ("import signal; signal.sigtimedwait([], 600)",
-         BlockedOn("timer", "a signal or a timeout")),
+        ("select.select([], [], [], 600)", BlockedOn("timer", "a signal or a timeout")),
+        ("select.poll().poll(600_000)", BlockedOn("timer", "a signal or a timeout")),
+        ("signal.sigtimedwait([], 600)", BlockedOn("timer", "a signal or a timeout")),
         ("a = threading.Lock(); a.acquire(); a.acquire()",
          BlockedOn("futex", "a lock, an event or a future (futex)")),
         ("a, b = socket.socketpair(); a.recv(1)", BlockedOn("network", "a local socket")),
         ("s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.bind('\\0nsa-test'); s.recv(1)",
          BlockedOn("network", "the local socket @nsa-test")),
+        ("os.open(sys.argv[1], os.O_RDONLY)", BlockedOn("pipe", "a FIFO, which has no writer")),
+        ("os.open(sys.argv[1], os.O_WRONLY)", BlockedOn("pipe", "a FIFO, which has no reader")),
+        ("os.read(os.open(sys.argv[1], os.O_RDWR), 1)",
+         BlockedOn("pipe", "the FIFO {}, which is empty")),
     ],
 )  # fmt: skip
-def test_a_wait_is_put_into_words(start, program, main):
-    child = start(f"import os, socket, threading, time; {program}")
+def test_a_wait_is_put_into_words(start, tmp_path, program, main):
+    fifo = tmp_path / "q"
+    os.mkfifo(fifo)
+    child = start(f"import os, select, signal, socket, sys, threading, time; {program}", fifo)
+    main = replace(main, text=main.text.format(fifo))
     found = until(child.pid, lambda found: (found.main, found.state) == (main, "S"))
     assert (found.tracer, found.frozen, found.children) == (None, False, ())
 
@@ -283,147 +221,19 @@ def test_a_wait_by_pidfd_and_for_any_of_two(start):
     assert waiting(start(f"{begin}; os.wait()"), "child", words) == words
 
 
-def test_a_stopped_process_waits_on_nothing(start):
-    child = start("import time; time.sleep(600)")
-    waiting(child, "timer")
-    child.send_signal(signal.SIGSTOP)
-    until(child.pid, lambda found: (found.main, found.state) == (kernel.NOTHING, "T"))
-    child.send_signal(signal.SIGCONT)
-    assert waiting(child, "timer") == "a timer"  # in the system call restart_syscall
-
-
-def test_a_tracer_is_named(start):
-    child = start("import time; time.sleep(600)")
-    waiting(child, "timer")
-    program = (
-        "import ctypes, sys, time; print(ctypes.CDLL(None).ptrace(16, int(sys.argv[1]), 0, 0))"
-    )
-    tracer = start(f"{program}; sys.stdout.flush(); time.sleep(600)", child.pid)
-    if tracer.stdout.readline() != b"0\n":
-        pytest.skip("ptrace is not permitted here")
-    found = until(child.pid, lambda found: found.state == "t")
-    assert found.tracer == (tracer.pid, collect(tracer.pid).threads[0].name)
-
-
-def freezer() -> tuple[Path, str, str, str] | None:
-    """Yields new cgroups, each with the file that freezes it, and the two values of this file."""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, top, kind, options, *_ = line.split()
-        folder = Path(top) / f"nsa-test-{os.getpid()}"
-        files = {"cgroup2": ("cgroup.freeze", "1", "0")}
-        if kind == "cgroup" and "freezer" in options.split(","):
-            files["cgroup"] = ("freezer.state", "FROZEN", "THAWED")
-        if kind in files:
-            try:
-                folder.mkdir()
-            except OSError:
-                continue
-            yield folder, *files[kind]
-
-
-def test_a_frozen_cgroup_is_seen_also_from_a_cgroup_inside(start):
-    found = list(freezer())
-    if not found:
-        pytest.skip("no cgroup can be made here")
-    for folder, name, frozen, thawed in found:
-        inner = folder / "inner"
-        inner.mkdir()
-        child = start("import time; time.sleep(600)")
-        try:
-            (inner / "cgroup.procs").write_text(str(child.pid))
-            assert not until(child.pid, lambda found: found.main.kind == "timer").frozen
-            (folder / name).write_text(frozen)
-            until(child.pid, lambda found: found.frozen and found.main == kernel.NOTHING)
-            (folder / name).write_text(thawed)
-            until(child.pid, lambda found: not found.frozen)
-        finally:
-            (folder / name).write_text(thawed)
-            child.kill()
-            child.wait()
-            inner.rmdir()
-            folder.rmdir()
-
-
-def test_a_zombie_a_gone_process_and_a_reused_pid(start):
-    child = start("import time; time.sleep(600)")
-    waiting(child, "timer")
-    ticks = rundir.start_ticks(child.pid)
-    assert collect(child.pid, ticks).state == "S"
-    assert collect(child.pid, ticks + 1) is None
-    os.kill(child.pid, signal.SIGKILL)
-    zombie = until(child.pid, lambda found: (found.main, found.state) == (kernel.NOTHING, "Z"))
-    parent = collect(os.getpid())
-    assert "Z" in {each.state for each in parent.children if each.pid == child.pid}
-    child.wait()
-    gone = collect(child.pid, ticks)
-    assert (gone.state, gone.threads, gone.main) == ("gone", (), kernel.NOTHING)
-    assert cpu_share(zombie, gone) is None
-    assert collect(NOBODY).state == "gone"
-    assert [collect(pid) for pid in (0, -1, -NOBODY)] == [None] * 3
-
-
-def test_a_busy_loop_uses_about_one_core(start):
-    child = start("while True: pass")
-    before = until(child.pid, lambda found: found.cpu_ticks > 0)
-    # Two seconds, because this process may wait for a core between the reads of clock and ticks.
-    after = until(child.pid, lambda found: found.cpu_ticks >= before.cpu_ticks + 200)
-    assert 0 < cpu_share(before, after) < 1.5
-    assert cpu_share(after, before) is None
-    assert cpu_share(before, replace(after, pid=1)) is None
-    assert cpu_share(before, replace(before, mono=before.mono + 1)) == 0
-
-
-def test_threads_have_names_and_the_main_thread_is_first(start):
-    program = (
-        "import threading, time\n"
-        "def work(name):\n    open('/proc/thread-self/comm', 'wb').write(name); time.sleep(600)\n"
-        "names = [b'loader', b'a) R 1 (\\n2', b'\\x1b[31mred\\xff', *[b'n'] * 80]\n"
-        "[threading.Thread(target=work, args=(name,)).start() for name in names]\n"
-        "print(flush=True); threading.Event().wait()"
-    )
-    child = start(program)
-    assert child.stdout.readline()
-    wanted = {"loader", "red�", "a) R 1 ("}
-    found = until(child.pid, lambda found: wanted <= {each.name[:8] for each in found.threads})
-    assert not any("\n" in each.name or "\x1b" in each.name for each in found.threads)
-    assert found.threads[0].tid == child.pid
-    assert len(found.threads) == kernel.MAX_THREADS
-    assert {each.state for each in found.threads} <= {"S", "R", "D"}
-    until(child.pid, lambda found: {t.wchan for t in found.threads[1:4]} == {"hrtimer_nanosleep"})
-
-
 def test_without_the_right_to_see_a_system_call_the_kernel_function_names_the_wait(start):
     """The system call of another user's process cannot be read; its kernel function may be."""
-    me = kernel._blocked_on
-    assert me(NOBODY, "S", "do_wait", ()).text == "a child process"
-    assert me(NOBODY, "S", "anon_pipe_read", ()).text == "a pipe that is empty"
-    assert me(NOBODY, "S", "fcntl_setlk", ()).text == "a file lock (its holder is not available)"
-    assert me(NOBODY, "S", "wait_for_partner", ()).text == "a FIFO, which has no peer"
-    assert me(NOBODY, "S", "wait_woken", ()).kind == "network"
-    assert me(NOBODY, "S", "futex_do_wait", ()).kind == "futex"
-    assert me(NOBODY, "S", "hrtimer_nanosleep", ()).kind == "timer"
-    assert me(NOBODY, "D", "percpu_rwsem_wait", ()) == BlockedOn(
-        "disk", "a disk or a driver (in percpu_rwsem_wait)"
-    )
-    assert me(NOBODY, "S", "", ()) == kernel.NOTHING
-
-
-def test_a_process_of_another_user_is_read_as_far_as_the_kernel_permits(start):
-    if os.geteuid():
-        pytest.skip("only root becomes another user")
-    child = start("import time; time.sleep(600)")
-    waiting(child, "timer")
-    root = Path(kernel.__file__).parents[2]
-    program = (
-        f"import os, sys; sys.path.insert(0, {str(root)!r})\n"
-        "from console.sources import kernel_evidence as k\n"
-        "os.setgid(65534); os.setuid(65534); print(k.collect(int(sys.argv[1])))"
-    )
-    reader = start(program, child.pid)
-    shown = reader.communicate(timeout=HANG_GUARD_S)[0].decode()
-    assert "state='S'" in shown
-    assert "wchan=''" in shown
-    assert "kind='none'" in shown
+    for state, function, kind, words in (
+        ("S", "do_wait", "child", "a child process"),
+        ("S", "anon_pipe_read", "pipe", "a pipe that is empty"),
+        ("S", "fcntl_setlk", "lock", "a file lock (its holder is not available)"),
+        ("S", "wait_for_partner", "pipe", "a FIFO, which has no peer"),
+        ("S", "wait_woken", "network", ""), ("S", "futex_do_wait", "futex", ""),
+        ("S", "hrtimer_nanosleep", "timer", ""), ("S", "", "none", ""),
+        ("D", "percpu_rwsem_wait", "disk", "a disk or a driver (in percpu_rwsem_wait)"),
+    ):  # fmt: skip
+        found = kernel._blocked_on(directory.DEAD["pid"], state, function, ())
+        assert (found.kind, words in found.text) == (kind, True), found
 
 
 LOCKS = (
@@ -466,37 +276,3 @@ def test_a_name_stays_on_one_line_and_changes_no_field(name):
     assert stat is not None
     assert (stat.state, stat.cpu_ticks, stat.start_ticks) == ("S", 18, 9)
     assert not set(stat.name) & set("\n\r\x1b\x00")
-
-
-SO_ATTACH_FILTER = 26
-
-
-def test_data_that_nobody_acknowledges_is_told_from_a_peer_that_does_not_read():
-    """At one peer, the kernel drops every packet that arrives; the other peer reads nothing."""
-    server = socket.create_server(("127.0.0.1", 0))
-    lost, full = socket.socket(), socket.socket()
-    for end in (lost, full):
-        end.connect(server.getsockname())
-    peers = [server.accept()[0], server.accept()[0]]
-    instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
-    drop_all = struct.pack("HL", 1, ctypes.addressof(instruction))
-    peers[0].setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, drop_all)
-    lost.send(b"x")
-    full.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        while full.send(bytes(1 << 16)):
-            pass
-    try:
-        ends = tuple(f"127.0.0.1:{end.getsockname()[1]}" for end in (lost, peers[0]))
-
-        def unacked() -> list[tuple[str, str]]:
-            found = collect(os.getpid()).connections
-            return [(each.here, each.peer) for each in found if each.is_unacked]
-
-        wait_for(lambda: unacked() == [ends], told=unacked)
-        tables: dict[str, str] = {}  # read once for all processes of a network namespace
-        assert collect(os.getpid(), None, tables).connections
-        assert not collect(os.getpid(), None, dict.fromkeys(tables, "")).connections
-    finally:
-        for each in (server, lost, full, *peers):
-            each.close()

@@ -87,10 +87,8 @@ def test_a_run_that_may_not_be_entered_does_not_hide_its_launch(launch):
 
 def test_only_a_phase_that_has_not_started_is_queued(launch):
     shutil.rmtree(launch / "0-first")
-    state = json.loads((launch / rundir.PLAN_STATE).read_text())
     for named, expected in (("next", "queued"), ("starting", "starting")):
-        state["phases"][0]["state"] = named
-        directory.document(launch / rundir.PLAN_STATE, state)
+        directory.change_at(launch / rundir.PLAN_STATE, "phases", 0, "state", to=named)
         seen = RunSource(launch).poll()
         assert (seen.state, seen.alerts) == (expected, ())
 

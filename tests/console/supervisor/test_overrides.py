@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from console import actions
 from console.actions import LaunchOptions
 from console.cli import main
+from tests.console.sources import directory
 from tests.launches import HANG_GUARD_S, STUB, phase
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
@@ -60,9 +60,7 @@ def test_a_plan_that_stopped_at_gates_goes_on_after_they_are_overridden(begin, c
     report = capsys.readouterr().out
     assert "It is planted. (ann@host, 2" in report
     assert "| 0-one |" in report.partition("Notes and requests")[2], "who and when"
-    gates = rundir.read_json(started.run() / rundir.GATES) or {}
-    gates["gates"][1]["override"] = "forged"
-    (started.run() / rundir.GATES).write_text(json.dumps(gates))
+    directory.change_at(started.run() / rundir.GATES, "gates", 1, "override", to="forged")
     assert main(["check", str(started.run())]) == 1, "the event and gates.json must agree"
 
 

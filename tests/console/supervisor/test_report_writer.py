@@ -23,9 +23,7 @@ from trainers.contract import rundir
 def launch(tmp_path):
     path = directory.launch(tmp_path / "artifacts")
     recorded(path)
-    plan = rundir.read_json(path / rundir.PLAN) or {}
-    plan["phases"][0]["sweep"] = "speed"
-    directory.document(path / rundir.PLAN, plan)
+    directory.change_at(path / rundir.PLAN, "phases", 0, "sweep", to="speed")
     return path
 
 

@@ -18,6 +18,7 @@ from console.sources.run import RunSource
 from console.supervisor import former_documents, restart
 from console.supervisor.restart import AttemptEnd, NextAttempt
 from tests import broken
+from tests.console.sources import directory
 from tests.launches import PROGRAMS, STUB, phase, sleeping
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
@@ -352,7 +353,5 @@ def test_an_attempt_that_waits_for_its_directory_does_not_start_in_that_of_anoth
     run = started.run()
     (run / "logs" / "attempt2").touch()  # a file where the directory of the logs should be
     started.wait(lambda: started.alerts("restart-waits"))
-    record = rundir.read_json(run / rundir.RUN)
-    record["environment"][environ.TOKEN] = FOREIGN_TOKEN
-    rundir.write_json(run / rundir.RUN, record)
+    directory.change_at(run / rundir.RUN, "environment", environ.TOKEN, to=FOREIGN_TOKEN)
     assert "belongs to another run; no further attempt starts" in started.wait_end()["why"]

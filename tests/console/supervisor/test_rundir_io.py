@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,28 +22,32 @@ def made(run, token="a"):
     return run, token
 
 
-def test_of_documents_that_wait_only_the_newest_is_kept(tmp_path):
-    directory, hung = Directory(), threading.Event()
-    directory.call(hung.wait)
-    for n in range(10_000):
-        directory.document(tmp_path / "a.json", {"n": n})
-        directory.document(tmp_path / "b.json", {"n": -n})
-    hung.set()
+@contextlib.contextmanager
+def queued(directory: Directory) -> Iterator[None]:
+    """Executes the calls of the block only after its end, and closes the directory."""
+    ready = threading.Event()
+    directory.call(ready.wait)
+    yield
+    ready.set()
     assert directory.close(20)
+
+
+def test_of_documents_that_wait_only_the_newest_is_kept(tmp_path):
+    with queued(directory := Directory()):
+        for n in range(10_000):
+            directory.document(tmp_path / "a.json", {"n": n})
+            directory.document(tmp_path / "b.json", {"n": -n})
     assert rundir.read_json(tmp_path / "a.json") == {"n": 9999}
     assert rundir.read_json(tmp_path / "b.json") == {"n": -9999}
 
 
 def test_documents_are_replaced_in_the_order_of_their_newest_calls(tmp_path):
-    first, second = tmp_path / "plan_state.json", tmp_path / "gates.json"
-    directory, slow, first_existed = Directory(), threading.Event(), []
-    directory.call(slow.wait)
-    directory.document(first, {"state": "running"})
-    directory.call(lambda: first_existed.append(first.exists()))
-    directory.document(second, {"result": "pass"})
-    directory.document(first, {"state": "ended"})
-    slow.set()
-    assert directory.close(20)
+    first, second, first_existed = tmp_path / "plan_state.json", tmp_path / "gates.json", []
+    with queued(directory := Directory()):
+        directory.document(first, {"state": "running"})
+        directory.call(lambda: first_existed.append(first.exists()))
+        directory.document(second, {"result": "pass"})
+        directory.document(first, {"state": "ended"})
     assert rundir.read_json(first) == {"state": "ended"}
     assert second.exists()
     assert first_existed == [False]
@@ -50,13 +55,10 @@ def test_documents_are_replaced_in_the_order_of_their_newest_calls(tmp_path):
 
 def test_a_version_that_keeps_its_place_is_written_before_later_work(tmp_path):
     path, seen = tmp_path / "plan_state.json", []
-    directory, slow = Directory(), threading.Event()
-    directory.call(slow.wait)
-    directory.document(path, {"phase": 1}, keeps_place=True)
-    directory.call(lambda: seen.append(rundir.read_json(path)))
-    directory.document(path, {"phase": 1, "state": "running"})
-    slow.set()
-    assert directory.close(20)
+    with queued(directory := Directory()):
+        directory.document(path, {"phase": 1}, keeps_place=True)
+        directory.call(lambda: seen.append(rundir.read_json(path)))
+        directory.document(path, {"phase": 1, "state": "running"})
     assert seen == [{"phase": 1}], "run.json is written after plan_state.json"
     assert rundir.read_json(path) == {"phase": 1, "state": "running"}
 
@@ -76,17 +78,14 @@ def test_a_job_brings_its_result_or_what_the_disk_says_and_a_mistake_is_kept(tmp
 
 def test_a_document_is_not_written_before_work_that_was_queued_earlier(tmp_path):
     """A run's supervisor.json must not be written before its directory is made."""
-    directory, gate = Directory(), threading.Event()
     run, state = tmp_path / "run", tmp_path / "plan_state.json"
-    directory.call(gate.wait)
-    directory.document(state, {"n": 1})
-    directory.job(run.mkdir, lambda _, error: None)
-    directory.document(run / "supervisor.json", {"n": 1})
-    directory.document(state, {"n": 2})
-    gate.set()
-    assert directory.close()
-    assert json.loads((run / "supervisor.json").read_text()) == {"n": 1}
-    assert json.loads(state.read_text()) == {"n": 2}
+    with queued(directory := Directory()):
+        directory.document(state, {"n": 1})
+        directory.job(run.mkdir, lambda _, error: None)
+        directory.document(run / "supervisor.json", {"n": 1})
+        directory.document(state, {"n": 2})
+    assert rundir.read_json(run / "supervisor.json") == {"n": 1}
+    assert rundir.read_json(state) == {"n": 2}
     assert not directory.dropped
 
 
@@ -114,6 +113,17 @@ def test_the_documents_of_a_removed_earlier_run_do_not_fail_for_ever(tmp_path):
     assert rundir.read_json(current / "supervisor.json") == {"n": 2}
 
 
+def test_a_verdict_waits_for_the_current_run_whose_directory_is_away(tmp_path):
+    directory, run = Directory(), tmp_path / "0-one"
+    directory.set_run(*made(run))
+    (run / "verdicts").mkdir()
+    directory.call(lambda: run.rename(tmp_path / "away"))
+    directory.document(run / "verdicts" / "1.json", {"n": 1})
+    directory.call(lambda: (tmp_path / "away").rename(run))
+    assert directory.close(20)
+    assert rundir.read_json(run / "verdicts" / "1.json") == {"n": 1}
+
+
 def test_without_a_current_run_a_removed_run_does_not_make_later_writes_fail(tmp_path, monkeypatch):
     """A new working process of a plan that waits has no current run."""
     monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
@@ -124,17 +134,6 @@ def test_without_a_current_run_a_removed_run_does_not_make_later_writes_fail(tmp
     directory.call(lambda: failures.append(directory.dropped))
     assert directory.close(20)
     assert failures == [1]
-
-
-def test_a_verdict_waits_for_the_current_run_whose_directory_is_away(tmp_path):
-    directory, run = Directory(), tmp_path / "0-one"
-    directory.set_run(*made(run))
-    (run / "verdicts").mkdir()
-    directory.call(lambda: run.rename(tmp_path / "away"))
-    directory.document(run / "verdicts" / "1.json", {"n": 1})
-    directory.call(lambda: (tmp_path / "away").rename(run))
-    assert directory.close(20)
-    assert rundir.read_json(run / "verdicts" / "1.json") == {"n": 1}
 
 
 def test_a_document_of_a_removed_directory_does_not_make_later_writes_fail(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,13 @@ from console.model import (
 )
 from console.sources.series import Series
 from console.tui.app import ConsoleApp
+from console.tui.feed import ScreenData
 from console.tui.operator import Operator
+from console.tui.rows import text_of
 from console.tui.terminal import Terminal
+from console.tui.widgets.alertline import Notice, notices
+from console.tui.widgets.header import header_row
+from console.tui.widgets.lines import Lines
 from tests.launches import HANG_GUARD_S
 from trainers.contract.errors import RefusedError
 
@@ -328,3 +333,35 @@ def lines(app: ConsoleApp) -> list[str]:
 
 def picture(app: ConsoleApp) -> str:
     return "\n".join(lines(app))
+
+
+VIEWS = {"1": "dashboard", "2": "launch", "3": "stall", "4": "logs"}
+
+
+async def seen(
+    state: RunState,
+    size: tuple[int, int] = (80, 24),
+    keys: Iterable[str] = (),
+    says: Iterable[str] = (),
+) -> str:
+    """Returns the screen after these keys, when it has all that `says`, which are patterns."""
+    async with driven(app_on(state), size) as (app, pilot):
+        await until(pilot, lambda: bool(app.query_one("#header", Lines).shown))
+        shown = await settled(pilot)
+        for key in keys:
+            await pilot.press(key)
+            if key in VIEWS:
+                await until(pilot, lambda view=VIEWS[key]: app.view_name == view)
+                await renewed(pilot)
+            shown = await settled(pilot)
+        if says:  # while a sample is late, its data are shown as old
+            await until(pilot, lambda: all(re.search(each, picture(app)) for each in says))
+        return shown
+
+
+def header_of(state: RunState, width: int = 120, **late: float) -> str:
+    return text_of(header_row(ScreenData(0.0, NOW, state), width, **late))
+
+
+def noticed(state: RunState, **more: float) -> list[Notice]:
+    return notices(ScreenData(0.0, NOW, state), **more)

@@ -10,7 +10,6 @@ import pytest
 
 from console.model import Alert
 from console.sources import json_documents
-from console.tui.feed import ScreenData
 from console.tui.rows import flow, text_of, width_of
 from console.tui.widgets import alertline
 from console.tui.widgets.alertline import Notice, alert_rows
@@ -162,10 +161,10 @@ async def test_a_busy_screen_is_no_silent_directory(monkeypatch):
 )  # fmt: skip
 def test_the_reason_of_an_end_says_the_state_once(why, text):
     state = recorded.running(state="failed", why=why)
-    assert alertline.notices(ScreenData(0.0, NOW, state))[0].text == text
+    assert recorded.noticed(state)[0].text == text
 
 
 def test_an_alert_without_a_supervisor_says_what_its_key_does():
     alert = Alert("no-supervisor", NOW, "crit", "no supervisor", "R", observed=True)
     state = recorded.running(alerts=(alert,))
-    assert alertline.notices(ScreenData(0.0, NOW, state))[0].hint == "R new supervisor"
+    assert recorded.noticed(state)[0].hint == "R new supervisor"

@@ -14,7 +14,6 @@ from console.tui.feed import ScreenData
 from console.tui.keys import KEYS
 from console.tui.rows import rule, text_of, width_of
 from console.tui.views.stall import evidence_rows, grouped, stack_rows, verdict_rows
-from console.tui.widgets.alertline import notices
 from console.tui.widgets.overlay import KEEP_S
 from console.tui.widgets.picker import Picker
 from tests.console.tui import recorded
@@ -129,7 +128,7 @@ async def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
 def test_an_acknowledged_stall_is_a_note():
     state = recorded.stalled()
     noted = tuple(dataclasses.replace(alert, acknowledged=True) for alert in state.alerts)
-    (first, *_) = notices(ScreenData(0.0, NOW, dataclasses.replace(state, alerts=noted)))
+    (first, *_) = recorded.noticed(dataclasses.replace(state, alerts=noted))
     assert first.level == "info"
     assert first.text.startswith("acknowledged: rank 3: no step for 74 s")
 
@@ -250,8 +249,7 @@ def test_a_verdict_of_a_run_that_is_being_ended_does_not_say_that_it_has_ended(s
 
 
 @pytest.mark.parametrize(
-    ("name", "dimmed"),
-    [("running", set()), ("waiting", {"dump"}), ("crashed", {"dump", "halt"})],
+    ("name", "dimmed"), [("running", set()), ("waiting", {"dump"}), ("crashed", {"dump", "halt"})]
 )
 async def test_a_button_that_finds_nothing_to_act_on_is_dim(name, dimmed):
     async with driven(app_on(recorded.STATES[name]())) as (app, _):

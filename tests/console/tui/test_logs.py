@@ -39,9 +39,10 @@ async def test_logs_follow_filter_and_find(logged, size):
 async def test_the_last_words_of_a_run_that_is_over_need_no_newline(logged):
     with (logged / "logs" / "attempt1" / "rank0.log").open("a") as stream:
         stream.write("last words")
-    async with driven(
-        app_on(dataclasses.replace(recorded.running(), state="crashed"), run=logged), SIZES[0]
-    ) as (_, pilot):
+    async with driven(app_on(recorded.running(state="crashed"), run=logged), SIZES[0]) as (
+        _,
+        pilot,
+    ):
         await play(pilot, "4", "…last words")
 
 

@@ -17,11 +17,9 @@ from console.sources.run import RunSource
 from console.supervisor import lock
 from console.tui import feed
 from console.tui.confirmations import CannotAsk
-from console.tui.feed import ScreenData
 from console.tui.keys import KEYS
 from console.tui.rows import text_of
 from console.tui.views.stall import evidence_rows, verdict_rows
-from console.tui.widgets.alertline import notices
 from console.tui.widgets.figures import figure_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
@@ -87,7 +85,7 @@ async def test_an_alert_of_a_moved_directory_says_first_what_to_do_and_no_action
     text = held.lost()
     os.close(fd)
     alert = Alert("own-directory", NOW, "crit", text)
-    state = dataclasses.replace(recorded.running(), alerts=(alert,))
+    state = recorded.running(alerts=(alert,))
     for size in ((80, 24), (60, 20)):
         async with driven(app_on(state), size) as (app, pilot):
             await play(pilot, f"…kill -TERM {os.getpid()}")
@@ -143,7 +141,7 @@ async def test_r_resumes_no_launch_that_another_launch_continues(monkeypatch):
 def test_r_offers_no_resume_that_would_be_rejected_or_begin_again(changed):
     state = ended(**changed)
     assert not state.can_resume
-    assert all("R resume" not in each.hint for each in notices(ScreenData(0.0, NOW, state)))
+    assert all("R resume" not in each.hint for each in recorded.noticed(state))
     if state.launch.state == "ended":
         with pytest.raises(CannotAsk, match="R resumes only a phase that ended early and has a ch"):
             KEYS["adopt"].question(state)

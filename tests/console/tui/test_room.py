@@ -11,10 +11,8 @@ import pytest
 from console.model import Alert, Gate, PhaseState
 from console.plans.case import Check
 from console.tui import chartmath
-from console.tui.feed import ScreenData
 from console.tui.rows import text_of
 from console.tui.views.stall import rank_rows as stall_rows
-from console.tui.widgets.alertline import notices
 from console.tui.widgets.chooser import ChartList, entries
 from console.tui.widgets.keylist import Commands
 from console.tui.widgets.lines import WHOLE, Panel
@@ -74,9 +72,9 @@ def test_the_end_of_a_rank_fits_its_column():
 def test_a_dead_supervisor_is_the_first_alert_of_a_stall():
     alerts = recorded.stalled().alerts
     state = dataclasses.replace(recorded.unsupervised(), alerts=alerts)
-    first, second = notices(ScreenData(0.0, NOW, state))[:2]
+    first, second = recorded.noticed(state)[:2]
     assert (first.hint, second.alert) == ("R new supervisor", "stall-3")
-    alone = notices(ScreenData(0.0, NOW, recorded.by_hand()))[0]
+    alone = recorded.noticed(recorded.by_hand())[0]
     assert (alone.level, alone.hint) == ("warn", ""), "no launch to adopt, and nothing went wrong"
 
 

@@ -57,7 +57,7 @@ def test_the_memory_of_ranks_that_have_ended_is_not_their_last_or_none(state, no
 
 def test_of_a_lost_run_the_end_is_not_known():
     lost = recorded.running(state="lost", data_age_s=None)
-    row = text_of(header_row(ScreenData(0.0, NOW, lost), 120))
+    row = recorded.header_of(lost)
     assert "LOST" in row
     assert "end time unknown" in row
     assert "ago" not in row
@@ -66,7 +66,7 @@ def test_of_a_lost_run_the_end_is_not_known():
 @pytest.mark.parametrize(("state", "says"), [("restarting", "no data yet"), ("halted", "ended 2m")])
 def test_a_live_run_without_data_has_not_ended(state, says):
     run = recorded.running(state=state, data_age_s=None, since_ts=NOW - 100)
-    row = text_of(header_row(ScreenData(0.0, NOW, run), 120))
+    row = recorded.header_of(run)
     assert says in row
 
 

@@ -1,0 +1,94 @@
+"""The series of a run: figures over steps and time, in bounded memory and time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from console import status_text
+from console.sources.run import RunSource
+from console.sources.series import MAX_SERIES, RAW_RECORDS, SPANS_S, Series
+from tests.console.sources import directory
+from trainers.contract import rundir
+
+
+def test_one_poll_reads_a_bounded_part_and_counts_the_rest(launch, run):
+    for step in range(1, 400):
+        directory.beat(run, 0, step, loss=1.0)
+    directory.event(run, "alert", alert="a", level="crit", text="rank 1 is stopped")
+    size = rundir.heartbeat(run, 0).stat().st_size
+    source = RunSource(launch, size // 4)
+    state = source.poll()
+    assert size // 2 < state.behind_bytes < size
+    assert [alert.id for alert in state.alerts] == ["a", "behind"]
+    for _ in range(5):
+        state = source.poll()
+    assert (state.behind_bytes, state.step) == (0, 399)
+    assert [alert.id for alert in state.alerts] == ["a"]
+    assert len(source.series.points("loss")) == 399
+    assert RunSource(launch).poll().step == 399
+
+
+@pytest.mark.parametrize("stalled", [2, 10, 40])
+def test_one_stall_hardly_changes_the_eta(stalled):
+    series, at = Series(), 1e9
+    for step in range(1, 51):
+        at += 3600.0 if step == stalled else 2.0
+        series.add_steps(at, step, [2.0])
+        if step == 1:
+            assert series.eta_s(step, 100) is None
+    assert series.eta_s(50, 100) == pytest.approx(100.0, rel=0.1)
+    assert series.eta_s(50, 50) == 0.0
+
+
+def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
+    series = Series()
+    names = [f"rss_mib:{rank}" for rank in range(MAX_SERIES + 100)]
+    for name in names:
+        series.add("samples_here.jsonl", 1.0, {name: 2.0})
+    assert sum(bool(series.points(name)) for name in names) == MAX_SERIES
+
+
+def test_a_sample_of_no_known_rank_or_gpu_makes_no_series(launch, run):
+    gpu, rank = {"index": None, "util_pct": 9.0}, {"rank": "x", "rss_mib": 9.0, "cpu_pct": 9.0}
+    directory.sample(run, gpus=[gpu], ranks=[rank])
+    source = RunSource(launch)
+    source.poll()
+    assert not [name for name in source.series.names if ":" in name]
+
+
+def test_numbers_that_are_too_large_are_left_out(launch, run):
+    """A figure, an ETA or a date from these numbers would raise an error."""
+    huge = 10**400
+    directory.change(run / rundir.RUN, settings={"train.steps": {"value": huge}})
+    directory.beat(run, 0, 1, loss=5.0, ts=time.time() - 5, steps_dt_s=[0.2])
+    directory.beat(run, 0, 2, loss=4.0, ts=1e300, steps_dt_s=[huge, 0.2])
+    source = RunSource(launch)
+    state = source.poll()
+    assert state.steps_planned is None
+    assert state.figures["step_p50_s"].window == "last 2 steps"
+    assert [value for _, value in source.series.points("loss")] == [5.0]
+    assert list(status_text.status_lines(state))
+
+
+def test_a_clock_that_was_set_back_leaves_a_series_in_order_that_ends_with_its_newest(launch, run):
+    now = time.time()
+    times = now, now + 86_400, now + 86_401, now + 1, now - 3600, now + 2
+    for step, at in enumerate(times, 1):
+        directory.beat(run, 0, step, loss=1.0, ts=at)
+    source = RunSource(launch)
+    source.poll()
+    points = source.series.points("loss")
+    assert [at for at, _ in points] == [now - 3600, now, now + 1, now + 2]
+
+
+def test_newest_records_are_points_and_older_ones_bands():
+    series = Series()
+    for second in range(4000):
+        series.add("x", 1e6 + second, {"a": float(second % 10)})
+    points = series.points("a")
+    newest = [value for at, value in points if at >= 1e6 + 4000 - RAW_RECORDS]
+    assert newest == [float(second % 10) for second in range(4000 - RAW_RECORDS, 4000)]
+    assert [points[0], points[1]] == [(1e6, 0.0), (1e6, 9.0)]
+    assert len(points) == RAW_RECORDS + 2 * (4000 - RAW_RECORDS) / SPANS_S[0]

@@ -1,0 +1,114 @@
+"""The header and the alert line: what they say of a state, at any width."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from console.model import Gate
+from console.tui.feed import ScreenData
+from console.tui.rows import text_of, width_of
+from console.tui.widgets.alertline import alert_rows
+from console.tui.widgets.header import header_row
+from console.tui.widgets.ranks import rank_rows
+from tests.console.tui import recorded
+from tests.console.tui.recorded import NOW, header_of, noticed
+
+ARMED = {
+    "alert": "on stall (10 s): alert only",
+    "dump ↻9": "on stall (9 s): alert, then dump; on crash: restart, 9 left",
+    "restart ↻2": "on stall (9 s): alert, and 25 s later restart; on crash: restart, 2 left",
+}
+
+
+@pytest.mark.parametrize("short", list(ARMED))
+def test_the_smallest_header_says_how_far_how_fresh_and_what_is_armed(short):
+    state = recorded.running(armed=ARMED[short], armed_short=short)
+    header = header_of(state, 80)
+    for part in ("cpu_smoke", "plumbing", "RUNNING", "41/100", "ETA 1m00", "data 1s",
+                 f"on stall: {short}"):  # fmt: skip
+        assert part in header, header
+    assert ARMED[short] in header_of(state, 200)
+
+
+def test_nothing_is_armed_where_nobody_watches():
+    for make in (recorded.unsupervised, recorded.waiting, recorded.crashed):
+        assert not any("on stall" in header_of(make(), width) for width in (80, 200))
+
+
+def test_a_further_attempt_is_counted():
+    for width in (80, 120):
+        assert re.search("att(empt)? 2", header_of(recorded.running(attempt=2), width))
+        assert " att" not in header_of(recorded.running(), width)
+
+
+GATE = Gate("no_stall", 0.0, "", "run", "events", "yes", "fail")
+HALTED = {"state": "ended", "why": "halt requested by op"}
+
+
+@pytest.mark.parametrize(
+    ("gates", "launch", "words"),
+    [
+        ((GATE,), {"state": "ended"}, "plan ended: gate no_stall failed (0, bound yes)"),
+        ((dataclasses.replace(GATE, result="unknown"),), {"state": "ended"},
+         "plan ended: gate no_stall unknown (0, bound yes)"),
+        ((), {"state": "ended"}, "plan ended: plumbing completed; not started: recall"),
+        ((), HALTED, "plan ended: halt requested by op; not"),
+        ((GATE,), {"state": "ended", "phase": 2}, ""),
+        ((GATE,), {"state": "running"}, ""),
+    ],
+)  # fmt: skip
+def test_a_plan_that_ended_says_why_and_which_phase_was_not_started(gates, launch, words):
+    state = dataclasses.replace(recorded.waiting(), gates=gates, launch=recorded.launch(**launch))
+    row = text_of(alert_rows(noticed(state), 80)[0])
+    text = " ".join(notice.text for notice in noticed(state))
+    assert words in text if words else "plan ended" not in text
+    assert row.rstrip().endswith("2 shows gates  a 1 of 2") is words.startswith("plan ended: gate")
+
+
+def test_a_halted_run_is_no_alert():
+    halted = dataclasses.replace(recorded.crashed(), state="halted", why="H by op")
+    assert [notice.level for notice in noticed(halted)] == ["info", "info"]
+
+
+def test_the_header_ages_when_nothing_comes():
+    state = recorded.running()
+    assert "data 1s" in header_of(state)
+    assert "data 5s old" in header_of(state, late_s=4.0)
+    row = header_row(ScreenData(0.0, NOW, state), 120, late_s=30.0)
+    assert ("data 31s old", "stale") in row
+    worst = noticed(state, silent_s=30.0)[0]
+    assert (worst.level, "has not answered for 30s" in worst.text) == ("crit", True)
+
+
+def test_a_stall_is_as_old_in_the_header_as_at_the_rank_that_stands():
+    (row,) = [text for row in rank_rows(recorded.stalled(), 78, 12)
+              if (text := text_of(row)).startswith("3 ")]  # fmt: skip
+    assert "STALLED 74s" in header_of(recorded.stalled())
+    assert " 74s" in row
+
+
+def test_a_run_that_completed_early_is_no_share_of_its_plan():
+    why = 'all ranks done after step 95; reason: "bytes_right reached"'
+    state = recorded.running(state="completed", step=95, steps_planned=600, why=why)
+    assert "step 95" in header_of(state)
+    assert "%" not in header_of(state)
+    assert f"completed: {why}" in [notice.text for notice in noticed(state)]
+
+
+def test_a_directory_that_takes_no_writes_is_said():
+    worst = noticed(recorded.running(directory_blocked_s=12.0))[0]
+    assert worst.text == "no write to the run directory has finished for 12s; training continues"
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 120, 200])
+def test_header_and_alert_fit_any_width(width):
+    for make in recorded.STATES.values():
+        state = make()
+        assert width_of(header_row(ScreenData(0.0, NOW, state), width)) <= width
+        assert all(width_of(row) <= width for row in alert_rows(noticed(state), width, 0, 3))
+        waits = state.launch is not None and state.launch.state == "waiting"
+        word = "WAITING" if waits else state.state.upper()
+        assert word in header_of(state, width) or width == 30
