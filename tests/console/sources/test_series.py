@@ -72,17 +72,6 @@ def test_numbers_that_are_too_large_are_left_out(launch, run):
     assert list(status_text.status_lines(state))
 
 
-def test_a_clock_that_was_set_back_leaves_a_series_in_order_that_ends_with_its_newest(launch, run):
-    now = time.time()
-    times = now, now + 86_400, now + 86_401, now + 1, now - 3600, now + 2
-    for step, at in enumerate(times, 1):
-        directory.beat(run, 0, step, loss=1.0, ts=at)
-    source = RunSource(launch)
-    source.poll()
-    points = source.series.points("loss")
-    assert [at for at, _ in points] == [now - 3600, now, now + 1, now + 2]
-
-
 def test_newest_records_are_points_and_older_ones_bands():
     series = Series()
     for second in range(4000):
