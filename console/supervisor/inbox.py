@@ -162,10 +162,8 @@ class Inbox:
             if seen is not None and (seen[0] == request.path or not seen[1]):
                 continue
             any_new = True
-            if seen is not None and not request.error:
-                self.answer(request, (False, EXECUTED, []))
-                continue
-            outcome = self._execute_new(request, execute)
+            is_again = seen is not None and not request.error
+            outcome = (False, EXECUTED, []) if is_again else self._execute_new(request, execute)
             if outcome is not None:
                 self.answer(request, outcome)
         return any_new

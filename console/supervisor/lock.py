@@ -28,15 +28,11 @@ def token_of(launch: Path) -> str:
 @contextlib.contextmanager
 def keep_free(launch: Path) -> Iterator[None]:
     """Prevents other processes from locking a launch that has a lock file and is not locked."""
-    fd = jsonl.open_regular(launch / rundir.LOCK)
-    try:
-        if fd is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with contextlib.ExitStack() as files:
+        with contextlib.suppress(OSError):
+            fd = files.enter_context(jsonl.opened(launch / rundir.LOCK))
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
-    finally:
-        if fd is not None:
-            os.close(fd)
 
 
 def read(fd: int) -> dict[str, Any]:
@@ -86,11 +82,8 @@ class LaunchLock:
         except OSError:  # the path cannot be read now, so the last result stays
             return self._lost
         if same:
-            fd = jsonl.open_regular(self._path)
-            with contextlib.suppress(OSError):
-                same = fd is None or jsonl.text(read(fd), "token") == self.token
-            if fd is not None:
-                os.close(fd)
+            with contextlib.suppress(OSError), jsonl.opened(self._path) as fd:
+                same = jsonl.text(read(fd), "token") == self.token
         self._lost = "" if same else (
             f"stop the run with kill -TERM {self._pid}, or move {self._path.parent} back: the "
             "directory was moved, replaced or removed (its lock is not this launch's), so the "

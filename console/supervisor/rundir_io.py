@@ -51,8 +51,8 @@ class Directory(Recorder):
         self.lost = ""
         """The last result of `find_loss`."""
         self._results: deque[tuple[Callable[..., object], object, Exception | None]] = deque()
-        self._documents: dict[Path, tuple[object, Mapping[str, Any]]] = {}
-        """The documents that wait, each with the mark of the call that writes the document."""
+        self._documents: dict[Path, Mapping[str, Any]] = {}
+        """The newest version of each document that waits."""
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
         """Documents to write now, or again after a failure; only this object's thread uses them."""
         self.replaced: deque[Path] = deque()
@@ -166,27 +166,23 @@ class Directory(Recorder):
     def _replaced(self, path: Path) -> None:
         self.replaced.append(path)
 
-    def _write_document(self, path: Path, mark: object) -> None:
+    def _write_document(self, path: Path, record: Mapping[str, Any]) -> None:
         """Writes a document, unless a later call writes a newer version."""
         with self._lock:
-            if self._documents[path][0] is not mark:
+            if self._documents.get(path) is not record:
                 return
-            _, record = self._documents.pop(path)
+            del self._documents[path]
         self._write_version(path, record)
 
     def _write_version(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Writes a document, and the documents whose write failed before. Raises OSError.
-
-        An earlier document raises no further error if its directory is missing.
-        """
+        """Writes a document, and the documents whose write failed before. Raises OSError."""
         self.unwritten[path] = record
-        for each, error in self._write_unwritten().items():
-            if each == path or not isinstance(error, FileNotFoundError):
-                raise error
+        if errors := self._write_unwritten():
+            raise errors[0]
 
-    def _write_unwritten(self) -> dict[Path, OSError]:
+    def _write_unwritten(self) -> list[OSError]:
         """Tries to write each unwritten document; returns the errors."""
-        errors = {}
+        errors = []
         for path, record in list(self.unwritten.items()):
             try:
                 self._check(path)
@@ -194,7 +190,7 @@ class Directory(Recorder):
                     rundir.write_json(path, record)
                 del self.unwritten[path]
             except OSError as error:
-                errors[path] = error
+                errors.append(error)
         return errors
 
     def _was_removed(self, path: Path) -> bool:
@@ -209,8 +205,7 @@ class Directory(Recorder):
             os.stat(run / rundir.RUN)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        token = rundir.token(rundir.read_json(run / rundir.RUN) or {})
-        return token not in ("", self.tokens[run])
+        return rundir.token(rundir.read_json(run / rundir.RUN) or {}) not in ("", self.tokens[run])
 
     def _open(self, path: Path) -> int:
         self._check(path)
@@ -221,7 +216,7 @@ class Directory(Recorder):
         until = time.monotonic() + RETRY_S
         while self.is_ours() and (errors := self._write_unwritten()):
             if time.monotonic() >= until:
-                raise next(iter(errors.values()))
+                raise errors[0]
             time.sleep(RETRY_EVERY_S)
 
     # --- on any thread -------------------------------------------------------------------------
@@ -304,12 +299,12 @@ class Directory(Recorder):
         A document gets the queue position of its newest call. With `keeps_place`, this version is
         written even if a newer version waits.
         """
+        version = dict(record)
         if keeps_place:
-            return self.call(lambda: self._write_version(path, dict(record)))
-        mark = object()
+            return self.call(lambda: self._write_version(path, version))
         with self._lock:
-            self._documents[path] = mark, dict(record)
-        return self.call(lambda: self._write_document(path, mark))
+            self._documents[path] = version
+        return self.call(lambda: self._write_document(path, version))
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Closes like `Recorder`, after trying for `RETRY_S` to write unwritten documents."""

@@ -124,18 +124,6 @@ def test_a_verdict_waits_for_the_current_run_whose_directory_is_away(tmp_path):
     assert rundir.read_json(run / "verdicts" / "1.json") == {"n": 1}
 
 
-def test_without_a_current_run_a_removed_run_does_not_make_later_writes_fail(tmp_path, monkeypatch):
-    """A new working process of a plan that waits has no current run."""
-    monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
-    directory, failures = Directory(), []
-    directory.document(tmp_path / "0-removed" / "supervisor.json", {"state": "completed"})
-    for number in range(3):
-        directory.document(tmp_path / "plan_state.json", {"n": number}, keeps_place=True)
-    directory.call(lambda: failures.append(directory.dropped))
-    assert directory.close(20)
-    assert failures == [1]
-
-
 def test_a_document_of_a_removed_directory_does_not_make_later_writes_fail(tmp_path, monkeypatch):
     """An operator may remove the run of a former phase while the next phase runs."""
     monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
