@@ -90,9 +90,9 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     """Returns a launch with all its checks; writes nothing into the directory of the launch.
 
     `said` gets a sentence when checks are late, before the measurements, and for each flag of the
-    shell that differs from the launch to resume. Raises UsageError for an unknown plan, phase,
-    flag, setting or gate, and for a wrong value. Raises RefusedError if the working directory no
-    longer exists, or if the launch to resume is rejected.
+    launch to resume that differs in the shell, or that no answer confirms. Raises UsageError for an
+    unknown plan, phase, flag, setting or gate, and for a wrong value. Raises RefusedError if the
+    working directory no longer exists, or if the launch to resume is rejected.
     """
     try:
         Path.cwd()
@@ -177,7 +177,7 @@ def _plan(
         raise UsageError(f"--nproc {options.nproc}: it must be 1 to 1024 processes")
     flag_origins, set_origins = dict[str, str](), dict[str, str]()
     if options.resume is not None:
-        plan, flag_origins, set_origins = rest_of_launch.plan(options.resume)
+        plan, flag_origins, set_origins = rest_of_launch.plan(options.resume, said or str)
         folder = Path()
     elif options.config is None:
         plan, folder = catalog.load(options.plan), catalog.find(options.plan).parent

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,14 @@ RESUME = "resume"
 FROM_STEP = "checkpoint.from_step"
 
 
-def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
+def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str], dict[str, str]]:
     """Returns three values: a plan, the origins of its flags, and the origins of its settings.
 
     The plan has the phases of an ended launch from the first that did not pass, the options of the
-    launch, and the flags that an operator set. If the first of these phases has a checkpoint and a
-    trainer of this project, it resumes from the newest checkpoint. Raises RefusedError if the
-    launch has not ended, for example because processes are alive, or if no phase is left.
+    launch, and the flags that an operator set. A flag that no answer confirms is not used; `said`
+    gets a sentence on it. If the first of these phases has a checkpoint and a trainer of this
+    project, it resumes from the newest checkpoint. Raises RefusedError if the launch has not ended,
+    for example because processes are alive, or if no phase is left.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -52,7 +53,7 @@ def plan(path: Path) -> tuple[Plan, dict[str, str], dict[str, str]]:
     gate_check.check_former(top, stored or {}, state | {"phase": index, "state": "running"})
     if index >= len(old.plan.phases):
         raise RefusedError(f"all phases of {name} have passed; there is nothing to resume")
-    phases, by_operator = _with_operator_flags(top, old.plan, index, state)
+    phases, by_operator = _with_operator_flags(top, old.plan, index, state, said)
     run, origins = top / f"{index}-{phases[0].name}", dict(old.set_origins)
     if phases[0].is_ours and RunSource(run).poll().checkpoint:
         given = {key: value for key, value in phases[0].set.items() if key != FROM_STEP}
@@ -145,25 +146,30 @@ def resuming(options: LaunchOptions) -> Iterator[None]:
 
 
 def _with_operator_flags(
-    top: Path, planned: Plan, index: int, plan_state: Mapping[str, Any]
-) -> tuple[list[Phase], dict[str, str]]:
+    top: Path, planned: Plan, index: int, plan_state: Mapping[str, Any],
+    said: Callable[[str], object],
+) -> tuple[list[Phase], dict[str, str]]:  # fmt: skip
     """Returns two values: phases with the operator's flags, and the origins of these flags.
 
     The first of the phases is the phase `index`. run.json has the operator's flags of a phase that
     began; plan_state.json has the flags of later phases. A flag is used only if the answer to its
-    request confirms the flag.
+    request confirms the flag; `said` gets a sentence for each other flag.
     """
     run, phases = top / f"{index}-{planned.phases[index].name}", list(planned.phases[index:])
     has_begun, evidence = (run / rundir.RUN).exists(), cross_check.Evidence(top, [run])
     names = [phase.name for phase in planned.phases[: index + 1 + has_begun]]
-    pending, _ = cross_check.confirmed_flags(plan_state, names, evidence)
+    pending, unconfirmed = cross_check.confirmed_flags(plan_state, names, evidence)
     record = rundir.read_json(run / rundir.RUN) or {}
-    begun = {
+    own = {
         name: {"value": flag.value, "by": flag.origin.removeprefix(OPERATOR)}
         for name, flag in former_documents.flags(jsonl.mapping(record, "flags"), "origin").items()
-        if flag.origin.startswith(OPERATOR)
-        and evidence.confirms_flag(name, flag.value, names[: index + 1])
+        if flag.origin.startswith(OPERATOR) and phases[0].flags.get(name) != flag.value
     }
+    begun = {name: flag for name, flag in own.items()
+             if evidence.confirms_flag(name, flag["value"], names[: index + 1])}  # fmt: skip
+    unconfirmed += [f"{name}={own[name]['value']}" for name in own if name not in begun]
+    for claim in unconfirmed:
+        said(f"{claim} of an operator is not used: no answer to a request confirms it")
     lasting = {name: flag for name, flag in pending.items() if flag["phases"] == "all"}
     added = [*([begun] if has_begun else []), pending, *[lasting] * len(phases)]
     origins = {name: f"{OPERATOR}{flag['by']}" for each in added for name, flag in each.items()}

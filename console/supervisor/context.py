@@ -96,7 +96,8 @@ def run_context(
         home, token = str(path.absolute()), secrets.token_hex(8)
         summary = Summary(world, 1, 0)
     else:
-        home, token = former.home, former.token
+        home = former_documents.home(former.record)
+        token = former_documents.token(former.record)
         checked_with = None if former.is_stored else path
         summary = former_documents.summary(former.state, checked_with, world, number)
     reducer = Reducer(Series(keeps=False), summary, timed=True)

@@ -123,14 +123,6 @@ class FormerRun:
             or jsonl.text(self.state, "asked") in STOPS
         )
 
-    @property
-    def home(self) -> str:
-        return home(self.record)
-
-    @property
-    def token(self) -> str:
-        return token(self.record)
-
 
 def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
     """Returns how the attempts ended, according to supervisor.json."""

@@ -34,6 +34,7 @@ def ended(folder, checkpoint="step_00000001", sets=None, **state):
         (run / rundir.CHECKPOINTS / rundir.LATEST).write_text(f"{checkpoint}\n")
     rundir.write_json(old.directory / rundir.PLAN, old.spec.as_dict(1.0))
     record = json.loads(json.dumps(dict(old.phases[0])))
+    record["flags"]["NSA_LR"]["origin"] = "operator ann@host"  # of a launch that this one resumed
     record["flags"]["NCCL_DEBUG"] = {"value": "WARN", "origin": "operator ann@host"}
     record["flags"]["NCCL_ALGO"] = {"value": "Tree", "origin": "operator nobody"}
     answers = [
@@ -81,7 +82,13 @@ def test_flags_of_later_phases_are_repeated_if_an_answer_confirms_them(tmp_path)
         "NSA_TB_DISABLE": flag | {"value": "1", "phases": "next"},
         "NCCL_PROTO": flag | {"value": "LL", "phases": "all"},  # the answer was for one phase
     }
-    first, second, third = resumed(ended(tmp_path, next_flags=pending)).phases
+    launch, said = ended(tmp_path, next_flags=pending), list[str]()
+    options = LaunchOptions(resume=launch, root=launch.parents[1])
+    first, second, third = actions.prepare(options, said.append).phases
+    assert [text for text in said if "of an operator" in text] == [
+        f"{flag} of an operator is not used: no answer to a request confirms it"
+        for flag in ("NCCL_PROTO=LL", "NCCL_ALGO=Tree")
+    ]
     assert "NCCL_ALGO" not in first["flags"], "no answer confirms the flag in run.json"
     assert [each["flags"]["NSA_LR"]["value"] for each in (first, second, third)] == [
         "0.5", "0.1", "0.1",
@@ -108,6 +115,7 @@ def test_a_flag_of_the_shell_does_not_replace_an_option_or_the_flag_of_an_operat
     assert "NSA_TB_DISABLE" not in third
     assert third["NSA_SDPA_AUDIT"] == {"value": "1", "origin": "shell"}
     assert sorted(said) == [
+        "NCCL_ALGO=Tree of an operator is not used: no answer to a request confirms it",
         "NSA_LR=0.9 of the shell is not used; the launch to resume has 0.5",
         "NSA_SDPA_AUDIT=1 of the shell is used; the launch to resume has no value",
         "NSA_TB_DISABLE=0 of the shell is not used; the launch to resume has 1 and no value",
