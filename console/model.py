@@ -76,6 +76,8 @@ class Pulse:
     live: bool
 
 
+CLOCK_S = 2.0
+"""The clock of a writer may be ahead of the clock of this host by at most this time."""
 RECENT_XID_S = 600.0
 """An Xid (an error that the GPU driver reports) is shown for this time."""
 

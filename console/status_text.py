@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from console.model import (
+    CLOCK_S,
     EXIT_CODES,
     LIVE_STATES,
     NO_GO,
@@ -24,6 +25,7 @@ from console.model import (
 NOT_GOOD = 1
 MOST_SPANS = 8
 DASH = "–"
+NO_AGE = "age not available (its time is in the future or missing)"
 COUNTED = ("records", "restarts", "stalls", "steps", "non-finite steps")
 """Units that are shown in the singular for the value 1."""
 RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
@@ -33,11 +35,11 @@ RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown"
 def age(seconds: float | None) -> str:
     """Returns an age in a few characters: `1s`, `74s`, `12m`, `3h05`, `2d`; `–` if not known.
 
-    Seconds are rounded up, so that a value that is always new shows a steady `1s`.
+    Seconds are rounded up, so that a value that is always new shows a steady `1s`. The age of a
+    time in the future is not known.
     """
-    if seconds is None or not math.isfinite(seconds):
+    if seconds is None or not -CLOCK_S <= seconds < math.inf:
         return DASH
-    seconds = max(0.0, seconds)
     if seconds <= 90:
         return f"{max(1, math.ceil(seconds))}s"
     if seconds < 5400:
@@ -216,8 +218,7 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
     """Yields the lines of `status`, for example the state, ranks, figures, alerts and gates."""
     yield from _state_lines(state, whole)
     if state.data_age_s is not None or (state.ranks and state.state in LIVE_STATES):
-        no_age = "age not available (its time is in the future or missing)"
-        aged = no_age if state.data_age_s is None else f"{age(state.data_age_s)} old"
+        aged = NO_AGE if state.data_age_s is None else f"{age(state.data_age_s)} old"
         yield f"  newest data: {aged}"
     if state.armed and state.state in LIVE_STATES:
         yield f"  policy: {state.armed}"

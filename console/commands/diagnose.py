@@ -15,7 +15,7 @@ from console import status_text
 from console.commands.output import show
 from console.commands.query import resume_line
 from console.diagnose.rank_evidence import limit_s
-from console.sources import launches, verdicts
+from console.sources import launches, liveness, verdicts
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from console.supervisor.offline import Diagnosis, diagnosis
@@ -51,7 +51,7 @@ def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
     return {
         "id": state.id, "outlook": found.outlook, "state": state.state, "why": found.why,
         "step": state.step, "attempt": state.attempt, "source": found.source if verdict else "",
-        "age_s": verdict and max(0.0, time.time() - verdict.ts),
+        "age_s": verdict and liveness.age(verdict.ts),
         "verdict": verdict and asdict(verdict), "missing": missing,
         "cost": cost if verdict and found.outlook != "ended" else "",
         "seen_before": seen and {"run": seen.run, "ts": seen.verdict.ts,

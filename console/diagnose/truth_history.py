@@ -332,9 +332,7 @@ def _medians(steps: Sequence[dict[int, Progress]], rank: int) -> dict[str, float
     return {p: median(spent(found[rank], (p,)) for found in steps) for p in TIMED_PHASES}
 
 
-def _compared(
-    steps: Sequence[dict[int, Progress]], rank: int, phase: str
-) -> tuple[float, float]:  # fmt: skip
+def _compared(steps: Sequence[dict[int, Progress]], rank: int, phase: str) -> tuple[float, float]:
     """Returns two values: the median seconds of a rank in a phase, and those of the other ranks."""
     times = [{r: spent(each, (phase,)) for r, each in found.items()} for found in steps]
     others = (median(s for r, s in each.items() if r != rank) for each in times)

@@ -9,15 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from console.model import LEVELS, RESULTS, Gate, Gpu, Level, Result, State, Sure, Verdict
+from console.model import CLOCK_S, LEVELS, RESULTS, Gate, Gpu, Level, Result, State, Sure, Verdict
 from console.sources.sanitize import clean
 from trainers.contract import VERSION, flags, jsonl, rundir
 from trainers.contract.jsonl import entries
 
 T = TypeVar("T")
 MAX_GPUS, STEPS = 1024, "train.steps"
-CLOCK_S = 2.0
-"""The clock of a writer may be ahead of the clock of this host by at most this time."""
 
 
 class Document:

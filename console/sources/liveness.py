@@ -23,7 +23,7 @@ from console.sources import process
 from console.sources.json_documents import CLOCK_S
 from console.sources.reducer import LatestRecords
 from console.sources.sanitize import clean
-from console.status_text import rank_names
+from console.status_text import NO_AGE, rank_names
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -120,12 +120,12 @@ def since_ts(supervisor: Record, state: State, heads: Mapping[int, LatestRecords
     """
     if jsonl.text(supervisor, "state") == state:
         return jsonl.number(supervisor, "since_ts")
-    times = [*_times(heads), jsonl.number(supervisor, "updated_ts")]
+    return _newest_ts(heads, jsonl.number(supervisor, "updated_ts"))
+
+
+def _newest_ts(heads: Mapping[int, LatestRecords], other: float | None = None) -> float | None:
+    times = [other, *(jsonl.number(head.last.record, "ts") for head in heads.values())]
     return max((ts for ts in times if ts is not None and math.isfinite(ts)), default=None)
-
-
-def _times(heads: Mapping[int, LatestRecords]) -> list[float | None]:
-    return [jsonl.number(head.last.record, "ts") for head in heads.values()]
 
 
 # --- the facts of a reader ---------------------------------------------------------------------
@@ -163,24 +163,17 @@ def _view(
     living = "" if decides else living_ranks(supervisor)
     if not (decides or living or state in ENDED):
         living = living_processes(run, supervisor)
-    newest_ts = max((ts for ts in _times(heads) if ts and math.isfinite(ts)), default=-math.inf)
-    newest_s = time.time() - newest_ts
+    newest_ts = _newest_ts(heads)
+    aged = NO_AGE if (newest_s := age(newest_ts)) is None else f"{newest_s:.0f} s old"
+    is_recent = newest_ts is not None and time.time() - newest_ts < SILENT_S
     return ReaderView(
         state, clean(jsonl.text(supervisor, "why"), 400), is_alive,
         f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is not running", living,
         next_attempt=(jsonl.integer(supervisor, "attempt") or 1) + 1,
-        newest_record=_age_words(newest_s) if heads else "",
-        records_elsewhere=supervisor.get("host") != rundir.host_name() and newest_s < SILENT_S,
+        newest_record=f"newest record: {aged}" if heads else "",
+        records_elsewhere=supervisor.get("host") != rundir.host_name() and is_recent,
         behind=behind, trouble="" if supervisor else trouble,
     )  # fmt: skip
-
-
-def _age_words(seconds: float) -> str:
-    if seconds < -CLOCK_S:
-        return "age of the newest record not available (its time is in the future)"
-    if not math.isfinite(seconds):
-        return "age of the records not available (they contain no time)"
-    return f"newest record {max(0.0, seconds):.0f} s old"
 
 
 def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEnd]:

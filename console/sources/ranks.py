@@ -159,9 +159,7 @@ def _sampled_pulse(sources: _Sources) -> Pulse | None:
     )  # fmt: skip
 
 
-def newest_step(
-    supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords
-) -> int | None:  # fmt: skip
+def newest_step(supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords) -> int | None:
     """Returns the highest step in pulses, records and supervisor.json, or None if there is none."""
     steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
     steps += [head.last.record["step"] for head in records.heads.values()]

@@ -181,9 +181,7 @@ def step_figures(progress: Records, series: Series) -> dict[str, Figure]:
         return {}
     p50, p99, count = percentiles
     at, window = jsonl.number(progress[0], "ts") or 0.0, f"last {counted(count, 'step')}"
-    return {
-        "step_p50_s": Figure(p50, "s", window, at), "step_p99_s": Figure(p99, "s", window, at),
-    }  # fmt: skip
+    return {"step_p50_s": Figure(p50, "s", window, at), "step_p99_s": Figure(p99, "s", window, at)}
 
 
 def sample_figures(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure]:

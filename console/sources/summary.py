@@ -66,10 +66,10 @@ class GpuTotals:
         counted_s = min(since_s, EVERY_S) if is_same else 0.0
         self.seconds += since_s
         gpus = jsonl.entries(sample, "gpus")[:MAX_GPUS]
-        for index, gpu in {jsonl.integer(each, "index") or 0: each for each in gpus}.items():
-            use = jsonl.number(gpu, "util_pct")
-            if use is None or not 0 <= use <= 100 or gpu.get("state") != "ok":
-                self.trouble = self.trouble or f"a sample has no utilisation of GPU {index}"
+        for number, gpu in {jsonl.integer(each, "index"): each for each in gpus}.items():
+            use, index = jsonl.number(gpu, "util_pct"), number or 0
+            if number is None or use is None or not 0 <= use <= 100 or gpu.get("state") != "ok":
+                self.trouble = self.trouble or f"a sample has no utilisation of GPU {number}"
                 use = 0.0
             self.busy_s[index] = self.busy_s.get(index, 0.0) + use / 100 * counted_s
             self.seen_s[index] = self.seen_s.get(index, 0.0) + counted_s

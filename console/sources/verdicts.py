@@ -29,9 +29,9 @@ class Seen:
     verdict: Verdict
 
 
-def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[Verdict]:
-    """Yields the valid verdicts among the newest `limit` of a run, the newest first."""
-    for record, _ in _documents(run, limit):
+def stored(run: Path, limit: int = MAX_PER_RUN, until_ts: float = math.inf) -> Iterator[Verdict]:
+    """Yields the valid verdicts that `_documents` finds, the newest first."""
+    for record, _ in _documents(run, limit, until_ts):
         if record is not None:
             yield json_documents.read(Verdict, record)
 
@@ -55,13 +55,7 @@ def _documents(
 def newest(run: Path) -> Verdict | None:
     """Returns the newest verdict of a run, or None; a verdict from the future is ignored."""
     until_ts = time.time() + json_documents.CLOCK_S
-    for record, _ in _documents(run, until_ts=until_ts):
-        if record is None:
-            continue
-        verdict = json_documents.read(Verdict, record)
-        if verdict.ts <= until_ts:
-            return verdict
-    return None
+    return next((each for each in stored(run, until_ts=until_ts) if each.ts <= until_ts), None)
 
 
 def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:

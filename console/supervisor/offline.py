@@ -60,7 +60,7 @@ def stall_doubt(run: Path) -> str:
 
     If a CSV file, log or checkpoint was written T s after the newest record, and T is more than
     `RECORDS_LATE_S`, then this file contradicts a stall for T s. If there is no such file, or no
-    record, nothing confirms the records.
+    record, or a clock was set back after the newest record, nothing confirms the records.
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
     others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
@@ -69,7 +69,7 @@ def stall_doubt(run: Path) -> str:
     late_s, since_s = others[0] - records[0], time.time() - others[0]
     if late_s > RECORDS_LATE_S and since_s < late_s:
         return f"{others[1].name} was written {late_s:.0f} s after the newest record"
-    return ""
+    return "" if liveness.age(records[0]) is not None else "the newest record is in the future"
 
 
 def _newest(paths: Iterable[Path]) -> tuple[float, Path] | None:

@@ -77,9 +77,7 @@ def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
         series = "gpu_util_pct" if chart.title == UTILISATION else "gpu_mem_mib"
     names = tuple(f"{series}:{number}" for number in numbers[:BANDED])
     is_over = state.state not in LIVE_STATES
-    return replace(
-        chart, names=names, each=each, parts=names, measures=measures, is_over=is_over
-    )  # fmt: skip
+    return replace(chart, names=names, each=each, parts=names, measures=measures, is_over=is_over)
 
 
 def of_run(state: RunState, recorded: Collection[str], choice: Sequence[str]) -> list[Chart]:

@@ -146,9 +146,7 @@ def _of_adopt(state: RunState) -> dict[str, str]:
     return {"then": f"next phases: {', '.join(phase.name for phase in launch.rest) or 'none'}"}
 
 
-FACTS = {
-    "halt": _of_halt, "checkpoint": _last_checkpoint, "stop": _of_stop, "adopt": _of_adopt,
-}  # fmt: skip
+FACTS = {"halt": _of_halt, "checkpoint": _last_checkpoint, "stop": _of_stop, "adopt": _of_adopt}
 """Additional facts of a confirmation, by action. A fact replaces a fact with the same label."""
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from console.action_table import ACTIONS
+from console.commands import diagnose
 from console.diagnose.evidence import Evidence
+from console.model import RunState, Verdict
 from console.sources import verdicts
 from console.sources.run import RunSource
 from console.status_text import status_lines
@@ -219,3 +221,10 @@ def test_an_ended_run_has_its_last_verdict_as_the_past_and_no_advice_on_processe
         assert re.search(rf"  to resume, run: \S+.* resume {launch}\n", done.stdout)
     said = cli(tmp_path, "diagnose", str(launch)).stdout
     assert f"ago; ended: {why}): rank 1 has been stalled" in said
+
+
+def test_a_verdict_from_the_future_has_no_age(tmp_path):
+    verdict = Verdict(time.time() + 3600, "rank 1 hangs", "peers", 1, "forward", 9, "high")
+    state = RunState("toy/0-first", str(tmp_path), "stalled", "")
+    found = offline.Diagnosis("stalled", state, "", verdict, "supervisor")
+    assert diagnose.as_json(found, tmp_path)["age_s"] is None

@@ -120,6 +120,9 @@ def test_without_another_file_that_a_training_writes_silence_is_only_said(run):
     assert [kind for kind, _, _ in changes(run)] == ["raise", "withhold"]
     (run / rundir.TRAINING_CSV).touch()
     assert offline.stall_doubt(run) == ""
+    later_ts = time.time() + 3600  # the clock was set back since then, and the file may be new
+    os.utime(rundir.heartbeat(run, 0), (later_ts, later_ts))
+    assert offline.stall_doubt(run) == "the newest record is in the future"
 
 
 @pytest.mark.parametrize(("attempt", "said"), [(1, ["model_size", "stall"]), (2, ["stall"])])

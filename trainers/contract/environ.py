@@ -12,7 +12,6 @@ RUN_ID = "NSA_CONSOLE_RUN_ID"
 ATTEMPT = "NSA_CONSOLE_ATTEMPT"
 LIVE_DIR = "NSA_CONSOLE_LIVE_DIR"
 TOKEN = "NSA_CONSOLE_TOKEN"
-MOST = (1 << 31) - 1
 CONFIG = "CONFIG"
 """Variable with the YAML file of a trainer that is started without `--config`."""
 CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
@@ -46,7 +45,7 @@ def get(name: str, default: str = "") -> str:
 
 def integer(variables: Mapping[str, str], name: str, default: int) -> int:
     """Returns a variable that is a whole number, such as RANK. Raises UsageError."""
-    return values.read(variables.get(name, default), int, 0, MOST, f"the variable {name}")
+    return values.read(variables.get(name, default), int, 0, 2**31 - 1, f"the variable {name}")
 
 
 def inherited() -> dict[str, str]:

@@ -21,9 +21,7 @@ from typing import Any
 from trainers.contract import environ, jsonl
 from trainers.contract.errors import RefusedError
 
-PLAN, PLAN_STATE, LOCK, SUPERVISOR_LOG = (
-    "plan.json", "plan_state.json", "lock", "supervisor.log",
-)  # fmt: skip
+PLAN, PLAN_STATE, LOCK, SUPERVISOR_LOG = ("plan.json", "plan_state.json", "lock", "supervisor.log")
 RUN, ENV, SUPERVISOR, EVENTS, GATES, METRICS, SNAPSHOT = (
     "run.json", "env.json", "supervisor.json", "events.jsonl", "gates.json", "metrics.json",
     "snapshot.json",

@@ -93,9 +93,7 @@ class ChartList(Reader):
     The Dashboard has room for the first `fits` charts of the choice.
     """
 
-    def __init__(
-        self, shown: Sequence[str], fits: int, then: Callable[[Sequence[str]], object]
-    ):  # fmt: skip
+    def __init__(self, shown: Sequence[str], fits: int, then: Callable[[Sequence[str]], object]):
         self._shown, self._fits, self._then = list(shown), fits, then
         super().__init__("charts", self._rows(), CHARTS_HINT, cursor=True)
 

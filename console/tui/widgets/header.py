@@ -97,7 +97,8 @@ def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
     if state.data_age_s is None or state.state not in LIVE_STATES:
         if state.since_ts and state.state not in LIVE_STATES:
             return "dim", f"ended {fmt.age(now - state.since_ts)} ago"
-        return "dim", "age of data unknown" if state.ranks else "no data yet"
+        is_undated = any(rank.pulse and rank.pulse.age_s is None for rank in state.ranks)
+        return "dim", "age of data unknown" if is_undated else "no data yet"
     age = state.data_age_s + late_s
     style = "stale" if age > RED_S else "warn" if age > AMBER_S else "dim"
     return style, f"data {fmt.age(age)}{' old' if age > AMBER_S else ''}"

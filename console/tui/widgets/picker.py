@@ -140,9 +140,7 @@ class Reader(Scrolls, Overlay):
     least, below = 0, 5
     """The least height of the list, and the rows of the screen that the list leaves free."""
 
-    def __init__(
-        self, title: str, rows: list[Row], note: str = "esc closes", cursor: bool = False
-    ):  # fmt: skip
+    def __init__(self, title: str, rows: list[Row], note: str = "esc closes", cursor: bool = False):
         super().__init__(id="reader")
         self.list = Picker("reading", title, cursor)
         self.list.items, self.list.note, self.list.always = tuple(rows), note, cursor

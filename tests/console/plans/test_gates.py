@@ -157,6 +157,15 @@ def test_a_gate_finds_its_planted_fault(name):
     assert (gate.name, gate.result) == (name, "fail"), gate
 
 
+def test_a_gpu_without_a_number_does_not_count_as_gpu_0():
+    found = with_files(saved(), use_pct=50.0)
+    pulses = [{"pulse": {"phase": "forward", "step": 60}}]
+    gpus = [{"index": 0, "state": "ok", "util_pct": 50.0}, {"state": "ok", "util_pct": 95.0}]
+    for second in range(61, 1000):
+        found.gpus.add({"mono": float(second), "attempt": 1, "gpus": gpus, "ranks": pulses})
+    assert result(found, gpu_util_above_pct=80).result == "unknown"
+
+
 def test_gates_over_files_and_samples_find_their_planted_fault():
     found = with_files(saved(), use_pct=50.0)
     assert result(found, gpu_util_above_pct=80).result == "fail"

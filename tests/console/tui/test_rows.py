@@ -55,7 +55,8 @@ def test_wrapped_and_chopped_lines_fit_and_lose_no_word(text, width):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.0, "1s"), (0.9, "1s"), (1.2, "2s"), (74, "74s"), (600, "10m"), (3 * 3600 + 300, "3h05"),
-     (3 * 86400, "3d"), (None, "–"), (float("nan"), "–"), (float("inf"), "–"), (-5, "1s")],
+     (3 * 86400, "3d"), (None, "–"), (float("nan"), "–"), (float("inf"), "–"), (-1, "1s"),
+     (-5, "–")],
 )  # fmt: skip
 def test_ages(seconds, text):
     assert fmt.age(seconds) == text

@@ -70,6 +70,14 @@ def test_a_live_run_without_data_has_not_ended(state, says):
     assert says in row
 
 
+def test_data_of_a_time_in_the_future_have_no_age():
+    rank = recorded.rank(0)
+    rank = dataclasses.replace(rank, pulse=dataclasses.replace(rank.pulse, age_s=None))
+    run = recorded.running(ranks=(rank,), data_age_s=None)
+    row = text_of(header_row(ScreenData(0.0, NOW, run), 120))
+    assert "age of data unknown" in row
+
+
 def test_of_a_rank_that_ended_in_a_live_run_nothing_counts_on():
     ended = recorded.rank(1, False, exit="exit 0", state="gone", since_s=70.0, age_s=70.0)
     rows = texts(rank_rows(recorded.running(ranks=(recorded.rank(0, False), ended)), 100, 9))
