@@ -114,9 +114,7 @@ def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
     if _has_only_ranks(run):
         return True
     owner, ended = _named(folder, box)
-    if ended or owner.host:
-        return False
-    return RunSource(run).poll().state == "unsupervised"
+    return not (ended or owner.host) and RunSource(run).poll().state == "unsupervised"
 
 
 def has_ended(launch: Path) -> bool:

@@ -107,6 +107,8 @@ def test_no_reader_believes_the_processes_of_a_copy_or_of_a_moved_directory(tmp_
     readers = ("status", "check", "diagnose", "watch --plain", "watchdog")
     for words in (*(f"{name} {there}" for name in readers), f"status {there / '0-first'}"):
         assert (cli.main(words.split()), text in capsys.readouterr().out) == (5, True), words
+    assert cli.main(["diagnose", str(there)]) == 5
+    assert "no verdict is recorded" in capsys.readouterr().out
     assert cli.main(["--root", str(there.parent), "runs", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)[0]
     assert (row["state"], row["launch"], text in row["why"]) == ("lost", "unsupervised", True)
