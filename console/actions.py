@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from console.plans import catalog, launch_facts, preflight
 from console.plans.case import Case, Check
 from console.sources import launches, process
 from console.sources.tail import Tail
-from console.status_text import shell_line
+from console.status_text import quoted, shell_line
 from console.supervisor import launch_spec, launcher, overrides
 from console.supervisor.launch_spec import LaunchSpec
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
@@ -82,7 +81,7 @@ class Prepared:
         found += [f"training {label}: {text}" for label, text in self.training]
         for index, phase in enumerate(self.phases):
             found += [f"phase {phase['phase']}", f"  {self.shell(index)}", "  environment:"]
-            found += [f"    {name}={shlex.quote(v)}" for name, v in phase["environment"].items()]
+            found += [f"    {name}={quoted(v)}" for name, v in phase["environment"].items()]
         return found
 
 

@@ -7,7 +7,6 @@ supervisor is dead. The row `end-leftovers` of docs/decisions.md lists the sourc
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -58,7 +57,7 @@ def _why_not(run: Path, token: str) -> str:
         rundir.read_json(path, below=run.parent) or {}
         for path in (run / rundir.SUPERVISOR, run.parent / rundir.PLAN_STATE)
     )
-    stop = f"stop the run with {process.program()} stop {shlex.quote(str(run))}"
+    stop = f"stop the run with {process.command('stop', run)}"
     if liveness.is_locked(run.parent):
         return f"a supervisor has the lock of {run.parent}; {stop}"
     for named in (own, jsonl.mapping(plan, "supervisor")):

@@ -16,7 +16,7 @@ from console.launch_options import LaunchOptions
 from console.model import OPERATOR
 from console.plan import Phase, Plan
 from console.plans import gate_check
-from console.sources import launches, liveness
+from console.sources import launches, liveness, process
 from console.sources.run import RunSource
 from console.supervisor import cross_check, former_documents, launch_spec, run_files
 from trainers.contract import jsonl, rundir
@@ -41,11 +41,14 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
         raise RefusedError(f"{path} belongs to no launch; pass --resume to its trainer instead")
     access.check_ours(top)
     launches.check_in_place(top)
+    launch = RunSource(top).poll().launch
     state, name = rundir.read_json(top / rundir.PLAN_STATE) or {}, launches.launch_id(top)
     living = next(filter(None, map(liveness.living_in, launches.run_directories(top))), "")
-    if living or jsonl.text(state, "state") != "ended":
-        why = living or f"it is {jsonl.text(state, 'state', 'in no known state')[:40]}"
-        raise RefusedError(f"{name} has not ended ({why}); halt it first, or adopt it")
+    if launch and (living or launch.state != "ended"):
+        why = living or (f"it is {launch.state}" if launch.under_way else launch.why)
+        adopt = f"; {process.command('adopt', top)} starts a supervisor"
+        then = {"unsupervised": adopt, "unknown": ""}.get(launch.state, "; halt it first")
+        raise RefusedError(f"{name} has not ended ({why}){then}")
     stored = rundir.read_json(top / rundir.PLAN)
     old = launch_spec.load(top, stored)
     done = [(each.get("state"), each.get("result")) for each in jsonl.entries(state, "phases")]

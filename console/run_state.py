@@ -43,6 +43,8 @@ class ReaderView:
     """True if some records have not been read yet."""
     trouble: str = ""
     """Why supervisor.json cannot be read, or "" if its content or another state is known."""
+    moved: str = ""
+    """A sentence if the directory is a copy or was moved, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +278,7 @@ SAID_BY_SUPERVISOR: tuple[StateRule, ...] = (
      lambda f: f"its documents say that the run is {f.view.state}, but {f.view.living}; "
                f"{f.view.no_supervisor}"),
     (None, lambda f: f.view.state in EXIT_CODES, lambda f: f.view.why),
+    ("lost", lambda f: bool(f.view.moved) and not f.over, lambda f: f.view.moved),
     ("unsupervised", lambda f: bool(f.view.living),
      lambda f: f"{f.view.no_supervisor if f.view.state else 'no document has a state'}; "
                f"{f.view.living}"),

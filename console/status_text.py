@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -328,10 +330,19 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
         yield f"    {phases}: {flag.name}={flag.value} (set by {flag.by})"
 
 
+def quoted(word: str) -> str:
+    """Returns a word for a shell; if a terminal cannot show it, as `$'…'` with its bytes."""
+    if word.isprintable():
+        return shlex.quote(word)
+    hidden = rb"[^ -&(-\[\]-~]"  # also the quote and the backslash
+    escaped = re.sub(hidden, lambda byte: b"\\x%02x" % byte[0][0], os.fsencode(word))
+    return f"$'{escaped.decode()}'"
+
+
 def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:
     """Returns a command and its environment variables as one line for a shell."""
-    words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-    return " ".join([*words, shlex.join(argv)])
+    words = [f"{name}={quoted(value)}" for name, value in environment.items()]
+    return " ".join([*words, *map(quoted, argv)])
 
 
 def is_over(state: RunState) -> bool:

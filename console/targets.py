@@ -6,14 +6,12 @@ docs/decisions.md.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from console.action_table import Action, Mailbox
-from console.model import State
 from console.sources import launch_documents, launches, liveness, process
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
@@ -21,8 +19,6 @@ from console.supervisor import former_documents, lock
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError
 
-UNSUPERVISED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
-"""States of a run without a supervisor. Its ranks may be alive, perhaps on another host."""
 NOT_SENT = "request not sent"
 
 
@@ -110,7 +106,7 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 
 
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
-    """Returns whether a run has no supervisor, but processes on this host or no recorded end.
+    """Returns whether a run has no supervisor, and its ranks are or may be alive.
 
     A supervisor on another host is assumed to be alive, because this host cannot check it. May
     raise RefusedError if the document that names the supervisor cannot be read.
@@ -118,9 +114,7 @@ def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
     if _has_only_ranks(run):
         return True
     owner, ended = _named(folder, box)
-    if ended or owner.host:
-        return False
-    return RunSource(run).poll().state in UNSUPERVISED_STATES
+    return not (ended or owner.host) and RunSource(run).poll().state == "unsupervised"
 
 
 def has_ended(launch: Path) -> bool:
@@ -185,9 +179,8 @@ def _document(folder: Path, name: str) -> dict[str, Any]:
 def _without_supervisor(name: str, folder: Path, box: Mailbox, owner: Supervisor) -> str:
     """Returns why no supervisor reads the requests in `folder`, and what to do."""
     state, top = RunSource(folder).poll(), launches.launch_of(folder)
-    if box == "run" and state.state in liveness.ENDED - UNSUPERVISED_STATES:
+    if box == "run" and state.state in liveness.ENDED - {"lost"}:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"
     why = f"the supervisor of {name} is not running" if owner.pid else f"{name} has no supervisor"
-    adopt = f"{process.program()} adopt {shlex.quote(str(top))} starts a new supervisor"
-    advice = f"; {adopt}" if top else ""
+    advice = f"; {process.command('adopt', top)} starts a new supervisor" if top else ""
     return f"{why}; {NOT_SENT}{advice}"

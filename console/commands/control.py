@@ -17,7 +17,7 @@ from console.actions import LaunchOptions
 from console.commands.output import OutputError, print_error, print_line, show
 from console.commands.query import follow
 from console.sources import launches
-from console.sources.process import program
+from console.sources.process import command, program
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, RefusedError, UsageError
@@ -90,7 +90,7 @@ def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
                 print_line(f"{name} {text}")
         return follow(RunSource(path), options.json)
     known = chosen.run_dir is None and options.root == launches.ROOT
-    line = f"launched {name} in {path}; to follow it: {program()} watch {name if known else path}"
+    line = f"launched {name} in {path}; to follow it: {command('watch', name if known else path)}"
     show(options.json, {"id": name, "path": str(path)}, [line, *(f"{name} {x}" for x in start)])
     return 0
 
@@ -135,7 +135,7 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     try:
         request, event, why = within(options.timeout + SPARE_S, sent)
         left_s = until - time.monotonic()
-        delivery = f"{action} was sent; see {program()} status {options.run}"
+        delivery = f"{action} was sent; see {command('status', path)}"
         if event is None and left_s > 0:
             if why:
                 print_error(why)
@@ -151,7 +151,7 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     if event is None:
         raise ContractError(
             f"no answer to {action} {limit}{of}; the request remains and may still be executed; "
-            f"{why or f'see {program()} status {options.run}'}"
+            f"{why or 'see ' + command('status', path)}"
         )
     detail = event.get("detail")
     more = (f"  {clean(str(line))}" for line in (detail if isinstance(detail, list) else ()))

@@ -20,7 +20,7 @@ from console.actions import LaunchOptions
 from console.commands.output import Changes, is_terminal, print_error, print_line, show
 from console.plans import catalog
 from console.sources import launches, verdicts
-from console.sources.process import program
+from console.sources.process import command, program
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract import jsonl, rundir
@@ -178,8 +178,8 @@ def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
         print_line(f"drill {fault} is launched in {path}")
     if options.plain or options.json:
         return _follow(path, fault, options)
-    command = [*shlex.split(program()), "--root", str(options.root), "watch", str(path)]
-    with subprocess.Popen(command) as screen:
+    words = [*shlex.split(program()), "--root", str(options.root), "watch", str(path)]
+    with subprocess.Popen(words) as screen:
         try:
             screen.wait()
         except KeyboardInterrupt:
@@ -288,8 +288,8 @@ def _end(path: Path) -> None:
             actions.answer(path, actions.send(path, "stop", {}, f"{BY} {actions.who()}"), ANSWER_S)
     while path.is_dir() and not (status_text.is_over(source.poll()) and _is_left(path)):
         if time.monotonic() >= until:
-            command = f"{program()} stop {shlex.quote(str(path))} --kill --yes"
-            print_error(f"the run of the drill has not ended within {ENDED_S:g} s; run {command}")
+            stop = command("stop", path, "--kill", "--yes")
+            print_error(f"the run of the drill has not ended within {ENDED_S:g} s; run {stop}")
             return
         time.sleep(POLL_S)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from console.commands.table import regex
 from console.model import EXIT_CODES, LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState
 from console.plans.gate_check import poll_confirmed, so_far, unconfirmed
 from console.sources import launches, liveness
-from console.sources.process import program
+from console.sources.process import command, program
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract import rundir
@@ -83,7 +82,7 @@ def resume_line(state: RunState) -> str:
     """Returns the command that resumes a launch, or "" if `RunState.can_resume` is False."""
     if state.launch is None or not state.can_resume:
         return ""
-    return f"to resume, run: {program()} resume {shlex.quote(state.launch.path)}"
+    return f"to resume, run: {command('resume', state.launch.path)}"
 
 
 def follow(
@@ -145,8 +144,7 @@ def _check_plan(options: argparse.Namespace) -> int:
     with contextlib.suppress(NotFoundError, UsageError):
         path = launches.find(options.run, options.root)
         if launches.launch_id(path) == options.run:
-            command = f"{program()} check {shlex.quote(str(path))}"
-            end += f"; to check the launch of this name, run: {command}"
+            end += f"; to check the launch of this name, run: {command('check', path)}"
     show(options.json, prepared.as_dict(), [*lines, end])
     return 0 if prepared.ok else 1
 
@@ -180,7 +178,7 @@ def _check_run(options: argparse.Namespace) -> int:
     )
     if is_live and code <= 1 and state.state not in UNHEALTHY_STATES:
         end = _so_far(state)
-    gates, basis = status_text.as_json(state)["gates"], _basis(run, state, options.run)
+    gates, basis = status_text.as_json(state)["gates"], _basis(run, state)
     record = {"id": state.id, "state": state.state, "gates": gates, "basis": basis,
               "so_far": is_live, "exit_code": code}  # fmt: skip
     show(
@@ -200,7 +198,7 @@ def _so_far(state: RunState) -> str:
     return f"no go yet; {state.id} is {state.state}; gates so far: {', '.join(words)}"
 
 
-def _basis(run: RunSource, state: RunState, named: str) -> str:
+def _basis(run: RunSource, state: RunState) -> str:
     """Returns the files and records that the gates are based on, or "" for a run without gates.
 
     If a run ended early and no gate blocks, the result also says what the records do not confirm.
@@ -214,7 +212,8 @@ def _basis(run: RunSource, state: RunState, named: str) -> str:
     records = f"the {status_text.counted(count, 'record')} that were read"
     if has_snapshot:
         of = f"{rundir.SNAPSHOT} of {status_text.age(liveness.age(ts))} ago"
-        full = f"{program()} check {shlex.quote(named)} --full replays all records"
+        path = (run.is_launch and run.launch_path) or state.path
+        full = f"{command('check', path, '--full')} replays all records"
         records = f"{of} and {status_text.counted(count, 'record')} after it; {full}"
     elif run.has_all_records and not state.behind_bytes:
         records = f"all {status_text.counted(count, 'record')}"

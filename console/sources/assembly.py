@@ -22,7 +22,7 @@ from console.model import (
     loss_unit,
 )
 from console.run_state import decide
-from console.sources import json_documents, legacy, liveness
+from console.sources import json_documents, launches, legacy, liveness
 from console.sources.launch_documents import with_run_state
 from console.sources.ranks import data_age_s, newest_step, read_ranks
 from console.sources.run_records import RECENT_BYTES, RunRecords
@@ -63,7 +63,8 @@ class Assembly:
 
     def __post_init__(self) -> None:
         supervisor = self.supervisor or self.by_launch
-        self._live = liveness.live_directory(supervisor)
+        self._moved = "" if self.is_away else launches.why_not_in_place(self.run)
+        self._live = None if self._moved else liveness.live_directory(supervisor)
         status = rundir.read_json(self._live / rundir.LIVE_STATUS) if self._live else None
         self._status: Record = status or {}
         self._newest = liveness.with_newest_state(
@@ -72,8 +73,10 @@ class Assembly:
         behind = self.records.files.behind_bytes > 0
         self._state: State
         self._state, self._why = decide(
-            liveness.facts(self._newest, self.run_json, self.records.heads, behind, self.trouble)
-        )
+            liveness.facts(
+                self._newest, self.run_json, self.records.heads, behind, self.trouble, self._moved
+            )
+        )  # fmt: skip
         self._has_ended = self._state in liveness.ENDED
         self._supervisor_alerts = (
             [] if self._has_ended else liveness.supervisor_alerts(self._newest, self._status)
@@ -184,7 +187,7 @@ class Assembly:
             # This is the launch as its documents describe it, before `with_run_state`.
             known = {launch.why, *(alert.text for alert in self.troubles)}
             if self._has_ended and launch.state == "unsupervised":
-                add("no-supervisor", "crit", ORPHANED, "R")
+                add("no-supervisor", "crit", self._moved or ORPHANED, "" if self._moved else "R")
             if launch.doubt and launch.doubt not in known:
                 add("documents", "crit", f"the state of the launch is unknown: {launch.doubt}")
         if missing := self._unreadable():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from console.model import LaunchState, PendingFlag, PhaseState, State
+from console.sources import launches
 from console.sources.json_documents import line, planned_steps, read
 from console.sources.liveness import is_supervised
 from console.sources.sanitize import clean
@@ -41,10 +42,12 @@ def launch_state(
         no_state = f"{rundir.PLAN_STATE} has no state of the launch"
         named, why = "unknown", wrong_directory or troubles[1] or no_state
         doubt = doubt or why
-    elif named != "ended" and owner and not is_supervised(
-        owner | {"updated_ts": state.get("updated_ts")}
-    ):  # fmt: skip
-        named, why = "unsupervised", "no supervisor is running; no further phase starts"
+    elif named != "ended" and owner:
+        runs = [path / each for each in existing] or launches.run_directories(path)
+        moved = launches.why_not_in_place(runs[-1]) if runs else ""
+        if moved or not is_supervised(owner | {"updated_ts": state.get("updated_ts")}):
+            named = "unsupervised"
+            why = moved or "no supervisor is running; no further phase starts"
     current = jsonl.integer(state, "phase")
     current = _last_index(existing) if current is None else current
     launch = LaunchState(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import calendar
 import contextlib
+import functools
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -225,22 +226,15 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
     runs = run_directories(launch) if launch else [path]
     recorded = False
     for run in runs:
-        record = rundir.read_json(run / rundir.RUN) or {}
-        home = jsonl.text(jsonl.mapping(record, "environment"), environ.RUN_DIR).partition("\0")[0]
+        named, home, _, _ = _origin(run / rundir.RUN, rundir.stamp(run / rundir.RUN))
         recorded = recorded or bool(home)
-        named = jsonl.text(record, "launch")
         if by_name and launch and named and clean(named, 200) != launch_id(launch):
             raise RefusedError(
                 f"{launch} has the id {launch_id(launch)} in its plan, {clean(named, 200)} in its "
                 "run; give the directory"
             )
-        if home and not _is_home(Path(home), run, jsonl.text(record, "host")):
-            there = Path(home).parent if launch else Path(home)
-            advice = "give that directory" if rundir.stamp(there) else "move it back to act on it"
-            raise RefusedError(
-                f"{launch or run} is a copy or was moved: its records name "
-                f"{clean(str(there), 400)}; {advice}"
-            )
+        if text := why_not_in_place(run):
+            raise RefusedError(text)
     if by_name and runs and not recorded:
         raise RefusedError(
             f"{launch or path} does not record its directory, so its id may belong to another run; "
@@ -248,12 +242,40 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
         )
 
 
-def _is_home(home: Path, run: Path, host: str) -> bool:
-    """Returns whether a run was started in this directory, or seems to belong to another host."""
+def why_not_in_place(run: Path) -> str:
+    """Returns that a run, or its launch, is a copy or was moved, or "" if that is not known."""
+    path = run / rundir.RUN
+    _, home, host, token = _origin(path, rundir.stamp(path))
+    if not home or _is_home(Path(home), run, host not in ("", rundir.host_name()), token):
+        return ""
+    launch = launch_of(run)
+    there = Path(home).parent if launch else Path(home)
+    advice = "give that directory" if rundir.stamp(there) else "move it back to act on it"
+    named = clean(str(there), 400)
+    return f"{launch or run} is a copy or was moved: its records name {named}; {advice}"
+
+
+@functools.lru_cache(1024)
+def _origin(path: Path, stamp: object) -> tuple[str, str, str, str]:
+    """Returns four values of run.json: launch, directory, host and token; `stamp` is its stamp."""
+    record = rundir.read_json(path) or {} if stamp else {}
+    home = jsonl.text(jsonl.mapping(record, "environment"), environ.RUN_DIR).partition("\0")[0]
+    return jsonl.text(record, "launch"), home, jsonl.text(record, "host"), rundir.token(record)
+
+
+def _is_home(home: Path, run: Path, is_elsewhere: bool, token: str) -> bool:
+    """Returns whether a run was started in this directory.
+
+    For a run of another host, whose paths may have another meaning here, returns True unless `home`
+    is another directory with the same run.
+    """
     try:
-        return home.samefile(run)
+        if (is_same := home.samefile(run)) or not is_elsewhere:
+            return is_same
+        path, inodes = home / rundir.RUN, {each.stat().st_ino for each in (home, run)}
+        return len(inodes) == 1 or _origin(path, rundir.stamp(path))[3] != token
     except (OSError, ValueError):  # a name can contain half of a surrogate pair
-        return host not in ("", rundir.host_name())
+        return is_elsewhere
 
 
 def _phase_run(launch: Path, phase: str) -> Path:

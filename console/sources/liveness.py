@@ -133,20 +133,21 @@ def _newest_ts(heads: Mapping[int, LatestRecords], other: float | None = None) -
 
 def facts(
     supervisor: Record, run: Record, heads: Mapping[int, LatestRecords], behind: bool = False,
-    trouble: str = "",
+    trouble: str = "", moved: str = "",
 ) -> Facts:  # fmt: skip
     """Returns the facts that a reader can observe about a run.
 
     `supervisor` is supervisor.json with its newest state. If there is no such document (`trouble`
     may say why), it is the entry of the run in plan_state.json, or {}. `run` is run.json. `behind`
-    says that some records have not been read.
+    says that some records have not been read. `moved` is a sentence if the directory is a copy or
+    was moved; then no process that its documents name is treated as alive.
     """
     records = [head.last.record for head in heads.values()]
     has_exited = all(record.get("msg") == "exit" for record in records)
     over = bool(heads) and len(heads) >= (jsonl.integer(run, "world") or 0) and has_exited
     ends = _ends(supervisor, heads) if over else []
     return Facts(
-        is_reader=True, view=_view(supervisor, run, heads, behind, trouble), spawned=True,
+        is_reader=True, view=_view(supervisor, run, heads, behind, trouble, moved), spawned=True,
         over=over and jsonl.text(supervisor, "state") != "restarting", ends=ends,
         halt_steps={rank: head.halt for rank, head in heads.items() if head.halt is not None},
         world=len(ends), step=max((end.step for end in ends), default=0),
@@ -155,13 +156,14 @@ def facts(
 
 
 def _view(
-    supervisor: Record, run: Record, heads: Mapping[int, LatestRecords], behind: bool, trouble: str
+    supervisor: Record, run: Record, heads: Mapping[int, LatestRecords], behind: bool, trouble: str,
+    moved: str,
 ) -> ReaderView:  # fmt: skip
-    named, is_alive = jsonl.text(supervisor, "state"), is_supervised(supervisor)
+    named, is_alive = jsonl.text(supervisor, "state"), not moved and is_supervised(supervisor)
     state = cast(State, named) if named in STATES else None
     decides = is_alive and state is not None
-    living = "" if decides else living_ranks(supervisor)
-    if not (decides or living or state in ENDED):
+    living = "" if decides or moved else living_ranks(supervisor)
+    if not (decides or moved or living or state in ENDED):
         living = living_processes(run, supervisor)
     newest_ts = _newest_ts(heads)
     aged = NO_AGE if (newest_s := age(newest_ts)) is None else f"{newest_s:.0f} s old"
@@ -172,7 +174,7 @@ def _view(
         next_attempt=(jsonl.integer(supervisor, "attempt") or 1) + 1,
         newest_record=f"newest record: {aged}" if heads else "",
         records_elsewhere=supervisor.get("host") != rundir.host_name() and is_recent,
-        behind=behind, trouble="" if supervisor else trouble,
+        behind=behind, trouble="" if supervisor else trouble, moved=moved,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from console.sources import procfs
 from console.sources.procfs import Stat, children
+from console.status_text import quoted
 from trainers.contract import environ, jsonl, rundir
 
 GONE, NAME = "gone", "nsa-console"
@@ -50,6 +51,11 @@ def program() -> str:
     if called.name != NAME or (found and called.exists() and called.samefile(found)):
         return NAME
     return shlex.quote(str(called))
+
+
+def command(*words: str | Path) -> str:
+    """Returns a command of this program; a shell passes these words to it unchanged."""
+    return " ".join([program(), *(quoted(str(word)) for word in words)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,7 +234,7 @@ class Launch:
         elif self._spec.plan.between == "ask":
             self.state = "waiting"
             following = self._phases[self._index + 1]["name"]
-            command = f"{process.program()} do {self._spec.launch} proceed"
+            command = process.command("do", self._path, "proceed")
             self._why = f"{name} is done; to start {following}: {command}"
             self._event("state", self._why, "crit")
             self._publish()

@@ -256,7 +256,7 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
     if former.get("boot_id") != rundir.boot_id() and not sure:
         raise RefusedError(
             f"{launch} was not supervised since this host booted, so adopt may start its command "
-            f"again: look at {process.program()} status {directory}, and add --yes to confirm"
+            f"again: look at {process.command('status', directory)}, and add --yes to confirm"
         )
     return state
 
@@ -306,7 +306,7 @@ def _wait_until_ready(
         raise ContractError(
             f"the supervisor (pid {started.pid}) has not written {rundir.PLAN_STATE} within "
             f"{READY_S:g} s (a full disk?); it keeps trying and the ranks keep running: see "
-            f"{process.program()} status {directory}"
+            f"{process.command('status', directory)}"
         )
     started.terminate()
     try:

@@ -265,7 +265,7 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
     if source.over:
         last = (verdicts.newest(run) if run else None) or state.verdict
         last = last and replace(last, action="")  # its pids may belong to other processes by now
-        why = source.over if last else f"{source.over}; no verdict was given while it ran"
+        why = source.over if last else f"{source.over}; no verdict is recorded"
         code = source.exit_code
         return Diagnosis("ended", state, why, last, "last verdict of the run", (), (), code, run)
     if state.launch and state.launch.state == "waiting" and is_supervised(state):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from console.sources.process import command
 from console.supervisor.rundir_io import Directory
 
 LIMIT_S = 20.0
@@ -50,7 +51,7 @@ class ReportWriter:
         self._job = None
         if why:
             what = "lacks the comparison of the sweeps" if self._is_written else "is not written"
-            then = f"run nsa-console report {self._launch}"
+            then = f"run {command('report', self._launch)}"
             self._event("note", f"the report {what}: {why}; {then}", "warn")
 
     def _build(self, queue_is_written: threading.Event) -> None:

@@ -16,6 +16,7 @@ import yaml
 from console import actions, cli
 from console.commands.output import Changes
 from console.sources.run import RunSource
+from console.status_text import quoted
 from tests.console.sources import directory
 from tests.console.test_actions import MEMBER
 from tests.console.test_cli import ROOT
@@ -108,6 +109,16 @@ def test_a_launch_says_once_what_its_preflight_warns_of_and_its_data_stay_data(t
             "nsa-console: warning: shell: handed to the training: NSA_LR; not handed to the "
             "training: NCCL_DEBUG; to set one, use launch --flag NCCL_DEBUG=VALUE"
         )
+    finally:
+        Started(path).clean()
+
+
+def test_the_command_after_a_launch_reaches_the_launch_in_any_directory(tmp_path, tested):
+    path = tmp_path / os.fsdecode(b"a b'\"$(x)\xff")
+    try:
+        done = shell(f"{CONSOLE} launch {tested} --run-dir {quoted(str(path))}")
+        line = done.stdout.partition("to follow it: ")[2].strip()
+        assert shell(line.replace(" watch ", " check ")).returncode in (0, 1), done
     finally:
         Started(path).clean()
 

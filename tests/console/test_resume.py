@@ -188,7 +188,12 @@ def test_the_step_and_the_launch_from_which_a_phase_resumes_are_said(
 
 def test_a_launch_that_has_not_ended_or_is_not_confirmed_is_refused(tmp_path):
     launch = ended(tmp_path, state="running")
-    with pytest.raises(RefusedError, match="has not ended"):
+    with pytest.raises(RefusedError, match=r"has not ended \(it is running\); halt it first$"):
+        resumed(launch)
+    dead = rundir.identity() | directory.DEAD
+    directory.change(launch / rundir.PLAN_STATE, supervisor=dead)
+    why = rf"\(no supervisor is running; no .*\); nsa-console adopt {launch} starts a supervisor$"
+    with pytest.raises(RefusedError, match=why):
         resumed(launch)
     passed = [{"name": "sanity", "state": "completed", "result": "pass", "dir": "0-sanity"}]
     ended(tmp_path / "other", phases=passed)

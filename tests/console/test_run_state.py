@@ -205,6 +205,8 @@ RANK = "rank 1 still runs"
         ({"newest_record": "record 9 s old"}, "unsupervised", "no supervisor; record 9 s old"),
         ({"state": "running", "records_elsewhere": True, "newest_record": "young"}, "unsupervised",
          f"{NO_SUPERVISOR}; young"),
+        ({"state": "restarting", "moved": "it is a copy"}, "lost", "it is a copy"),
+        ({"state": "halted", "why": "asked", "moved": "it is a copy"}, "halted", "asked"),
         ({"state": "restarting", "behind": True}, "unsupervised",
          f"{NO_SUPERVISOR}; the records are still being read"),
         ({"state": "running"}, "lost",

@@ -15,13 +15,15 @@ import pytest
 from console import actions, cli
 from console.sources import launches
 from console.sources.run import RunSource
+from console.tui import feed
+from console.tui.widgets import chooser
 from tests.console.sources import directory
 from tests.launches import STUB, phase
 from trainers.contract import environ, rundir
 from trainers.contract.errors import RefusedError
 
 ROOT = Path(__file__).parents[2]
-NOW = time.time()
+NOW, DEAD = time.time(), directory.DEAD
 
 
 def made(path: Path, name: str = "", created: object = None, written: float | None = None) -> Path:
@@ -87,6 +89,43 @@ def test_a_directory_that_is_a_copy_or_was_moved_is_only_looked_at(tmp_path, cap
     assert ("give that directory" in err) == (how == "copied")
     assert not (other / "0-first" / rundir.HALT).exists()
     assert RunSource(other).poll().id == "toy/0-first"
+
+
+@pytest.mark.parametrize("how", ["copied", "moved"])
+def test_no_reader_believes_the_processes_of_a_copy_or_of_a_moved_directory(tmp_path, capsys, how):
+    path, there = made(tmp_path / "a" / "real"), tmp_path / "b" / "other"
+    assert (cli.main(["status", str(path)]), feed.find_live([path])) == (0, path)
+    there.parent.mkdir()
+    shutil.copytree(path, there) if how == "copied" else path.rename(there)
+    capsys.readouterr()
+    text = f"{there} is a copy or was moved: its records name {path}"
+    readers = ("status", "check", "diagnose", "watch --plain", "watchdog")
+    for words in (*(f"{name} {there}" for name in readers), f"status {there / '0-first'}"):
+        assert (cli.main(words.split()), text in capsys.readouterr().out) == (5, True), words
+    assert cli.main(["diagnose", str(there)]) == 5
+    assert "no verdict is recorded" in capsys.readouterr().out
+    assert cli.main(["--root", str(there.parent), "runs", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)[0]
+    assert (row["state"], row["launch"], text in row["why"]) == ("lost", "unsupervised", True)
+    state = RunSource(there).poll()
+    assert [(alert.text, alert.key) for alert in state.alerts] == [(state.why, "")]
+    assert feed.find_live([there]) is None
+    assert next(entry.text for entry in chooser.entries(there.parent)) == "unsupervised"
+    directory.change(there / "0-first" / rundir.SUPERVISOR, state="completed", why="all done")
+    assert RunSource(there / "0-first").poll().state == "completed", "a recorded end is believed"
+
+
+def test_a_directory_of_another_host_is_a_copy_only_if_the_original_is_here(tmp_path):
+    path, other = made(tmp_path / "real"), tmp_path / "other"
+    record = json.loads((path / "0-first" / rundir.RUN).read_text())
+    record["environment"][environ.TOKEN] = "a" * 32
+    directory.document(path / "0-first" / rundir.RUN, record | {"host": "elsewhere"})
+    shutil.copytree(path, other)
+    assert "is a copy or was moved" in launches.why_not_in_place(other / "0-first")
+    directory.change(path / "0-first" / rundir.RUN, environment={environ.TOKEN: "b" * 32})
+    assert launches.why_not_in_place(other / "0-first") == "", "another run has this path here"
+    shutil.rmtree(path)
+    assert launches.why_not_in_place(other / "0-first") == "", "the path means nothing here"
 
 
 @pytest.mark.decision("target-id", "absent")
@@ -225,6 +264,17 @@ def test_a_request_to_an_unsupervised_run_is_refused_with_advice(tmp_path, capsy
         assert (code, "has ended" in err, "is over" in err) == (4, False, False)
         assert f"nsa-console adopt {path} starts a new supervisor" in err
         document.unlink(missing_ok=True)  # a run that starts has none yet
+
+
+def test_a_halt_of_a_run_in_which_no_process_is_alive_is_refused(tmp_path, capsys):
+    path = made(tmp_path / "r1")
+    directory.run(path / "0-first", workers=[{"rank": 0, "exit": None} | DEAD], **DEAD)
+    directory.told(path, "", **DEAD)
+    assert RunSource(path).poll().state == "lost"
+    for target in (path, path / "0-first"):
+        code, err = said(capsys, "halt", target)
+        assert (code, f"nsa-console adopt {path} starts a new supervisor" in err) == (4, True), err
+    assert not (path / "0-first" / rundir.HALT).exists()
 
 
 def elsewhere(*words: object) -> tuple[int, str]:

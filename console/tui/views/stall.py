@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 
 from console.diagnose.stack_classes import is_of_torch, where
 from console.model import LIVE_STATES, Rank, RunState, Verdict
-from console.sources.process import program
+from console.sources.process import command
 from console.sources.stacks import Frame, Stack, innermost_own
 from console.status_text import spans
 from console.tui import format as fmt
@@ -76,7 +76,7 @@ def verdict_rows(
     said, style = calm.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
     if state.state == "unsupervised":
         adopt = "R starts one; " if state.launch else ""
-        said = f"no supervisor: {adopt}{program()} watchdog {state.id} checks the run now"
+        said = f"no supervisor: {adopt}{command('watchdog', state.path)} checks the run now"
         style = "warn"
     if past is not None:
         return _past_rows(past, said.removeprefix("no verdict: "), width, height, now)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +113,20 @@ def test_a_process_that_only_a_document_names_is_not_opened(busy, tmp_path):
     assert process.open_named(named, tmp_path, logs) is None
     assert process.open_named(named | {"start_ticks": 1}, tmp_path, logs) is None
     assert busy.poll() is None
+
+
+@pytest.mark.parametrize(
+    "word", ["a b'\"$(x)/c", "latest", "-\udcffa1", "a\n'\\\u200b", "über", ""]
+)
+def test_a_shell_passes_the_words_of_a_printed_command_unchanged(word):
+    line = process.command("watch", word)
+    assert line.isprintable()
+    script = f"{process.NAME}() {{ printf '%s\\0' \"$@\"; }}; {line}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
+    assert done.stdout == b"watch\0" + os.fsencode(word) + b"\0"
+
+
+def test_each_command_with_a_variable_word_is_quoted():
+    for path in sorted(Path(process.__file__).parents[1].rglob("*.py")):
+        by_hand = re.findall(r"(?:program\(\)\}|nsa-console) [a-z-]+ \{.*", path.read_text())
+        assert not by_hand, f"{path}: use process.command"

@@ -96,7 +96,7 @@ def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
     (tmp_path / "go").touch()
     started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), between="ask")
     started.wait(lambda: started.plan_state.get("state") == "waiting")
-    why = f"one is done; to start two: nsa-console do {started.plan_state['launch']} proceed"
+    why = f"one is done; to start two: nsa-console do {started.path} proceed"
     assert started.plan_state["why"] == why
     request = {"v": 1, "id": "late", "action": "dump", "args": {}, "by": "tester"}
     rundir.write_json(started.run() / rundir.REQUESTS / "late.json", request)

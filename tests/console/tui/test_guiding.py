@@ -226,7 +226,7 @@ async def test_what_was_answered_goes_away_and_lies_under_no_question(monkeypatc
     [
         (recorded.VERDICT, ["no supervisor now"]),
         (None, ["no supervisor: R starts one", "none: no supervisor",
-                "nsa-console watchdog cpu_smoke-20261120-031500/1-plumbing"]),
+                "nsa-console watchdog /nowhere/cpu_smoke/20261120-031500/1-plumbing"]),
     ],
 )  # fmt: skip
 def test_where_nobody_watches_nobody_says_that_nothing_stalls(verdict, says):
