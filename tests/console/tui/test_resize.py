@@ -95,7 +95,7 @@ async def test_every_fact_and_the_buttons_are_on_the_screen_if_a_question_can_be
         if "too small" not in text_of(app.query_one("#facts", Lines).shown[0]):
             for label, words in question.question.facts:
                 assert "".join((label + words).split()) in text.replace("│", "")
-            assert "[No]" in text and "[Stop][Kill]" in text
+            assert "[Stop][Kill]" in text
         else:
             assert height < 24 or width < 30
         assert "[No]" in text
