@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ NOT_GOOD = 1
 MOST_SPANS = 8
 DASH = "–"
 NO_AGE = "age not available (its time is in the future or missing)"
+OLD_S = 30.0
+"""The age of a figure is shown if it is higher than this, or if the run has ended."""
 COUNTED = ("records", "restarts", "stalls", "steps", "non-finite steps")
 """Units that are shown in the singular for the value 1."""
 RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
@@ -230,10 +233,12 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
         blocked = age(state.directory_blocked_s)
         yield f"  no write to the run directory has finished for {blocked}; training continues"
     if state.skipped_records:
-        yield f"  {skipped(state)} and are skipped"
+        yield f"  {skipped(state)} and {'is' if state.skipped_records == 1 else 'are'} skipped"
     yield from (f"  {rank_line(rank)}" for rank in state.ranks)
     for name, figure in state.figures.items():
-        yield f"  {name:<20} {number(figure.value):>12} {figure.unit:<10} {figure.window}"
+        old_s = time.time() - figure.at
+        ago = f", {age(old_s)} ago" * (old_s > OLD_S or state.state not in LIVE_STATES)
+        yield f"  {name:<20} {number(figure.value):>12} {figure.unit:<10} {figure.window}{ago}"
     for alert in state.alerts:
         yield f"  {alert.level.upper()} {alert.text}"
     if state.verdict:

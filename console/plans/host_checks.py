@@ -19,7 +19,7 @@ from console.plans.config_checks import checkpoint_bytes
 from console.sources import launches, liveness, process, procfs
 from console.sources.nvml import opened_by
 from console.sources.sanitize import clean
-from console.status_text import age, size
+from console.status_text import age, counted, size
 from trainers.contract import environ, flags, jsonl, rundir
 
 JUMP_S, LATEST_S = 60.0, 1 << 36
@@ -55,7 +55,7 @@ def cores(case: Case) -> Found:
     """Warns if the ranks of the largest phase and of other trainings exceed the usable cores."""
     cores, others = len(os.sched_getaffinity(0)), _living_ranks(case.root / "proc")
     of_others = f" and {others} of other trainings" if others else ""
-    text = f"{case.nproc} processes{of_others} on {cores} cores"
+    text = f"{counted(case.nproc, 'process')}{of_others} on {counted(cores, 'core')}"
     if case.nproc + others > cores:
         return "unknown", f"{text}: they share cores and run slower"
     return "pass", text
@@ -88,7 +88,7 @@ def memory(case: Case) -> Found:
     free = free_mib / 1024
     needed = LEAST_MEMORY_GIB_PER_RANK * case.nproc
     if free < needed:
-        return "fail", f"{free:.1f} GiB of memory is free; {case.nproc} ranks need {needed:.1f} GiB"
+        return "fail", f"{free:.1f} GiB of memory is free; the ranks need {needed:.1f} GiB"
     return "pass", f"{free:.1f} GiB free"
 
 

@@ -156,7 +156,7 @@ def _head(
     word, why = status_text.outcome(state)
     result = "no go" if status_text.exit_code(state, source.is_launch) else "go"
     result = result if status_text.is_over(state) else "no go yet: the run has not ended"
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    stamp = f"{_utc(time.time())} UTC"
     count = sum(gate.result != "pass" and not gate.blocks for p in phases for gate in p.state.gates)
     overridden = f" with {counted(count, 'override')}" if count else ""
     yield from (f"# Report of {cell(launch.id if launch else state.id)}", "")
@@ -228,9 +228,14 @@ def _figures(phases: Sequence[Phase]) -> Iterator[str]:
                 rows.append((each.name, name, value, unit, text, f"{each.name}/{gates.RANK0}"))
         for name, figure in each.state.figures.items():
             rows.append((each.name, name, figure.value, figure.unit, figure.window,
-                         f"{each.name}, newest record or sample"))  # fmt: skip
+                         f"{each.name}, record or sample of {_utc(figure.at)} UTC"))  # fmt: skip
     head = ("phase", "figure", "value", "unit", "window", "file")
     yield from _table("Figures", head, rows)
+
+
+def _utc(ts: float) -> str:
+    """Returns a time as text."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(max(0.0, min(ts, LATEST_S))))
 
 
 def _sweeps(path: Path) -> Iterator[str]:
@@ -323,9 +328,8 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
             kind = jsonl.text(event, "kind")
             by = jsonl.text(event, "asked_by" if kind == "answer" else "by")
             if kind in OF_OPERATORS and by not in ("", "supervisor"):
-                at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
-                stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
-                rows.append((folder.name, stamp, by, kind, jsonl.text(event, "text")))
+                at, text = jsonl.number(event, "ts") or 0.0, jsonl.text(event, "text")
+                rows.append((folder.name, _utc(at), by, kind, text))
     head = ("in", "time (UTC)", "by", "kind", "text")
     yield from _table("Notes and requests", head, rows[-MAX_ROWS:])
 

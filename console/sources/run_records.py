@@ -156,7 +156,11 @@ def progress_figures(progress: Records, loss_unit: str) -> dict[str, Figure]:
         return {}
     at = jsonl.number(record, "ts") or 0.0
     step, count = record.get("step"), len(jsonl.numbers(record, "steps_dt_s")) or 1
-    windows = {"step": f"step {step}", "steps": f"last {counted(count, 'step')}", "run": "this run"}
+    windows = {
+        "step": f"step {step}",
+        "steps": f"last {counted(count, 'step')}",
+        "run": f"up to step {step}",
+    }
     figures = {}
     for name, (unit, window) in UNITS.items():
         value = jsonl.number(record, name)
@@ -191,7 +195,7 @@ def sample_figures(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure
         at = jsonl.number(sample, "ts") or 0.0
         free = jsonl.number(jsonl.mapping(sample, "disk"), "free_gib")
         if free is not None:
-            figures["disk_free_gib"] = Figure(free, "GiB", "now", at)
+            figures["disk_free_gib"] = Figure(free, "GiB", "newest sample", at)
         load = jsonl.number(sample, "load1")
         if load is not None:
             figures["load1"] = Figure(load, "", "1 min", at)

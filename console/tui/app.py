@@ -88,7 +88,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.view_name = "dashboard"
         self.overlay: Overlay | None = None
         self.header, self.alert = Header(id="header"), AlertLine(id="alert")
-        self.answer, self.drawer, self.footer = Answer(), Drawer(), Footer(id="footer")
+        self.answer, self.drawer, self.footer = Answer(), Drawer(), Footer()
         self.bar = ActionBar()
         self.body = Body()
         self.dashboard = Dashboard(self, "dashboard")
@@ -358,9 +358,8 @@ class ConsoleApp(App[int], inherit_bindings=False):
         from console.tui.widgets.keylist import help_rows
         from console.tui.widgets.picker import Reader
 
-        self.open_overlay(
-            Reader(f"Keys in {self.view_name}", help_rows(self.view_name, self.size.width - 2))
-        )
+        view = self.view_name
+        self.open_overlay(Reader(f"Keys in {view}", lambda width: help_rows(view, width - 2)))
 
     def do_leave(self) -> None:
         self.feed.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
@@ -206,6 +207,8 @@ def test_skipped_records_name_the_part_that_was_read(passed, capsys):
     whole = RunSource(passed / "0-first", reads="all").poll()
     whole_lines = " ".join(status_text.status_lines(whole))
     assert " 50,000 records cannot be read and are skipped" in whole_lines
+    one = dataclasses.replace(state, skipped_records=1, skipped_in="")
+    assert "  1 record cannot be read and is skipped" in status_text.status_lines(one)
 
 
 def test_a_sparse_file_does_not_block_the_others(passed):

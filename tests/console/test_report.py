@@ -30,7 +30,8 @@ def recorded(launch, **more):
     run = directory.completed(
         launch / "0-first", gates, [*PASSED, SLOW],
         figures=lambda step: {"loss": 3.0 - step / 10, "toks_per_s": 400.0, "steps_dt_s": [2.0],
-                              "dt_fetch_s": 0.25, "sel_overlap": 0.75},
+                              "dt_fetch_s": 0.25, "sel_overlap": 0.75,
+                              "tokens_total": 800 * step},
         **{"steps_planned": 50_000, "git": {"sha": "abc123"}} | more,
     )  # fmt: skip
     settings = (rundir.read_json(run / rundir.RUN) or {})["settings"]
@@ -93,6 +94,19 @@ def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_
         assert len(chart.findall("{http://www.w3.org/2000/svg}polyline")) == 1
     code, out, _ = said(capsys, "report", launch / "0-first", "--json")
     assert (code, "Report of toy/0-first" in json.loads(out)["report"]) == (0, True)
+
+
+def test_figures_of_an_ended_run_say_when_and_up_to_which_step_they_were_measured(launch, capsys):
+    run = recorded(launch)
+    directory.sample(run, ts=1e9)
+    _, out, _ = said(capsys, "report", launch, "--json")
+    report = json.loads(out)["report"]
+    at = "0-first, record or sample of 2001-09-09 01:46:40 UTC"
+    assert f"| 0-first | disk_free_gib | 3.5 | GiB | newest sample | {at} |" in report
+    assert "| 0-first | tokens_total | 16,000 | tokens | up to step 20 | 0-first, record" in report
+    _, out, _ = said(capsys, "status", launch)
+    assert re.search(r"disk_free_gib +3.5 GiB +newest sample, \d+d ago", out)
+    assert re.search(r"tokens_total +16,000 tokens +up to step 20, \d+s ago", out)
 
 
 def test_a_report_names_the_flag_that_a_request_changed(launch, capsys):

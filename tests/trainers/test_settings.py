@@ -259,7 +259,7 @@ def test_check_prints_every_setting_with_its_origin_and_loads_no_torch(tmp_path)
     ("words", "variables", "says"),
     [
         (["--config", "/no/such.yaml"], {}, "there is no file"),
-        (["--config", "/dev/zero"], {}, "there is no file"),
+        (["--config", "/dev/zero"], {}, "/dev/zero is not a regular file"),
         (["--confg", "x"], {}, "--help shows the options"),
         (["extra"], {}, "unrecognized arguments"),
         (["--set", "train.lr"], {}, "has no value"),

@@ -286,11 +286,15 @@ class Launch(Scrolls, View):
 
     def do_zoom(self) -> None:
         """Opens an overlay with the rows of all panels, up to `WHOLE` of each, and all flags."""
-        snapshot, width = self.snapshot, self.size.width
-        if snapshot is not None:
-            rows = [row for p in self.query(Panel) for row in p.rows(snapshot, width, WHOLE)]
-            rows += [rule(self.picker.heading, width), *flag_list.whole_rows(self._items, width)]
-            self.console.open_overlay(Reader("launch", rows))
+        snapshot, items = self.snapshot, self._items
+        if snapshot is None:
+            return
+
+        def rows(width: int) -> list[Row]:
+            found = [row for p in self.query(Panel) for row in p.rows(snapshot, width, WHOLE)]
+            return [*found, rule(self.picker.heading, width), *flag_list.whole_rows(items, width)]
+
+        self.console.open_overlay(Reader("launch", rows))
 
     def do_open(self) -> None:
         """Opens a field for the flag under the cursor, or changes the choice under the cursor."""

@@ -366,11 +366,11 @@ class Stall(Scrolls, View):
 
     def do_zoom(self) -> None:
         """Opens an overlay with the whole verdict and all its evidence."""
-        snapshot, width = self.snapshot, self.size.width
-        if snapshot is not None:
+        if (shown := self.snapshot) is not None:
             panels = [self.query_one(name, Panel) for name in ("#verdict", "#evidence")]
-            rows = [row for panel in panels for row in panel.rows(snapshot, width, WHOLE)]
-            self.console.open_overlay(Reader("stall", rows))
+            self.console.open_overlay(Reader("stall", lambda width: [
+                row for panel in panels for row in panel.rows(shown, width, WHOLE)
+            ]))  # fmt: skip
 
     def do_open(self) -> None:
         """Opens the whole stack of the rank under the cursor."""
@@ -386,6 +386,6 @@ class Stall(Scrolls, View):
         if stack is None:
             app.say(f"rank {rank}: {no_dump(state)}", "error")
             return
-        rows = whole_rows(stack, self.size.width - 1)
         title = f"stack of rank {rank}" + f", of a {FORMER}" * stack.is_former
-        app.open_overlay(Reader(title, rows, stack.path.rpartition("/")[2]))
+        name = stack.path.rpartition("/")[2]
+        app.open_overlay(Reader(title, lambda width: whole_rows(stack, width - 1), name))

@@ -10,7 +10,8 @@ from textual.widget import Widget
 from console.tui.feed import ScreenData
 from console.tui.operator import Console
 from console.tui.rows import text_of
-from console.tui.widgets.lines import Box, Lines, Panel
+from console.tui.widgets.lines import Box, Lines, Panel, Wrapped
+from console.tui.widgets.picker import Reader
 
 
 class Main(Screen[None], inherit_bindings=False):
@@ -18,6 +19,11 @@ class Main(Screen[None], inherit_bindings=False):
 
     BLANK = True
     focused = Reactive[Widget | None](None, repaint=False)
+
+    def on_resize(self) -> None:
+        """Makes the rows that depend on the size of the screen again, before the layout."""
+        for each in (*self.query(Wrapped), *self.query(Reader)):
+            each.fit()
 
 
 class Body(Box):

@@ -10,7 +10,7 @@ from console.tui.confirmations import CannotAsk
 from console.tui.feed import ScreenData
 from console.tui.keys import BUTTONS, KEYS, TABLE, VIEWS, for_view
 from console.tui.rows import Part, Row, fit
-from console.tui.widgets.lines import Box, Lines
+from console.tui.widgets.lines import Box, Wrapped
 from console.tui.widgets.overlay import FlatButton
 
 WIDTH, HEIGHT = 80, 24
@@ -27,17 +27,19 @@ def footer_row(view: str, width: int, small: bool = False) -> Row:
     return fit(parts, width, gap=2)
 
 
-class Footer(Lines):
+class Footer(Wrapped):
     view = "dashboard"
+
+    def __init__(self) -> None:
+        super().__init__("footer", self._rows)
+
+    def _rows(self, width: int) -> list[Row]:
+        small = width < WIDTH or self.app.size.height < HEIGHT
+        return [footer_row(self.view, width, small)]
 
     def draw(self, view: str) -> None:
         self.view = view
-        if self.size.width:
-            width, height = self.screen.size
-            self.show([footer_row(view, width, width < WIDTH or height < HEIGHT)])
-
-    def redraw(self) -> None:
-        self.draw(self.view)
+        self.fit()
 
 
 class ActionBar(Box):

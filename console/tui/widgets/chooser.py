@@ -68,9 +68,9 @@ class Chooser(Reader):
     least, below = 14, 6
 
     def __init__(self, root: Path, then: Callable[[Entry], object]):
-        super().__init__("runs and plans", [], "reading …", cursor=True)
         self._root, self._then = root, then
         self._entries: list[Entry] = []
+        super().__init__("runs and plans", self._rows, "reading …", cursor=True)
 
     def on_mount(self) -> None:
         app: Any = self.app
@@ -79,7 +79,10 @@ class Chooser(Reader):
 
     def _fill(self, found: list[Entry]) -> None:
         self._entries = found
-        self.list.fill([entry.row() for entry in found], HINT)
+        self.list.fill(self._rows(), HINT)
+
+    def _rows(self, _width: int = 0) -> list[Row]:
+        return [entry.row() for entry in self._entries]
 
     def do_open(self) -> None:
         if self._entries:
@@ -95,9 +98,9 @@ class ChartList(Reader):
 
     def __init__(self, shown: Sequence[str], fits: int, then: Callable[[Sequence[str]], object]):
         self._shown, self._fits, self._then = list(shown), fits, then
-        super().__init__("charts", self._rows(), CHARTS_HINT, cursor=True)
+        super().__init__("charts", self._rows, CHARTS_HINT, cursor=True)
 
-    def _rows(self) -> list[Row]:
+    def _rows(self, _width: int = 0) -> list[Row]:
         places = {title: place for place, title in enumerate(self._shown, 1)}
         return [
             columns([(str(places.get(chart.title, "–")), -2, "strong"), (chart.title, 14, ""),

@@ -10,20 +10,22 @@ from textual.widgets import Button, Input
 
 from console.tui.confirmations import Choice, Question
 from console.tui.rows import Row, fill, labelled, rule, wrap
-from console.tui.widgets.lines import Box, Lines
-from console.tui.widgets.overlay import FlatButton, Overlay
+from console.tui.widgets.lines import Box, Lines, Wrapped
+from console.tui.widgets.overlay import MOST_SHARE, FlatButton, Overlay
 from trainers.contract.errors import UsageError
 
 LABEL = 11
-MOST_WIDTH = 110
+LEAST_WIDTH, MOST_WIDTH = 30, 110
+TOO_SMALL = "terminal too small for this question: only No works; enlarge the terminal"
 
 
 def question_rows(question: Question, width: int) -> list[Row]:
     """Returns the title and the facts of a question, wrapped."""
-    head = rule(f"── {question.title}", width)
-    rows: list[Row] = [tuple((text, "warn") for text, _ in head)]
+    *lines, last = wrap(f"── {question.title}", width)
+    head = *(((line, ""),) for line in lines), rule(last, width)
+    rows: list[Row] = [tuple((text, "warn") for text, _ in row) for row in head]
     for label, text in question.facts:
-        lines = wrap(text, min(MOST_WIDTH, width) - LABEL - 3, 4) or [""]
+        lines = wrap(text, min(MOST_WIDTH, width) - LABEL - 3) or [""]
         rows += labelled((f"  {fill(label, LABEL)} ", "dim"), lines)
     return rows
 
@@ -31,7 +33,8 @@ def question_rows(question: Question, width: int) -> list[Row]:
 class Confirm(Overlay):
     """A question; calls `then` with the choice. No is the default; No and Escape call nothing.
 
-    The facts of an open question do not change.
+    The facts of an open question do not change. While the terminal is too small to show them all,
+    only No works.
     """
 
     DEFAULT_CSS = """
@@ -46,13 +49,17 @@ class Confirm(Overlay):
     def __init__(self, question: Question, then: Callable[[Choice], object]):
         super().__init__(id="confirm")
         self.question, self._then = question, then
+        self._is_readable = False
+
+    def _rows(self, width: int) -> list[Row]:
+        """Returns the facts; or, if they do not all fit, that the terminal is too small."""
+        rows = question_rows(self.question, width)
+        room = MOST_SHARE * self.app.size.height // 100 - 3 - bool(self.question.typed)
+        self._is_readable = width >= LEAST_WIDTH and len(rows) <= room
+        return rows if self._is_readable else [((line, "warn"),) for line in wrap(TOO_SMALL, width)]
 
     def compose(self) -> ComposeResult:
-        rows = question_rows(self.question, self.app.size.width)
-        facts = Lines(id="facts")
-        facts.styles.height = len(rows)
-        facts.show(rows)
-        yield facts
+        yield Wrapped("facts", self._rows)
         if self.question.typed:
             yield Input(placeholder=f"type {self.question.typed} to continue", compact=True)
         with Box(classes="buttons"):
@@ -92,8 +99,8 @@ class Confirm(Overlay):
             self._decide(event.button.means)
 
     def _decide(self, choice: Choice | None) -> None:
-        if not self.display:  # a key that was pressed twice
-            return
+        if not self.display or not (choice is None or self._is_readable):
+            return  # the key was pressed twice, or not all facts are shown
         self.close()
         if choice is not None:
             self._then(choice)
@@ -117,22 +124,24 @@ class Editor(Overlay):
     ):  # fmt: skip
         super().__init__(id="editor")
         self._title, self._value, self._hint = title, value, hint
-        self._check, self._then = check, then
+        self._check, self._then, self._said = check, then, (hint, "dim")
 
     def compose(self) -> ComposeResult:
-        head = Lines(id="head")
-        head.show([rule(f"── {self._title}", self.app.size.width, "enter saves, esc cancels")])
-        yield head
-        yield Lines(id="trouble")
+        title, keys = f"── {self._title}", "enter saves, esc cancels"
+        yield Wrapped("head", lambda width: [rule(title, width, keys)])
+        yield Wrapped("trouble", self._rows)
         yield Input(self._value, compact=True, select_on_focus=False)
 
     def on_mount(self) -> None:
-        self._say(self._hint, "dim")
         self.query_one(Input).focus()
 
+    def _rows(self, width: int) -> list[Row]:
+        text, style = self._said
+        return [((line, style),) for line in wrap(text, width - 2) or [""]]
+
     def _say(self, text: str, style: str) -> None:
-        lines = wrap(text, self.app.size.width - 2, 1) or [""]
-        self.query_one("#trouble", Lines).show([((lines[0], style),)])
+        self._said = text, style
+        self.query_one("#trouble", Wrapped).fit()
 
     def _is_good(self, text: str, style: str) -> bool:
         try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from console.model import Figure, RunState
+from console.model import LIVE_STATES, Figure, RunState
+from console.status_text import OLD_S
 from console.tui import format as fmt
 from console.tui.rows import Row, fill, rule
 
-OLD_S = 30.0
 STEPS = " steps"
 """The end of a window of steps, which is left out if it does not fit."""
 
@@ -38,7 +38,10 @@ BRANCHES = ("cmp", "sel", "win")
 
 def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Row]:
     """Returns a heading and the available figures, the most important first."""
-    rows = [rule("now", width)]
+    rows, at = [rule("now", width)], now
+    if state.state not in LIVE_STATES and state.figures:
+        at = max(figure.at for figure in state.figures.values())
+        rows = [rule("last", width, f"{fmt.age(now - at)} ago")]
     label_width, value_width = 11, 8
     note_width = width - label_width - value_width - 1
     figures = dict(state.figures)
@@ -54,9 +57,8 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
             has_unit = other.unit in ("s", "share")
             value = fmt.figure(other.value, other.unit) if has_unit else f"{other.value:.2f}"
             notes = [f"{word} {value}"]
-        old = now - figure.at
-        if old > OLD_S and state.data_age_s is not None:
-            notes = [f"{fmt.age(old)} old"]
+        if at - figure.at > OLD_S and (at < now or state.data_age_s is not None):
+            notes = [f"{fmt.age(now - figure.at)} old"]
         elif figure.window.endswith(STEPS):
             short = figure.window.removesuffix(STEPS)
             notes = [f"{note}, {short}" for note in notes if note] + [figure.window, short]

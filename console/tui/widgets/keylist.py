@@ -57,7 +57,7 @@ class Commands(Reader):
 
     def __init__(self, view: str):
         self.view, self.found = view, matches(view, "")
-        super().__init__("keys", command_rows(self.found), note="", cursor=True)
+        super().__init__("keys", lambda _: command_rows(self.found), note="", cursor=True)
 
     def compose(self) -> ComposeResult:
         yield from super().compose()

@@ -51,6 +51,7 @@ class Lines(Plain):
     def __init__(self, id: str | None = None):
         super().__init__(id=id)
         self.shown: tuple[Row, ...] = ()
+        """The rows, which may be wider than the widget; only their drawing is clipped."""
         self._strips: dict[int, Strip] = {}
         self._drawn_size: Size | None = None
         self.repaints = 0
@@ -61,14 +62,15 @@ class Lines(Plain):
         width, height = self.size
         old = self.shown
         self.shown = new = tuple(
-            row if row == before else clip(safe(row), width or 999)
+            row if row == before else safe(row)
             for row, before in zip_longest(rows, old[: len(rows)], fillvalue=BLANK)
         )
         if old == new:
             return
         regions: list[Region] = []
         for y, (before, after) in enumerate(zip_longest(old, new, fillvalue=BLANK)):
-            span = changed(before, after, width) if y < height else None
+            is_seen = before != after and y < height
+            span = changed(clip(before, width), clip(after, width), width) if is_seen else None
             if span is not None:
                 self._strips.pop(y, None)
                 regions.append(Region(span[0], y, span[1] - span[0], 1))
@@ -81,7 +83,6 @@ class Lines(Plain):
         if self.size == self._drawn_size:
             return
         self._drawn_size = self.size
-        self.shown = tuple(clip(row, self.size.width) for row in self.shown)
         self._strips.clear()
         self.redraw()
 
@@ -106,9 +107,27 @@ class Lines(Plain):
         strip = self._strips.get(y)
         if strip is None or strip.cell_length != width:
             row = self.shown[y] if y < len(self.shown) else BLANK
-            segments = [Segment(drawn(text), STYLES[style] or PLAIN) for text, style in row]
+            spans = clip(row, width)
+            segments = [Segment(drawn(text), STYLES[style] or PLAIN) for text, style in spans]
             strip = self._strips[y] = Strip(segments).adjust_cell_length(width, PLAIN)
         return strip
+
+
+class Wrapped(Lines):
+    """Lines that are as high as the rows that `draw` returns for the width of the screen."""
+
+    def __init__(self, id: str, draw: Callable[[int], Sequence[Row]]):
+        super().__init__(id=id)
+        self._draw = draw
+
+    def fit(self) -> None:
+        """Makes the rows again, for the present width of the screen."""
+        self.shown = tuple(map(safe, self._draw(self.app.size.width)))
+        self.styles.height = len(self.shown)
+        self._strips.clear()
+        self.refresh()
+
+    on_mount = fit
 
 
 WHOLE = 200

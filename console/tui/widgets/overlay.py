@@ -9,11 +9,13 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Button
 
-from console.tui.rows import Row, labelled, safe, wrap
-from console.tui.widgets.lines import Box, Lines, Plain
+from console.tui.rows import Row, labelled, wrap
+from console.tui.widgets.lines import Box, Plain, Wrapped
 
 KEEP_S = {"ok": 6.0, "error": 12.0, "wait": 20.0}
 MOST_LINES = 3
+MOST_SHARE = 90
+"""Largest height of the drawer, in percent of the screen."""
 
 
 class Drawer(Box):
@@ -22,11 +24,11 @@ class Drawer(Box):
     It is always mounted, because mounting a widget in the screen itself repaints everything.
     """
 
-    DEFAULT_CSS = """
-    Drawer {
-        layer: over; dock: bottom; width: 100%; height: auto; max-height: 90%; margin: 0 0 2 0;
-        layout: vertical; background: ansi_default;
-    }
+    DEFAULT_CSS = f"""
+    Drawer {{
+        layer: over; dock: bottom; width: 100%; height: auto; max-height: {MOST_SHARE}%;
+        margin: 0 0 2 0; layout: vertical; background: ansi_default;
+    }}
     """
 
 
@@ -37,13 +39,13 @@ def answer_rows(text: str, level: str, width: int) -> list[Row]:
     return labelled((f"{sign} ", style), lines, style if level != "ok" else "")
 
 
-class Answer(Lines):
+class Answer(Wrapped):
     """The message of the last action or key for some seconds; its height is 0 without a message."""
 
     DEFAULT_CSS = "Answer { height: 0; background: ansi_default; }"
 
     def __init__(self) -> None:
-        super().__init__(id="answer")
+        super().__init__("answer", self._rows)
         self.text = self._level = ""
         self._until = 0.0
 
@@ -51,14 +53,14 @@ class Answer(Lines):
         """Shows a text with its level: `ok`, `error`, or `wait` while there is no result."""
         self.text, self._level = text, level
         self._until = time.monotonic() + KEEP_S[level]
-        self.shown = tuple(map(safe, answer_rows(text, level, self.screen.size.width)))
-        self.styles.height = len(self.shown)
-        self._strips.clear()
-        self.refresh()
+        self.fit()
+
+    def _rows(self, width: int) -> list[Row]:
+        return answer_rows(self.text, self._level, width)
 
     def clear(self) -> None:
         self.text = ""
-        self.styles.height = 0
+        self.fit()
 
     def clear_error(self) -> None:
         """Clears an error, which is about a key of the former view."""

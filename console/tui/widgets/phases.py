@@ -9,7 +9,7 @@ from typing import Any
 
 from console.model import LIVE_STATES, Gate, PhaseState
 from console.sources import launch_documents
-from console.status_text import gate_value, gates_text
+from console.status_text import counted, gate_value, gates_text
 from console.tui import format as fmt
 from console.tui.rows import (
     Row,
@@ -134,11 +134,9 @@ def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:
     """Returns the checks before a launch, failed checks first."""
     cells = [(check.result, f"{check.name}: {check.text}") for check in checks]
     failed = sum(check.result == "fail" for check in checks)
-    note = (
-        f"{failed} failed: the launch would be rejected"
-        if failed
-        else f"ready: {len(checks)} checks"
-    )
+    note = f"ready: {counted(len(checks), 'check')}"
+    if failed:
+        note = f"{failed} failed: the launch would be rejected"
     return grid(cells, width, height, CHECKS, note if checks else "")
 
 

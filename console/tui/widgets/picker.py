@@ -5,14 +5,14 @@ Only the visible rows of a list are drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partialmethod
 from typing import Any
 
 from textual import events
 from textual.app import ComposeResult
 
-from console.tui.rows import Row, clip, fill, rule, safe, text_of
+from console.tui.rows import Row, fill, rule, safe, text_of
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.overlay import Overlay
 
@@ -64,7 +64,7 @@ class Picker(Lines, can_focus=True):
     def prepare(self, width: int, height: int) -> None:
         """Draws before the first layout, so that the first picture is complete."""
         self.styles.height = height
-        self.shown = tuple(clip(safe(row), width) for row in self.drawn(width, height))
+        self.shown = tuple(map(safe, self.drawn(width, height)))
 
     def drawn(self, width: int, height: int) -> list[Row]:
         """Returns the rows to draw for a size."""
@@ -134,22 +134,34 @@ class Scrolls:
 
 
 class Reader(Scrolls, Overlay):
-    """An overlay with a list; if `cursor` is set, a row of the list can be chosen."""
+    """An overlay with a list; if `cursor` is set, a row of the list can be chosen.
+
+    `draw` returns the rows of the list for a width.
+    """
 
     gives_way = True
     least, below = 0, 5
     """The least height of the list, and the rows of the screen that the list leaves free."""
 
-    def __init__(self, title: str, rows: list[Row], note: str = "esc closes", cursor: bool = False):
+    def __init__(
+        self, title: str, draw: Callable[[int], Sequence[Row]], note: str = "esc closes",
+        cursor: bool = False,
+    ):  # fmt: skip
         super().__init__(id="reader")
+        self.draw = draw
         self.list = Picker("reading", title, cursor)
-        self.list.items, self.list.note, self.list.always = tuple(rows), note, cursor
+        self.list.note, self.list.always = note, cursor
 
     def compose(self) -> ComposeResult:
-        size = self.app.size
-        wanted = max(self.least, len(self.list.items) + 1)
-        self.list.prepare(size.width, min(wanted, max(4, size.height - self.below)))
+        self.fit()
         yield self.list
+
+    def fit(self) -> None:
+        """Makes the rows again, for the present size of the screen."""
+        width, height = self.app.size
+        self.list.items = tuple(self.draw(width))
+        wanted = max(self.least, len(self.list.items) + 1)
+        self.list.prepare(width, min(wanted, max(4, height - self.below)))
 
     def on_mount(self) -> None:
         self.children[-1].focus()

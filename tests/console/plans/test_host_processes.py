@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 
 from console.plans import host_checks
+from console.plans.case import Case
 from tests.console.plans.test_preflight import bare
 from trainers.contract import environ, rundir
 
@@ -58,6 +59,10 @@ def test_the_ranks_of_other_trainings_share_the_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(host_checks.os, "sched_getaffinity", lambda _: range(6))
     process(tmp_path, 10, 1, "python -P -m console.supervisor /launch")
     assert host_checks.cores(bare(tmp_path)) == ("pass", "2 processes on 6 cores")
+    monkeypatch.setattr(Case, "nproc", 1)
+    assert host_checks.cores(bare(tmp_path)) == ("pass", "1 process on 6 cores")
+    monkeypatch.undo()
+    monkeypatch.setattr(host_checks.os, "sched_getaffinity", lambda _: range(6))
     ours = {environ.TOKEN: "c0ffee"}
     process(tmp_path, 11, 10, "python -m torch.distributed.run -m trainers.ddp", **ours)
     process(tmp_path, 12, 11, "python -u foreign.py", **ours, RANK="0")

@@ -149,6 +149,17 @@ def test_skipped_steps_are_shown_in_the_few_rows_of_a_small_screen(skipped, show
     assert any(row.startswith("skipped") for row in rows) is shown
 
 
+def test_the_figures_of_a_run_that_ended_are_not_those_of_now():
+    figures = {"toks_per_s": Figure(7.0, "tok/s", "last 5 steps", NOW - 660),
+               "disk_free_gib": Figure(76.9, "GiB", "newest sample", NOW - 720)}  # fmt: skip
+    ended = recorded.running(state="halted", data_age_s=None, figures=figures)
+    heading, speed, disk = texts(figure_rows(ended, 40, 12, NOW))
+    assert heading.startswith("last ──")
+    assert heading.endswith("11m ago")
+    assert speed.endswith("last 5 steps")
+    assert disk.endswith("12m old")
+
+
 @pytest.mark.parametrize("width", [28, 40, 52])
 def test_speed_and_step_time_name_their_windows(width):
     windows = {"toks_per_s": "last 5 steps", "step_p50_s": "last 200 steps"}
