@@ -58,8 +58,7 @@ class Attempt:
         self._reducer, self._heads = context.reducer, partial(context.reducer.heads, number)
         if former is None:
             self._reducer.mark_old()
-        late = former is not None and not former.is_stored
-        self.monitor = Monitor(context, run, self._heads, late)
+        self.monitor = Monitor(context, run, self._heads, bool(former and not former.is_stored))
         self.tree = Tree(context.token, self._world, services.poller, link, context.home)
         self.behind = False
         self.files = Files(self.path, number, self._world, context.reading)
@@ -109,7 +108,8 @@ class Attempt:
         """
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
-            return "the ranks have ended already; no further attempt or phase starts"
+            ranks = "the ranks have ended already" if self.tree.spawned else "no rank was started"
+            return f"{ranks}; no further attempt or phase starts"
         asked, grace_s = self.known.requested, self._grace_s
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
             return f"{asked} is in progress, requested by {self.known.by}"
