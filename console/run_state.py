@@ -213,17 +213,22 @@ def _failure_words(facts: Facts) -> str:
     if facts.killed_together:
         return _killed_together_words(facts)
     if end == facts.exited_early():
-        sentence = f"rank {end.rank} exited first (code 0){end.at}, while the others continued"
+        first = "" if end.late else " first"
+        sentence = f"rank {end.rank} exited{first} (code 0){end.at}, while the others continued"
     else:
         sentence = _culprit_words(facts, end)
     others = [e for e in facts.ends if e.rank != end.rank and e.failed and e.secondary]
-    earlier = [e for e in others if e.lost_peer and facts.position(e) < facts.position(end)]
-    later = [e for e in others if e not in earlier]
-    if earlier:
-        named = rank_names(each.rank for each in earlier)
-        sentence += f"; {named} exited earlier, in a failed collective"
-    if later:
-        sentence += f"; {rank_names(each.rank for each in later)} ended because of it"
+    unordered = [e for e in others if e.lost_peer and e.late and end.late]
+    lost = [e for e in others if e.lost_peer and e not in unordered]
+    earlier = [e for e in lost if facts.position(e) < facts.position(end)]
+    groups = {
+        "exited earlier, in a failed collective": earlier,
+        "also exited, in a failed collective": unordered,
+        "ended because of it": [e for e in others if e not in (*earlier, *unordered)],
+    }
+    for words, ends in groups.items():
+        if ends:
+            sentence += f"; {rank_names(each.rank for each in ends)} {words}"
     return sentence
 
 
