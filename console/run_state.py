@@ -24,7 +24,10 @@ TOGETHER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """Facts that only a reader needs: the supervisor's last state, living processes, record age."""
+    """Facts of a reader: the supervisor's last state, living processes, the age of records.
+
+    An attempt that was adopted after its recorded end has only `state` and `why`.
+    """
 
     state: State | None = None
     """The last state that the supervisor wrote, or None if no document has a state."""
@@ -316,6 +319,7 @@ BETWEEN_ATTEMPTS: tuple[StateRule, ...] = (
 """The rules for the time between two attempts, in which no rank runs."""
 
 ENDED: tuple[StateRule, ...] = (
+    (None, lambda f: f.view.state in EXIT_CODES, lambda f: f.view.why),
     ("crashed", lambda f: f.requested == "restart",
      lambda f: f"ended for a restart, requested by {f.by}"),
     ("killed", lambda f: f.requested == "kill", lambda f: f"killed, requested by {f.by}"),
@@ -331,7 +335,7 @@ ENDED: tuple[StateRule, ...] = (
     ("failed", _has_named_error, _failure_words),
     ("crashed", lambda f: True, _failure_words),
 )  # fmt: skip
-"""The rules for a run whose processes have all ended."""
+"""The rules for a run whose processes have all ended; an end that was recorded stays."""
 
 LIVE: tuple[StateRule, ...] = (
     ("stopping", lambda f: f.collecting,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from console.model import RANK_GONE, State
-from console.run_state import Facts, decide
+from console.run_state import Facts, ReaderView, decide
 from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.ends import Ends
 from console.supervisor.former_documents import ENDINGS, FormerRun
@@ -53,7 +53,7 @@ class Attempt:
         self._directory, self._observers = services.directory, context.observers
         self._alerts = context.observers.alerts
         self.stage: Stage = "prepare"
-        self.known = Facts(world=self._world)
+        self.known = Facts(world=self._world, view=former.end if former else ReaderView())
         """The facts that are stored here; `facts` adds facts from other objects."""
         self._reducer, self._heads = context.reducer, partial(context.reducer.heads, number)
         if former is None:
