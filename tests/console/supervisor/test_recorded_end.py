@@ -7,8 +7,10 @@ import time
 import pytest
 
 from console import actions
+from console.sources.run import RunSource
 from console.supervisor import cross_check, launch_spec
 from tests import owners
+from tests.console.sources import directory
 from tests.console.sources.directory import change
 from tests.console.supervisor.test_cross_check import TOKEN, launch, tell
 from tests.launches import STUB, phase
@@ -61,3 +63,17 @@ def test_an_adoption_keeps_the_end_that_only_the_events_have(begin):
     assert [found[key] for key in ("state", "why")] == [ended[key] for key in ("state", "why")]
     assert "code 7" in started.state()["why"]
     assert (started.state()["state"], started.state()["why"]) == (exact["state"], exact["why"])
+
+
+def test_a_reader_says_that_the_document_lacks_the_end(tmp_path):
+    """The ranks and the figures may then be older than the end."""
+    run = directory.run(tmp_path / "0-first", updated_ts=time.time() - 60)
+    dead = [{"rank": 0, "local_rank": 0, **directory.DEAD, "exit": None}]
+    change(run / rundir.SUPERVISOR, workers=dead, **directory.DEAD)
+    directory.event(run, "state", attempt=1, state="failed", why="code 15")
+    directory.beat(run, 0, 8, pid=directory.DEAD["pid"], dropped_records=0)
+    state = RunSource(run).poll()
+    assert state.state == "failed"
+    assert "supervisor.json does not contain the end of the run" in state.alerts[0].text
+    change(run / rundir.SUPERVISOR, state="failed")
+    assert not RunSource(run).poll().alerts
