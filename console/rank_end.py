@@ -132,6 +132,8 @@ class RankEnd:
     last_record: str = ""
     """The kind and the reason of the last record of the rank."""
     ts: float | None = None
+    late: bool = False
+    """True if nobody observed when the rank ended: two such ends have no known order."""
     observed: bool = True
     """False if the supervisor did not get the exit code or signal from the kernel."""
     doubt: str = ""

@@ -24,7 +24,10 @@ TOGETHER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """Facts that only a reader needs: the supervisor's last state, living processes, record age."""
+    """Facts of a reader: the supervisor's last state, living processes, the age of records.
+
+    An attempt that was adopted after its recorded end has only `state` and `why`.
+    """
 
     state: State | None = None
     """The last state that the supervisor wrote, or None if no document has a state."""
@@ -215,17 +218,22 @@ def _failure_words(facts: Facts) -> str:
     if facts.killed_together:
         return _killed_together_words(facts)
     if end == facts.exited_early():
-        sentence = f"rank {end.rank} exited first (code 0){end.at}, while the others continued"
+        first = "" if end.late else " first"
+        sentence = f"rank {end.rank} exited{first} (code 0){end.at}, while the others continued"
     else:
         sentence = _culprit_words(facts, end)
     others = [e for e in facts.ends if e.rank != end.rank and e.failed and e.secondary]
-    earlier = [e for e in others if e.lost_peer and facts.position(e) < facts.position(end)]
-    later = [e for e in others if e not in earlier]
-    if earlier:
-        named = rank_names(each.rank for each in earlier)
-        sentence += f"; {named} exited earlier, in a failed collective"
-    if later:
-        sentence += f"; {rank_names(each.rank for each in later)} ended because of it"
+    unordered = [e for e in others if e.lost_peer and e.late and end.late]
+    lost = [e for e in others if e.lost_peer and e not in unordered]
+    earlier = [e for e in lost if facts.position(e) < facts.position(end)]
+    groups = {
+        "exited earlier, in a failed collective": earlier,
+        "also exited, in a failed collective": unordered,
+        "ended because of it": [e for e in others if e not in (*earlier, *unordered)],
+    }
+    for words, ends in groups.items():
+        if ends:
+            sentence += f"; {rank_names(each.rank for each in ends)} {words}"
     return sentence
 
 
@@ -314,6 +322,7 @@ BETWEEN_ATTEMPTS: tuple[StateRule, ...] = (
 """The rules for the time between two attempts, in which no rank runs."""
 
 ENDED: tuple[StateRule, ...] = (
+    (None, lambda f: f.view.state in EXIT_CODES, lambda f: f.view.why),
     ("crashed", lambda f: f.requested == "restart",
      lambda f: f"ended for a restart, requested by {f.by}"),
     ("killed", lambda f: f.requested == "kill", lambda f: f"killed, requested by {f.by}"),
@@ -329,7 +338,7 @@ ENDED: tuple[StateRule, ...] = (
     ("failed", _has_named_error, _failure_words),
     ("crashed", lambda f: True, _failure_words),
 )  # fmt: skip
-"""The rules for a run whose processes have all ended."""
+"""The rules for a run whose processes have all ended; an end that was recorded stays."""
 
 LIVE: tuple[StateRule, ...] = (
     ("stopping", lambda f: f.collecting,

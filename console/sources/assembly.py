@@ -190,6 +190,10 @@ class Assembly:
                 add("no-supervisor", "crit", self._moved or ORPHANED, "" if self._moved else "R")
             if launch.doubt and launch.doubt not in known:
                 add("documents", "crit", f"the state of the launch is unknown: {launch.doubt}")
+        ended = self._has_ended and self._state != "lost"
+        if ended and self.supervisor.get("state", self._state) not in liveness.ENDED:
+            lack = f"{rundir.SUPERVISOR} does not contain the end of the run (no supervisor, or a "
+            add("end-missing", "warn", f"{lack}full disk): ranks and figures may be older than it")
         if missing := self._unreadable():
             others = f"{rundir.PLAN_STATE}, the live directory and earlier reads"
             add("directory", "warn", f"{missing}; the run's state is the newest in {others}")

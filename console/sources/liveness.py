@@ -190,7 +190,7 @@ def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEn
         observed = exits.get((rank, record.get("attempt")), {})
         signal = clean(jsonl.text(observed, "signal"), 16) or None
         known = None if signal else jsonl.integer(observed, "code") or code
-        ends.append(RankEnd(rank, known, signal, record["step"], error))
+        ends.append(RankEnd(rank, known, signal, record["step"], error, late=True))
     return ends
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from console.model import RANK_GONE, State
-from console.run_state import Facts, decide
+from console.run_state import Facts, ReaderView, decide
 from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.ends import Ends
 from console.supervisor.former_documents import ENDINGS, FormerRun
@@ -53,13 +53,12 @@ class Attempt:
         self._directory, self._observers = services.directory, context.observers
         self._alerts = context.observers.alerts
         self.stage: Stage = "prepare"
-        self.known = Facts(world=self._world)
+        self.known = Facts(world=self._world, view=former.end if former else ReaderView())
         """The facts that are stored here; `facts` adds facts from other objects."""
         self._reducer, self._heads = context.reducer, partial(context.reducer.heads, number)
         if former is None:
             self._reducer.mark_old()
-        late = former is not None and not former.is_stored
-        self.monitor = Monitor(context, run, self._heads, late)
+        self.monitor = Monitor(context, run, self._heads, bool(former and not former.is_stored))
         self.tree = Tree(context.token, self._world, services.poller, link, context.home)
         self.behind = False
         self.files = Files(self.path, number, self._world, context.reading)
@@ -109,7 +108,8 @@ class Attempt:
         """
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
-            return "the ranks have ended already; no further attempt or phase starts"
+            ranks = "the ranks have ended already" if self.tree.spawned else "no rank was started"
+            return f"{ranks}; no further attempt or phase starts"
         asked, grace_s = self.known.requested, self._grace_s
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
             return f"{asked} is in progress, requested by {self.known.by}"

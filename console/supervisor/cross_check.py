@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from console.run_state import ReaderView
 from console.sources import launches, liveness, process
 from console.supervisor import former_documents
 from console.supervisor.former_documents import NOT_ADOPTED, FormerRun
@@ -58,11 +59,10 @@ class Evidence:
             for each in self._events[self._launch]
         )
 
-    def confirms_restart(self, run: Path) -> bool:
-        """Returns whether "restarting" is the last state in the events of a run."""
-        states = [each.get("state") for each in self._events[run]
-                  if each.get("kind") == "state" and each.get("state")]  # fmt: skip
-        return states[-1:] == ["restarting"]
+    def last_state(self, run: Path) -> Mapping[str, Any]:
+        """Returns the last event with a state of a run, or {}."""
+        events = (each for each in reversed(self._events[run]) if each.get("kind") == "state")
+        return next((each for each in events if each.get("state")), {})
 
 
 def read_launch(
@@ -133,6 +133,8 @@ def check_run(
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Returns three values: run.json, supervisor.json, and warnings about their entries.
 
+    If supervisor.json lacks the end of the run, for example after a full disk, the end comes from
+    the supervisor heartbeat or from the last state in the events, unless a rank is alive.
     After a halt, stop or kill that was requested before, no further attempt starts.
     Raises RefusedError, for example if plan.json or a process that is alive contradicts run.json.
     """
@@ -150,9 +152,14 @@ def check_run(
         warnings.append(
             f"{asked} was requested from the former supervisor{again}; no further attempt starts"
         )
-    if document.get("state") == "restarting" and not evidence.confirms_restart(run):
+    last, live = evidence.last_state(run), liveness.live_directory(document)
+    status = rundir.read_json(live / rundir.LIVE_STATUS) if live else None
+    newest = liveness.with_newest_state(document, last, status)
+    if newest.get("state") in former_documents.FINAL:
+        document = newest
+    elif document.get("state") == "restarting" and last.get("state") != "restarting":
         warnings.append(f"only {rundir.SUPERVISOR} says that a restart is due, so none is started")
-        document |= {"state": "crashed"}
+        document |= {"state": "crashed", "why": ""}
     return record, document, warnings
 
 
@@ -173,7 +180,9 @@ def read_run(link: Link, run: Path, spec: LaunchSpec, index: int, is_last: bool)
     number = living or max(1, written)
     if living or jsonl.text(state, "state") != "restarting":
         del ended[number - 1 :]
-    return FormerRun(record, state, stored is not None, warnings, flags, number, ended, is_last)
+    end = ReaderView() if living else former_documents.recorded_end(state)
+    is_stored = stored is not None
+    return FormerRun(record, state, is_stored, warnings, flags, number, ended, is_last, end)
 
 
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:

@@ -156,7 +156,8 @@ def end_of(
         last.error, worker.killed_after_failure,
         raised_at=last.raised_at, crashed_in=last.crashed_in,
         last_record=clean(said, 200), ts=None if worker.late else worker.over_ts,
-        observed=worker.observed, doubt=doubt, phase=phase if phase in pulse.CODES else "",
+        late=worker.late, observed=worker.observed, doubt=doubt,
+        phase=phase if phase in pulse.CODES else "",
     )  # fmt: skip
 
 

@@ -10,12 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from console.model import PhaseState
+from console.model import PhaseState, State
+from console.run_state import ReaderView
 from console.sources import json_documents, liveness
 from console.sources.record_files import Line, Place
 from console.sources.reducer import Events
+from console.sources.sanitize import clean
 from console.sources.summary import Summary
 from console.supervisor.launch_spec import FlagValue
 from console.supervisor.restart import AttemptEnd
@@ -113,6 +115,8 @@ class FormerRun:
     """The attempts that have ended. While a restart is due, the newest attempt is one of them."""
     is_last: bool
     """True if the end of the plan was requested."""
+    end: ReaderView
+    """The recorded end of the run; without a state if none is recorded or a process is alive."""
 
     @property
     def is_final(self) -> bool:
@@ -122,6 +126,12 @@ class FormerRun:
             or jsonl.text(self.state, "state") in FINAL
             or jsonl.text(self.state, "asked") in STOPS
         )
+
+
+def recorded_end(state: Mapping[str, Any]) -> ReaderView:
+    """Returns the end in supervisor.json, or a view without a state if there is none."""
+    name, why = jsonl.text(state, "state"), clean(jsonl.text(state, "why"), 400)
+    return ReaderView(cast(State, name), why) if name in FINAL and why else ReaderView()
 
 
 def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:

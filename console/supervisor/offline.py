@@ -17,6 +17,7 @@ from typing import Any, Literal
 from console import plan, status_text
 from console.diagnose.evidence import Evidence
 from console.diagnose.rank_evidence import (
+    ENDED_STATES,
     NAMED_AFTER_S,
     RankEvidence,
     by_records,
@@ -121,8 +122,8 @@ class OfflineRun:
         state, run = self._source.poll(), self._source.run_path
         if status_text.is_over(state):
             state = poll_confirmed(RunSource(self._path))
-            self.over = f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
-            self.exit_code = status_text.exit_code(state, self._source.is_launch)
+            self.over = _end_words(state)
+        self.exit_code = status_text.exit_code(state, self._source.is_launch)
         self.state = state
         if run is None:
             return None
@@ -145,7 +146,7 @@ class OfflineRun:
                 for rank in state.ranks
                 if rank.rank not in known and not rank.exit
             )  # fmt: skip
-        idle = state.state in ENDING or self.over
+        idle = state.state in ENDING | liveness.ENDED or self.over
         here = not self._old and state.host in ("", rundir.host_name())
         rss_mib = {r.rank: r.rss_mib for r in state.ranks if r.rss_mib is not None}
         if not (self._settled or state.behind_bytes):
@@ -157,6 +158,10 @@ class OfflineRun:
             state.gpus, _disk(self._disk), here, not pulsed, self._csv.poll(), doubt,
             self._env.poll(),
         )  # fmt: skip
+
+
+def _end_words(state: RunState) -> str:
+    return f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
 
 
 def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | None:
@@ -262,14 +267,15 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
     """
     now, state = source.poll(), source.state
     run = source.of[0] if source.of else None
-    if source.over:
-        last = (verdicts.newest(run) if run else None) or state.verdict
-        last = last and replace(last, action="")  # its pids may belong to other processes by now
-        why = source.over if last else f"{source.over}; no verdict is recorded"
-        code = source.exit_code
-        return Diagnosis("ended", state, why, last, "last verdict of the run", (), (), code, run)
     if state.launch and state.launch.state == "waiting" and is_supervised(state):
         return Diagnosis("no stall", state, f"the plan waits: {state.launch.why}", run=run)
+    if source.over or state.state in liveness.ENDED:  # the launch of an ended run may continue
+        over = source.over or _end_words(state)
+        last = (verdicts.newest(run) if run else None) or state.verdict
+        last = last and replace(last, action="")  # its pids may belong to other processes by now
+        why = over if last else f"{over}; no verdict is recorded"
+        code = source.exit_code
+        return Diagnosis("ended", state, why, last, "last verdict of the run", (), (), code, run)
     if run is None or now is None:
         return Diagnosis("unknown", state, f"there is no run yet: {state.why}", exit_code=1)
     if state.state in ENDING:
@@ -281,18 +287,24 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
 
 
 def _without_verdict(source: OfflineRun, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
-    """Returns "no stall" if the run is starting or all ranks show progress, else "unknown"."""
+    """Returns "no stall" if the run is starting or all ranks show progress, else "unknown".
+
+    It is also "unknown" if a rank has ended that left no exit record.
+    """
     state, run, watch = source.state, source.run, source.watch
     silent = [each for each in ranks if not each.phase]
+    gone = [each for each in ranks if each.state in ENDED_STATES and each.phase != "exit"]
     why, missing = "", _elsewhere(state)
     if not ranks:
         why = "no rank has a pulse or a record yet"
     elif doubtful := unusable_pulses([each for each in ranks if each.doubt]):
         why = doubtful
+    elif gone:
+        why = status_text.rank_names((each.rank for each in gone), "has ended", "have ended")
     elif silent:
         why = f"{names(silent)}: no pulse and no record shows progress"
     age_s, starts = liveness.age(state.since_ts), state.state in ("queued", "starting")
-    if why and not (starts and age_s is not None and age_s <= watch.startup_s):
+    if why and (gone or not starts or age_s is None or age_s > watch.startup_s):
         text = f"whether the run progresses is not known: {why}"
         return Diagnosis("unknown", state, text, None, "", ranks, missing, 1, run, watch)
     calm = f"the run is starting: {why}" if why else "every rank is within its stall limit"

@@ -64,17 +64,17 @@ class Worker:
     def claimed(self, code: int, confirmed: bool) -> None:
         """Sets an exit code from a log, unless the kernel reported the exit."""
         if not self.observed:
+            self.late = self.late or self.over_ts is None
             self.ended(code)
             self.observed, self.confirmed = False, confirmed
 
     def as_dict(self) -> dict[str, Any]:
-        over = None
-        if self.over_ts is not None:
-            over = {"code": self.code, "signal": self.signal, "ts": self.over_ts}
-            over |= {"unreaped": True} if self.unreaped else {}
+        over: dict[str, Any] | None = {"code": self.code, "signal": self.signal, "ts": self.over_ts}
+        over |= {name: True for name in ("late", "unreaped") if getattr(self, name)}
         return {
             "rank": self.rank, "local_rank": self.local_rank, "host": rundir.host_name(),
-            "pid": self.handle.pid, "start_ticks": self.handle.start_ticks, "exit": over,
+            "pid": self.handle.pid, "start_ticks": self.handle.start_ticks,
+            "exit": None if self.over_ts is None else over,
         }  # fmt: skip
 
 
@@ -189,7 +189,8 @@ class Tree:
         if handle is not None:
             return
         ended_ts = jsonl.number(exit_, "ts")
-        worker.over_ts, worker.late = ended_ts or time.time(), ended_ts is None
+        is_late = bool(exit_.get("late", ended_ts is None))
+        worker.over_ts, worker.late = ended_ts or time.time(), is_late
         worker.code = jsonl.integer(exit_, "code")
         worker.signal = jsonl.text(exit_, "signal") or None
         worker.killed_after_failure = exit_.get("secondary") is True

@@ -79,6 +79,37 @@ def test_the_bundle_of_a_live_run_has_its_verdict_and_its_stacks(stalled, tmp_pa
     assert any(name.startswith("run/stackdump_rank1_") for name in names)
 
 
+def test_a_run_that_has_failed_is_not_healthy_while_its_launch_still_ends(tmp_path):
+    """A full disk delays the end of the launch; the ranks were dead and had no exit record."""
+    path = directory.launch(tmp_path)
+    why = "rank 1: checkpoint error at step 25 (code 15)"
+    run = directory.run(path / "0-first", state="failed", why=why)
+    workers = [
+        {"rank": rank, "local_rank": rank, **directory.DEAD, "exit": None} for rank in (0, 1)
+    ]
+    directory.change(run / rundir.SUPERVISOR, workers=workers)
+    for rank in (0, 1):
+        directory.beat(run, rank, 10)
+    with directory.owned(path):
+        assert RunSource(path).poll().launch.under_way
+        code, found = diagnosed(path)
+    assert (code, found["outlook"]) == (5, "ended")
+    assert found["why"].startswith(f"toy/0-first is failed: {why}")
+
+
+def test_a_run_with_a_dead_rank_is_not_called_healthy(tmp_path):
+    run = directory.run(tmp_path / "0-first")
+    dead = directory.DEAD | {"host": rundir.host_name()}
+    workers = [{"rank": rank, "local_rank": rank, **process} | {"exit": None}
+               for rank, process in enumerate((rundir.identity(), dead))]  # fmt: skip
+    directory.change(run / rundir.SUPERVISOR, workers=workers)
+    for rank in (0, 1):
+        directory.beat(run, rank, 10, pid=workers[rank]["pid"])
+    found = offline.diagnosis(run)
+    assert (found.outlook, found.exit_code) == ("unknown", 1)
+    assert found.why == "whether the run progresses is not known: rank 1 has ended"
+
+
 def test_without_a_supervisor_the_evidence_is_collected_and_no_rank_is_signalled(stalled):
     run = stalled[0]
     run.kill_supervisor()

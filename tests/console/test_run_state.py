@@ -9,9 +9,9 @@ import pytest
 
 from console.rank_end import RankEnd, error_of
 from console.run_state import Facts, ReaderView, decide
-from console.sources import crash_log, json_documents, liveness
+from console.sources import crash_log, json_documents, liveness, process
 from console.supervisor.ends import take_log
-from console.supervisor.process_tree import Tree
+from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.run_files import DEATH
 from tests import owners
 from tests.console.sources.recorded import Recorded
@@ -94,6 +94,11 @@ def test_a_stalled_run_shows_its_pending_halt():
          f"{BLAMED}; rank 0 exited earlier, in a failed collective"),
         ({"ends": (LOST_PEER, KILLED), "order": (1, 0)}, "crashed",
          f"{BLAMED}; rank 0 ended because of it"),
+        ({"ends": (replace(LOST_PEER, late=True), replace(KILLED, late=True)), "order": (0, 1)},
+         "crashed", f"{BLAMED}; rank 0 also exited, in a failed collective"),
+        ({"ends": (replace(GOOD[0], late=True), replace(LOST_PEER, rank=1, late=True)),
+          "order": (0, 1)}, "crashed",
+         "rank 0 exited (code 0) at step 9, while the others continued"),
         ({"ends": (RankEnd(0, None, "SIGKILL", 4, killed_after_failure=True),
                    RankEnd(1, 1, None, 5, log="ValueError: broken")), "order": (0, 1)}, "crashed",
          "rank 1: ValueError: broken at step 5"),
@@ -174,6 +179,14 @@ def test_a_rank_that_ended_before_it_was_found_is_known_from_torchruns_summary()
     take_log(tree, log)
     assert (tree.workers[1].signal, tree.workers[1].handle.pid) == ("SIGSEGV", 4711)
     assert tree.order == [1]
+    assert tree.workers[1].late, "torchrun's log has no exact time"
+
+
+def test_a_further_supervisor_knows_that_nobody_observed_an_end():
+    found = Worker(0, 0, process.Handle(4194303, -1, 0), over_ts=5.0, late=True)
+    tree = Tree("token", 1, select.poll(), owners.absent())
+    tree._adopt_named(0, found.as_dict(), None)
+    assert (tree.workers[0].late, tree.workers[0].over_ts) == (True, 5.0)
 
 
 def test_errors_are_found_in_records():

@@ -9,11 +9,13 @@ import subprocess
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from console import actions, status_text
 from console.sources.run import RunSource
+from console.supervisor.attempt import Attempt
 from console.supervisor.launch import Launch
 from tests import broken
 from tests.faults.scene import ROOT
@@ -104,6 +106,18 @@ def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
     assert (answer[0]["request"], answer[0]["ok"]) == ("late", False)
     assert started.ask("halt")["ok"]
     assert started.wait_end()["why"] == "halt requested by tester before the next phase"
+
+
+@pytest.mark.parametrize(
+    ("spawned", "words"), [(True, "the ranks have ended already"), (False, "no rank was started")]
+)
+def test_a_request_after_an_attempt_says_whether_a_rank_was_started(spawned, words):
+    """`proceed`, `stop` and `halt` sent together end a phase before torchrun starts."""
+    attempt = SimpleNamespace(
+        stage="collect", _cut_short=False, tree=SimpleNamespace(spawned=spawned)
+    )
+    answer = Attempt.end(cast(Attempt, attempt), "halt", "x")
+    assert answer == f"{words}; no further attempt or phase starts"
 
 
 @pytest.mark.parametrize("action", ["dump", "checkpoint"])
