@@ -68,12 +68,10 @@ class Confirm(Overlay):
                 button = FlatButton(choice.word, f"choice{index}", choice)
                 button.disabled = bool(self.question.typed)
                 yield button
-            hint = Lines(id="hint")
-            words = "" if self.question.typed else "  y yes   n no   ← → enter"
-            hint.show([((words, "dim"),)])
-            yield hint
+            yield Lines(id="hint")
 
     def on_mount(self) -> None:
+        self._hint("" if self.question.typed else "  y yes   n no   ← → enter")
         self.query_one(Input if self.question.typed else "#no").focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:

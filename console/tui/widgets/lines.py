@@ -69,9 +69,9 @@ class Lines(Plain):
             return
         regions: list[Region] = []
         for y, (before, after) in enumerate(zip_longest(old, new, fillvalue=BLANK)):
-            is_seen = before != after and y < height
-            span = changed(clip(before, width), clip(after, width), width) if is_seen else None
-            if span is not None:
+            if before == after or y >= height:
+                continue
+            if span := changed(clip(before, width), clip(after, width), width):
                 self._strips.pop(y, None)
                 regions.append(Region(span[0], y, span[1] - span[0], 1))
         if regions:

@@ -45,7 +45,7 @@ class Answer(Wrapped):
     DEFAULT_CSS = "Answer { height: 0; background: ansi_default; }"
 
     def __init__(self) -> None:
-        super().__init__("answer", self._rows)
+        super().__init__("answer", lambda width: answer_rows(self.text, self._level, width))
         self.text = self._level = ""
         self._until = 0.0
 
@@ -54,9 +54,6 @@ class Answer(Wrapped):
         self.text, self._level = text, level
         self._until = time.monotonic() + KEEP_S[level]
         self.fit()
-
-    def _rows(self, width: int) -> list[Row]:
-        return answer_rows(self.text, self._level, width)
 
     def clear(self) -> None:
         self.text = ""
