@@ -310,7 +310,7 @@ _gate_recorded = _recorded(gate_collapsed)
 def _by_loss(now: Readings, history: History) -> str:
     """Confirms a non-finite loss from records.
 
-    If the run has one rank, and the newest row of training.csv has no loss, a count above 0 in the
+    If the run has one rank, and training.csv has no newest row with a loss, a count above 0 in the
     pulse confirms the non-finite loss.
     """
     alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
