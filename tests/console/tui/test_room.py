@@ -1,4 +1,4 @@
-"""What a small screen cuts is shortened or counted, and a key shows it in full."""
+"""A small screen shortens or counts what does not fit, and a zoom shows it in full."""
 
 from __future__ import annotations
 
