@@ -25,7 +25,7 @@ HOSTILE = "a|b <script>alert(1)</script> [x](http://e) \x1b]0;t\x07 ![i](u) `c`"
 
 
 def recorded(launch, **more):
-    """A phase of 20 steps of 800 tokens, 2 s each, with an override of its speed."""
+    """Writes a run of 20 steps with 800 tokens and 2 s each, and an override of its speed gate."""
     gates = BOUNDS | {"toks_per_s_50_above": {"bound": 900, "override": "A shared node."}}
     run = directory.completed(
         launch / "0-first", gates, [*PASSED, SLOW],
@@ -224,7 +224,7 @@ def test_no_text_gives_the_loss_of_a_foreign_program_a_unit(launch, capsys, tmp_
 
 @pytest.mark.decision("go-run", "lie")
 def test_results_that_stand_in_the_directory_of_a_live_run_are_no_go(launch, capsys):
-    """Anybody may write the file, and the supervisor writes it before the final state."""
+    """Other programs may write gates.json, and the supervisor writes it before the final state."""
     directory.document(live(launch) / rundir.GATES, {
         "v": 1, "result": "pass", "gates": [{"name": "steps_done", "value": 3000, "bound": 100,
                                              "unit": "steps", "result": "pass"}],

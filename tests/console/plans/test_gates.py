@@ -27,7 +27,10 @@ from trainers.contract.errors import UsageError
 
 
 def summary(*records, **counted):
-    """One rank, one attempt, one record a step; `rank` in a record names another one."""
+    """Returns the sums of an attempt with one record per step of rank 0.
+
+    A record with the key `rank` is of that rank.
+    """
     ranks = {0: Written(0)} | {r["rank"]: Written(r["rank"]) for r in records if "rank" in r}
     for step, record in enumerate(records, start=1):
         fields = {key: value for key, value in record.items() if key != "rank"}
@@ -38,7 +41,7 @@ def summary(*records, **counted):
 
 
 def every_fifth() -> Written:
-    """Returns the records of a program that records every fifth step and counts no loss."""
+    """Returns records of every fifth step, from a program that counts no non-finite steps."""
     written = Written()
     for step in (5, 10):
         written.add("progress", step, loss=1.0, steps_dt_s=[0.1] * 5)
@@ -73,7 +76,7 @@ RIGHT = {"bytes_right": 0.95}, {"bytes_right": 0.5}, {"rank": 1, "bytes_right": 
     ],
 )
 def test_a_gate_compares_its_value_with_its_bound(found, name, bound, expected):
-    """test_histories.py compares the value of every gate with what happened."""
+    """test_histories.py compares the gates with the true values of random histories."""
     assert result(found, **{name: bound}).result == expected
 
 
@@ -142,7 +145,7 @@ PLANTED = {
     "fetch_below_s": ("one", {"dt_fetch_s": 6.0}),
     "comm_hook_active": ("start", {"comm_hook": "none"}),
 }
-"""The fault that each gate has to find: in which records, and their figures."""
+"""By gate: the records that get a fault, and the figures of these records."""
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -234,7 +237,7 @@ def test_a_gate_over_fifty_steps_needs_fifty(name):
 
 
 def long(rate: float, until: int = 140, **figures: float) -> Written:
-    """Steps of one second; `rate` tokens per second from step 100 on, 100 before."""
+    """Returns steps of one second: 100 tokens per second up to step 100, then `rate`."""
     written = attempt(1, range(1, until + 1), exit_code=None, **FIGURES | figures)
     for record in written.records[1:]:
         record["toks_per_s"] = rate if record["step"] > 100 else 100.0
@@ -242,7 +245,10 @@ def long(rate: float, until: int = 140, **figures: float) -> Written:
 
 
 def test_a_gate_at_a_step_keeps_its_value_of_that_step():
-    """Later steps do not change it, and before that step there is no result."""
+    """Later steps do not change the value, unless an attempt repeats steps before that step.
+
+    Before that step there is no result.
+    """
     bounds = {"toks_per_s_50_above": {"bound": 50, "at": [100, 500]}}
     written = long(1.0)
     found = summed(written)

@@ -102,7 +102,7 @@ def test_a_gap_in_repeated_steps_matters_to_all_attempts_only():
 
 
 def test_one_absurd_step_passes_no_gate():
-    """In the newest progress record, in the exit record, or in one that the next one corrects."""
+    """The absurd step is in the newest progress record, the exit record, or an earlier record."""
     for place, expected in ((-2, "unknown"), (-1, "unknown"), (10, "pass")):
         written = whole()
         pulse = written.pulse(60, 0)

@@ -1,4 +1,4 @@
-"""What is planted before a launch is refused by the row of the preflight that names it."""
+"""A fault that is planted before a launch makes the row that names it fail or warn."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_tokenizer_without_its_files_is_refused(tmp_path, monkeypatch):
 
 
 def earlier(folder, ahead_s=0.0, since_s=0.0, file_ahead_s=None):
-    """Writes a launch that was created `since_s` ago by the uptime, `ahead_s` from now."""
+    """Writes a launch that is `since_s` old by the uptime, and `ahead_s` ahead of the clock."""
     launch = folder / "artifacts" / "mine" / "20261120-031500"
     launch.mkdir(parents=True, exist_ok=True)
     now, up_s = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
