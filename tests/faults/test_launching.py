@@ -41,11 +41,11 @@ actions.launch(options, "launcher")
 count, total, seen = None, seen, -1
 print(total, flush=True)
 """
-"""Kills itself before its `last`-th step that touches the launch directory or starts a process."""
+"""A program that kills itself before the `last`-th step of a launch that `count` counts."""
 
 
 def launch_and_die(folder: Path, last: int, plan: str) -> int:
-    """Launches in a process that kills itself at a step; returns the number of steps, or 0."""
+    """Launches in a process that kills itself at step `last`; returns the steps, or 0 if killed."""
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHER, str(folder), str(last), plan], cwd=ROOT, text=True,
         capture_output=True, timeout=HANG_GUARD_S, env={**os.environ, **STUB},

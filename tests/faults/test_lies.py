@@ -1,4 +1,4 @@
-"""Sources that are wrong, missing or of another run: no rank is killed, and an alert says so."""
+"""Sources that are wrong, missing or of another run end no rank."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_moved_launch_and_a_new_one_at_its_path_do_not_touch_each_other(
     second.wait_end()
     newer = second.plan_state["supervisor"]
     assert newer["pid"] != owner
-    second.wait(lambda: not rundir.is_alive(newer))  # this supervisor writes its report last
+    second.wait(lambda: not rundir.is_alive(newer))  # the report is its last file
     assert all_run(pids)
     told = first.wait(lambda: [e for e in first.events(0) if e.get("alert") == "own-directory"])
     shutil.rmtree(path)

@@ -59,7 +59,7 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
 
 @pytest.mark.parametrize("dies", ["the working process", "the supervisor"])
 def test_a_requested_end_is_known_as_requested_to_a_new_process(begin, tmp_path, dies):
-    """The hook starts if nobody requested the end of the plan, so the end has the level info here."""
+    """A requested end has the level info, so the hook does not run."""
     started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"))
     log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
     started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
