@@ -42,7 +42,7 @@ def test_a_run_that_is_stalled_or_unsupervised_is_not_healthy(
     if command == "check":
         assert "no go; toy/0-first: " in out
     assert not status_text.is_over(RunSource(launch).poll()), (
-        "whoever waits for the end goes on waiting"
+        "a command that waits for the end continues to wait"
     )
 
 

@@ -241,7 +241,7 @@ def test_a_halt_that_cannot_be_written_is_refused_with_the_reason(tmp_path):
     path = directory.launch(tmp_path)
     run = directory.run(path / "0-first", **directory.DEAD)
     if subprocess.run(["chattr", "+i", str(run)], capture_output=True).returncode != 0:
-        pytest.skip("this file system knows no immutable folder")
+        pytest.skip("this file system has no immutable folders")
     try:
         done = run_cli(tmp_path, "halt", str(path))
     finally:

@@ -112,7 +112,7 @@ def test_a_run_whose_gates_were_taken_out_of_two_documents_is_no_go(launch, caps
     assert said(capsys, "check", run)[1].splitlines()[-1] == (
         "no go; toy/1-second: completed: all ranks done after step 20; gate steps_done failed "
         "(20, bound ≥ 20)"
-    ), "the gate stands in the sentence"
+    ), "the sentence names the gate"
     directory.change(run / rundir.RUN, gates={})
     directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": []})
     for path in (run, launch):

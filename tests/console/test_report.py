@@ -86,7 +86,7 @@ def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_
         assert row in text, row
     for name in FIGURES:
         assert re.search(rf"\b{name}\b", text), name
-    assert "nvidia_smi.xml" not in text, "not a file of a run on a CPU"
+    assert "nvidia_smi.xml" not in text, "runs on a CPU have no such file"
     assert "metrics.json" in text.partition("## Artefacts")[2].partition("##")[0]
     for name in ("out-loss.svg", "out-speed.svg"):
         chart = ET.parse(tmp_path / name).getroot()
@@ -106,7 +106,7 @@ def test_a_report_names_the_flag_that_a_request_changed(launch, capsys):
     _, out, _ = said(capsys, "report", launch)
     assert "| 0-first | NSA_DDP_BUCKET_MB=25 NSA_LR=0.0005 | 400 |" in out
     assert "| ann@host | answer | NSA_LR=0.0005 for first only |" in out
-    assert "| 0-first | completed | 20 | 1 |" in out, "no number of planned steps"
+    assert "| 0-first | completed | 20 | 1 |" in out, "the table has no number of planned steps"
 
 
 def test_text_from_the_run_directory_stays_text(launch, capsys):

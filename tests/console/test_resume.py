@@ -90,7 +90,7 @@ def test_flags_of_later_phases_are_repeated_if_an_answer_confirms_them(tmp_path)
         f"{flag} of an operator is not used: no answer to a request confirms it"
         for flag in ("NCCL_PROTO=LL", "NCCL_ALGO=Tree")
     ]
-    assert "NCCL_ALGO" not in first["flags"], "no answer confirms the flag in run.json"
+    assert "NCCL_ALGO" not in first["flags"], "no answer confirms this flag"
     assert [each["flags"]["NSA_LR"]["value"] for each in (first, second, third)] == [
         "0.5", "0.1", "0.1",
     ]  # fmt: skip

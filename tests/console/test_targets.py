@@ -103,7 +103,7 @@ def test_a_run_seen_through_a_link_above_it_is_in_its_place(tmp_path):
     path = made(tmp_path / "real" / "r1")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     launches.check_in_place(tmp_path / "link" / "r1")
-    assert launches.find("r1", tmp_path, act=True) == path, "one launch, found once"
+    assert launches.find("r1", tmp_path, act=True) == path, "the two paths are one launch"
 
 
 def test_a_directory_here_comes_before_an_id_and_a_folder_that_is_no_run_is_no_name(
@@ -301,7 +301,7 @@ def test_a_phase_directory_that_is_none_is_not_followed(tmp_path, capsys, named)
     for name in (rundir.PLAN_STATE, rundir.PLAN):
         directory.change_at(path / name, "phases", 0, "dir", to=named)
     seen = RunSource(path).poll()
-    assert (seen.path, seen.step) == (str(path / "0-first"), None), "whose processes live"
+    assert (seen.path, seen.step) == (str(path / "0-first"), None), "the live run is shown"
     assert seen.launch.why == "the directory of phase 0 is not named <n>-<phase>"
     before = files(tmp_path)
     for words in (("dump", path), ("halt", path), ("logs", path)):

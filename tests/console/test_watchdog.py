@@ -208,7 +208,7 @@ def test_a_silent_run_of_the_legacy_system_is_seen_by_its_own_rhythm_until_it_en
         assert "(step 60); the stall limit is 300 s" in line["text"]
         (path / "metrics.json").write_text("{}")
         process.communicate(timeout=HANG_GUARD_S)
-    assert process.returncode == 4, "metrics.json does not say whether it was done"
+    assert process.returncode == 4, "metrics.json does not say whether the run completed"
     assert not (path / rundir.HALT).exists()
 
 

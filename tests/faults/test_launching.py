@@ -167,7 +167,7 @@ def test_a_launch_where_the_user_may_not_write_is_refused_with_the_reason(scene,
     words = [*CONSOLE, "launch", plan, "--run-dir", str(folder / "x")]
     if os.geteuid() == 0:
         if shutil.which("setpriv") is None:
-            pytest.skip("needs setpriv, to take root's power over modes away")
+            pytest.skip("needs setpriv, so that root cannot ignore file modes")
         words = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *words]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 4, done.stderr

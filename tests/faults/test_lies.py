@@ -280,7 +280,7 @@ def test_other_code_at_a_restart_is_said(scene, launch, orders, tmp_path):
     os.kill(started.wait(lambda: started.pids().get(1)), signal.SIGKILL)
     third = started.wait(lambda: (s := started.state())["attempt"] == 3 and s["workers"] and s)
     assert third["git"] == {}, "the commit must not be that of a former attempt"
-    assert third["known_git"] == again["git"], "a supervisor that adopts the run compares it"
+    assert third["known_git"] == again["git"], "an adopting supervisor compares this commit"
     (tmp_path / "away").rename(script.parent / ".git")
     script.write_text(script.read_text() + "# changed again\n")
     os.kill(started.wait(lambda: started.pids().get(1)), signal.SIGKILL)

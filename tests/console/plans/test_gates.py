@@ -218,7 +218,7 @@ def test_all_checkpoints_count_and_an_attempt_loads_one_checkpoint():
     found = summed(first)
     assert result(found, checkpoints_at_least=80).value == 80
     again = summed(first, second)
-    assert result(again, checkpoints_at_least=70).value == 70, "ten are repeated"
+    assert result(again, checkpoints_at_least=70).value == 70, "ten are saved again"
     assert result(again, checkpoints_loaded_at_least=3).value == 1
     all_lost = summed(first, attempt(2, range(2, 4)))
     gates_of_saves = (result(each, checkpoints_at_least=1) for each in (found, all_lost))
@@ -262,7 +262,7 @@ def test_a_gate_at_a_step_keeps_its_value_of_that_step():
     assert at_end["toks_per_s_50_above@500"].why == "rank 0 has no record at or after step 500"
     absurd = long(1.0, 99)
     absurd.records[50]["step"] = 5000
-    assert gates.reached(summed(absurd), bounds) == (), "the next record corrects it"
+    assert gates.reached(summed(absurd), bounds) == (), "the next record corrects the step"
     again = attempt(2, range(81, 141), **FIGURES)
     resumed = summed(long(1.0, 120), again)
     resumed.take_end(1, 0, long(1.0, 120).pulse(121, 0))
@@ -287,7 +287,7 @@ def test_a_live_run_is_judged_so_far_and_unknown_is_not_a_pass():
     bounds = EVERY_BOUND | {"steps_done": 200, "toks_per_s_50_above": 1000}
     found = {gate.name: gate for gate in gates.so_far(summed(long(1.0)), bounds)}
     assert (found["steps_done"].result, found["steps_done"].value) == ("unknown", 140)
-    assert found["toks_per_s_50_above"].result == "unknown", "it can still rise"
+    assert found["toks_per_s_50_above"].result == "unknown", "the speed can still rise"
     assert found["grad_norm_above"].result == "pass"
     assert found["grad_norm_above"].window.endswith(", so far")
     assert found["no_log_errors"].result == "unknown"
@@ -332,7 +332,7 @@ def test_supervisor_json_gives_the_same_result_to_the_next_reader():
     found.take_end(1, 0, first.pulse(26, 0))
     found.take_end(2, 0, second.pulse(30, 0))
     document = json.loads(json.dumps(found.as_dict()))
-    assert [end["attempt"] for end in document["ends"]] == [1], "exit records have the others"
+    assert [end["attempt"] for end in document["ends"]] == [1], "exit records have the other counts"
     read = Summary(1, 2, document["stalls"])
     read.take_document(document)
     for record in lines(first, second):

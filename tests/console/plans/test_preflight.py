@@ -149,7 +149,7 @@ def test_ports_that_are_all_in_use_are_refused():
         ["unshare", "-rn", sys.executable, "-c", PORTS], capture_output=True, text=True, cwd=ROOT
     )
     if done.returncode:
-        pytest.skip(f"this machine makes no network for a test: {done.stderr[-200:]}")
+        pytest.skip(f"this machine cannot make a network for a test: {done.stderr[-200:]}")
     first, second = done.stdout.splitlines()
     assert first == "pass"
     assert second.startswith("fail no free port on 127.0.0.1 (Address already in use)")
@@ -218,7 +218,7 @@ def test_a_clock_that_was_set_back_is_refused_and_a_jump_is_reported(tmp_path):
     result, text = row("clock", tmp_path)
     assert (result, "the clock is 2h" in text or "behind the launch" in text) == ("fail", True)
     earlier(tmp_path, ahead_s=7200, file_ahead_s=0)
-    assert row("clock", tmp_path)[0] == "unknown", "one sign alone rejects nothing"
+    assert row("clock", tmp_path)[0] == "unknown", "one time in the future rejects nothing"
     earlier(tmp_path, ahead_s=-7200, since_s=60)
     result, text = row("clock", tmp_path)
     assert (result, "the clock jumped forward by" in text) == ("unknown", True)

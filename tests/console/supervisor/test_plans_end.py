@@ -179,7 +179,7 @@ def test_a_halt_that_cannot_be_written_is_answered_so_and_the_run_goes_on(begin)
     started.wait_steps(2)
     run = started.run()
     if subprocess.run(["chattr", "+i", str(run)], capture_output=True).returncode != 0:
-        pytest.skip("this file system knows no immutable folder")
+        pytest.skip("this file system has no immutable folders")
     try:
         refused = started.ask("halt")
     finally:

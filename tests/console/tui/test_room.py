@@ -75,7 +75,7 @@ def test_a_dead_supervisor_is_the_first_alert_of_a_stall():
     first, second = recorded.noticed(state)[:2]
     assert (first.hint, second.alert) == ("R new supervisor", "stall-3")
     alone = recorded.noticed(recorded.by_hand())[0]
-    assert (alone.level, alone.hint) == ("warn", ""), "no launch to adopt, and nothing went wrong"
+    assert (alone.level, alone.hint) == ("warn", ""), "no launch can be adopted, and nothing failed"
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
