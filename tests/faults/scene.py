@@ -236,7 +236,7 @@ class Scene:
         return said["why"]
 
     def close(self) -> None:
-        """Checks that no file of the checkout or the home changed. Records the result."""
+        """Checks that no file of checkout or home changed, except caches; records the result."""
         after = world(self._home)
         changed = {name for name, stamp in after.items() if self._before.get(name) != stamp}
         assert not changed | (set(self._before) - set(after))

@@ -254,7 +254,7 @@ def test_of_a_thousand_ranks_the_worst_are_shown_and_the_others_counted():
 
 
 async def test_a_second_snapshot_waits_until_the_first_is_shown():
-    """While the screen shows a snapshot, no other snapshot is delivered."""
+    """The feed delivers the next snapshot only after `allow_next`."""
     delivered = []
     app = app_on(recorded.running())
     app.feed._deliver = delivered.append
