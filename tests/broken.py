@@ -24,10 +24,10 @@ if "console.supervisor" in sys.orig_argv:
 
 
 def shell(folder: Path, method: str, harm: str, setup: str = "") -> dict[str, str]:
-    """Returns the environment of a launch in whose supervisor a method does `harm` first.
+    """Returns variables for a launch. In its supervisor, `method` first executes `harm`.
 
-    `method` is "module.Class.name"; both statements may use `owners`, and `harm` the list `begun`,
-    which has one entry a call.
+    `method` is "module.Class.name". The statements `setup` and `harm` may use `owners`; `harm` may
+    also use the list `begun`, which has one entry per call.
     """
     module, kind, name = method.split(".")
     there = getattr(importlib.import_module(f"console.supervisor.{module}"), kind)

@@ -1,4 +1,4 @@
-"""Shared by all tests: where the project is, and what a machine without a GPU skips by name."""
+"""Settings of all tests: generated examples, the order of the files, and skipped tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "ci",
     deadline=None,
-    derandomize=True,  # the same examples in every run, so that only a change can break a test
+    derandomize=True,  # every run has the same examples
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.register_profile("random", settings.get_profile("ci"), derandomize=False)
@@ -21,9 +21,9 @@ LONGEST = (
     "test_learning", "test_attention", "test_main_job", "test_restart", "test_run",
     "test_parallel", "test_hardware", "test_truth", "test_dumps",
 )  # fmt: skip
-"""Files that take a minute or about: begun first, so that all workers end together."""
+"""Test files that take long. They start first, so that the workers end at about the same time."""
 
-# What a shell starts in the background ignores SIGINT, and so would every process of the tests.
+# A shell starts background jobs that ignore SIGINT, and the processes of the tests inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -1,4 +1,4 @@
-"""Real launches for the tests: a plan as data, a supervisor, torchrun, and nothing left behind."""
+"""Starts real launches for the tests, waits for their progress, and ends what is left of them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from trainers.contract import rundir
 
 PROGRAMS = Path(__file__).with_name("programs")
 STUB: Mapping[str, str] = {"PYTHONPATH": str(PROGRAMS / "stub")}
-"""Puts a small torchrun in the place of torch's, for programs that need no torch."""
+"""Replaces torch's torchrun by a small one, for programs that need no torch."""
 ENDED = ("halted", "stopped", "completed", "failed", "crashed", "killed")
 HANG_GUARD_S = 300.0
-"""The longest wait for what has to come. It ends a test that hangs, and judges no speed."""
+"""Longest wait for an expected event. It ends a test that hangs, and is no limit of speed."""
 
 
 def wait_for(
     reached: Callable[[], Any], timeout_s: float = HANG_GUARD_S, every_s: float = 0.05,
     told: Callable[[], object] = str,
 ) -> Any:  # fmt: skip
-    """Polls until `reached` returns something true, and returns that; else fails with `told`.
+    """Polls until `reached` returns a true value, and returns this value; else fails with `told`.
 
-    `reached` has to be all that is asserted: of two signs either may come first. While a file, a
-    directory of a phase or a process does not exist, nothing is reached.
+    `reached` must check everything that the test then asserts, because events come in any order. An
+    error that says that a file, a process or an element does not exist counts as not reached.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -49,13 +49,13 @@ def wait_for(
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Returns the whole lines of a file of records; its writer may be in the middle of the last."""
+    """Returns the records in the complete lines of a file; its last line may be incomplete."""
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]
 
 
 def sleeping(**variables: str) -> subprocess.Popen[bytes]:
-    """Starts `sleep`; returns when the kernel shows its environment, a moment after its exec."""
+    """Starts `sleep`; returns when the kernel shows the environment of the new process."""
     given = os.environ | variables
     found = subprocess.Popen(["sleep", "600"], env=given)
     wait_for(lambda: given.items() <= process.environment(found.pid).items(), every_s=0.002)
@@ -92,10 +92,10 @@ class Started:
         return {w["rank"]: w["pid"] for w in self.state(index).get("workers", [])}
 
     def child(self) -> int:
-        """Returns the pid of the process that works for the supervisor.
+        """Returns the pid of the supervisor's working process.
 
-        It alone stays in the supervisor's session. torchrun has one of its own before its exec,
-        while its command line is still that of the supervisor.
+        The working process is in the session of the owner. torchrun gets its own session before its
+        exec, when its command line is still that of the supervisor.
         """
         owner = self.owner["pid"]
 
@@ -122,13 +122,13 @@ class Started:
         return former
 
     def replace_supervisor(self) -> None:
-        """Kills the supervisor, and waits until one that adopts the launch has published."""
+        """Kills the supervisor; waits until an adopting supervisor has written supervisor.json."""
         former = self.kill_supervisor()
         actions.adopt(self.path)
         self.wait(lambda: self.state().get("pid") not in (None, former["pid"]))
 
     def wait_gone(self) -> None:
-        """Waits until no process with the token of the run lives."""
+        """Waits until no process has the token of the run."""
         self.wait(lambda: not process.with_token(self.token()))
 
     def alerts(self, name: str, index: int = 0) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ class Started:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stops both processes of the supervisor for a while."""
+        """Stops both processes of the supervisor until the block ends."""
         pids = (self.owner["pid"], self.child())
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -160,7 +160,7 @@ class Started:
     def wait(
         self, reached: Callable[[], Any], timeout_s: float = HANG_GUARD_S, every_s: float = 0.05
     ) -> Any:
-        """Polls until `reached` is true, as `wait_for`; fails with the state otherwise."""
+        """Polls as `wait_for` does; a failure shows the states of the launch and its first run."""
         return wait_for(reached, timeout_s, every_s, lambda: f"{self.plan_state} {self.state()}")
 
     def wait_state(
@@ -169,7 +169,10 @@ class Started:
         return self.wait(lambda: (s := self.state(index)).get("state") in states and s, timeout_s)
 
     def wait_steps(self, count: int, index: int = 0, timeout_s: float = HANG_GUARD_S) -> None:
-        """Waits for this many steps of rank 0 in a run whose supervisor knows all ranks."""
+        """Waits until the supervisor knows all ranks, and rank 0 has recorded `count` steps.
+
+        If the run has ended, its ranks need not be known.
+        """
 
         def known() -> bool:
             state = self.state(index)
@@ -189,7 +192,7 @@ class Started:
         return self.wait(lambda: (s := self.plan_state).get("state") == "ended" and s, timeout_s)
 
     def wait_over(self) -> dict[str, Any]:
-        """Waits until the launch has ended and no document of its supervisor can change."""
+        """Waits until the launch and the owner of its supervisor have ended."""
         ended = self.wait_end()
         self.wait(lambda: not rundir.is_alive(ended["supervisor"]))
         return self.plan_state
@@ -202,7 +205,7 @@ class Started:
         return answer
 
     def clean(self) -> None:
-        """Ends whatever is left, whoever owns it."""
+        """Kills the processes that are left of the launch, and removes its live directories."""
         owner = self.plan_state.get("supervisor", {})
         if rundir.is_alive(owner):
             os.kill(owner["pid"], signal.SIGKILL)
@@ -212,7 +215,7 @@ class Started:
             for pid in process.with_token(token) if token else ():
                 os.kill(pid, signal.SIGKILL)
             state = rundir.read_json(run / rundir.SUPERVISOR) or {}
-            for worker in state.get("workers", []):  # one that overwrote its environment
+            for worker in state.get("workers", []):  # a rank may have overwritten its environment
                 if rundir.is_alive({"boot_id": state.get("boot_id"), **worker}):
                     os.kill(worker["pid"], signal.SIGKILL)
             if token:
@@ -246,7 +249,7 @@ class Begin:
         self, *phases: dict[str, Any], root: Path | None = None,
         shell: Mapping[str, str] | None = None, **plan: Any,
     ) -> Started:  # fmt: skip
-        """Launches a plan of these phases; `shell` is what the launcher's shell exports."""
+        """Launches a plan of these phases; the launcher's shell exports the variables `shell`."""
         options = self.options(*phases, root=root, **plan)
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (shell or {}).items():
@@ -256,7 +259,7 @@ class Begin:
     def options(
         self, *phases: dict[str, Any], root: Path | None = None, **plan: Any
     ) -> actions.LaunchOptions:
-        """Writes a plan and returns the words that launch it."""
+        """Writes a plan and returns the options that launch it."""
         folder = self._folders.mktemp("launch")
         file = write_plan(folder, phases=list(phases), **plan)
         return actions.LaunchOptions(plan=str(file), root=root or folder / "artifacts")
@@ -271,7 +274,7 @@ class Begin:
 
 
 def set_hook(folder: Path, patch: pytest.MonkeyPatch, *words: str) -> None:
-    """Makes `hook.py` with these words the operator's alert hook."""
+    """Sets `hook.py` with these arguments as the operator's alert hook."""
     settings = folder / "nsa-console" / "settings.yaml"
     settings.parent.mkdir(mode=0o700)
     hook = [sys.executable, str(PROGRAMS / "hook.py"), *words]

@@ -1,4 +1,4 @@
-"""Small real file systems for tests, where the machine lets root mount them."""
+"""Mounts small real file systems for tests, on machines where root may mount them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOLS = ("fsfreeze", "mkfs.ext4", "mount", "umount")
 
 @contextmanager
 def ext4(folder: Path, mib: int) -> Iterator[Path]:
-    """A sparse ext4 on a loop device, thawed and unmounted whatever happens; skips by name."""
+    """Yields a sparse ext4 on a loop device, then thaws and unmounts it; else skips the test."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"needs root and {', '.join(missing or TOOLS)} for a file system to freeze")
@@ -36,7 +36,7 @@ def ext4(folder: Path, mib: int) -> Iterator[Path]:
 
 @contextmanager
 def tmpfs(folder: Path, mib: int) -> Iterator[Path]:
-    """A file system of that size in memory; skips by name where nobody may mount it."""
+    """Yields a file system of this size in memory, then unmounts it; else skips the test."""
     mount = folder / "tmpfs"
     mount.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=0700", "tmpfs", str(mount)]

@@ -26,13 +26,13 @@ QUERIES = re.compile(
 )
 UNFINISHED = re.compile(rb"\x1b(\[[0-9;:<=>?!$ ]*|P[^\x1b]*|\][^\x07\x1b]*)?$")
 UNLIKE_A_TERMINAL = ("TMUX", "SSH", "COLUMNS", "LINES")
-"""What a program in a terminal of its own does not inherit; a test runner sets a fixed size."""
+"""Prefixes of variables that the program does not inherit; a test runner may set a fixed size."""
 KEPT_BYTES = 1 << 20
 LEFT_ON = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1003": b"h", b"1006": b"h", b"2004": b"h"}
 
 
 class Terminal:
-    """One program in one pty; `text` is what a person would see."""
+    """One program in one pty; `text` is the text on the emulated screen."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class Terminal:
         self.resize(columns, rows)
 
     def resize(self, columns: int, rows: int) -> None:
-        """Gives the terminal another size, as a person who pulls at its window."""
+        """Changes the size of the terminal, as after a change of its window."""
         self.screen.resize(rows, columns)
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def pump(self, seconds: float = 0.05) -> None:
-        """Takes in what the program has painted."""
+        """Reads some output of the program, and draws it on the emulated screen."""
         ready, _, _ = select.select([self.fd], [], [], seconds)
         if not ready:
             return
@@ -97,9 +97,9 @@ class Terminal:
         return "\n".join(line.rstrip() for line in self.screen.display)
 
     def wait(self, wanted: str | Callable[[str], object], seconds: float = HANG_GUARD_S) -> str:
-        """Waits until the text (or a predicate of the screen) is there; returns the screen.
+        """Waits until the screen contains `wanted`, or `wanted(screen)` is true; returns the text.
 
-        A screen is painted piece by piece, so `wanted` has to be all that is asserted.
+        A screen is drawn in parts, so `wanted` must check everything that the test then asserts.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.closed:
@@ -116,13 +116,13 @@ class Terminal:
         return self.text
 
     def press(self, *keys: str) -> None:
-        """Types keys, one after the other, as a person does."""
+        """Types keys, with a short pause after each of them."""
         for key in keys:
             os.write(self.fd, KEYS.get(key, key).encode())
             self.settle(0.15)
 
     def play(self, *steps: str) -> None:
-        """Types keys; a step that begins with "…" is words, which have to be on the screen next."""
+        """Types keys; for a step that begins with "…", waits until the rest is on the screen."""
         for step in steps:
             if step.startswith("…"):
                 self.wait(step[1:])
@@ -130,14 +130,15 @@ class Terminal:
                 self.press(step)
 
     def leave(self) -> None:
-        """Leaves the console by its key; the terminal is then as it was."""
+        """Closes the console with `q`; asserts that its terminal modes are restored."""
         self.press("q")
         assert self.wait_exit() == 0
         assert self.left_on() == [], self.raw[-150:]
 
     def press_until(self, key: str, wanted: str) -> str:
-        """Types a key until the text is there: keys that the program reads together count as pasted
-        and are ignored.
+        """Types a key repeatedly until the text is on the screen.
+
+        The program ignores keys that it reads together, because they may have been pasted.
         """
 
         def reached(shown: str) -> bool:
@@ -149,7 +150,7 @@ class Terminal:
         return self.wait(reached)
 
     def click(self, words: str) -> None:
-        """Presses and releases the left button on the first place where the words stand."""
+        """Presses and releases the left button on the first line that contains the words."""
         for y, line in enumerate(self.screen.display):
             x = line.find(words)
             if x >= 0:
@@ -160,7 +161,7 @@ class Terminal:
         raise AssertionError(f"{words!r} is not on the screen:\n{self.text}")
 
     def wait_exit(self, seconds: float = HANG_GUARD_S) -> int:
-        """Returns the exit code; a negative one is the signal that ended it."""
+        """Waits for the end; returns the exit code, or the negative number of a signal."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if not self.closed:
@@ -175,7 +176,7 @@ class Terminal:
         raise AssertionError(f"the program does not end:\n{self.text}")
 
     def left_on(self) -> list[bytes]:
-        """Returns the terminal modes that the program did not put back."""
+        """Returns the terminal modes that the program has not restored."""
         return [mode for mode, bad in LEFT_ON.items() if self.modes.get(mode) == bad]
 
     def hang_up(self) -> None:

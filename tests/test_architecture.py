@@ -1,4 +1,4 @@
-"""Import rules, the reader of the environment, and modules that a cheap command must not load."""
+"""Rules for imports, for reads of the environment, and for packages that stay unloaded."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def module(path: Path) -> str:
 
 
 def test_no_modules_import_each_other_in_a_cycle():
-    """Imports inside functions and for types only count too."""
+    """Imports inside functions, and imports that only types need, count too."""
     graph = {module(path): imports(path) for path in PRODUCT}
     reachable: dict[str, set[str]] = {}
     for name in graph:
@@ -142,7 +142,7 @@ def test_the_environment_is_read_in_one_module():
     ],
 )
 def test_what_is_cheap_stays_cheap(statement, absent, tmp_path):
-    """The import loads none of the heavy packages; checked in a process of its own."""
+    """A separate process executes the statement and prints the loaded packages of `absent`."""
     directory.run(directory.launch(tmp_path / "artifacts") / "0-first")
     program = f"{statement}\nimport sys\nprint([m for m in {absent!r} if m in sys.modules])"
     done = subprocess.run(

@@ -200,12 +200,12 @@ def registries() -> dict[str, set[str]]:
 
 
 def runbook_cells() -> list[str]:
-    """Returns the last cell of each row of all tables of docs/runbooks.md: what is here."""
+    """Returns the last cell of each table row in docs/runbooks.md."""
     return [row.strip("| ").split(" | ")[-1] for row in re.findall(r"^\|.*\|$", RUNBOOKS, re.M)]
 
 
 def exists(word: str) -> bool:
-    """Returns whether a word in backticks is a command, a file, or in one of the registries."""
+    """Returns whether a word in backticks is a flag, a command, a file, or in a registry."""
     name, _, value = word.partition("=")
     words = shlex.split(word)
     if name in flags.FLAGS:

@@ -56,7 +56,7 @@ class Suspect:
     gpus: Sequence[Gpu] | None
     """The value of the rank in `Evidence.gpus`, or None if there is none."""
     calls_other: bool = False
-    """True if flight records or stacks show that the rank calls another collective than others."""
+    """True if the rank calls another collective than its peers, by flight records or stacks."""
 
     @property
     def number(self) -> int:

@@ -52,7 +52,7 @@ class Evidence:
     lacks_py_spy: bool = False
     """True if py-spy is not in the PATH of the process that collected the evidence."""
     ts: float = 0.0
-    """Time at which the evidence was complete, or of the newest later sample (unix s)."""
+    """Time at which the evidence was complete, or time of the newest sample after that (unix s)."""
 
     @cached_property
     def places(self) -> Mapping[int, Where]:

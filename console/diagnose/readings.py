@@ -137,7 +137,7 @@ class NonFinite:
         self._add(losses, gradients, progress.step, shown)
 
     def add_pulse(self, rank: RankEvidence) -> None:
-        """Adds the count in a pulse, which is newer than that of the newest record."""
+        """Adds the count in a pulse, which may be newer than that of the newest record."""
         self._add(rank.nonfinite_steps, 0, rank.step, False)
 
     def _add(self, losses: int, gradients: int, step: int, shown: bool) -> None:

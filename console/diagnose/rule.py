@@ -60,7 +60,7 @@ class Rule:
     severe: float | None = None
     anomaly: str = ""
     again_s: float = 0.0
-    """Shortest time between two alerts of a rising value; 0 if the alert is raised only once."""
+    """Shortest time between two alerts of a rising value; 0 if a rise raises no further alert."""
 
     def is_breached(self, value: float) -> bool:
         return self._reaches(value, self.threshold)

@@ -29,7 +29,7 @@ from trainers.contract.errors import UsageError, did_you_mean
 STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
-"""A strong action needs a condition that lasts this many times as long as the alert needs."""
+"""A strong action needs a condition that lasts at least this many times as long as an alert."""
 PACE_LOST = 0.5
 """A drop of throughput is confirmed if the pace is at most this share of the earlier pace."""
 
@@ -310,7 +310,7 @@ _gate_recorded = _recorded(gate_collapsed)
 def _by_loss(now: Readings, history: History) -> str:
     """Confirms a non-finite loss from records.
 
-    If the run has one rank, and the newest row of training.csv has no loss, a count above 0 in the
+    If the run has one rank, and training.csv has no newest row with a loss, a count above 0 in the
     pulse confirms the non-finite loss.
     """
     alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
@@ -320,7 +320,7 @@ def _by_loss(now: Readings, history: History) -> str:
 
 
 TABLE: tuple[Rule, ...] = (
-    Rule("stall", "time without progress of the slowest rank ÷ its stall limit", "limits",
+    Rule("stall", "time without progress ÷ stall limit of the slowest rank", "limits",
          1.0, 0.9999, 0.0, _stall, _by_records, "crit", anomaly="heartbeat_stall"),
     Rule("throughput_drop", "tok/s as a share of the run's earlier tok/s", "share",
          0.7, 0.8, 60.0, _throughput_drop, _by_pace, severe=0.1,

@@ -260,7 +260,7 @@ def _late(_now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 ROWS: tuple[Rule, ...] = (
-    Rule("imbalance", "fetch and forward of the slowest rank ÷ median of the others",
+    Rule("imbalance", "fetch, or fetch and forward, of the slowest rank ÷ median of the others",
          "ratio", 1.3, SURELY, 300.0, _imbalance),
     Rule("random_loss", "ln(vocabulary) minus the loss on uniform random bytes", "nats",
          0.02, 0.01, 0.0, _random_loss),

@@ -1,10 +1,10 @@
 """The watchdog: evaluates all watch rules at each update; returns alerts and due actions.
 
 An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
-a severe value, a condition that has lasted three times as long, and the confirmation of the rule's
-second source. Until the confirmation, the action is withheld. Until a raised rule is cleared, its
-action is returned at most once. A withheld action is reported once, and again only after a report
-that it was no longer due.
+a severe value, a condition that has lasted at least three times as long, and the confirmation of
+the rule's second source. Until the confirmation, the action is withheld. Until a raised rule is
+cleared, its action is returned at most once. In that time, a withheld action is reported once, and
+again only after a report that it was no longer due.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Watchdog:
             yield Change("raise", rule, measured.text, measured.value, rule.level)
 
     def _lapse(self, rule: Rule, state: _State, measured: Measured) -> Iterator[Change]:
-        """Begins the time of a severe value anew; yields the end of a reported withheld action."""
+        """Sets the time of a severe value to 0; yields the end of a reported withheld action."""
         if state.unconfirmed >= REPORT_WITHHELD_AT:
             yield Change("lapse", rule, f"{rule.action} is no longer due", measured.value)
         state.severe_s, state.unconfirmed = 0.0, 0

@@ -52,7 +52,7 @@ class Case:
     measure: bool = False
     """True to measure devices, data and attention, in separate processes."""
     root: Path = Path("/")
-    """The root under which system files are read, for example /proc."""
+    """The root of most system files that the checks read, for example of /proc/PID."""
     driver_s: float = gpu_survey.LIMIT_S
     """Longest time to wait for the NVIDIA driver."""
 
@@ -62,7 +62,7 @@ class Case:
 
     @cached_property
     def survey(self) -> Survey | str:
-        """The GPUs, read once, or the reason why they cannot be read."""
+        """The GPUs, read once or assumed, or the reason why they cannot be read."""
         if self.assumed:
             return assume(self.assumed)
         try:

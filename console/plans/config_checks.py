@@ -127,7 +127,7 @@ def disk(case: Case) -> Found:
 
 
 def _kept_bytes(case: Case, index: int) -> int:
-    """Returns the most bytes that a phase's checkpoints use, including an unfinished checkpoint."""
+    """Returns the most bytes that a phase's scheduled checkpoints use; one may be unfinished."""
     every, last, forever, at_end = (
         case.value(index, f"checkpoint.{key}")
         for key in ("every", "keep_last", "keep_every", "at_end")

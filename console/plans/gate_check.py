@@ -1,8 +1,8 @@
 """Compares the gates in gates.json with the gates evaluated from the records of the run.
 
 A gate counts as passed only if gates.json and the records both show that it passed, because one
-source is not enough. The bounds in run.json must equal those in plan.json, and plan_state.json must
-not contradict the result.
+source is not enough. In a launch, the bounds in run.json must equal those in plan.json, and
+plan_state.json must not contradict the result.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def _complete(
 ) -> Summary | str:
     """Returns the summary with all that the gates need, or why the gates cannot be evaluated.
 
-    The last pulses come from supervisor.json. Files are read only if a gate needs them, and only
-    once per `source`, because the logs of a run may be large.
+    The last pulses come from supervisor.json. Logs and checkpoints are read only if a gate needs
+    files other than records, and only once per `source`, because logs may be large.
     """
     summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
     world = jsonl.integer(run_json, "world") or 0

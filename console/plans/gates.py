@@ -40,8 +40,8 @@ class GateRule:
     """One row of the table of gates.
 
     With the bound "yes", the plan says `true`, and the measured count must be 0. With "fall", the
-    plan says `true` (0.1 nats) or the least fall in nats. If `source` is RANK0, the gate needs only
-    the records of rank 0. `missing` is shown if there is no value and no other reason. A
+    plan says `true` (0.1) or the least fall in the unit of the loss. If `source` is RANK0, the gate
+    needs only the records of rank 0. `missing` is shown if there is no value and no other reason. A
     `certain` gate that fails stays failed, even if records are missing. With `tails`, the pulse of
     a killed rank replaces the last records that the rank could not write.
     """
@@ -166,7 +166,7 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
 
 
 def of_last_steps(bounds: Mapping[str, Any]) -> list[str]:
-    """Returns the gates without an override that need `LAST_STEPS` steps."""
+    """Returns the names of the gates that need `LAST_STEPS` steps and have no override."""
     rules = (RULES[name] for name, value in bounds.items() if not demand(value).override)
     return [
         rule.name

@@ -65,8 +65,8 @@ def torch(case: Case) -> Found:
 def device(case: Case) -> Found:
     """Checks that each phase of a plan for GPUs trains on GPUs, with at most one rank per GPU.
 
-    In a plan without GPUs, no phase may need a GPU that torch cannot use. A phase of a foreign
-    program is not checked.
+    In a plan without GPUs, no phase may train on cuda if torch is built without CUDA. A phase of a
+    foreign program is not checked.
     """
     plan = case.plan
     for index, phase in enumerate(plan.phases):

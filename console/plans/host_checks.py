@@ -219,7 +219,7 @@ def _is_supervised(pid: int, proc: str, commands: dict[int, str]) -> bool:
 
 
 def _run_of(pid: int, proc: str) -> tuple[Path, str]:
-    """Returns the run directory and the token in the environment of a process; each may be ""."""
+    """Returns the run directory and the token from a process's environment; each may be empty."""
     variables = process.environment(pid, proc)
     return Path(variables.get(environ.RUN_DIR, "")), variables.get(environ.TOKEN, "")
 

@@ -51,8 +51,8 @@ def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, st
     """Returns two values: the last step of a rank, and how its sources differ, or "".
 
     Progress records are not written at every step, so the exit record may have a later step. This
-    step counts only after exit code 0, and if the rank's pulse or another rank's exit record
-    confirms it.
+    step counts only if the exit code is 0, and the rank's pulse or another rank's exit record
+    confirms the step.
     """
     part, end = totals.attempts.get(totals.newest), s.ends.get((totals.newest, totals.rank))
     if part is None or part.exit is None:

@@ -105,8 +105,8 @@ def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Fou
 def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check:
     """Returns the result of a row, which fails if its check is late or raises an error.
 
-    A late answer of `PROCESSES` only warns: one process in state D can keep every reader waiting.
-    With assumed GPUs, a check of this machine can only warn.
+    A ContractError is raised again. A late answer of `PROCESSES` only warns: one process in state D
+    can keep every reader waiting. With assumed GPUs, a check of this machine can only warn.
     """
     limit_s = LIMIT_S.get(row.needs, USUAL_S)
     try:

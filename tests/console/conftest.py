@@ -24,7 +24,10 @@ def begin(tmp_path_factory) -> Iterator[Begin]:
 
 @pytest.fixture
 def frozen(tmp_path):
-    """A live launch on a frozen ext4, and what thaws it; it thaws by itself after a while."""
+    """A live launch on a frozen ext4, and a function that thaws the ext4.
+
+    A guard process thaws the ext4 after `LONGEST_FROZEN_S`.
+    """
     with ext4(tmp_path, 64) as mount:
         path = directory.launch(mount)
         directory.run(path / "0-first")

@@ -1,4 +1,4 @@
-"""What an operator can do, refused where it must be, and leaving nothing half done."""
+"""Launches and requests of an operator: what they write, and when they are rejected."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_file_as_a_launch_directory_is_refused(tmp_path):
 
 
 def test_a_supervisor_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
-    """A folder that hides the project comes first, so the supervisor ends before it takes over."""
+    """Another package `console` hides the project, so the supervisor fails at its start."""
     hiding = tmp_path / "no-project"
     (hiding / "console").mkdir(parents=True)
     (hiding / "console" / "__init__.py").touch()
@@ -205,9 +205,9 @@ def _race(prepared: actions.Prepared, gate, results) -> None:
 
 @pytest.fixture(scope="module")
 def raced(tmp_path_factory):
-    """Fifty launches into one directory at the same moment; the winner lives on."""
+    """Fifty launches into one directory at the same moment. The launch that won continues."""
     folder = tmp_path_factory.mktemp("race")
-    # Checked once, before the race: fifty preflights at once exceed their time limits.
+    # The preflight runs once, before the race: fifty together would exceed their time limits.
     prepared = actions.prepare(options(folder, run_dir=folder / "one"))
     context = multiprocessing.get_context("fork")
     gate, results = context.Event(), context.Queue()
@@ -220,7 +220,7 @@ def raced(tmp_path_factory):
         racer.join()
     started = Started(folder / "one")
     try:
-        # The launch is named in plan_state.json before the directory of its first phase exists.
+        # The launcher may return before the directory of the first phase exists.
         started.wait(lambda: started.runs() and started.state())
         yield folder / "one", found
     finally:
@@ -267,7 +267,7 @@ def test_a_launch_whose_directory_another_launch_took_gets_the_next_name(
 
 
 def holders(file: Path) -> list[int]:
-    """Returns the processes that have the file open."""
+    """Returns the pids of the processes that have the file open."""
     found = []
     for pid in psutil.pids():
         try:

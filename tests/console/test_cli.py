@@ -1,4 +1,4 @@
-"""The command line in a process of its own: output, exit codes, and text that is no command."""
+"""The command line: output, exit codes, and hostile text."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_watch_gives_the_reason_of_an_end_once(tmp_path):
 
 
 def launch_state(*phases: tuple[str, str], state: str = "ended") -> LaunchState:
-    """Phases as (state, result)."""
+    """Returns a launch; each of `phases` has the state and the result of a phase."""
     shown = tuple(
         PhaseState(i, f"p{i}", "", phase, "", result, 1, 1, None, None, f"{i}-p")
         for i, (phase, result) in enumerate(phases)

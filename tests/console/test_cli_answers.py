@@ -1,4 +1,4 @@
-"""What commands say of a run and its launch: true now, the same everywhere, with a next step."""
+"""The answers of commands about a run and its launch, and the next step that they name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_run_that_is_stalled_or_unsupervised_is_not_healthy(
     if command == "check":
         assert "no go; toy/0-first: " in out
     assert not status_text.is_over(RunSource(launch).poll()), (
-        "whoever waits for the end goes on waiting"
+        "a command that waits for the end continues to wait"
     )
 
 
@@ -76,7 +76,7 @@ def test_a_further_attempt_is_told_in_status_and_in_the_list(launch, capsys):
 
 
 def ended(launch, why: str, result: str, gate: str) -> None:
-    """The launch ended after its first phase, which completed."""
+    """Changes the launch to one that ended after its first phase had completed."""
     gates = [{"name": "no_stall", "value": 1.0, "bound": "= 0", "result": gate}]
     directory.completed(launch / "0-first", {"no_stall": True}, gates)
     phases = [
@@ -244,7 +244,7 @@ def replied(monkeypatch, answer, stopped=(), **limits):
 def test_stopped_processes_of_the_supervisor_are_named_before_the_answer(
     launch, capsys, monkeypatch
 ):
-    """The child that sends the request prints nothing: its descriptors lead to /dev/null."""
+    """The parent prints the sentence, because standard error of the sending child is /dev/null."""
     late = {"ok": True, "text": "noted"}
     replied(monkeypatch, lambda _, __, s: late if s > 0.05 else None, (41, 42), SOON_S=0.05)
     code, out, err = said(capsys, "do", launch, "note", "text=x")
@@ -253,7 +253,7 @@ def test_stopped_processes_of_the_supervisor_are_named_before_the_answer(
 
 
 def test_a_request_that_was_sent_is_not_called_unknown(launch, tmp_path, capsys, monkeypatch):
-    """The file system hangs after the request was written: it must not be sent a second time."""
+    """If the file system hangs after the request was written, the command says that it was sent."""
     looked = tmp_path / "looked"
 
     def answer(*_):

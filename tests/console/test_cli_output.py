@@ -1,4 +1,4 @@
-"""What the commands print: as data by documented names, in order, and when nobody can read it."""
+"""The output of commands: documented names in data, the order of lines, and lost output."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_unprintable_character_is_escaped_and_not_an_error(launch):
 
 @pytest.fixture
 def tested(tmp_path):
-    """A plan of one short phase. OMP_NUM_THREADS, which it sets, is often exported."""
+    """A plan of one short phase. The plan sets OMP_NUM_THREADS, which a shell may export."""
     plan = tmp_path / "tested.yaml"
     phase = {"name": "one", "script": str(MEMBER), "args": ["3"]}
     text = {"name": "tested", "env": {"OMP_NUM_THREADS": 1}, "phases": [phase]}
@@ -127,7 +127,7 @@ def test_a_launch_whose_output_is_lost_still_says_where_it_is(tmp_path, tested):
     path = tmp_path / "here"
     try:
         done = shell(f"{CONSOLE} launch {tested} --run-dir {path} > /dev/full")
-        # A training of another test may share the cores, of which the launch warns.
+        # The launch warns if a training of another test shares the cores.
         lines = [line for line in done.stderr.splitlines() if "warning: cores" not in line]
         assert (done.returncode, len(lines)) == (6, 1)
         assert f"launched here in {path}" in done.stderr
@@ -252,7 +252,7 @@ def test_a_halt_that_cannot_be_written_is_refused_with_the_reason(tmp_path):
     path = directory.launch(tmp_path)
     run = directory.run(path / "0-first", **directory.DEAD)
     if subprocess.run(["chattr", "+i", str(run)], capture_output=True).returncode != 0:
-        pytest.skip("this file system knows no immutable folder")
+        pytest.skip("this file system has no immutable folders")
     try:
         done = run_cli(tmp_path, "halt", str(path))
     finally:
@@ -262,7 +262,7 @@ def test_a_halt_that_cannot_be_written_is_refused_with_the_reason(tmp_path):
 
 
 def test_a_halt_that_finds_no_room_for_a_request_writes_the_file(tmp_path):
-    """A mailbox that is a file stands for a disk on which no request can be made."""
+    """The mailbox is a file, so no request can be written, as on a full disk."""
     path = directory.launch(tmp_path)
     run = directory.run(path / "0-first")
     (path / rundir.REQUESTS).touch()

@@ -1,4 +1,4 @@
-"""Whatever words a command gets: one sentence and a documented exit code, and nothing begun."""
+"""Valid and wrong words of commands: documented exit codes, errors of one line, and no launch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GOOD = {
     "stop": [RUN], "do": [RUN, "note", "text=hello"],
     "override": [RUN, "--phase", "first", "--gate", "loss_falls", "--reason", "why"],
 }  # fmt: skip
-"""Words with which a command does what it should; a run that is over takes no request."""
+"""Valid words of each command. The run has ended, so it accepts no request."""
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -52,7 +52,7 @@ def over(tmp_path_factory):
 
 
 def variants(name: str, parser: argparse.ArgumentParser, run: str):
-    """Yields the good words, and then with garbage: added, as a word, or as an option's value."""
+    """Yields the valid words, then variants with garbage: added, as a word, or as a value."""
     good = [run if word == RUN else word for word in GOOD[name]]
     yield [name, *good]
     for wrong in GARBAGE:
@@ -136,7 +136,7 @@ def test_what_is_wrong_is_named(words, code, said, over, tmp_path, capsys):
     assert cli.main(given) == code
     assert sorted((*over.rglob("*"), *tmp_path.rglob("*"))) == before
     out, err = capsys.readouterr()
-    # A training of another test may share the cores, of which a launch warns.
+    # A launch warns if a training of another test shares the cores.
     lines = [line for line in err.splitlines() if "warning: cores" not in line]
     assert (said in err, len(lines), out) == (True, 1, "")
 

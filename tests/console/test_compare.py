@@ -1,4 +1,4 @@
-"""`nsa-console compare`: from the directories of a launch to the winner, or why there is none."""
+"""`nsa-console compare`: the winner of a sweep, or the reason why there is no comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOUNDS = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
 
 
 def measured(path, phase, step_s):
-    """A completed run of one phase whose steps took `step_s` each."""
+    """Writes a completed run of one phase; its fastest steps took `step_s`."""
     passed = [PASSED[0] | {"value": STEPS, "bound": f"≥ {STEPS}"}, *PASSED[1:]]
     run = directory.completed(
         path, BOUNDS, passed, STEPS,
@@ -31,7 +31,7 @@ def measured(path, phase, step_s):
 
 @pytest.fixture
 def launch(tmp_path):
-    """A completed launch of the sweep, whose larger bucket is faster by a sixth."""
+    """A completed launch of the sweep. With the larger bucket, steps are about a sixth shorter."""
     planned = plan.parse(PLAN, "p")
     path = directory.launch(tmp_path)
     document = json.loads(json.dumps(planned.as_dict()))

@@ -50,7 +50,10 @@ def stalled(begin: Begin, tmp_path_factory) -> list[Started]:
 
 
 def has_verdict(run: Path) -> bool:
-    """Says whether the line where rank 1 sleeps is known; a slow start may be a stall before."""
+    """Returns whether the newest verdict names the line where rank 1 sleeps, and a dump exists.
+
+    A slow start may have caused an earlier stall with another verdict.
+    """
     found = verdicts.newest(run)
     named = found is not None and found.place == f"member.py:{STALLS_AT}"
     return named and any(run.glob("stackdump_rank1_*"))
@@ -208,7 +211,7 @@ VERDICT = {
 
 
 def resumed(tmp_path: Path, state: str, **supervisor) -> Path:
-    """A run that resumed from step 33 of an earlier run, and has not saved since."""
+    """Writes a run that resumed from step 33 of an earlier run, and has saved no checkpoint."""
     launch = directory.launch(tmp_path)
     run = directory.run(launch / "0-first", state=state, **supervisor)
     for rank in (0, 1):

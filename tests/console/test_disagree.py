@@ -1,4 +1,4 @@
-"""Documents of a launch that contradict each other: the state is unknown and names them."""
+"""Documents of a launch that contradict each other, its records or its processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.launches import sleeping
 from trainers.contract import environ, rundir
 
 TOKEN = secrets.token_hex(8)
-"""Another in each worker: processes are found by it on the whole machine."""
+"""Each process of pytest has its own token, because the whole machine is searched for it."""
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def let_pass(launch):
 
 @pytest.fixture
 def passed(launch):
-    """The same, in which all gates passed."""
+    """The same launch, with gates that all passed."""
     return let_pass(launch)
 
 
 @pytest.fixture
 def alone(tmp_path):
-    """A launch whose supervisor is gone, and a process that its run's token names."""
+    """A launch whose supervisor has ended, and a live process with the token of its run."""
     path = directory.launch(tmp_path)
     run = directory.run(path / "0-first", **directory.DEAD)
     born = rundir.read_json(run / rundir.RUN) or {}
@@ -113,7 +113,7 @@ def test_a_run_whose_gates_were_taken_out_of_two_documents_is_no_go(launch, caps
     assert said(capsys, "check", run)[1].splitlines()[-1] == (
         "no go; toy/1-second: completed: all ranks done after step 20; gate steps_done failed "
         "(20, bound ≥ 20)"
-    ), "the gate stands in the sentence"
+    ), "the sentence names the gate"
     directory.change(run / rundir.RUN, gates={})
     directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": []})
     for path in (run, launch):

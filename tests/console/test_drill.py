@@ -1,4 +1,4 @@
-"""`nsa-console drill`: the truth of each fault, the score by files of a run, and the clean-up."""
+"""`nsa-console drill`: the truth of each fault, the score from the files, and the clean-up."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_verdict_after_the_reaction_or_before_the_fault_does_not_count(launche
 def practised(
     capsys, *words: str, sender: threading.Thread | None = None
 ) -> tuple[int, dict]:  # fmt: skip
-    """Runs a drill in this process, and restores its handlers after the last signal of `sender`."""
+    """Runs a drill in this process; after the end of `sender`, restores the signal handlers."""
     handlers = {number: signal.getsignal(number) for number in drill.SIGNALS}
     code = cli.main([*words, "--json"])
     if sender is not None:
@@ -161,7 +161,7 @@ def practised(
 def test_a_run_whose_fault_does_not_happen_fails_the_drill_and_is_ended(
     tmp_path, capsys, monkeypatch
 ):
-    """With a foreign program, which has no drills."""
+    """The program is foreign and has no drills, so no fault happens."""
     plan = write_plan(tmp_path, phases=[phase("drill", "member.py", 100_000)])
     monkeypatch.setattr(drill, "PLAN", plan)
     monkeypatch.setattr(drill, "STARTUP_S", 2.0)
@@ -173,7 +173,7 @@ def test_a_run_whose_fault_does_not_happen_fails_the_drill_and_is_ended(
 
 
 def test_signals_end_a_drill_and_its_run(tmp_path, capsys, monkeypatch):
-    """The first one comes after the start, the others while the drill ends its run."""
+    """The first signal comes after the start, the other signals while the drill ends its run."""
     plan = write_plan(tmp_path, phases=[phase("drill", "member.py", 100_000)])
     monkeypatch.setattr(drill, "PLAN", plan)
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
@@ -181,7 +181,7 @@ def test_signals_end_a_drill_and_its_run(tmp_path, capsys, monkeypatch):
     def interrupt() -> None:
         while not list(tmp_path.glob("artifacts/drills/*/*/0-drill/heartbeat_rank0.jsonl")):
             time.sleep(0.002)
-        while signal.getsignal(signal.SIGTERM) is drill._ignore:  # the launch is not begun yet
+        while signal.getsignal(signal.SIGTERM) is drill._ignore:  # until the launch has begun
             time.sleep(0.002)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(os.getpid(), number)

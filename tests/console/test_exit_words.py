@@ -156,7 +156,7 @@ def test_a_rank_that_exited_first_with_code_0_is_to_blame_only_where_the_others_
     assert why(left, lost).startswith("rank 0 exited first (code 0) at step 5, while the others")
     assert decide(ended(left, lost))[0] == "crashed"
     assert why(lost, left).startswith("rank 1: ")
-    seen = replace(lost, ts=100.0)  # a busy supervisor sees both ends at once, in any order
+    seen = replace(lost, ts=100.0)  # a busy supervisor may see the two ends in any order
     assert why(seen, replace(left, ts=100.2)).startswith("rank 0 exited first (code 0) at step 5")
     assert why(seen, replace(left, ts=103.0)).startswith("rank 1: ")
     assert why(left, RankEnd(1, None, "SIGTERM", 6)).startswith("rank 1 was killed by SIGTERM")

@@ -1,4 +1,4 @@
-"""GO for a run: gates.json and the records have to say the same."""
+"""A run with gates is go only if gates.json and the records agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PASSED = [
 
 
 def completed(path, **losses):
-    """A run that completed and whose gates.json says that every gate passed."""
+    """Writes a completed run with a gates.json in which every gate passed."""
     return directory.completed(
         path, BOUNDS, PASSED, figures=lambda step: {"loss": losses.get(f"step{step}", 1.0)}
     )

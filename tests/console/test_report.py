@@ -25,7 +25,7 @@ HOSTILE = "a|b <script>alert(1)</script> [x](http://e) \x1b]0;t\x07 ![i](u) `c`"
 
 
 def recorded(launch, **more):
-    """A phase of 20 steps of 800 tokens, 2 s each, with an override of its speed."""
+    """Writes a run of 20 steps with 800 tokens and 2 s each, and an override of its speed gate."""
     gates = BOUNDS | {"toks_per_s_50_above": {"bound": 900, "override": "A shared node."}}
     run = directory.completed(
         launch / "0-first", gates, [*PASSED, SLOW],
@@ -87,7 +87,7 @@ def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_
         assert row in text, row
     for name in FIGURES:
         assert re.search(rf"\b{name}\b", text), name
-    assert "nvidia_smi.xml" not in text, "not a file of a run on a CPU"
+    assert "nvidia_smi.xml" not in text, "runs on a CPU have no such file"
     assert "metrics.json" in text.partition("## Artefacts")[2].partition("##")[0]
     for name in ("out-loss.svg", "out-speed.svg"):
         chart = ET.parse(tmp_path / name).getroot()
@@ -120,7 +120,7 @@ def test_a_report_names_the_flag_that_a_request_changed(launch, capsys):
     _, out, _ = said(capsys, "report", launch)
     assert "| 0-first | NSA_DDP_BUCKET_MB=25 NSA_LR=0.0005 | 400 |" in out
     assert "| ann@host | answer | NSA_LR=0.0005 for first only |" in out
-    assert "| 0-first | completed | 20 | 1 |" in out, "no number of planned steps"
+    assert "| 0-first | completed | 20 | 1 |" in out, "the table has no number of planned steps"
 
 
 def test_text_from_the_run_directory_stays_text(launch, capsys):
@@ -238,7 +238,7 @@ def test_no_text_gives_the_loss_of_a_foreign_program_a_unit(launch, capsys, tmp_
 
 @pytest.mark.decision("go-run", "lie")
 def test_results_that_stand_in_the_directory_of_a_live_run_are_no_go(launch, capsys):
-    """Anybody may write the file, and the supervisor writes it before the final state."""
+    """Other programs may write gates.json, and the supervisor writes it before the final state."""
     directory.document(live(launch) / rundir.GATES, {
         "v": 1, "result": "pass", "gates": [{"name": "steps_done", "value": 3000, "bound": 100,
                                              "unit": "steps", "result": "pass"}],

@@ -1,4 +1,4 @@
-"""A launch that ended early goes on in a new one, with the options that it had."""
+"""A launch that ended early continues in a new launch, with the same options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def ended(folder, checkpoint="step_00000001", sets=None, **state):
         (run / rundir.CHECKPOINTS / rundir.LATEST).write_text(f"{checkpoint}\n")
     rundir.write_json(old.directory / rundir.PLAN, old.spec.as_dict(1.0))
     record = json.loads(json.dumps(dict(old.phases[0])))
-    record["flags"]["NSA_LR"]["origin"] = "operator ann@host"  # of a launch that this one resumed
+    # as if an operator had set the flag in a launch that this launch resumed
+    record["flags"]["NSA_LR"]["origin"] = "operator ann@host"
     record["flags"]["NCCL_DEBUG"] = {"value": "WARN", "origin": "operator ann@host"}
     record["flags"]["NCCL_ALGO"] = {"value": "Tree", "origin": "operator nobody"}
     answers = [
@@ -89,7 +90,7 @@ def test_flags_of_later_phases_are_repeated_if_an_answer_confirms_them(tmp_path)
         f"{flag} of an operator is not used: no answer to a request confirms it"
         for flag in ("NCCL_PROTO=LL", "NCCL_ALGO=Tree")
     ]
-    assert "NCCL_ALGO" not in first["flags"], "no answer confirms the flag in run.json"
+    assert "NCCL_ALGO" not in first["flags"], "no answer confirms this flag"
     assert [each["flags"]["NSA_LR"]["value"] for each in (first, second, third)] == [
         "0.5", "0.1", "0.1",
     ]  # fmt: skip
@@ -178,7 +179,7 @@ def test_a_launch_that_another_continues_is_resumed_only_with_a_confirmation(tmp
 def test_the_step_and_the_launch_from_which_a_phase_resumes_are_said(
     tmp_path, checkpoint, sets, says
 ):
-    """A step from which the launch to resume began is not a step of its own run."""
+    """If the launch itself resumed an older launch, its own `checkpoint.from_step` is not used."""
     name, _, missing = checkpoint.partition(" ")
     launch = ended(tmp_path, checkpoint=name, sets=sets | {"train.steps": "20"})
     if missing:
@@ -218,13 +219,13 @@ def test_a_halted_launch_goes_on_in_the_phase_that_it_was_in(begin):
 
 
 def test_of_two_resumes_at_the_same_time_one_is_rejected(tmp_path, monkeypatch):
-    """Both were prepared and confirmed before either began."""
+    """Both resumes were prepared before one of them began."""
     old, started = ended(tmp_path), threading.Barrier(2)
     prepared, results = resumed(old), []
 
     def start(directory, spec):
         with contextlib.suppress(threading.BrokenBarrierError):
-            started.wait(1)  # a second start would meet the first here
+            started.wait(1)  # a second start would end this wait
         rundir.make_directory(directory)
         rundir.write_json(directory / rundir.PLAN, spec.as_dict(1.7e9))
 

@@ -1,4 +1,4 @@
-"""The state of a run from recorded evidence: one definition each."""
+"""The state of a run, and its reason, from recorded evidence."""
 
 from __future__ import annotations
 

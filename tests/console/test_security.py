@@ -1,4 +1,4 @@
-"""Launches where another user could interfere are refused, or protected."""
+"""Launches with which another user could interfere are rejected or protected."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_what_a_training_inherits_is_shown_before_the_start(tmp_path, monkeypatc
 
 
 def test_modules_in_the_working_directory_are_not_taken_for_ours(tmp_path, monkeypatch):
-    """An operator may stand in a directory that somebody else unpacked."""
+    """The working directory of an operator may contain files of another user."""
     hostile = tmp_path / "unpacked"
     for package in ("console", "trainers", "torch"):
         (hostile / package).mkdir(parents=True)
@@ -202,7 +202,7 @@ def test_modules_in_the_working_directory_are_not_taken_for_ours(tmp_path, monke
 
 
 def planted(folder: Path) -> None:
-    """Puts modules into a folder that write a file `ran` there when they are imported."""
+    """Writes modules into a folder. An import of such a module creates the file `ran` there."""
     (folder / "console").mkdir()
     for name in ("argparse.py", "json.py", "console/__init__.py"):
         (folder / name).write_text(f"open({str(folder / 'ran')!r}, 'w')\nraise SystemExit(9)\n")
@@ -210,7 +210,7 @@ def planted(folder: Path) -> None:
 
 @pytest.mark.parametrize("start", ["-m console", "nsa-console", "torchrun"])
 def test_a_command_imports_nothing_from_the_working_directory(tmp_path, monkeypatch, start):
-    """`-m console` as far as it can be: `console` itself is found by Python before we run."""
+    """With `-m console`, Python finds `console` itself before any code of the console runs."""
     planted(tmp_path)
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
     words = [str(Path(sys.executable).with_name("nsa-console")), "flags"]

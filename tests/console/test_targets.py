@@ -1,4 +1,4 @@
-"""The run and the supervisor of an action: two sources agree, or the action is refused."""
+"""The run and the supervisor of an action: two sources must agree, or the action is rejected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOW, DEAD = time.time(), directory.DEAD
 
 
 def made(path: Path, name: str = "", created: object = None, written: float | None = None) -> Path:
-    """A launch of a living supervisor at any path, with one run."""
+    """Writes a launch whose supervisor is alive, with one run, at `path`."""
     made_at = directory.launch(path.parent / f".{path.name}").rename(path)
     shutil.rmtree(path.parent / f".{path.name}")
     told = {} if created is None else {"created_ts": created}
@@ -142,7 +142,7 @@ def test_a_run_seen_through_a_link_above_it_is_in_its_place(tmp_path):
     path = made(tmp_path / "real" / "r1")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     launches.check_in_place(tmp_path / "link" / "r1")
-    assert launches.find("r1", tmp_path, act=True) == path, "one launch, found once"
+    assert launches.find("r1", tmp_path, act=True) == path, "the two paths are one launch"
 
 
 def test_a_directory_here_comes_before_an_id_and_a_folder_that_is_no_run_is_no_name(
@@ -223,8 +223,8 @@ def test_a_supervisor_that_holds_the_lock_with_its_token_takes_the_request(launc
 @pytest.mark.decision("target-supervisor", "lie")
 @pytest.mark.parametrize("action", ["halt", "stop", "dump", "note"])
 def test_documents_of_a_living_supervisor_in_a_copy_are_refused(launched, tmp_path, action):
-    """Also where the records of the copy are changed to name it as their directory."""
-    with launched.stopped():  # no file is replaced while it is copied
+    """This is also true if the records of the copy are changed to name its own directory."""
+    with launched.stopped():  # so that no file is replaced during the copy
         copy = Path(shutil.copytree(launched.path, tmp_path / "copy"))
     args = {"text": "x"} if action == "note" else {}
     with pytest.raises(RefusedError, match=f"its records name {launched.path}; give that"):
@@ -263,7 +263,7 @@ def test_a_request_to_an_unsupervised_run_is_refused_with_advice(tmp_path, capsy
         code, err = said(capsys, *words.format(target).split())
         assert (code, "has ended" in err, "is over" in err) == (4, False, False)
         assert f"nsa-console adopt {path} starts a new supervisor" in err
-        document.unlink(missing_ok=True)  # a run that starts has none yet
+        document.unlink(missing_ok=True)  # a run has no such document while it starts
 
 
 def test_a_halt_of_a_run_in_which_no_process_is_alive_is_refused(tmp_path, capsys):
@@ -278,7 +278,7 @@ def test_a_halt_of_a_run_in_which_no_process_is_alive_is_refused(tmp_path, capsy
 
 
 def elsewhere(*words: object) -> tuple[int, str]:
-    """Runs a command as on another host that shares the directory; exit code and what it said."""
+    """Runs a command under another host name; returns its exit code and output."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare, for a host of another name")
     script = 'hostname elsewhere && exec "$@"'
@@ -351,7 +351,7 @@ def test_a_phase_directory_that_is_none_is_not_followed(tmp_path, capsys, named)
     for name in (rundir.PLAN_STATE, rundir.PLAN):
         directory.change_at(path / name, "phases", 0, "dir", to=named)
     seen = RunSource(path).poll()
-    assert (seen.path, seen.step) == (str(path / "0-first"), None), "whose processes live"
+    assert (seen.path, seen.step) == (str(path / "0-first"), None), "the live run is shown"
     assert seen.launch.why == "the directory of phase 0 is not named <n>-<phase>"
     before = files(tmp_path)
     for words in (("dump", path), ("halt", path), ("logs", path)):
@@ -362,7 +362,7 @@ def test_a_phase_directory_that_is_none_is_not_followed(tmp_path, capsys, named)
 
 @pytest.mark.parametrize("umask", ["777", "0", "077"])
 def test_a_launch_works_and_is_closed_to_others_under_any_umask(begin, tmp_path, umask):
-    """Root without the right to pass over modes is anybody."""
+    """Root loses the right to ignore file modes, so that it is like any other user."""
     anybody = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
     plan = begin.options(phase("one", "member.py", 3), nproc=1).plan
     path = tmp_path / "deep" / "launch"
@@ -373,6 +373,6 @@ def test_a_launch_works_and_is_closed_to_others_under_any_umask(begin, tmp_path,
     )  # fmt: skip
     started = begin.adopt(path)
     assert done.returncode == 0, done.stdout + done.stderr
-    started.wait_over()  # else a temporary file goes away between its name and its mode
+    started.wait_over()  # or else a temporary file may disappear before its mode is read
     modes = {(each.is_dir(), each.stat().st_mode & 0o777) for each in tmp_path.rglob("*")}
     assert modes == {(True, 0o700), (False, 0o600)}

@@ -48,7 +48,7 @@ def test_the_file_is_below_the_home_where_xdg_says_nothing_usable(monkeypatch, t
 def test_without_a_home_the_error_says_which_variable_to_set(monkeypatch):
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a user that no table of users has
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a uid that no table of users has
     with pytest.raises(UsageError, match="set HOME or XDG_CONFIG_HOME"):
         settings_file.load()
 

@@ -1,4 +1,4 @@
-"""`nsa-console watchdog` on real directories of both systems, in a process of its own."""
+"""`nsa-console watchdog` on run directories of this project and of the legacy system."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from trainers.contract.pulse import PulseWriter
 ROOT = Path(__file__).parents[2]
 QUICK = {"stall_floor_s": 0.5, "startup_s": 0.5, "stall_act_s": 1.0}
 PATIENT = QUICK | {"stall_floor_s": 15.0, "stall_act_s": 16.0}
-"""For a run that lives: longer than a writer waits for a processor, shorter than the run."""
+"""Limits for a live run: longer than a delay of its writer, and shorter than the run."""
 HANG_GUARD_S = 150
 
 
 @contextmanager
 def watchdog(path: Path, *words: str):
-    """A running `nsa-console watchdog`; it is gone afterwards."""
+    """Yields a running `nsa-console watchdog`, and kills it afterwards."""
     process = subprocess.Popen(
         [sys.executable, "-m", "console", "watchdog", str(path), "--json", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
@@ -53,7 +53,7 @@ def until(seen, process) -> None:
 
 
 def told(process, rule: str) -> list[dict]:
-    """Returns what a watchdog prints up to its first word on a rule."""
+    """Returns the lines of a watchdog up to its first line about a rule."""
     lines = [json.loads(process.stdout.readline())]
     while lines[-1]["rule"] != rule:
         lines.append(json.loads(process.stdout.readline()))
@@ -62,7 +62,7 @@ def told(process, rule: str) -> list[dict]:
 
 @pytest.fixture
 def run(tmp_path):
-    """A run whose supervisor lives, without pulses; every 20th step is recorded."""
+    """A run without pulses whose supervisor is alive; every 20th step has a record."""
     path = directory.run(tmp_path / "0-first")
     directory.change(path / rundir.RUN, watch=QUICK)
     (path / rundir.TRAINING_CSV).write_text("step,loss\n80,2.0\n")
@@ -79,7 +79,7 @@ def test_a_run_that_has_gone_silent_is_halted_once(run):
         (run / rundir.HALT).unlink()
         directory.beat(run, 0, 100, loss="nan")
         lines = told(process, "non_finite")
-        time.sleep(0.5)  # for a halt that must not come
+        time.sleep(0.5)  # in this time, a second halt would be written
         process.send_signal(signal.SIGTERM)
         lines += map(json.loads, process.stdout)
         assert process.wait(HANG_GUARD_S) == 0
@@ -92,7 +92,7 @@ def test_a_run_that_has_gone_silent_is_halted_once(run):
 
 
 def changes(path: Path, halt: bool = True) -> list[tuple[str, str, str]]:
-    """Returns what the rules say during a minute in which nothing changes in the directory."""
+    """Returns the changes of the rules in a simulated minute with an unchanged directory."""
     source = offline.OfflineRun(path)
     now = source.poll()
     dog = make_watchdog(source.watch, source.settings, halt, 1.0)
@@ -120,7 +120,7 @@ def test_without_another_file_that_a_training_writes_silence_is_only_said(run):
     assert [kind for kind, _, _ in changes(run)] == ["raise", "withhold"]
     (run / rundir.TRAINING_CSV).touch()
     assert offline.stall_doubt(run) == ""
-    later_ts = time.time() + 3600  # the clock was set back since then, and the file may be new
+    later_ts = time.time() + 3600  # as if the clock was set back after the write
     os.utime(rundir.heartbeat(run, 0), (later_ts, later_ts))
     assert offline.stall_doubt(run) == "the newest record is in the future"
 
@@ -196,7 +196,7 @@ def test_nothing_is_written_through_a_link(run, tmp_path):
 
 
 def test_a_slow_run_of_the_legacy_system_is_no_stall_and_its_zero_gradient_none(tmp_path):
-    """35 minutes between two records, a rank that writes none, a gradient norm that is always 0."""
+    """Records come every 35 minutes, one rank writes none, and the gradient norm is always 0."""
     assert changes(directory.legacy(tmp_path / "slow", 35 * 60, 34 * 60)) == []
 
 
@@ -208,7 +208,7 @@ def test_a_silent_run_of_the_legacy_system_is_seen_by_its_own_rhythm_until_it_en
         assert "(step 60); the stall limit is 300 s" in line["text"]
         (path / "metrics.json").write_text("{}")
         process.communicate(timeout=HANG_GUARD_S)
-    assert process.returncode == 4, "metrics.json does not say whether it was done"
+    assert process.returncode == 4, "metrics.json does not say whether the run completed"
     assert not (path / rundir.HALT).exists()
 
 

@@ -102,7 +102,7 @@ class Journey:
     # --- what a test does ----------------------------------------------------------------------
 
     def wait_for(self, where: str) -> None:
-        """Waits for a random moment in this part of the plan."""
+        """Waits for a random moment in the part `where` of the plan."""
         match where:
             case "in the first":
                 step = self._draw.randrange(1, STEPS)
@@ -265,7 +265,7 @@ def test_a_phase_whose_end_was_lost_passes_by_the_records_of_its_steps(begin, tm
     started.wait(lambda: f"step_{STEPS:08d}" in heartbeat.read_text())
     # A rank records a step when it begins the next one.
     started.wait(lambda: started.heartbeats(rank=1)[-1]["step"] == STEPS - 1)
-    started.kill_supervisor()  # first, so that the supervisor does not see the ends
+    started.kill_supervisor()  # so that the supervisor does not see the ends of the ranks
     for pid in process.with_token(started.token()):
         with contextlib.suppress(ProcessLookupError):  # the kill of one process may end another
             os.kill(pid, signal.SIGKILL)

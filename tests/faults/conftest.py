@@ -35,7 +35,7 @@ def begin(home, tmp_path_factory) -> Iterator[Begin]:
 
 @pytest.fixture
 def injection(request) -> int:
-    """The number of this injection; `make faults` repeats those that are timed."""
+    """The number of this injection; `make faults` repeats the timed injections."""
     return getattr(request, "param", 0)
 
 
@@ -56,13 +56,13 @@ def orders(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def full(request) -> bool:
-    """True if all failures are injected, as `make faults` does."""
+    """True if pytest has a mark expression, as in `make faults`: all failures are injected."""
     return bool(request.config.option.markexpr)
 
 
 @pytest.fixture
 def launch(scene, begin, orders) -> Iterator[Callable[..., Started]]:
-    """Starts two ranks under the small torchrun; a stall or a crash restarts them.
+    """Starts two ranks under the small torchrun; by default, a stall or a crash restarts them.
 
     A launch that still runs at the end of the test is stopped.
     """

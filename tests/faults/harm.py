@@ -43,7 +43,7 @@ HOSTILE = (
 
 
 def skipped_since(before: int) -> Seen:
-    """Looks for as many new skipped records as `HOSTILE` has."""
+    """Returns a function that looks for as many new skipped records as `HOSTILE` has."""
     return lambda state: (
         f"{state.skipped_records} records were skipped"
         if state.skipped_records >= before + len(HOSTILE) else ""

@@ -1,4 +1,4 @@
-"""One injection of a fault: the words and the time of a console, and what the fault left behind."""
+"""An injected fault: the text and the time at which a console shows it, and what is left of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONSOLE = [sys.executable, "-m", "console"]
 
 @contextmanager
 def watching(path: Path, shows: str = "RUNNING") -> Iterator[Terminal]:
-    """A screen that shows a launch; `q` closes the screen unless it has ended."""
+    """Yields a screen that shows a launch; afterwards, closes the screen if it is open."""
     with Terminal([*CONSOLE, "watch", str(path)], ROOT) as screen:
         screen.wait(shows)
         yield screen
@@ -84,9 +84,9 @@ def order(folder: Path, rank: int, words: str) -> None:
 
 
 def sweep_own(tokens: Iterable[str]) -> list[Path]:
-    """Sweeps as a launch does that starts long after; returns the live directories that are left.
+    """Removes old live directories, as a launch does; returns those of `tokens` that are left.
 
-    Only the directories of `tokens` are made old. Another test may sweep at the same time.
+    Only the directories of `tokens` are made old. Another test may do the same at the same time.
     """
     found = [path for t in tokens for path in rundir.SHARED_MEMORY.glob(f"*nsa-console-*{t}")]
     for path in found:
@@ -110,12 +110,12 @@ def plant_kill(run: Path) -> Path:
 
 
 def sentence_of(alert: str) -> Seen:
-    """Looks for an alert by its name."""
+    """Returns a function that looks for an alert by its name."""
     return lambda state: next((a.text for a in state.alerts if a.id == alert), "")
 
 
 def verdict_of(cause: str, rank: int = 1) -> Seen:
-    """Looks for a verdict on a rank."""
+    """Returns a function that looks for a verdict with this cause and rank."""
 
     def seen(state: RunState) -> str:
         found = state.verdict
@@ -126,7 +126,7 @@ def verdict_of(cause: str, rank: int = 1) -> Seen:
 
 
 def stalled(rank: int = 1) -> Seen:
-    """Looks for a stalled run whose verdict names a rank."""
+    """Returns a function that looks for a stalled run whose verdict names a rank."""
 
     def seen(state: RunState) -> str:
         named = state.verdict is not None and state.verdict.rank == rank
@@ -136,14 +136,14 @@ def stalled(rank: int = 1) -> Seen:
 
 
 def state_of(state: str, words: str = "") -> Seen:
-    """Looks for a state, and words in its reason."""
+    """Returns a function that looks for a state, and for words in its reason."""
     return lambda seen: (
         (seen.why or seen.state) if seen.state == state and words in seen.why else ""
     )
 
 
 class Scene:
-    """The results of a test of a fault; `record` gets them for the report."""
+    """The results of a fault test; `record` receives them for the report."""
 
     def __init__(self, home: Path, record: Callable[[dict[str, Any]], None]):
         self._home, self._before, self._record = home, world(home), record
@@ -236,7 +236,7 @@ class Scene:
         return said["why"]
 
     def close(self) -> None:
-        """Checks that no file of the checkout or the home changed. Records the result."""
+        """Checks that no file of checkout or home changed, except caches; records the result."""
         after = world(self._home)
         changed = {name for name, stamp in after.items() if self._before.get(name) != stamp}
         assert not changed | (set(self._before) - set(after))

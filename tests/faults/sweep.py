@@ -72,7 +72,7 @@ class Course:
     is_adopted: bool = False
     """True if the supervisor is killed, and the calls of the adopting supervisor fail."""
     has_few: bool = False
-    """True if only call sites fail that the first course lacks: at the first call, or at all."""
+    """True if only call sites fail that the first course lacks: the first call, or all calls."""
 
 
 COURSES = (
@@ -219,11 +219,11 @@ class Case:
             yield "the supervisor did not end"
             supervisor.kill()
             supervisor.wait()
-        elif self._course.is_adopted:  # if it rejects the launch, the ranks continue alone
+        elif self._course.is_adopted:  # if the supervisor rejects the launch, ranks continue
             until = time.monotonic() + END_S
             while any(map(process.with_token, self._tokens())) and time.monotonic() < until:
                 time.sleep(POLL_S)
-        elif code and not (self._found.stopped and code == -signal.SIGTERM):  # TERM ended it
+        elif code and not (self._found.stopped and code == -signal.SIGTERM):  # not by TERM
             yield f"the supervisor ended with {code}"
         for token in self._tokens():
             for pid in process.with_token(token):

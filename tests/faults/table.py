@@ -121,7 +121,7 @@ ROWS: tuple[Row, ...] = (
     Row("e", "A", "lines of torchrun in its log, written by a rank"),
     Row("f", "A", "shared memory of the run removed (RemoveIPC=yes)"),
     Row("g", "A", "launch directory moved away, launched into again, replaced by a copy"),
-    Row("h", "A", "a pulse that stands still while steps go on, a record that says so falsely"),
+    Row("h", "A", "a pulse that stands still while steps go on, a false loss of one rank"),
     Row("i", "A", "records that no program writes: 1e308, 2^60, NaN"),
     Row("w", "A", "working process of the supervisor SIGKILL, SIGSEGV, SIGSTOP", 3.0),
     Row("j", "A", "signals that mean nothing to the supervisor"),
@@ -154,7 +154,7 @@ ROWS: tuple[Row, ...] = (
         "test_a_disk_that_is_full_when_the_owner_is_named_begins_nothing",
         f"{TARGETS}::test_a_launch_works_and_is_closed_to_others_under_any_umask",
     )),
-    Row("s", "A", "a background save and the error, the peer or the disk that meets it", elsewhere=(
+    Row("s", "A", "a background save that meets an error, a lost peer or a second save", elsewhere=(
         f"{SAVER}::test_whatever_is_raised_in_the_background_ends_the_wait_and_is_told",
         f"{SAVER}::test_an_error_of_the_training_lets_a_background_save_end",
         f"{SAVER}::test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next",

@@ -47,7 +47,7 @@ def fired(started: Started, kind: str, rank: int) -> dict[str, object]:
 
 
 def verdict(started: Started, kind: str, rank: int) -> tuple[dict[str, object], float]:
-    """Returns the first verdict after a drill began, and the seconds between both."""
+    """Returns the first verdict after the start of a drill, and its seconds after this start."""
     struck = fired(started, kind, rank)["ts"]
     paths = sorted((started.run() / rundir.VERDICTS).iterdir())
     found = [rundir.read_json(path) for path in paths]

@@ -18,7 +18,7 @@ PAIRS = tuple(itertools.combinations((
     "states of processes and threads", "system call and wchan", "descriptors",
     "the process evidence of the culprit", "the process evidence of one other rank",
 ), 2))  # fmt: skip
-"""Pairs without which a wrong verdict was sure, before the rules needed both sources."""
+"""Pairs of kinds of evidence. Without such a pair, earlier rules gave wrong verdicts as "high"."""
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 
 

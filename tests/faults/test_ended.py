@@ -18,7 +18,7 @@ from tests.mounts import ext4
 from trainers.contract import rundir
 
 GRACE_S, SHORT_GRACE_S = 5, 2.0
-"""After a failure a deaf peer lives for the first time; the bound of fault 24 is for the second."""
+"""Grace times: the usual time of these tests, and the time for which fault 24 has its limit."""
 
 
 def watch(grace_s: float = GRACE_S) -> dict[str, float]:
@@ -27,7 +27,7 @@ def watch(grace_s: float = GRACE_S) -> dict[str, float]:
 
 @pytest.fixture
 def run(begin, orders, request):
-    """A launch of two ranks under torchrun; its second phase starts only after a good end."""
+    """A launch of two ranks under torchrun; its second phase starts only if the first passes."""
     started = begin(
         phase("one", "obedient.py", 100_000, orders, gates={"steps_done": 100_000}),
         phase("two", "obedient.py", 1, orders), watch=watch(getattr(request, "param", GRACE_S)),
@@ -130,7 +130,7 @@ def test_stop_ends_ranks_that_are_deaf_hold_the_gil_or_are_stopped(scene, run, o
     order(orders, 1, "gil 60")
     os.kill(run.pids()[0], signal.SIGSTOP)
     token, pids = run.token(), run.pids()
-    # Both requests are sent before an answer, because the first may end the run soon.
+    # Both requests are sent before an answer, because the first request may end the run soon.
     sent_to = [(box, actions.send(box, "stop", {}, "tester")) for box in (run.path, run.run())]
     answers = [actions.answer(box, request, HANG_GUARD_S) for box, request in sent_to]
     assert [answer["ok"] for answer in answers] == [True, True]

@@ -41,11 +41,11 @@ actions.launch(options, "launcher")
 count, total, seen = None, seen, -1
 print(total, flush=True)
 """
-"""Kills itself before its `last`-th step that touches the launch directory or starts a process."""
+"""A program that kills itself before the `last`-th step of a launch that `count` counts."""
 
 
 def launch_and_die(folder: Path, last: int, plan: str) -> int:
-    """Launches in a process that kills itself at a step; returns the number of steps, or 0."""
+    """Launches in a process that kills itself at step `last`; returns the steps, or 0 if killed."""
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHER, str(folder), str(last), plan], cwd=ROOT, text=True,
         capture_output=True, timeout=HANG_GUARD_S, env={**os.environ, **STUB},
@@ -167,7 +167,7 @@ def test_a_launch_where_the_user_may_not_write_is_refused_with_the_reason(scene,
     words = [*CONSOLE, "launch", plan, "--run-dir", str(folder / "x")]
     if os.geteuid() == 0:
         if shutil.which("setpriv") is None:
-            pytest.skip("needs setpriv, to take root's power over modes away")
+            pytest.skip("needs setpriv, so that root cannot ignore file modes")
         words = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *words]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 4, done.stderr

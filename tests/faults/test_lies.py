@@ -1,4 +1,4 @@
-"""Sources that are wrong, missing or of another run: no rank is killed, and an alert says so."""
+"""Sources that are wrong, missing or of another run end no rank."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_moved_launch_and_a_new_one_at_its_path_do_not_touch_each_other(
     second.wait_end()
     newer = second.plan_state["supervisor"]
     assert newer["pid"] != owner
-    second.wait(lambda: not rundir.is_alive(newer))  # this supervisor writes its report last
+    second.wait(lambda: not rundir.is_alive(newer))  # the report is its last file
     assert all_run(pids)
     told = first.wait(lambda: [e for e in first.events(0) if e.get("alert") == "own-directory"])
     shutil.rmtree(path)
@@ -280,7 +280,7 @@ def test_other_code_at_a_restart_is_said(scene, launch, orders, tmp_path):
     os.kill(started.wait(lambda: started.pids().get(1)), signal.SIGKILL)
     third = started.wait(lambda: (s := started.state())["attempt"] == 3 and s["workers"] and s)
     assert third["git"] == {}, "the commit must not be that of a former attempt"
-    assert third["known_git"] == again["git"], "a supervisor that adopts the run compares it"
+    assert third["known_git"] == again["git"], "an adopting supervisor compares this commit"
     (tmp_path / "away").rename(script.parent / ".git")
     script.write_text(script.read_text() + "# changed again\n")
     os.kill(started.wait(lambda: started.pids().get(1)), signal.SIGKILL)

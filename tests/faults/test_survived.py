@@ -77,7 +77,7 @@ def terminal(begin, taken_ports, orders):
 
 @pytest.fixture(scope="module")
 def first(begin, terminal):
-    """The run; it gets SIGUSR1 from its start on, and the default ports are in use."""
+    """The first run. During its start it gets SIGUSR1, and the default ports are in use."""
     root, shown = terminal
     shown.wait(lambda _: list(root.glob("*/*/plan_state.json")))
     started = begin.adopt(next(root.glob("*/*")))

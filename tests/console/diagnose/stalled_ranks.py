@@ -123,7 +123,7 @@ FOUR = alike("backward")
 
 
 def four(last=(11, 11, 11, 10), stacks=(PEERS, PEERS, PEERS, (OWN,)), before=None, after=None):
-    """Returns the evidence of four ranks; rank 3 sleeps in its own code, the others wait for it."""
+    """Returns the evidence of four ranks; by default, rank 3 sleeps and the others wait for it."""
     usual = {0: IDLE, 1: IDLE, 2: IDLE, 3: ASLEEP}
     return Evidence(
         before=usual | (before or after or {}),
@@ -134,7 +134,7 @@ def four(last=(11, 11, 11, 10), stacks=(PEERS, PEERS, PEERS, (OWN,)), before=Non
 
 
 def called(number, *ops, waits=True):
-    """Returns the record of a rank: four steps of three calls, one call more, then `ops`."""
+    """Returns a flight record: four steps of three calls, one call more, then `ops`."""
     usual = ["all_reduce", "all_gather", "barrier"] * 4 + ["all_reduce"]
     calls = tuple(
         Collective("0 default_pg", n, op, "[8] float32", n < len(usual) + len(ops) or not waits)

@@ -107,7 +107,7 @@ def test_the_object_of_the_kernel_counts_more_than_the_class_of_the_stack(
 
 @pytest.mark.parametrize("phase", ["", "boot"])
 def test_during_the_start_the_rank_that_works_is_the_cause_and_not_those_that_wait(phase):
-    """No rank has a stack; without a pulse (phase ""), a rank is not asked for one."""
+    """No rank has a stack. For example, a rank without a pulse (phase "") is not dumped."""
     before, after = working(0.0)
     asleep = dict.fromkeys((0, 1, 3), ASLEEP)
     found = Evidence(

@@ -1,4 +1,4 @@
-"""The truth checks: a fault raises only its own check, and the healthy runs raise no check."""
+"""The truth checks: a fault raises only the alert of its check, and healthy runs raise none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Change = Callable[[dict[str, Any]], object]
 
 @dataclass
 class Told:
-    """The records of a run: a change of each record, and values of its documents and GPUs."""
+    """A run: a change of each of its records, and values of its documents and GPUs."""
 
     record: Change = lambda record: None
     settings: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a drawn history says of speed, memory, attention gate, checkpoints, logs, hook and GPUs."""
+"""Draws speed, memory, attention gate, checkpoints, logs, hook and GPUs of a random history."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from console.sources.gate_files import GateFiles
 
 Record = dict[str, Any]
 GPUS = ("gpu_util_above_pct", "gpu_balance_below_pct")
-"""Gates whose value is only a bound of the true one."""
+"""Gates whose value is only a bound of the true value."""
 
 
 class Extras:
-    """Draws these figures step by step, and keeps the true ones."""
+    """Draws these figures step by step, and stores the true values."""
 
     def __init__(self, rng: random.Random, kind: str, world: int):
         self.rng, self.kind, self.world = rng, kind, world
@@ -50,7 +50,7 @@ class Extras:
         self.memory = {r: [x for x in each if x[0] < step] for r, each in self.memory.items()}
 
     def step(self, step: int) -> None:
-        """A step of 1 to 2 s, and a sample a second after the last."""
+        """Adds a step of 1 to 2 s, and a sample one second after the former sample."""
         self.times.append(self.rng.uniform(1, 2))
         self.mono += 1
         used = {index: self.rng.choice((0.0, 50.0, 100.0)) for index in self.uses}
@@ -82,7 +82,7 @@ class Extras:
         return found
 
     def finish(self, stepped: int, has_hook: bool) -> None:
-        """`stepped` ranks end an attempt in which they may have stepped."""
+        """Counts the hooks of the `stepped` ranks, which may have stepped in this attempt."""
         self.unknown_hooks += 0 if has_hook else stepped
         self.unhooked += stepped if has_hook and self.hook == "none" else 0
         self.hooked += stepped
@@ -95,7 +95,7 @@ class Extras:
         )
 
     def growth(self) -> float | None:
-        """Returns by how much the largest memory of a rank grew in the second half."""
+        """Returns the largest growth of a rank: its peak, minus its peak in the first half."""
         half, found = self.reached // 2, []
         for each in self.memory.values():
             early = [value for step, value in each if step <= half]
@@ -105,7 +105,7 @@ class Extras:
         return max(found)
 
     def values(self) -> dict[str, Any]:
-        """Returns the true value of each gate, None where there is none."""
+        """Returns the true values of these gates; None for a gate without a value."""
         rows = self.rows[-50:]
         last = rows[-1][0] if rows else 0
         whole = len(rows) == 50 and self.reached - last <= 1

@@ -1,4 +1,4 @@
-"""Records as ranks write them: numbered by rank and attempt, in the order of the file."""
+"""Builds records as ranks write them: numbered for each rank and attempt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERY_BOUND: Record = {
     "no_log_errors": True, "scaling_above": 0.9, "comm_hook_active": True, "gpu_util_above_pct": 80,
     "gpu_balance_below_pct": 10,
 }  # fmt: skip
-"""Every gate with a bound that whole records pass."""
+"""A bound for every gate. Complete records of a healthy run pass all of them."""
 FIGURES = {
     "grad_norm": 1.0, "bytes_right": 1.0, "toks_per_s": 9.0, "gpu_mem_reserved": 1.0,
     "steps_dt_s": [1.0], "gate_entropy_mean": 0.9, "gate_collapse_frac": 0.0, "dt_fetch_s": 0.1,
@@ -47,7 +47,7 @@ class Written:
         return record
 
     def pulse(self, step: int, nonfinite_steps: int = -1) -> Pulse:
-        """The pulse that a rank leaves which is killed in `step`."""
+        """Returns the last pulse of a rank that is killed in `step`."""
         return Pulse(
             self.rank, 1, step, "forward", 0.0, 0.0, 0, step, "forward", len(self.records),
             nonfinite_steps,
@@ -57,7 +57,10 @@ class Written:
 def attempt(
     number: int, steps: range, rank: int = 0, exit_code: int | None = 0, **figures: Any
 ) -> Written:
-    """An attempt with one record a step; from step 2 on it resumed. None: it was killed."""
+    """Returns the records of an attempt, one for each step.
+
+    If `steps` starts after step 1, the attempt has resumed. None as `exit_code` stands for a kill.
+    """
     written = Written(rank, number)
     written.add("loader_ready", 0, comm_hook="bf16")
     if steps.start > 1:
@@ -70,7 +73,7 @@ def attempt(
 
 
 def summed(*written: Written, **counted: int) -> Summary:
-    """Returns the sums of the records, with the counts of a supervisor that saw no stall."""
+    """Returns the sums of the records; unless `counted` differs, the supervisor saw no stall."""
     newest = max((each.attempt for each in written), default=1)
     world = max((each.rank for each in written), default=0) + 1
     summary = Summary(**{"world": world, "attempts": newest, "stalls": 0} | counted)
@@ -90,7 +93,7 @@ def result(found, **bounds):
 
 
 def killed_then_resumed(**figures):
-    """Killed in step 26 after 25 steps, resumes at the checkpoint of step 20, up to step 30."""
+    """Returns two attempts: killed in step 26, and resumed from the checkpoint of step 20."""
     first = attempt(1, range(1, 26), exit_code=None, **figures)
     return first, attempt(2, range(21, 31), loss_of=1, **figures)
 
@@ -100,7 +103,7 @@ def whole(rank: int = 0) -> Written:
 
 
 def saved() -> Written:
-    """Records with a checkpoint before the exit record."""
+    """Returns complete records with a checkpoint before the exit record."""
     written = whole()
     last = written.records.pop()
     written.add("checkpoint", 60)
@@ -109,7 +112,7 @@ def saved() -> Written:
 
 
 def with_files(*written: Written, use_pct: float = 95.0, **counted: int) -> Summary:
-    """The sums of records, with logs without error, a checkpoint, and a sample for each step."""
+    """Returns the sums of records, with a checkpoint, 60 samples, and logs without an error."""
     found = summed(*written, **counted)
     found.files = GateFiles(
         checkpoint="step_00000060", checkpoint_mib=940.0, single="0-one", single_toks_per_s=9.0

@@ -125,7 +125,7 @@ def test_a_module_is_found_and_its_package_is_not_imported(tmp_path, monkeypatch
 
 @pytest.fixture
 def unwritable(tmp_path):
-    """A folder that no user can write, root included."""
+    """A folder that this user cannot write, even as root."""
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o500)
     if os.geteuid() != 0:
@@ -276,7 +276,7 @@ def test_a_config_that_the_plan_does_not_mean_is_refused(tmp_path):
 
 @pytest.mark.parametrize("steps", [49, 50])
 def test_a_phase_has_the_steps_that_its_gates_need(tmp_path, steps):
-    """A gate over the last 50 steps of 49 would stay unknown and end the plan."""
+    """With 49 steps, a gate over the last 50 steps would stay unknown and end the plan."""
     phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "set": {"train.steps": steps},
              "gates": {"loss_finite": True, "toks_per_s_50_above": 1}}  # fmt: skip
     found = expected(tmp_path, phases=[phase])

@@ -44,7 +44,7 @@ def written(folder: Path, **more: object) -> str:
 
 
 def test_a_leak_is_refused_by_its_row_and_the_other_rows_are_measured(tmp_path, monkeypatch):
-    """The bandwidth that was measured is recorded with the launch."""
+    """The specification of the launch has the measured bandwidth."""
     (tmp_path / "sitecustomize.py").write_text(LEAK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     named = written(tmp_path, preflight={"measure": True})

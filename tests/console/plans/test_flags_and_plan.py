@@ -1,4 +1,4 @@
-"""Flags and plans are strict: every wrong word gets one sentence with the right one."""
+"""A wrong flag or a wrong plan is rejected with one sentence."""
 
 from __future__ import annotations
 

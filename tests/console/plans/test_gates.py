@@ -27,7 +27,10 @@ from trainers.contract.errors import UsageError
 
 
 def summary(*records, **counted):
-    """One rank, one attempt, one record a step; `rank` in a record names another one."""
+    """Returns the sums of an attempt with one record per step of rank 0.
+
+    A record with the key `rank` is of that rank.
+    """
     ranks = {0: Written(0)} | {r["rank"]: Written(r["rank"]) for r in records if "rank" in r}
     for step, record in enumerate(records, start=1):
         fields = {key: value for key, value in record.items() if key != "rank"}
@@ -38,7 +41,7 @@ def summary(*records, **counted):
 
 
 def every_fifth() -> Written:
-    """Returns the records of a program that records every fifth step and counts no loss."""
+    """Returns records of every fifth step, from a program that counts no non-finite steps."""
     written = Written()
     for step in (5, 10):
         written.add("progress", step, loss=1.0, steps_dt_s=[0.1] * 5)
@@ -73,7 +76,7 @@ RIGHT = {"bytes_right": 0.95}, {"bytes_right": 0.5}, {"rank": 1, "bytes_right": 
     ],
 )
 def test_a_gate_compares_its_value_with_its_bound(found, name, bound, expected):
-    """test_histories.py compares the value of every gate with what happened."""
+    """test_histories.py compares the gates with the true values of random histories."""
     assert result(found, **{name: bound}).result == expected
 
 
@@ -142,7 +145,7 @@ PLANTED = {
     "fetch_below_s": ("one", {"dt_fetch_s": 6.0}),
     "comm_hook_active": ("start", {"comm_hook": "none"}),
 }
-"""The fault that each gate has to find: in which records, and their figures."""
+"""By gate: the records that get a fault, and the figures of these records."""
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -215,7 +218,7 @@ def test_all_checkpoints_count_and_an_attempt_loads_one_checkpoint():
     found = summed(first)
     assert result(found, checkpoints_at_least=80).value == 80
     again = summed(first, second)
-    assert result(again, checkpoints_at_least=70).value == 70, "ten are repeated"
+    assert result(again, checkpoints_at_least=70).value == 70, "ten are saved again"
     assert result(again, checkpoints_loaded_at_least=3).value == 1
     all_lost = summed(first, attempt(2, range(2, 4)))
     gates_of_saves = (result(each, checkpoints_at_least=1) for each in (found, all_lost))
@@ -234,7 +237,7 @@ def test_a_gate_over_fifty_steps_needs_fifty(name):
 
 
 def long(rate: float, until: int = 140, **figures: float) -> Written:
-    """Steps of one second; `rate` tokens per second from step 100 on, 100 before."""
+    """Returns steps of one second: 100 tokens per second up to step 100, then `rate`."""
     written = attempt(1, range(1, until + 1), exit_code=None, **FIGURES | figures)
     for record in written.records[1:]:
         record["toks_per_s"] = rate if record["step"] > 100 else 100.0
@@ -242,7 +245,10 @@ def long(rate: float, until: int = 140, **figures: float) -> Written:
 
 
 def test_a_gate_at_a_step_keeps_its_value_of_that_step():
-    """Later steps do not change it, and before that step there is no result."""
+    """Later steps do not change the value, unless an attempt repeats steps before that step.
+
+    Before that step there is no result.
+    """
     bounds = {"toks_per_s_50_above": {"bound": 50, "at": [100, 500]}}
     written = long(1.0)
     found = summed(written)
@@ -256,7 +262,7 @@ def test_a_gate_at_a_step_keeps_its_value_of_that_step():
     assert at_end["toks_per_s_50_above@500"].why == "rank 0 has no record at or after step 500"
     absurd = long(1.0, 99)
     absurd.records[50]["step"] = 5000
-    assert gates.reached(summed(absurd), bounds) == (), "the next record corrects it"
+    assert gates.reached(summed(absurd), bounds) == (), "the next record corrects the step"
     again = attempt(2, range(81, 141), **FIGURES)
     resumed = summed(long(1.0, 120), again)
     resumed.take_end(1, 0, long(1.0, 120).pulse(121, 0))
@@ -281,7 +287,7 @@ def test_a_live_run_is_judged_so_far_and_unknown_is_not_a_pass():
     bounds = EVERY_BOUND | {"steps_done": 200, "toks_per_s_50_above": 1000}
     found = {gate.name: gate for gate in gates.so_far(summed(long(1.0)), bounds)}
     assert (found["steps_done"].result, found["steps_done"].value) == ("unknown", 140)
-    assert found["toks_per_s_50_above"].result == "unknown", "it can still rise"
+    assert found["toks_per_s_50_above"].result == "unknown", "the speed can still rise"
     assert found["grad_norm_above"].result == "pass"
     assert found["grad_norm_above"].window.endswith(", so far")
     assert found["no_log_errors"].result == "unknown"
@@ -326,7 +332,7 @@ def test_supervisor_json_gives_the_same_result_to_the_next_reader():
     found.take_end(1, 0, first.pulse(26, 0))
     found.take_end(2, 0, second.pulse(30, 0))
     document = json.loads(json.dumps(found.as_dict()))
-    assert [end["attempt"] for end in document["ends"]] == [1], "exit records have the others"
+    assert [end["attempt"] for end in document["ends"]] == [1], "exit records have the other counts"
     read = Summary(1, 2, document["stalls"])
     read.take_document(document)
     for record in lines(first, second):

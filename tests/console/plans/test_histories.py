@@ -1,7 +1,7 @@
-"""No gate passes whose bound the truth breaks, whatever damages the records of a history.
+"""No gate passes over the damaged records of a random history if the true value breaks its bound.
 
-A history is drawn step by step as it really happens, with the files that it writes. Then the files,
-the pulses and the counts are damaged.
+A history is drawn step by step, with the files that its processes would write. Then the files, the
+pulses and the counts are damaged.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Truth:
     figures: Records = field(default_factory=list)
     """The records of rank 0 of the surviving steps, in order."""
     memory: list[tuple[int, float]] = field(default_factory=list)
-    """Of all ranks, of the surviving steps."""
+    """Step and memory in the records of all ranks, of the surviving steps."""
     steps: int = 0
     is_known: bool = False
-    """A record says of a step whether its loss was finite."""
+    """True if a record shows of some step whether its loss was finite."""
     completed: bool = False
     extras: Extras = field(default_factory=lambda: Extras(random.Random(0), "ours", 1))
 
     def values(self) -> dict[str, float | None]:
-        """Returns the value of each gate, None where there is none."""
+        """Returns the true value of each gate; None for a gate without a value."""
         losses = [f["loss"] for f in self.figures if math.isfinite(f["loss"])]
         enough, few = len(losses) >= 10, self.figures
         return {
@@ -85,8 +85,10 @@ class Remains:
 
 
 class History:
-    """Draws attempts. `kind`: ours records every few steps and the step at which it resumed; a
-    joined program records each step; a plain one does not count non-finite steps.
+    """Draws the attempts of a program of one `kind`.
+
+    A program of the kind "ours" records every few steps, and the step from which it resumed. The
+    other kinds record each step. A "plain" program does not count non-finite steps.
     """
 
     def __init__(self, rng: random.Random):
@@ -104,7 +106,7 @@ class History:
         self.left.samples, self.left.files = self.extras.samples, self.extras.files()
 
     def attempt(self, number: int, resumed: int, last: bool) -> int:
-        """Does some steps after `resumed` and exits; returns the number of steps done in all."""
+        """Adds an attempt of some steps after `resumed`; returns the number of surviving steps."""
         rng, truth = self.rng, self.truth
         truth.attempts += 1
         truth.stalls += rng.random() < 0.15
@@ -121,7 +123,7 @@ class History:
         for each in ranks:
             each.add("boot", 0)
         if len(ranks) < truth.world:
-            count = 0  # the others wait for it in the first collective
+            count = 0  # the other ranks wait for the missing rank in the first collective
         elif self.kind == "ours" and (resumed or rng.random() < 0.5):
             truth.cut(resumed + 1)
             truth.steps = min(truth.steps, resumed)
@@ -140,7 +142,7 @@ class History:
         return truth.steps
 
     def take_steps(self, ranks: list[Written], resumed: int, count: int, done: bool) -> int:
-        """Does `count` steps; returns the number of non-finite ones."""
+        """Adds `count` steps; returns the number of steps with a non-finite loss."""
         rng, truth, bad = self.rng, self.truth, 0
         for step in range(resumed + 1, resumed + count + 1):
             if step == resumed + 1:
@@ -150,7 +152,7 @@ class History:
             loss = math.nan if rng.random() < NAN_SHARE else rng.uniform(1, 5)
             is_recorded = not (final and self.kind != "ours")
             if not is_recorded:
-                loss = rng.uniform(1, 5)  # no record has the loss of its last step
+                loss = rng.uniform(1, 5)  # such a program does not record the loss of its last step
             bad += not math.isfinite(loss)
             truth.steps = step
             if (step <= 5 and self.kind == "ours") or step % self.every == 0 or final:
@@ -189,12 +191,12 @@ class History:
     def finish(
         self, ranks: list[Written], number: int, step: int, count: int, end: str, bad: int
     ) -> None:
-        """A rank that is killed, or fails, is in the step behind the last one."""
+        """Ends the ranks. A rank that is killed or fails is in the step after its last step."""
         counted = -1 if self.kind == "plain" else bad
         figures = {} if self.kind == "plain" else {"nonfinite_loss_steps": bad}
         at = step if end == "done" or not count else step + 1
         if not count and self.kind != "ours":
-            at = 0  # it never began a step
+            at = 0  # such a program has not begun a step
         has_hook = self.kind == "ours" and len(ranks) == self.truth.world
         self.extras.finish(len(ranks) if at or count else 0, has_hook)
         for each in ranks:
@@ -232,7 +234,7 @@ def delay(rng: random.Random, lines: list[bytes]) -> list[bytes]:
 
 
 def lie(rng: random.Random, lines: list[bytes]) -> list[bytes]:
-    """Gives one record an absurd number or attempt; the numbers of the others disagree."""
+    """Gives one record an absurd number, attempt or step, which the other records contradict."""
     place = rng.randrange(len(lines))
     record = jsonl.decode(lines[place]) or {}
     key, value = rng.choice((("attempt", 10**6), ("attempt", 2**60), ("n", 10**9), ("step", 2**62)))
@@ -251,7 +253,7 @@ HARMFUL = {
 
 
 def damage_samples(rng: random.Random, left: Remains) -> None:
-    """Drops, delays or falsifies samples, and loses files or parts of them."""
+    """Drops, delays or falsifies samples, and may change what the files of gates show."""
     samples, files = list(left.samples), left.files
     for _ in range(rng.choice((0, 1, 1, 3))):
         if samples:
@@ -272,7 +274,7 @@ def damage_samples(rng: random.Random, left: Remains) -> None:
 
 
 def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Random) -> Summary:
-    """Reads the files in small portions, in whatever order they come."""
+    """Reads the files in small portions, in a random order."""
     summary = Summary(len(files), left.attempts, left.stalls)
     tails = {}
     for rank, data in files.items():
@@ -295,7 +297,7 @@ def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Rando
 
 
 def bounds_around(rng: random.Random, values: dict[str, float | None]) -> dict[str, Any]:
-    """Bounds that the truth just keeps or just breaks."""
+    """Returns bounds equal to the true values or close to them."""
     found: dict[str, Any] = {name: True for name, r in gates.RULES.items() if r.bound == "yes"}
     for name, value in values.items():
         step = 1 if gates.RULES[name].unit in ("steps", "stalls", "restarts", "MiB") else 1e-6

@@ -1,4 +1,4 @@
-"""The rows of the preflight on processes that are on the host already."""
+"""The rows of the preflight about the other processes of the host."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_ranks_of_other_trainings_share_the_cores(tmp_path, monkeypatch):
 
 
 def test_a_trainer_whose_run_was_adopted_is_no_leftover(tmp_path):
-    """An adopted rank does not descend from its supervisor; the lock and run.json name its run."""
+    """An adopted rank does not descend from its supervisor; lock and run.json show its adoption."""
     run = tmp_path / "launch/0-train"
     rundir.make_directory(run)
     rundir.write_json(run / rundir.RUN, {"environment": {environ.TOKEN: "c0ffee"}})

@@ -1,4 +1,4 @@
-"""Ending trainers without a supervisor: only those that two sources show to be of a dead launch."""
+"""Trainers without a supervisor are ended only if two sources show that their launch is dead."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Launch:
         return child
 
     def found(self, child: subprocess.Popen[bytes]) -> tuple[list[leftovers.Leftover], str]:
-        """Returns the leftovers that are this child, and the sentence on it."""
+        """Returns the child as a list of leftovers, or [] and the sentence on the child."""
         mine, others = leftovers.find()
         said = [text for text in others if text.startswith(f"pid {child.pid} ")]
         return [each for each in mine if each.handle.pid == child.pid], "; ".join(said)
@@ -87,7 +87,7 @@ def test_a_trainer_of_a_dead_supervisor_is_ended(launch, monkeypatch, kind, code
 
 
 def take_lock(it: Launch) -> None:
-    """Takes the lock of the launch, as a supervisor does that adopts it."""
+    """Takes the lock of the launch, as an adopting supervisor does."""
     it.lock = (it.run.parent / rundir.LOCK).open("w")
     fcntl.flock(it.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -153,7 +153,7 @@ def test_without_one_of_the_sources_nothing_is_ended(launch, missing):
 
 def test_without_a_terminal_the_command_needs_a_confirmation(launch, capsys, monkeypatch):
     child = launch.start()
-    only = launch.folder / "proc"  # the command must not find the trainers of others
+    only = launch.folder / "proc"  # the command must not find other trainers
     only.mkdir()
     (only / str(child.pid)).symlink_to(f"/proc/{child.pid}")
     monkeypatch.setattr(leftovers, "PROC", only)

@@ -1,4 +1,4 @@
-"""Whether a logout ends a run; a fake busctl answers for systemd-logind."""
+"""The row `logout` of the preflight; a fake busctl answers in place of systemd-logind."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_last_records_that_the_pulse_counts_are_missing():
     gate = result(found, grad_norm_above=0)
     assert (gate.result, gate.why) == ("unknown", "rank 0, attempt 1: records 25 to 26 are missing")
     assert result(found, loss_finite=True).result == "pass", "the pulse has the count"
-    assert result(found, steps_done=30).result == "pass", "those steps were repeated"
+    assert result(found, steps_done=30).result == "pass", "the next attempt repeated those steps"
 
 
 def test_a_checkpoint_that_all_ranks_loaded_proves_the_steps_of_missing_last_records_only():
@@ -102,7 +102,7 @@ def test_a_gap_in_repeated_steps_matters_to_all_attempts_only():
 
 
 def test_one_absurd_step_passes_no_gate():
-    """In the newest progress record, in the exit record, or in one that the next one corrects."""
+    """The absurd step is in the newest progress record, the exit record, or an earlier record."""
     for place, expected in ((-2, "unknown"), (-1, "unknown"), (10, "pass")):
         written = whole()
         pulse = written.pulse(60, 0)

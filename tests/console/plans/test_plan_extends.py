@@ -1,4 +1,4 @@
-"""Plans that extend another, and keys that a plan sets for all its phases."""
+"""Plans that extend another plan, and keys that a plan sets for all its phases."""
 
 from __future__ import annotations
 

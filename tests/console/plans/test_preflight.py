@@ -1,4 +1,4 @@
-"""What is planted before a launch is refused by the row of the preflight that names it."""
+"""A fault that is planted before a launch makes the row that names it fail or warn."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_ports_that_are_all_in_use_are_refused():
         ["unshare", "-rn", sys.executable, "-c", PORTS], capture_output=True, text=True, cwd=ROOT
     )
     if done.returncode:
-        pytest.skip(f"this machine makes no network for a test: {done.stderr[-200:]}")
+        pytest.skip(f"this machine cannot make a network for a test: {done.stderr[-200:]}")
     first, second = done.stdout.splitlines()
     assert first == "pass"
     assert second.startswith("fail no free port on 127.0.0.1 (Address already in use)")
@@ -195,7 +195,7 @@ def test_a_tokenizer_without_its_files_is_refused(tmp_path, monkeypatch):
 
 
 def earlier(folder, ahead_s=0.0, since_s=0.0, file_ahead_s=None):
-    """Writes a launch that was created `since_s` ago by the uptime, `ahead_s` from now."""
+    """Writes a launch that is `since_s` old by the uptime, and `ahead_s` ahead of the clock."""
     launch = folder / "artifacts" / "mine" / "20261120-031500"
     launch.mkdir(parents=True, exist_ok=True)
     now, up_s = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -218,7 +218,7 @@ def test_a_clock_that_was_set_back_is_refused_and_a_jump_is_reported(tmp_path):
     result, text = row("clock", tmp_path)
     assert (result, "the clock is 2h" in text or "behind the launch" in text) == ("fail", True)
     earlier(tmp_path, ahead_s=7200, file_ahead_s=0)
-    assert row("clock", tmp_path)[0] == "unknown", "one sign alone rejects nothing"
+    assert row("clock", tmp_path)[0] == "unknown", "one time in the future rejects nothing"
     earlier(tmp_path, ahead_s=-7200, since_s=60)
     result, text = row("clock", tmp_path)
     assert (result, "the clock jumped forward by" in text) == ("unknown", True)

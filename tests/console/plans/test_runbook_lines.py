@@ -54,7 +54,7 @@ STATIC = [
 
 
 def resolved(line: str) -> settings.Settings:
-    """Returns the settings of a command line on a machine with GPUs."""
+    """Returns the settings of a command line, with train.device=cuda."""
     words = shlex.split(line)
     place = next(i for i, word in enumerate(words) if "=" not in word)
     variables = dict(word.split("=", 1) for word in words[:place])
@@ -86,7 +86,7 @@ def test_a_static_graph_with_accumulation_is_refused_with_what_to_use_instead(li
 
 
 def test_the_plan_trains_with_the_runbooks_settings(tmp_path):
-    """The smoke of m7c_2xa100 differs from the line for it only in the limit of the loader."""
+    """The phase smoke of m7c_2xa100 differs from the runbooks' line only in data.timeout_s."""
     options = actions.LaunchOptions("m7c_2xa100", root=tmp_path, assume_gpus="2xA100")
     prepared = actions.prepare(options)
     smoke = next(phase for phase in prepared.phases if phase["phase"] == "smoke")

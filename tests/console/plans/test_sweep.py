@@ -1,4 +1,4 @@
-"""Sweeps: their phases, the decision whether variants differ, and what cannot be compared."""
+"""Sweeps: their phases, the test whether variants differ, and runs that are not compared."""
 
 from __future__ import annotations
 

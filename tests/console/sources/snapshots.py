@@ -70,8 +70,8 @@ def bands(series: Series, name: str) -> list[object]:
 class Disk:
     """Stands for the thread that writes a supervisor's files, and for the owner of the snapshot.
 
-    The jobs are executed at once, but wait while the disk `hangs`. While the disk `is_full`, no
-    line is written.
+    A job is executed immediately, or waits while the disk `hangs`. No line is written while the
+    disk `is_full`.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from tests.launches import wait_for
 from trainers.contract import environ, rundir
 
 TOKEN = secrets.token_hex(8)
-"""Another in each worker: processes are found by it on the whole machine."""
+"""Each process of pytest has its own token, because the whole machine is searched for it."""
 
 
 @pytest.fixture

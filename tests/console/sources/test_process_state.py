@@ -131,7 +131,7 @@ def test_threads_have_names_and_the_main_thread_is_first(start):
 
 def test_a_process_of_another_user_is_read_as_far_as_the_kernel_permits(start):
     if os.geteuid():
-        pytest.skip("only root becomes another user")
+        pytest.skip("only root can become another user")
     child = asleep(start)
     root = Path(kernel.__file__).parents[2]
     program = (

@@ -10,7 +10,7 @@ from tests.launches import wait_for
 
 
 def until(pid: int, reached: Callable[[ProcessEvidence], bool]) -> ProcessEvidence:
-    """Returns the first reading for which `reached` is true; earlier readings are of the start."""
+    """Returns the first reading for which `reached` is true."""
 
     def look() -> ProcessEvidence | None:
         found = collect(pid)

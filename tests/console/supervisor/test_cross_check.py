@@ -315,7 +315,7 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin, tmp_path):
 
 @pytest.mark.parametrize("asked", ["stop requested by x", ""])
 def test_without_run_json_no_second_attempt_starts_beside_living_ranks(begin, tmp_path, asked):
-    """Once the ranks have ended, the plan ends if this was requested, or the phase starts."""
+    """Once the ranks have ended, the plan ends if this was requested; else the phase starts."""
     started = begin(
         phase("one", "member.py", 100_000, "until", tmp_path / "go"), phase("two", "member.py", 5),
         shell=STUB,
@@ -361,7 +361,7 @@ def forge_the_end(started, least: int) -> None:
 def test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it(
     begin, tmp_path, monkeypatch, pulses
 ):
-    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])  # also for the second phase
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])  # the second phase needs it too
     steps = 20
     started = begin(
         phase("one", "member.py", steps, "until", tmp_path / "go", gates={"steps_done": steps}),

@@ -65,7 +65,7 @@ def test_an_exception_is_named_with_its_line_and_has_a_signature_without_its_ste
 def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(ending):
     started = ending("wait")
     started.wait_steps(2)
-    started.wait(lambda: "progress" in str(started.heartbeats(rank=1)))  # no rank waits for another
+    started.wait(lambda: "progress" in str(started.heartbeats(rank=1)))  # rank 1 may be slower
     torchrun, pid = started.state()["torchrun"]["pid"], started.pids()[1]
     os.kill(torchrun, signal.SIGSTOP)
     started.wait(lambda: process.state(torchrun) == "T")

@@ -1,4 +1,4 @@
-"""A foreign DDP program, instrumented with three lines: watched, dumped, flagged, halted."""
+"""A foreign DDP program, instrumented with three lines: samples, dumps, a flag and a halt."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def next_after(records, last):
 
 
 def is_every_second(times) -> bool:
-    """Returns whether the times are about 1 s apart; a busy machine may skip some seconds."""
+    """Returns whether all times are about 1 s apart; on a busy machine, some may not be."""
     return all(0.5 < after - before < 1.5 for before, after in itertools.pairwise(times))
 
 

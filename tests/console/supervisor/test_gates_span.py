@@ -169,7 +169,7 @@ def test_gates_at_a_step_of_the_logs_and_of_the_phase_before(begin, tmp_path):
     }  # fmt: skip
     (alert,) = (e for e in started.alerts("gate-fetch_below_s@100", 1) if e["kind"] == "alert")
     assert alert["level"] == "crit"
-    assert not started.alerts("gate-fetch_below_s@100", 0), "it has an override"
+    assert not started.alerts("gate-fetch_below_s@100", 0), "the gate has an override"
     assert any("fetch_below_s@100" in event["text"] for event in started.events(0))
     assert main(["check", str(started.path)]) == 1
     assert main(["check", str(started.run(0))]) == 0

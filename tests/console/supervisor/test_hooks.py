@@ -143,7 +143,7 @@ def test_a_hook_that_hangs_is_ended_with_everything_it_started_and_nothing_waits
     ((kind, text, level),) = t.events
     assert (kind, level) == ("hook", "warn")
     assert f"ran longer than {LIMIT_S:g} s and was ended" in text
-    assert slowest < program.GRACE_S, "the program ignored TERM for this time"
+    assert slowest < program.GRACE_S, "no call waited for the program, which ignored TERM"
 
 
 def test_what_a_hook_leaves_behind_is_ended(tmp_path):

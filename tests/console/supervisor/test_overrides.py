@@ -59,7 +59,7 @@ def test_a_plan_that_stopped_at_gates_goes_on_after_they_are_overridden(begin, c
     assert main(["report", str(started.path)]) == 0
     report = capsys.readouterr().out
     assert "It is planted. (ann@host, 2" in report
-    assert "| 0-one |" in report.partition("Notes and requests")[2], "who and when"
+    assert "| 0-one |" in report.partition("Notes and requests")[2], "with operator and time"
     directory.change_at(started.run() / rundir.GATES, "gates", 1, "override", to="forged")
     assert main(["check", str(started.run())]) == 1, "the event and gates.json must agree"
 

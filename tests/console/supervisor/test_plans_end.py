@@ -61,7 +61,7 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
 
 @pytest.mark.parametrize("dies", ["the working process", "the supervisor"])
 def test_a_requested_end_is_known_as_requested_to_a_new_process(begin, tmp_path, dies):
-    """The hook runs on the end of a plan that nobody requested."""
+    """A requested end has the level info, so the hook does not run."""
     started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"))
     log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
     started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
@@ -82,7 +82,7 @@ def level_of_the_end(started):
 
 
 def test_a_document_of_an_ended_run_is_the_same_after_its_second_write(begin, tmp_path):
-    """A new working process writes it again, from the copy of the owner."""
+    """A new working process writes the document again, from the copy of the owner."""
     (tmp_path / "go").touch()
     started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), between="ask")
     started.wait(lambda: started.plan_state.get("state") == "waiting")
@@ -193,7 +193,7 @@ def test_a_halt_that_cannot_be_written_is_answered_so_and_the_run_goes_on(begin)
     started.wait_steps(2)
     run = started.run()
     if subprocess.run(["chattr", "+i", str(run)], capture_output=True).returncode != 0:
-        pytest.skip("this file system knows no immutable folder")
+        pytest.skip("this file system has no immutable folders")
     try:
         refused = started.ask("halt")
     finally:

@@ -1,4 +1,4 @@
-"""Recorded states for the screen: plain data that stands for what a run directory says."""
+"""States of runs as plain data, and functions that drive the app on these states."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from trainers.contract.errors import RefusedError
 NOW = time.time()
 SIZES = [(80, 24), (120, 40)]
 HOPS = 6
-"""The number of queues through which a key goes, at most: app, screen, widget and back, and those
-of a widget that it mounts and that gets the focus."""
+"""Largest number of queues that a key passes: those of app, screen and widget, the way back, and
+those of a widget that the key mounts and that gets the focus."""
 HOSTILE = "\x1b[31m[red]boo[/red] [@click=app.bell]x[/] \x1b]52;c;aGk=\x07 ünï漢字"
 
 
@@ -171,13 +171,13 @@ STATES: dict[str, Callable[[], RunState]] = {
 
 
 def foreign() -> RunState:
-    """A program that records its loss alone."""
+    """Returns the state of a program that records only its loss."""
     loss = replace(figures()["loss"], unit="")
     return running(figures={"loss": loss, "rss_mib": figures()["rss_mib"]})
 
 
 def measured(state: RunState, second: int) -> dict[str, float]:
-    """Returns what is charted of a state: GPUs or processes, and rank 0's figures."""
+    """Returns the values in the charts of a state: of its GPUs, its processes and rank 0."""
     values = {"loss": 3.0 - second / 200}
     for each in state.gpus:
         values |= {f"gpu_util_pct:{each.index}": 90.0 + each.index,
@@ -193,7 +193,7 @@ def measured(state: RunState, second: int) -> dict[str, float]:
 
 
 class Recorded:
-    """A source that hands out recorded states; the last one again and again."""
+    """A source that returns the states in order, and the last state at each later poll."""
 
     def __init__(self, *states: RunState, run: Path | None = None):
         self.states = list(states)
@@ -212,7 +212,7 @@ class Recorded:
 
 
 class Asked:
-    """Stands where `console.actions` and `nsa-console do` stand; writes down what was asked."""
+    """Replaces `console.actions` and `nsa-console do`; stores the requests and launches."""
 
     def __init__(self, ok: bool = True, text: str = "2 stacks dumped", delay_s: float = 0.0):
         from console.actions import LaunchOptions, prepare
@@ -243,7 +243,7 @@ class Asked:
 def app_on(
     *states: RunState, run: Path | None = None, actions: Any = None, root: Path | None = None
 ) -> ConsoleApp:
-    """Returns the app on recorded states; without one there is no run."""
+    """Returns the app on these states; without a state, the app starts without a run."""
     source = Recorded(*states, run=run) if states else None
     actions = actions or Asked()
     path, root = Path("/nowhere") if states else None, root or Path("/nowhere/artifacts")
@@ -257,9 +257,10 @@ def app_on(
 async def driven(
     app: ConsoleApp, size: tuple[int, int] = (80, 24)
 ) -> AsyncIterator[tuple[ConsoleApp, Any]]:
-    """Runs the app without a terminal, from its first picture on; gives the app and its pilot.
+    """Runs the app without a terminal; yields the app and its pilot after the first snapshot.
 
-    A key is pressed when the one before was processed: a busy machine looks idle to the pilot.
+    After each key, the pilot pauses `HOPS` times, so that the app can process the key. One pause
+    may be too short on a busy machine.
     """
     async with app.run_test(size=size) as pilot:
         press = pilot.press
@@ -277,7 +278,7 @@ async def driven(
 
 
 async def until(pilot: Any, true: Callable[[], bool], seconds: float = HANG_GUARD_S) -> None:
-    """Waits until something holds; fails with what is on the screen when it does not."""
+    """Waits until `true` returns True; if that takes too long, fails with the screen as text."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, f"not within {seconds:g} s:\n{picture(pilot.app)}"
@@ -291,20 +292,20 @@ async def see(pilot: Any, *words: str) -> None:
 
 
 async def play(pilot: Any, *steps: str) -> None:
-    """Presses keys; a step that begins with "…" is words, which have to be on the screen next."""
+    """Presses keys; for a step that begins with "…", waits until the rest is on the screen."""
     for step in steps:
         await (see(pilot, step[1:]) if step.startswith("…") else pilot.press(step))
 
 
 async def renewed(pilot: Any) -> None:
-    """Waits until what the present view wants has been read and is shown."""
+    """Requests a new snapshot for the present view, and waits until the app has it."""
     now = time.monotonic()
     pilot.app.feed.nudge()
     await until(pilot, lambda: pilot.app.snapshot.at > now)
 
 
 async def charted(pilot: Any) -> str:
-    """Returns the screen when all its charts are drawn."""
+    """Returns the screen when it has a curve, and no chart waits for its data."""
 
     def drawn() -> bool:
         shown = picture(pilot.app)
@@ -315,7 +316,7 @@ async def charted(pilot: Any) -> str:
 
 
 async def settled(pilot: Any) -> str:
-    """Returns the screen when it has not changed for three looks: its layout is done."""
+    """Returns the screen when three readings in a row are equal."""
     shown = [""]
     while len(shown) < 4 or len(set(shown[-3:])) > 1:
         assert len(shown) < 200, f"the screen does not settle:\n{shown[-1]}"
@@ -344,7 +345,7 @@ async def seen(
     keys: Iterable[str] = (),
     says: Iterable[str] = (),
 ) -> str:
-    """Returns the screen after these keys, when it has all that `says`, which are patterns."""
+    """Returns the screen after these keys; waits until the screen matches the patterns `says`."""
     async with driven(app_on(state), size) as (app, pilot):
         await until(pilot, lambda: bool(app.query_one("#header", Lines).shown))
         shown = await settled(pilot)

@@ -1,4 +1,4 @@
-"""Acting: by key, by Tab and Enter, by click; questions with No as default and a fixed target."""
+"""Actions by key, by Tab and Enter, or by click; the default answer and the target of questions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PATH = f"{LAUNCH}/1-plumbing"
 
 
 async def played(state, *steps, then="", asked=None):
-    """Plays steps on a state and waits for words, or else a request; returns all requests."""
+    """Plays steps on a state, and waits for `then` or else a request; returns all requests."""
     asked = asked or Asked()
     async with driven(app_on(state, actions=asked)) as (_, pilot):
         await play(pilot, *steps)

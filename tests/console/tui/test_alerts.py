@@ -1,4 +1,4 @@
-"""The alert line: whole sentences, several alerts, and silence that is the directory's own."""
+"""The alert line: whole sentences, several alerts, and a directory that does not answer."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def test_a_busy_screen_is_no_silent_directory(monkeypatch):
     monkeypatch.setattr(alertline, "SILENT_S", 0.5)
     async with driven(app_on(recorded.running())) as (app, _):
         time.sleep(2)
-        while app.feed.silent_s:  # a read that the busy screen holds up
+        while app.feed.silent_s:  # the busy screen may have delayed a read
             time.sleep(0.01)
         app._tick()
         assert app.alert.notice is None

@@ -48,7 +48,7 @@ def test_curves_that_grow_are_those_of_all_points(points, count, is_band, data):
     points.sort()
     half = len(points) // 2
     begin, ends = 0, sorted(data.draw(st.lists(st.integers(1, half), min_size=1, max_size=6)))
-    if data.draw(st.booleans()):  # older points are read later
+    if data.draw(st.booleans()):  # the reader reads older points later
         begin, ends = half, [half + end for end in ends]
     curves = chartmath.Curves()
     for first, end in [*((begin, end) for end in ends), (0, len(points))]:

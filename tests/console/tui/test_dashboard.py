@@ -1,4 +1,4 @@
-"""The charts of the Dashboard: which are shown, one zoomed, and the operator's choice of them."""
+"""The charts of the Dashboard: which charts are shown, the zoom, and the operator's choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guides a new operator: every sign leads somewhere, and nothing old looks new."""
+"""Help for a new operator: signs name keys that work, and old evidence is marked as old."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
         came = ScreenData(time.monotonic(), NOW, recorded.running(alerts=more))
 
         def shows() -> bool:
-            app.alert.take(came)  # the feed may bring the two from before at any time
+            app.alert.take(came)  # the feed may deliver the two earlier alerts again
             return "a 1 of 3" in lines(app)[1]
 
         await until(pilot, shows)

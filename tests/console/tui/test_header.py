@@ -1,4 +1,4 @@
-"""The header and the alert line: what they say of a state, at any width."""
+"""The header and the alert line: their text for a state, and that they fit a width."""
 
 from __future__ import annotations
 

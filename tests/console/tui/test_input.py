@@ -1,4 +1,4 @@
-"""What a burst of input does, in a real terminal that does not mark a paste: nothing."""
+"""In a real terminal, pasted text and bytes that are no text start no action."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def peak_mib(pid: int) -> float:
 
 
 def write(terminal: Terminal, text: str) -> None:
-    """Writes as a terminal pastes: as fast as the program reads."""
+    """Writes text as fast as the program reads it, as a terminal does when it pastes."""
     data = text.encode()
     while data:
         with contextlib.suppress(BlockingIOError):

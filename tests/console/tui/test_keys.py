@@ -1,4 +1,4 @@
-"""The table of keys: no clash, no dead key, and everything that is shown is drawn from it."""
+"""The table of keys: one meaning per view, and bindings, footer and help from the table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_bindings_come_from_the_table_and_ctrl_c_only_leaves():
 
 
 def test_every_action_with_a_key_asks_and_upper_case_keys_act():
-    """E only goes to the flags, N to a line of a log and G to its end."""
+    """Other upper-case keys only move: E to the flags, N to a line of a log, G to its end."""
     acting = {action.key for action in action_table.TABLE if action.key}
     asking = {key.keys[0] for key in keys.TABLE if key.asks}
     assert acting == asking

@@ -1,4 +1,4 @@
-"""Results that come late: each is shown when it comes, and nothing is begun twice meanwhile."""
+"""Late results of launches, requests and checks, and what the screen does until they arrive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Slow(Asked):
-    """Its launches, requests and checks come back when `go` is set."""
+    """Launches, requests and (with `slow_checks`) checks return only when `go` is set."""
 
     def __init__(self, **given):
         super().__init__(**given)
@@ -98,7 +98,7 @@ async def test_a_late_answer_blocks_no_key_and_is_shown(key, ok):
 
 async def test_only_the_result_of_the_newest_check_is_used(tmp_path):
     class Refusing(Slow):
-        """Refuses the first draft, which has no flags, when `go` is set."""
+        """Refuses a draft without flags, which is the first draft here."""
 
         def _prepare(self, options):
             prepared = super()._prepare(options)

@@ -1,4 +1,4 @@
-"""The ways out of the screen, in real terminals: hang-up, signals, a mistake of ours, `q`."""
+"""Ends of the screen in real terminals: a hang-up, a signal, an internal error, `q`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOW = (
     "import time, console.tui.app as m; true = m.ConsoleApp.get_default_screen; "
     "m.ConsoleApp.get_default_screen = lambda self: time.sleep(1) or true(self); "
 )
-"""Delays the first screen, as a busy machine does."""
+"""Delays the first screen by one second, as a busy machine may do."""
 
 
 def console(root: Path, code: str = OPEN, stderr: str = "/dev/tty", **given) -> Terminal:
@@ -32,7 +32,7 @@ def console(root: Path, code: str = OPEN, stderr: str = "/dev/tty", **given) -> 
 
 
 def stop_reading(terminal: Terminal) -> None:
-    """Has the console paint more than a terminal that reads nothing takes: its loop blocks."""
+    """Makes the console write more than the terminal buffers, so that its main loop blocks."""
     for width in range(60):
         terminal.resize(80 + width, 40)
         time.sleep(0.03)
@@ -41,7 +41,7 @@ def stop_reading(terminal: Terminal) -> None:
 @pytest.mark.parametrize("blocked", [False, True])
 @pytest.mark.parametrize("deaf", [False, True])
 def test_it_ends_when_the_terminal_goes_away(tmp_path, blocked, deaf):
-    """Also without SIGHUP, as where the terminal does not control the process."""
+    """With `deaf`, no SIGHUP arrives, as if the terminal did not control the process."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP} if deaf else ())
     try:
         terminal = console(tmp_path)
@@ -76,7 +76,7 @@ def wait_unread(terminal: Terminal) -> None:
 
 
 def test_q_ends_it_where_the_terminal_reads_nothing(tmp_path):
-    """What restores the terminal waits for it."""
+    """The terminal still has output of the console to read when `q` is typed."""
     with console(tmp_path) as terminal:
         terminal.wait("q leave")
         terminal.settle(1)
@@ -145,7 +145,7 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
             terminal.resize(columns, rows)
             for key in "1234":
                 terminal.press(key)
-        # A size that came while the console started was not seen; the next one is.
+        # The console may miss a change of size during its start, but not the next change.
         terminal.press_until("2", "plan cpu_smoke")
         terminal.resize(118, 39)
         shown = terminal.wait(

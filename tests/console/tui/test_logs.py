@@ -1,4 +1,4 @@
-"""The logs on the screen: following, finding, holding, and lines that mean harm."""
+"""The logs on the screen: following, searching, holding, and hostile lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the screen shows of stalls and launches that are over: their evidence, and the way on."""
+"""Stalls and launches that have ended on the screen: their evidence, and the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a small screen cuts is shortened or counted, and a key shows it in full."""
+"""A small screen shortens or counts what does not fit, and a zoom shows it in full."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_dead_supervisor_is_the_first_alert_of_a_stall():
     first, second = recorded.noticed(state)[:2]
     assert (first.hint, second.alert) == ("R new supervisor", "stall-3")
     alone = recorded.noticed(recorded.by_hand())[0]
-    assert (alone.level, alone.hint) == ("warn", ""), "no launch to adopt, and nothing went wrong"
+    assert (alone.level, alone.hint) == ("warn", ""), "no launch can be adopted, and nothing failed"
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -1,4 +1,4 @@
-"""Rows, the fitting of parts, and what of a row is sent again."""
+"""Rows: how their parts fit a width, how values are written, and which cells have changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The screen on recorded states, at both sizes: what it says, and that nothing overflows."""
+"""What the screen shows of a state, and that no row is wider than its widget."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ SAYS = {
     "running with a plan that cannot be read": ("2", [
         "flags now → 2-recall: not available: /nowhere", r"(?m)NSA_LR +0\.002$"]),
 }  # fmt: skip
-"""For each state a key, and what the screen then says."""
+"""For each state: keys, and patterns of the text that the screen then shows."""
 VARIANTS = {
     "running after a failed gate": lambda: dataclasses.replace(
         recorded.gates_failed(), launch=recorded.launch("running")
@@ -110,7 +110,7 @@ async def test_each_state_says_what_it_is_and_which_key_helps(name):
 
 
 async def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails(tmp_path):
-    """Six flags, the chosen one marked by a sign, on the smallest terminal."""
+    """At 80×24, the view shows six flags or more, and a sign marks the chosen flag."""
     held = recorded.phases()
     more = [dataclasses.replace(held[2], index=i, name=f"late{i}") for i in range(3, 7)]
     launch = planned(tmp_path, phases=(*held, *more))
@@ -175,7 +175,7 @@ async def test_the_picture_that_nothing_changes_sends_nothing():
         await settled(pilot)
         app.feed.stop()
         await settled(pilot)
-        # Read in an hour from now, so that no age on the screen grows.
+        # This snapshot is from an hour in the future, so that no age on the screen grows.
         app.take(dataclasses.replace(app.snapshot, at=time.monotonic() + 3600))
         await settled(pilot)
         before = {widget: widget.repaints for widget in app.query(Lines)}
@@ -198,7 +198,7 @@ def test_pids_stand_beside_the_ranks_of_a_small_terminal():
 
 
 def planned(folder, **given):
-    """A launch of cpu_smoke whose plan.json stands in `folder`."""
+    """Returns a launch of cpu_smoke, and writes its plan.json into `folder`."""
     from console import actions
 
     spec = actions.prepare(actions.LaunchOptions("cpu_smoke", run_dir=folder)).spec
@@ -214,7 +214,7 @@ def flag_line(text, name):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_what_the_next_phase_gets_is_what_the_supervisor_would_give_it(tmp_path, size):
-    """Not what the current one has: a flag of this phase alone is gone, the plan's own stay."""
+    """A flag of the current phase alone does not count for the next phase; the plan's flags do."""
     flags = (PendingFlag("NSA_ACCUM", "3", "op@gpu01", NOW),)
     launch = planned(tmp_path, next_flags=flags)
     state = recorded.running(
@@ -254,7 +254,7 @@ def test_of_a_thousand_ranks_the_worst_are_shown_and_the_others_counted():
 
 
 async def test_a_second_snapshot_waits_until_the_first_is_shown():
-    """A slow screen skips samples: nothing piles up behind it."""
+    """The feed delivers the next snapshot only after `allow_next`."""
     delivered = []
     app = app_on(recorded.running())
     app.feed._deliver = delivered.append
@@ -262,7 +262,7 @@ async def test_a_second_snapshot_waits_until_the_first_is_shown():
     for count in (1, 2):
         while len(delivered) < count:
             await asyncio.sleep(0.02)
-        await asyncio.sleep(1.6)  # for a further one, which must not come
+        await asyncio.sleep(1.6)  # in this time, another snapshot would be delivered
         assert len(delivered) == count
         app.feed.allow_next()
     app.feed.stop()

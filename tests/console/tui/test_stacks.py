@@ -46,7 +46,7 @@ def test_ranks_with_the_same_stack_have_one_column_and_the_odd_ones_come_first()
 
 
 def dump(folder, number, text, ts=NOW):
-    """Writes a dump of a rank; a `text` without a line break is the file of its only frame."""
+    """Writes a dump of a rank; `text` is the dump, or without a line break the file of a frame."""
     if "\n" not in text:
         text = f'Stack (most recent call first):\n  File "{text}", line 7 in work\n'
     (folder / f"stackdump_rank{number}_{int(ts * 1000)}.txt").write_text(text)
@@ -60,7 +60,7 @@ async def test_stacks_of_all_ranks_stand_side_by_side(size, tmp_path):
         await play(pilot, "3", "…part1.py:7 work")
         row = next(line for line in lines(app) if line.startswith("rank 0  "))
         assert "rank 1  " in row
-        assert "differs" not in row  # neither rank is in a majority
+        assert "differs" not in row  # with two different stacks there is no majority
         await play(pilot, "down", "enter", "…stack of rank 1")
         assert "/x/nsa/part1.py:7 work" in picture(app)
         await pilot.press("escape")

@@ -1,4 +1,4 @@
-"""What was not measured is a dash and no zero, and nothing of a run that ended counts on."""
+"""A value that was not measured is a dash or has a reason; times of ended runs do not grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which run an action reaches, when the watched run or the draft changes before the action."""
+"""The run that an action reaches if the watched run or the draft changes before the action."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER = "/nowhere/other/20261122-000000"
 
 
 def other():
-    """A stalled run of another launch."""
+    """Returns the state of a stalled run of another launch."""
     found = recorded.stalled()
     launch = replace(found.launch, id="other-20261122-000000", path=OTHER)
     return replace(found, id=f"{launch.id}/0-train", path=f"{OTHER}/0-train", launch=launch)
