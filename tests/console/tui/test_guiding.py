@@ -49,7 +49,7 @@ async def test_a_plan_that_waits_is_ended_by_the_keys_that_end_a_run(key):
 async def test_a_key_of_a_view_closes_the_help_and_works_and_leaves_a_question_open():
     asked = Asked()
     async with driven(app_on(recorded.running(), actions=asked)) as (app, pilot):
-        await play(pilot, "?", "…Keys in dashboard", "space", "…Show the next alert", "4")
+        await play(pilot, "?", "…Keys in dashboard", "space", "…Charts: a longer time span", "4")
         await until(pilot, lambda: app.view_name == "logs" and app.overlay is None)
         await play(pilot, "?", "…Keys in logs", "H", "…Halt this run?", "1", "]")
         await pilot.pause()
