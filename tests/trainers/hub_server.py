@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: serves one folder as one dataset, over the hub's protocol."""
+"""A Hugging Face hub on this machine; it serves a folder as a dataset, over a part of the API."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def runs(tmp_path_factory, smoke):
 
 @pytest.fixture(scope="module")
 def more_runs(tmp_path_factory, runs):
-    """Adds the runs of the full suite, which run at the same time."""
+    """Adds the runs that only slow tests need; they run at the same time."""
     folder = tmp_path_factory.mktemp("more")
     started = {
         "first_value": Run(folder, ALONE, 1, broken="first_value", name="first_value"),
