@@ -157,7 +157,7 @@ def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     if isinstance(layer, NSAttention):
         planned = inventory.planned_routes(device, of)
-        usual = layer.routes  # the routes for decoding one token at a time
+        usual = layer.routes  # the routes of a call with one token
         layer.routes = lambda x, first=0: usual(x, first) if x.shape[-2] == 1 else planned
     return layer.to(device, weights_dtype(train.precision))
 

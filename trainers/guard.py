@@ -1,7 +1,7 @@
 """Clips gradients, steps AdamW, and detects non-finite steps, spikes and target leaks.
 
-A rank with a non-finite loss makes its gradients NaN, so after the reduction every rank has the
-same non-finite gradient norm, and all ranks skip the step without an extra collective. The fused
+A rank with a non-finite loss makes its gradients NaN. After the reduction, every rank has the same
+non-finite gradient norm, so all ranks skip the step without an extra collective. The fused
 optimizer skips the step on the device, so the host does not wait for the GPU.
 """
 

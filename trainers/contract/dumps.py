@@ -2,8 +2,8 @@
 
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
 in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
-the stacks of at most 100 threads; then torch returns the flight record of the collectives. The
-helper creates no frame object of another thread.
+the stacks of at most 100 threads. Then the helper reads torch's flight record of the collectives,
+if there is one. The helper creates no frame object of another thread.
 
 If a rank holds the GIL in native code, the helper cannot run. For this case there is a second
 signal, `LAST_RESORT`: faulthandler writes the stack of the main thread in the signal handler

@@ -9,9 +9,10 @@ A torchrun program needs only these lines:
         loss = …  # the program's own step
     run.end_step(loss=loss)  # the loss of the last step
 
-The console then shows the ranks of the program and can dump their stacks. If every step has a
-collective of all ranks, the ranks halt at the same step. A `with` block reports a phase. A verdict
-then names the phase, and an evaluation or a save has its own stall limit:
+The console then shows the ranks of the program and can dump their stacks. If all ranks are on one
+host and every step has a collective of all ranks, the ranks halt at the same step. A `with` block
+reports a phase. A verdict then names the phase, and an evaluation or a save has its own stall
+limit:
 
         with run.phase("eval"):
             evaluate()
