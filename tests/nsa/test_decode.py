@@ -149,4 +149,4 @@ def test_a_cache_refuses_gradients():
         layer(torch.randn(1, 4, 16, requires_grad=True), cache := layer.new_cache())
     with torch.no_grad():
         layer(torch.randn(1, 4, 16), cache)
-    assert cache.length == 4, "the refused tokens are not in it"
+    assert cache.length == 4, "the cache has no refused tokens"

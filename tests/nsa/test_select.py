@@ -78,7 +78,7 @@ def test_the_best_of_the_visible_blocks_are_taken(seq_len, size, n_select, seed)
         free = sorted(set(range(current)) - forced, key=lambda j: -p_sel[0, 0, t, j].item())
         expected = sorted(forced | set(free[: n_select - len(forced)]))
         expected += [n_blocks] * (blocks.shape[-1] - len(expected))
-        assert blocks[0, 0, t].tolist() == expected, "ascending, then the sentinel"
+        assert blocks[0, 0, t].tolist() == expected, "ascending indices, then the sentinel"
 
 
 def test_scores_are_summed_over_compressed_blocks_and_carry_no_gradient():

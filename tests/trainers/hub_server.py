@@ -87,7 +87,7 @@ def etag(path: Path) -> str:
 
 
 class Hub(ThreadingHTTPServer):
-    """One dataset at a revision; `served` lists the requests as (file, method, range)."""
+    """One dataset at a revision; `served` lists the requests of files as (file, method, range)."""
 
     daemon_threads = True
 

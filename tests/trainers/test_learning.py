@@ -1,4 +1,4 @@
-"""Trainings on the three sources, with the plan `cpu_smoke` and its config.
+"""Trainings on text, recall and random bytes, with the plan `cpu_smoke` and its config.
 
 On text the loss falls. Recall is learned only with attention. Nothing is learned from random bytes.
 """

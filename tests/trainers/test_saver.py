@@ -165,7 +165,7 @@ def test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next(
 
     run.mkdir()
     took_s, failed = together([run, run], work, first_only=True)[0]
-    assert took_s < 60 * TIMEOUT_MIN, "not the limit of a collective"
+    assert took_s < 60 * TIMEOUT_MIN, "the limit of a collective is longer"
     assert "an error in the save" in failed
     saved(run, made(1), 2)
     assert names(run) == ["latest", "step_00000002"]

@@ -1,4 +1,4 @@
-"""Joining a run: dumps, the common step of a halt, and records."""
+"""Joining a run: dumps, the common step of a halt, phases, and the exit record."""
 
 from __future__ import annotations
 
