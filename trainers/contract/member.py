@@ -57,7 +57,7 @@ class Member:
     """One rank in one attempt of one run.
 
     After the start, only `close` makes its caller wait for the disk. `halt_reason` is the reason
-    why this rank wants to halt, or "" if there is none. All ranks must agree on the step before
+    why this rank requests a halt, or "" if there is none. All ranks must agree on the step before
     they halt; in a program with a collective in every step, `Joined.step` makes them agree.
     """
 
