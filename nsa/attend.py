@@ -1,4 +1,4 @@
-"""Softmax attention of grouped heads through torch's SDPA (eq. 1, 2).
+"""Softmax attention of grouped heads, through torch's SDPA or its CPU flash kernel (eq. 1, 2).
 
 Shapes, here and in the other modules: B sequences; H query heads; G key heads, one for each group
 of R = H/G query heads; S queries, which are the last of T tokens; Dk and Dv, the widths of a head.
@@ -29,7 +29,8 @@ _ALL_BUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SD
 def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
     """Returns a context that limits SDPA to the kernels that the switches allow.
 
-    With `refused`, the switch `flash_only` has no effect, because flash may not support this case.
+    With `refused`, the switch `flash_only` has no effect, because the flash kernel might not
+    support this case.
     """
     if switches.no_flash:
         return sdpa_kernel(_ALL_BUT_FLASH)

@@ -80,7 +80,7 @@ class ModelConfig:
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
     init_std: float = 0.02
-    """Standard deviation of the initial weights."""
+    """Standard deviation of most initial weights; see `Transformer.reset_parameters`."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head."""
     attention: Literal["nsa", "dense"] = "nsa"

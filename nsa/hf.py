@@ -115,7 +115,7 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         return table
 
     def _init_weights(self, module: nn.Module) -> None:
-        if all(module is not own for own in self.modules()):  # new layer of a larger vocabulary
+        if all(module is not own for own in self.modules()):  # a new layer for another vocabulary
             nn.init.normal_(module.get_parameter("weight"), std=self.model.config.init_std)
             return
         for name, weight in module.named_parameters(recurse=False):

@@ -99,10 +99,10 @@ class Transformer(nn.Module):
 
     @contextmanager
     def collect_stats(self) -> Iterator[None]:
-        """Makes the NSA layers store statistics of each forward inside the context.
+        """Makes the NSA layers store statistics of forwards that begin at position 0.
 
-        `read_stats` returns the statistics. Outside the context no statistics are computed.
-        Computing them does not wait for the device.
+        `read_stats` returns the statistics. Outside the context, no statistics are computed. The
+        computation of statistics does not wait for the device.
         """
         layers = self._sparse_layers()
         for layer in layers:

@@ -3,8 +3,8 @@
 The forward of a part returns its output and its log-sum-exp, from which the caller computes the
 part's weight. Besides its inputs, the backward of a part needs only the log-sum-exp and the output
 over *all* keys, because the probabilities are exp(score - lse). On the CPU both directions use
-torch's flash kernels, if the caller allows them and they support the shapes; all other cases use
-plain matrix products.
+the flash kernels if torch has them, the caller allows them and they support the shapes. All other
+cases use plain matrix products.
 """
 
 from collections.abc import Sequence

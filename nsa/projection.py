@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class Projection(nn.Linear):
     """Named projections without bias; their weights are consecutive rows of one parameter.
 
-    One large product is faster than several narrow products. It also sums the gradient of the input
-    inside the product, so this gradient is not rounded after each projection.
+    One large product is faster than several narrow products. In the backward, one product sums the
+    gradient of the input, so this gradient is not rounded after each projection.
     """
 
     def __init__(self, dim: int, widths: Mapping[str, int]) -> None:

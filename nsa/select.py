@@ -59,7 +59,7 @@ def block_status(
 def importance(p_cmp: Tensor, config: NSAConfig, n_blocks: int) -> Tensor:
     """Returns p_sel (eq. 9) `[..., n_blocks]` from `p_cmp` `[..., n]`.
 
-    The sum is computed term by term, so selection blocks with the same terms have the same score to
+    The sum is computed term by term. So selection blocks with the same terms have the same score to
     the last bit, and ties are resolved in the same way on every route. In a matrix product, the
     rounding would depend on the position.
     """

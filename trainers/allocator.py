@@ -1,4 +1,4 @@
-"""Makes glibc reuse freed memory, because each step on the CPU allocates the same sizes."""
+"""Makes glibc reuse freed memory, because successive steps on the CPU allocate similar sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a training in a checkpoint, and how it is restored; `saver` saves it.
+"""The state of a training in a checkpoint, and its restoration; `saver` saves the state.
 
 torch.distributed.checkpoint (DCP) reads and writes the state. The state is a set of named tensors:
 weights, AdamW's averages, loss scale, window of `Spikes`, generators. It can be restored on another

@@ -146,8 +146,8 @@ def first_batch(phases: Sequence[Phase]) -> Found:
 def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
     """Returns an attention layer with random weights and the routes of the phase.
 
-    Several tokens use the routes of the phase's model, also if the blocks or window of `model`
-    differ.
+    A call with several tokens uses the routes of the phase's model, even if the blocks or the
+    window of `model` differ.
     """
     of, device, train = phase.settings, phase.device, phase.settings.train
     allow_tf32(train.tf32)
@@ -157,7 +157,7 @@ def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     if isinstance(layer, NSAttention):
         planned = inventory.planned_routes(device, of)
-        usual = layer.routes  # the routes for decoding one token at a time
+        usual = layer.routes  # the routes of a call with one token
         layer.routes = lambda x, first=0: usual(x, first) if x.shape[-2] == 1 else planned
     return layer.to(device, weights_dtype(train.precision))
 
@@ -246,9 +246,9 @@ def parity(phases: Sequence[Phase]) -> Found:
 def difference(phase: Phase) -> float:
     """Returns the difference of a layer's output from float64, relative to the norm in float64.
 
-    In float64 the CPU computes the tokens one by one through the cache. Every block is selected,
-    because rounding could change a selection. The window is shorter than the sequence, except on
-    the route `causal`, which has no window.
+    In float64 the CPU computes one query after the other. Every block is selected, because rounding
+    could change a selection. The window is shorter than the sequence, except on the route `causal`,
+    which has no window.
     """
     of = phase.settings
     routes = make_layer(phase).routes(torch.empty(1, of.data.seq_len, 1))

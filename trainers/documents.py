@@ -2,7 +2,7 @@
 
 A file is read as pieces `(cursor, data, ends)`: the place of the piece in its file, its text as
 bytes, and whether a document ends with the piece. Reading from a cursor skips the earlier part of
-the file, except that gzip is read from its start and parquet from the start of the row group.
+the file; but a gzip file is read from its start, and a parquet file from the start of a row group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Faults inside a real trainer, set with `NSA_DRILL`, to practise recovery from them.
+"""Faults inside a real trainer, set with `NSA_DRILL` or `train.drill`, to practise recovery.
 
-The faults occur in hooks of the model and in the source's read, like real faults. The training loop
-has no code for the faults, and a training without drills has none of these hooks.
+The faults occur in hooks of the model and in the source's read. The training loop has no code for
+the faults, and a training without drills has none of these hooks.
 `trainers.contract.drill_kinds` has the kinds and the grammar.
 """
 
@@ -45,7 +45,7 @@ def arm(
         report.record_event("drill", member.pulse.step, text, drill=str(drill), state=state)
 
     def happen(place: Place, step: int, on: Any) -> Any:
-        """Calls the drills that are due with `on`. Returns `on`, or the logits that they return."""
+        """Calls each due drill with the argument `on`. Returns `on`, or the logits of a drill."""
         for drill in mine:
             kind = KINDS[drill.kind]
             now = step == drill.step or (kind.lasts and step > drill.step)
@@ -86,7 +86,7 @@ def arm(
 
 
 def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> str:
-    """Returns why a drill does not happen in this attempt, or "" if the drill happens."""
+    """Returns why a drill does not happen in this attempt, or "" if it is not skipped."""
     if member.attempt > 1 and not drill.every_attempt:
         return f"this is attempt {member.attempt}"
     if drill.rank is not None and drill.rank >= member.world:

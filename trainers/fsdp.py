@@ -1,4 +1,4 @@
-"""Trains with FSDP2, which shards parameters: `torchrun -m trainers.fsdp --config FILE`."""
+"""Trains with FSDP2, or as a single process: `torchrun -m trainers.fsdp --config FILE`."""
 
 from trainers.entry import exit_now, main
 

@@ -1,7 +1,7 @@
 """Clips gradients, steps AdamW, and detects non-finite steps, spikes and target leaks.
 
-A rank with a non-finite loss makes its gradients NaN, so after the reduction every rank has the
-same non-finite gradient norm, and all ranks skip the step without an extra collective. The fused
+A rank with a non-finite loss makes its gradients NaN. After the reduction, every rank has the same
+non-finite gradient norm, so all ranks skip the step without an extra collective. The fused
 optimizer skips the step on the device, so the host does not wait for the GPU.
 """
 
@@ -20,7 +20,7 @@ from trainers.step_reduction import Row
 SPIKE_WINDOW_STEPS, LEAST_DEVIATION = 128, 0.01
 """Number of norms in the window of `Spikes`, and least deviation as a fraction of the mean norm."""
 LEAK_TOKENS, LEAK_NATS = 16_384, 0.02
-"""Tokens in the window of the leak check, and nats below chance (10 deviations) that are a leak."""
+"""Tokens in the window of the leak check, and nats below chance that are a leak."""
 
 
 def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
@@ -70,9 +70,9 @@ class Spikes:
     """Detects steps whose gradient norm is far above earlier norms, without waiting for the GPU.
 
     All ranks have the same norm, so they detect the same spikes. With `sigmas` 0 nothing is
-    detected. The window contains the last finite norms; in place of a spike
-    it contains the limit that the spike exceeded. So one spike changes the limit little, and after
-    a lasting rise of the norm the limit grows until the new level is accepted.
+    detected. The window contains the last finite norms; in place of a spike, the window contains
+    the limit that the spike exceeded. So one spike changes the limit little, and after a lasting
+    rise of the norm the limit grows until the new level is accepted.
     """
 
     def __init__(self, sigmas: float, device: torch.device):

@@ -1,8 +1,8 @@
 """Initial weights: each parameter has its own generator.
 
 The seed of the run and the name of the parameter seed the generator. So the weights depend neither
-on the number of ranks nor on their strategy, and a rank that has a shard of each parameter draws
-one whole parameter at a time.
+on the number of ranks nor on the strategy. A rank that has a shard of each parameter draws one
+whole parameter at a time.
 """
 
 from __future__ import annotations

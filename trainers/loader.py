@@ -158,7 +158,7 @@ def to_skip(steps: str, sequences: int, resumed: Manifest | None) -> Mapping[str
 
     The steps are counted as in the training that wrote the checkpoint, which may have had another
     number of sequences per step than `sequences`. The result is part of the state, so that a later
-    resume with the same `steps` skips the same data. It is {} if `steps` is empty.
+    resume with the same `steps` skips the same data. The result is {} if `steps` is empty.
     """
     named = step_range(steps)
     if named is None:

@@ -149,7 +149,7 @@ def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
     If this step has a progress record, the row of this step is due too. Otherwise the row is due
     one step later, so that this function need not wait for the slowest rank.
     """
-    # Ranks see a file at different steps, so only rank 0 requests a checkpoint or profile.
+    # Ranks may see a file at different steps, so only rank 0 requests a checkpoint or profile.
     requests = frozenset() if t.parallel.rank else t.member.new_requests()
     t.reduction.start(step, figures, requests | {t.member.halt_reason})
     rows = t.reduction.finish(include_newest=t.report.due(step))
@@ -171,7 +171,7 @@ def count_skipped(t: Training, rows: list[Row]) -> None:
 def log(
     t: Training, step: int, rows: list[Row], rate: float, norm: Tensor, stats: dict[str, Tensor]
 ) -> float | None:
-    """Writes a progress record; returns the share of right bytes since the last one, or None."""
+    """Writes a progress record. Returns the share of right bytes since the last record, or None."""
     extra: dict[str, Any] = dict(inventory.memory(t.parallel.device))
     extra |= {name: x.double().round(decimals=6).tolist() for name, x in stats.items()}
     if fallbacks := t.plain.fallbacks():
@@ -237,7 +237,7 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
 
 
 def save(t: Training, step: int) -> None:
-    """Saves a checkpoint. If the save fails, this is reported, and the training continues."""
+    """Saves a checkpoint, or starts a background save; reports a failure and does not raise it."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
     try:

@@ -59,7 +59,7 @@ class Csv:
 
 
 class TensorBoard:
-    """Writes every number of a record as a scalar, on the recorder's thread.
+    """Writes the numbers of records as scalars, on the recorder's thread.
 
     After an error, a new event file is opened when a record has been written without an error.
     """

@@ -161,7 +161,7 @@ def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> 
 
 
 def _build(cls: Any, prefix: str, plain: Mapping[str, Any], where: str) -> Any:
-    """Returns a frozen section with its subsections. Raises UsageError if it rejects a value."""
+    """Returns a frozen section with its subsections. Raises UsageError for a rejected value."""
     hints, arguments = get_type_hints(cls), {}
     for each in fields(cls):
         key, kind = f"{prefix}{each.name}", hints[each.name]

@@ -20,9 +20,9 @@ from trainers.contract.member import HALTING
 from trainers.contract.rundir import HALT, REQUEST_FILES
 
 HALT_REASONS = (HALT, *(number.name for number in HALTING))
-"""The reasons for which a rank asks to halt, as `Member.halt_reason` names them."""
+"""The reasons for which a rank requests a halt, as `Member.halt_reason` names them."""
 ASKED = (*HALT_REASONS, *REQUEST_FILES)
-"""All that a rank can ask for in a step."""
+"""The requests that a rank can make in a step."""
 
 FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike", "scale_lowered")
 
@@ -81,7 +81,7 @@ class StepReduction:
         self._side: Any = torch.cuda.Stream() if device.type == "cuda" else None
 
     def start(self, step: int, figures: Tensor, asked: frozenset[str]) -> None:
-        """Starts to sum this rank's `FIGURES` (float64) and what this rank has asked for."""
+        """Starts to sum this rank's `FIGURES` (float64) and the requests of this rank."""
         flags = [float(name in asked) for name in ASKED]
         on_cuda = self._side is not None
         extra = torch.tensor(flags, dtype=torch.float64, pin_memory=on_cuda)

@@ -40,7 +40,7 @@ class Lane:
     def seek(self, epoch: int, file: int, cursor: int, skip: int) -> None:
         """Moves to a place; the next `take` opens the file."""
         if min(epoch, file, cursor, skip) < 0 or file >= len(self._files):
-            raise ValueError(f"no data at epoch {epoch}, file {file}, byte {cursor}, token {skip}")
+            raise ValueError(f"no data: epoch {epoch}, file {file}, cursor {cursor}, token {skip}")
         self._pieces = self._walk(epoch, file, cursor)
         self._marks = deque([(0, (epoch, file, cursor))])
         self._data, self._start, self._end, self._at = b"", 0, 0, skip

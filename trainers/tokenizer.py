@@ -65,8 +65,8 @@ def build(name: str, end_of_document: bytes) -> Tokenizer:
         ) from None
     if why := data_access.gpt2_problem():
         raise DataError(
-            f"{why}; on a machine with a network, run "
-            "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")' and set "
-            "TIKTOKEN_CACHE_DIR to its folder, or use data.tokenizer=byte"
+            f"{why}; set TIKTOKEN_CACHE_DIR to a folder, fill it on a machine with a network by "
+            "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'; or use "
+            "data.tokenizer=byte"
         )
     return gpt2(tiktoken.get_encoding("gpt2"))

@@ -1,4 +1,4 @@
-"""A run on a real GPU under the console: its figures, and a kernel that does not end."""
+"""Runs on a real GPU under the console: preflight, figures, and a kernel that runs too long."""
 
 from __future__ import annotations
 

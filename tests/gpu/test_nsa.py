@@ -177,7 +177,7 @@ def test_decoding_equals_the_forward():
 
 @pytest.mark.parametrize("route", ["masked", "ranges"])
 def test_a_layer_waits_for_the_device_nowhere(route):
-    """In this mode, an operation that waits for the device, such as `.item()`, raises an error."""
+    """After `set_sync_debug_mode("error")`, an operation that waits for the device fails."""
     layer = m7c_layer(route)
     x = torch.randn(1, 2048, 768, device="cuda", requires_grad=True)
     layer(x).square().mean().backward()

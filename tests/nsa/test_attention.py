@@ -258,8 +258,9 @@ def operators(config, batch, seq_len, route):
 def test_operator_count_does_not_depend_on_batch_heads_groups_or_length(lengths, route):
     short, middle, long = lengths
     counts = set()
-    # No size is 1, because some reshapes need no copy then. All tensors are below torch's grain
-    # size of 32,768 elements, above which `cat` with several threads slices its result.
+    # No batch and no number of heads is 1, because some reshapes need no copy then. All tensors are
+    # below torch's grain size of 32,768 elements, above which `cat` with several threads slices its
+    # result.
     shapes = ((2, (2, 2), short), (5, (2, 2), short), (2, (2, 6), middle), (2, (4, 3), long))
     for batch, heads, seq_len in shapes:
         config = model_config(heads=heads, window=6, block_size=1, block_stride=1)

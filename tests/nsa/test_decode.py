@@ -71,7 +71,7 @@ def test_a_prompt_computed_token_by_token_is_continued_in_bfloat16():
 @settings(max_examples=12)
 @given(configs(), st.integers(2, 40), st.data())
 def test_blocks_of_any_length_continue_a_sequence(route, config, seq_len, data):
-    """A prefill in drawn blocks, some of them single tokens, equals one forward."""
+    """A prefill in drawn blocks, which may be single tokens, equals one forward."""
     cuts = sorted(data.draw(st.sets(st.integers(1, seq_len - 1), max_size=4)))
     torch.manual_seed(seq_len)
     layer = routed(config, route).double()
@@ -149,4 +149,4 @@ def test_a_cache_refuses_gradients():
         layer(torch.randn(1, 4, 16, requires_grad=True), cache := layer.new_cache())
     with torch.no_grad():
         layer(torch.randn(1, 4, 16), cache)
-    assert cache.length == 4, "the refused tokens are not in it"
+    assert cache.length == 4, "the cache has no refused tokens"

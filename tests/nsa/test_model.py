@@ -1,4 +1,4 @@
-"""The transformer: initial loss, tied embeddings, initial weights, learning."""
+"""The transformer: initial loss, tied embeddings, initial weights, gradients, causality."""
 
 import math
 from dataclasses import replace

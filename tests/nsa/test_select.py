@@ -78,7 +78,7 @@ def test_the_best_of_the_visible_blocks_are_taken(seq_len, size, n_select, seed)
         free = sorted(set(range(current)) - forced, key=lambda j: -p_sel[0, 0, t, j].item())
         expected = sorted(forced | set(free[: n_select - len(forced)]))
         expected += [n_blocks] * (blocks.shape[-1] - len(expected))
-        assert blocks[0, 0, t].tolist() == expected, "ascending, then the sentinel"
+        assert blocks[0, 0, t].tolist() == expected, "ascending indices, then the sentinel"
 
 
 def test_scores_are_summed_over_compressed_blocks_and_carry_no_gradient():
@@ -154,7 +154,7 @@ def test_many_tiles_of_a_block_equal_masked_attention(flash, may_wait, monkeypat
 
 
 def test_the_size_of_a_part_changes_no_bit(monkeypatch):
-    """So this size may be changed, and a resume is still exact."""
+    """`PART_BYTES` may be changed, and a resume is still exact."""
     torch.manual_seed(0)
     config = sparse(select_block_size=16, n_select=5)
     inputs, calls = [torch.randn(2, n, 500, 32) for n in (4, 2, 2)], []
@@ -174,7 +174,7 @@ def test_the_size_of_a_part_changes_no_bit(monkeypatch):
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_scores_of_any_size_are_joined_over_the_parts(flash):
-    """Some far blocks outweigh the near blocks by e^1000, and some near blocks the far blocks."""
+    """Scores exceed 1,000, so their exponentials without a reference would overflow."""
     torch.manual_seed(0)
     config = sparse(select_block_size=16, n_select=5)
     q, k, v, grad = torch.randn(4, 1, 1, 1100, 8)

@@ -28,7 +28,7 @@ SELECTION_NAMES = {
     [(0, (1.0, 1.0, 1 / 3, 0.0, [1 / 3] * 3)), (1, (0.75, 0.0, 0.5, 0.25, [0.25, 0.5, 0.25]))],
 )
 def test_gate_statistics_of_even_and_of_collapsed_heads(open_heads, expected):
-    """Of four heads, none or one has all its weight on one branch; entropies are in ln 3."""
+    """Of four heads, none or one has all its weight on one branch; ln 3 is the unit of entropy."""
     logits = torch.zeros(2, 5, 4, 3)
     logits[:, :, :open_heads, 1] = 30
     stats = gate_stats(logits, "softmax")
@@ -41,7 +41,7 @@ def test_gate_statistics_of_even_and_of_collapsed_heads(open_heads, expected):
 
 
 def loops(p_sel, blocks, config):
-    """Computes the statistics of `nsa.stats` for one pick after the other."""
+    """Computes the figures of `nsa.stats.selection_stats` for one pick after the other."""
     size = config.select_block_size
     entropies, forced_shares, distances, ages, kept, later = [], [], [], [], 0, 0
     both = (tensor.flatten(0, 1).tolist() for tensor in (p_sel, blocks))

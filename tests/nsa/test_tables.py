@@ -32,7 +32,7 @@ def test_tables_of_many_lengths_stay_within_their_memory(monkeypatch):
     assert built[-1] == 1001
     kept = tables.TABLES.bytes
     assert table(10**6).numel() == 10**6
-    assert tables.TABLES.bytes == kept, "a table larger than all the memory displaces no other one"
+    assert tables.TABLES.bytes == kept, "a table above the limit displaces no other table"
     table(1001)
     assert built[-1] == 10**6
 

@@ -1,4 +1,4 @@
-"""A DDP program of two ranks; in step `STEP` one of them blocks as its argument says."""
+"""A DDP program of two ranks: `blocked.py FAULT`; a rank blocks in step `STEP` or at the start."""
 
 import concurrent.futures
 import ctypes
@@ -40,7 +40,7 @@ def sleep() -> None:
 
 
 def skip() -> None:
-    """Rank 0 waits in the all-reduce of its backward."""
+    """Blocks; so the other rank waits in the all-reduce of its backward."""
     time.sleep(LONG_S)
 
 

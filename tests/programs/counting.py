@@ -2,8 +2,8 @@
 
 The small torchrun starts it in place of `trainers.ddp`. `report.out_dir` is the folder in which
 each rank appends a line per step that all ranks have done, and rank 0 a line per sealed checkpoint.
-A checkpoint is saved when the lines of all ranks are written.
-As long as the file `hold` is in it, no rank ends.
+Rank 0 saves a checkpoint when the lines of all ranks are written. At the end, each rank waits until
+the folder has no file `hold`.
 """
 
 import mmap
@@ -32,7 +32,7 @@ phase = run.run.name.partition("-")[2]
 
 
 def note(what: str, step: int) -> None:
-    """Appends a line to the journal of this rank, which outlives the run."""
+    """Appends a line to the journal of this rank; the journal is outside of the run."""
     line = f"{what} {step} {run.run.parent.name} {run.attempt} {time.monotonic()}\n"
     fd = os.open(folder / f"{phase}.{run.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.write(fd, line.encode())
@@ -40,7 +40,7 @@ def note(what: str, step: int) -> None:
 
 
 def resumed() -> int:
-    """Returns the step of the checkpoint to resume from, chosen as `trainers.build` does."""
+    """Returns the step of the checkpoint to resume from, or 0; a later attempt prefers its run."""
     named = chosen.checkpoint.resume
     if run.attempt > 1 and manifest.newest_first(run.run):
         named = str(run.run)

@@ -1,6 +1,6 @@
-"""A program on a GPU whose device does not finish a kernel: `device_wait.py [--phases]`.
+"""A program on a GPU with one very slow kernel: `device_wait.py [--phases]`.
 
-At step 6 a kernel spins for about half a minute; the host then waits for its result.
+At step 6, this kernel spins for about half a minute, and the host waits for the device.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""A foreign DDP program (gloo, CPU) with one fault: `drilled_ddp.py FOLDER [--phases]`.
+"""A foreign DDP program (gloo, CPU) with one fault: `drilled_ddp.py FOLDER [OPTIONS]`.
 
 `FAULT=<mechanism>-<phase>@<step>:<rank>` in the environment, or the same in `FOLDER/fault`, names
-the fault; the rank `all` means every rank. `FOLDER/reached.RANK` holds the unix time at which the
-fault begins. `FOLDER` is shared with the process that injects what a program cannot do to itself.
+the fault; the rank `all` means every rank. The file `FOLDER/reached.RANK` has the unix time of the
+start of the fault. Another process uses `FOLDER` too; it injects faults from outside.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def iterate() -> None:
 
 
 def lock_mutex_twice() -> None:
-    """Waits in C with the GIL; no signal ends this wait."""
+    """Waits in C and holds the GIL, so no signal handler of Python runs."""
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     native.pthread_mutex_lock(mutex)
     native.pthread_mutex_lock(mutex)
@@ -185,7 +185,7 @@ def compute_a_while() -> None:
 
 
 def write_to_disk() -> None:
-    """Writes where another process freezes the file system meanwhile."""
+    """Writes to a file system after another process has frozen it, at the latest after 20 s."""
     until = time.monotonic() + 20
     while not (options.folder / "frozen").exists() and time.monotonic() < until:
         torch.eye(64).matmul(torch.ones(64, 64))
@@ -260,7 +260,7 @@ IN_LOADER = {
 
 
 class Samples(Dataset):
-    """Random samples; the fault of a loader happens where the first of a step is read."""
+    """Random samples; the fault of a loader happens when the first sample of a step is read."""
 
     def __len__(self) -> int:
         return STEPS * BATCH
@@ -285,7 +285,7 @@ def in_thread(samples: Samples):
 
 
 def batches():
-    """Returns the batches of this rank: from a thread, from loader processes or read directly."""
+    """Returns the batches of this rank, from the kind of source that the fault needs."""
     if mechanism in SOURCES:
         return SOURCES[mechanism](Samples(), BATCH)
     if mechanism.startswith("thread_"):

@@ -1,7 +1,7 @@
-"""Faults of the second author, which one rank performs: written without knowledge of the rules.
+"""Faults of one rank, by a second author who did not know the rules of the diagnosis.
 
-`MECHANISMS` joins those of `drilled_more_waits` and `drilled_more_ranks`. No function, thread or
-file is named after its cause. A wait must survive a signal that asks for stacks.
+`MECHANISMS` includes those of `drilled_more_waits` and `drilled_more_ranks`. No function, thread or
+file is named after its cause. A wait must survive a signal that requests stacks.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def accumulate(ready: str = "ready") -> None:
-    """Computes while something happens to this process from outside, or until a file is there."""
+    """Computes until the file `ready` exists, at most `WORK_S`; the fault may come from outside."""
     until = time.monotonic() + WORK_S
     while time.monotonic() < until and not (folder / ready).exists():
         torch.eye(64).matmul(torch.ones(64, 64))
@@ -94,7 +94,7 @@ def merge_pairs() -> None:
 
 
 def pack_documents() -> None:
-    """Packs documents exactly, by trying all ways."""
+    """Tries all ways to pack documents exactly, which takes too long."""
     sizes = [2 * place + 10 for place in range(60)]
 
     def fill(place: int, room: int) -> bool:
@@ -134,7 +134,7 @@ def drop_rest() -> None:
 
 
 def enter_kernel() -> None:
-    """Enters the same section twice in C, with the GIL."""
+    """Locks the same spin lock twice in C, and holds the GIL."""
     native, word = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     native.pthread_spin_init(word, 0)
     native.pthread_spin_lock(word)
@@ -142,7 +142,7 @@ def enter_kernel() -> None:
 
 
 def finish_stream() -> None:
-    """A second thread waits in C with the GIL."""
+    """Starts a second thread that waits in C and holds the GIL."""
     native, two = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     native.pthread_barrier_init(two, None, 2)
     threading.Thread(target=lambda: native.pthread_barrier_wait(two), daemon=True).start()
@@ -177,7 +177,7 @@ def parse_shard() -> None:
 
 
 def cache_more() -> None:
-    """Takes more memory than its group has."""
+    """Allocates more memory than the limit of its cgroup."""
     accumulate("moved")
     cached = [bytearray(b"x" * (8 << 20)) for _ in range(128)]
     cached.clear()
@@ -263,4 +263,4 @@ MECHANISMS = {
     "seize": accumulate, "inspect": accumulate, "calls": log_often, "leader": accumulate,
     "older": accumulate, "nested": accumulate, "tree": accumulate,
 }  # fmt: skip
-"""What one rank does; a place of the program is its phase."""
+"""The function of each mechanism; the fault names the phase in which it is called."""

@@ -1,4 +1,4 @@
-"""Data sources of the second author: each hands out batches until its fault."""
+"""Data sources of the second author: each yields batches until its fault."""
 
 import asyncio
 import multiprocessing
@@ -29,7 +29,7 @@ def never(_: object = None) -> None:
 
 
 def own_process(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
-    """Batches that one process of our own puts in a queue."""
+    """Returns batches that a process of the program puts in a queue."""
     ready = FORK.Queue(4)
 
     def read() -> None:
@@ -46,13 +46,13 @@ def two_workers(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
 
 
 def guarded(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
-    """Batches of a worker that was forked while a lock was held."""
+    """Returns batches of a worker that was forked while a lock was held."""
     with guard:
         return iter(DataLoader(samples, size, num_workers=1))
 
 
 def ring(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
-    """Batches that a thread puts in two places, which are lost one after the other."""
+    """Returns batches that a thread puts in two places; after the fault, no place becomes free."""
     free, filled, places = threading.Semaphore(2), threading.Semaphore(0), deque[torch.Tensor]()
 
     def fill() -> None:
@@ -77,7 +77,7 @@ def ring(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
 
 
 def encode(rows: list[list[float]], last: bool) -> list[list[float]]:
-    """Tokenises a batch in a worker process."""
+    """Returns the rows in a worker process; for the `last` batch, stops this process instead."""
     while last:
         os.kill(os.getpid(), signal.SIGSTOP)
     return rows
@@ -92,7 +92,7 @@ def pooled(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
 
 
 def streamed(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
-    """Batches that coroutines of a second thread read."""
+    """Yields batches that coroutines of a second thread read; the one of the fault never ends."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
@@ -107,7 +107,7 @@ def streamed(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
 
 
 def next_epoch(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
-    """Begins a second epoch whose workers do not get ready."""
+    """Begins a second epoch; on the rank of the fault, its workers do not get ready."""
     for step in range(int(fault_step) - 1):
         yield batch_of(samples, step, size)
     last = due(mechanism, "fetch", int(fault_step))
@@ -127,7 +127,7 @@ def read_guarded() -> None:
 
 
 def kill_reader() -> None:
-    time.sleep(0.5)  # what is ready is used first
+    time.sleep(0.5)  # the training uses the ready batches first
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -141,4 +141,4 @@ IN_LOADER: dict[str, Callable[[], object]] = {
     "guarded": read_guarded,
     "remote": read_remote,
 }
-"""What happens where the first sample of a step is read."""
+"""The fault of a source, called when the first sample of its step is read."""

@@ -1,7 +1,8 @@
 """Faults of the second author between ranks: other collectives, connections, and the start.
 
-`MECHANISMS` are performed by the rank of the fault alone, `TOGETHER` by all ranks, which are told
-whether the fault is theirs. Where the kernel refuses an option of a connection, the run goes on.
+Only the rank of the fault calls its function in `MECHANISMS`. All ranks call a function in
+`TOGETHER`; its argument is True on the rank of the fault. If the kernel rejects an option of a
+connection, the run continues.
 """
 
 import contextlib
@@ -76,7 +77,7 @@ def lengths(mine: bool) -> None:
 
 
 def in_turns(mine: bool) -> None:
-    """Broadcasts from each rank in turn; one rank begins with another one."""
+    """Broadcasts from each rank in turn; the rank of the fault uses the reverse order."""
     turns = [*range(world)]
     for source in reversed(turns) if mine else turns:
         dist.broadcast(torch.ones(1 << 18), src=source)
@@ -128,7 +129,7 @@ def nearby_only() -> None:
 
 
 def share_fairly() -> None:
-    """Sends one byte a second."""
+    """Limits the connections to one byte per second."""
     for stream in links():
         with contextlib.suppress(OSError):
             stream.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 1)
@@ -138,7 +139,7 @@ def share_fairly() -> None:
 
 
 def other_port() -> None:
-    """Goes to a port where nobody listens."""
+    """Replaces the port of the store by a port on which no process listens."""
     kept = socket.socket()
     kept.bind(("127.0.0.1", 0))
     os.environ["MASTER_PORT"] = str(kept.getsockname()[1])

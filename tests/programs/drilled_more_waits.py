@@ -51,7 +51,7 @@ def take_slots() -> None:
 
 
 class Shipping(logging.Handler):
-    """A handler whose collector has gone away."""
+    """A log handler whose `emit` does not return, as if its collector had exited."""
 
     def emit(self, record: logging.LogRecord) -> None:
         never()
@@ -104,7 +104,7 @@ def hand_metrics() -> None:
 
 
 def share_table() -> None:
-    """Takes what a process that ended has never given back."""
+    """Acquires a lock that an ended process did not release."""
     table = FORK.Lock()
     former = FORK.Process(target=table.acquire)
     former.start()

@@ -1,4 +1,4 @@
-"""Where a drilled program stands: its words, its rank, and the place of its one fault."""
+"""The options, the rank and the fault of a drilled program."""
 
 import argparse
 import os
@@ -20,12 +20,12 @@ fault_step, _, fault_rank = place.partition(":")
 
 
 def here(name: str, phase: str, step: int) -> bool:
-    """Returns whether some rank has this fault at this place."""
+    """Returns whether a rank has this fault in this phase of this step."""
     return int(fault_step) == step and (mechanism, fault_phase) == (name, phase)
 
 
 def due(name: str, phase: str, step: int) -> bool:
-    """Returns whether this rank has this fault here, and writes down when it begins."""
+    """Returns whether this rank has this fault here; if so, writes the time to `reached.RANK`."""
     if not (here(name, phase, step) and fault_rank in ("all", str(rank))):
         return False
     scratch = folder / f"scratch.{rank}"

@@ -1,7 +1,7 @@
 """A contract process whose ranks end in a chosen way: `ends.py MODE`.
 
-`native`: rank 1 reads address 0 at step 3; `raise`: it raises at step 3; `early`: rank 0 leaves a
-real gloo group at step 5; `wait`: all run until they are ended.
+`native`: rank 1 reads address 0 at step 3; `raise`: rank 1 raises an error at step 3; `early`: rank
+0 leaves a real gloo group at step 5; `wait`: the ranks run until a halt or a signal ends them.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """A foreign DDP program; the three lines with `join` and `run` make its ranks instrumented.
 
-`foreign_ddp.py STEPS [FILE]`: before it ends it waits for the file.
+`foreign_ddp.py STEPS [FILE]`: after its steps, each rank waits until FILE exists.
 """
 
 import os

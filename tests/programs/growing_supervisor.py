@@ -1,4 +1,4 @@
-"""A sick supervisor that rotates and compresses soon: files of a few bytes are long here."""
+"""The supervisor of the error sweep, with low limits at which it rotates and compresses files."""
 
 import runpy
 from pathlib import Path

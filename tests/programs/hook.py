@@ -1,4 +1,4 @@
-"""A hook under test: `hook.py FOLDER [MODE] …` writes its input to FOLDER, one file a run."""
+"""A hook under test: `hook.py FOLDER [MODE] …` writes its input to FOLDER, one file per run."""
 
 import json
 import os

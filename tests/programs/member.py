@@ -1,8 +1,9 @@
 """A contract process without torch; its ranks step together through a shared file.
 
-`member.py STEPS [MODE]`: `raise` makes rank 1 raise at step 5, `hang` makes it sleep at step 30,
-`mute` also makes it ignore SIGUSR1 then, `deaf` makes all ranks ignore TERM, `leave` makes rank 1
-exit with code 7 at step 5. With `until FILE` they go on after STEPS until the file exists.
+`member.py STEPS [MODE]`: with `raise`, rank 1 raises an error at step 5; with `leave`, rank 1 exits
+with code 7 at step 5; with `hang`, rank 1 sleeps at step 30; with `mute`, rank 1 then also ignores
+SIGUSR1; with `deaf`, all ranks ignore TERM. With `until FILE`, the ranks continue after STEPS until
+the file exists.
 """
 
 import itertools
@@ -17,7 +18,7 @@ from pathlib import Path
 from trainers.contract.member import join
 
 BEYOND = 1 << 62
-"""The step of a rank that has ended: nobody waits for it."""
+"""The step of a rank that has ended, so that no rank waits for this rank."""
 steps, mode = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
 run = join()
 if mode == "deaf":

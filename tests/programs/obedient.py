@@ -1,7 +1,7 @@
 """A contract process without torch that executes orders of a test: `obedient.py STEPS FOLDER`.
 
-The ranks step together through a shared file, as in a collective. A rank that finds
-`FOLDER/rank{R}` removes it, and in its forward executes the order in it (see `ORDERS`).
+The ranks step together through a shared file, as in a collective. In its forward phase, rank R
+reads and removes the file `FOLDER/rank{R}`, and executes the order in this file (see `ORDERS`).
 """
 
 import ctypes
@@ -22,7 +22,7 @@ true_time = time.time
 
 
 def hold_the_gil(seconds: str) -> None:
-    """Waits in C with the GIL, also when a dump is requested."""
+    """Waits in C and holds the GIL, so SIGUSR1 causes no dump during this time."""
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     until = struct.pack("ll", int(true_time() + float(seconds)), 0)
     native.pthread_mutex_lock(mutex)

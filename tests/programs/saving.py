@@ -1,7 +1,7 @@
 """Saves checkpoints while calls on files fail: `saving.py FOLDER CONTROL`.
 
-Reads a case as JSON from each line of standard input and prints a line with its outcome; started
-by `tests.faults.saves`.
+Each line of standard input is a case as JSON; the program prints a line with the outcome of each
+case. `tests.faults.saves` starts this program.
 """
 
 import json
@@ -22,7 +22,7 @@ from trainers.schema import CheckpointSettings
 COMPLETE = "the checkpoint is complete"
 FORMER, KEPT = (1, 2), 2
 STEPS = {"new": 3, "background": 3, "again": 2}
-"""Which step each kind of save is of; that of `again` has a checkpoint already."""
+"""The step of each kind of save; the step of `again` has a checkpoint already."""
 folder, control = Path(sys.argv[1]), Path(sys.argv[2])
 parts, run = made(1), folder / "run"
 
@@ -34,7 +34,7 @@ def saver(background: bool = False) -> Saver:
 
 
 def prepare() -> None:
-    """Puts two checkpoints into the run, and what a save left that was killed."""
+    """Puts two checkpoints and the files of a killed save into the run."""
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(folder / "former", run)
 
@@ -52,7 +52,7 @@ def save(kind: str) -> Path | BaseException:
 
 
 def verified() -> dict[int, str]:
-    """Returns the steps of the checkpoints that verify, with what tells them from others."""
+    """Returns the digest of each verified checkpoint, by its step."""
     found = {}
     for path in manifest.newest_first(run):
         try:
@@ -64,7 +64,7 @@ def verified() -> dict[int, str]:
 
 
 def judge(kind: str, said: Path | BaseException, before: dict[int, str]) -> list[str]:
-    """Returns what must not be: a checkpoint lost, a word that is not true, a `latest` of none."""
+    """Returns the errors of a save: a lost checkpoint, a false result, or a wrong `latest`."""
     now, step, wrong = verified(), STEPS[kind], []
     written = step in now and now[step] != before.get(step)
     if not isinstance(said, Path | CheckpointError):
@@ -83,7 +83,7 @@ def judge(kind: str, said: Path | BaseException, before: dict[int, str]) -> list
 
 
 def go_on() -> list[str]:
-    """Saves once more, now that nothing fails; returns what must not be."""
+    """Saves once more, while no call fails. Returns the errors of this save."""
     try:
         newest = saver().save(Manifest(4, 8, {"sequences": 8}))
     except CheckpointError as error:

@@ -1,7 +1,7 @@
 """The supervisor of the error sweep: at its end it retries unwritten documents for one second.
 
-No span of its history ends, unless `growing_supervisor.py` starts it: that would depend on the time
-of the day.
+No span of its history ends, because the time of such an end depends on the time of day. Only under
+`growing_supervisor.py`, spans end.
 """
 
 import sys

@@ -1,11 +1,16 @@
 """A contract process for the error sweep: `swept.py STEPS [MODE]`, ranks in lockstep.
 
-Beside the launch directory lie `control`, where rank 0 lets calls of the supervisor fail from step
-3 on, and `ends.jsonl`, to which each rank appends how it ended. MODE `ask` sends requests, and ends
-when they are answered, or after a while. `halt` asks for a halt, `poor` has a loss that is no
-number, `again` makes rank 1 exit 7 in its first attempt, and calls fail from then on only. `grow`
-fills the logs, `stand` lets rank 1 stand still for a while, `adopt` waits half way for the file
-`go`: calls fail when the next supervisor comes. With `family` each rank has a process of its own.
+The parent of the launch directory has two more files. Rank 0 writes to `control` at step 3; then
+calls of the supervisor fail. Each rank appends a record of its end to `ends.jsonl`. The modes:
+
+- `ask`: rank 0 sends requests; at the end, the ranks wait for the answers, at most `ANSWERED_S`;
+- `halt`: rank 0 requests a halt;
+- `poor`: the loss of one step is NaN;
+- `again`: rank 1 exits with code 7 in its first attempt, and calls fail only from then on;
+- `grow`: the ranks fill their logs;
+- `stand`: rank 1 makes no progress for `STAND_S`;
+- `adopt`: the ranks wait at step `EXIT_AT` for the file `go`, and rank 0 does not write `control`;
+- `family`: each rank has a child process.
 """
 
 import json
@@ -40,7 +45,7 @@ def ask(action: str) -> None:
 
 
 def waits() -> bool:
-    """Says whether a request is not answered yet."""
+    """Returns whether a request has no answer yet, because its file is still there."""
     return any((Path(run.run) / rundir.REQUESTS).glob("*.json"))
 
 

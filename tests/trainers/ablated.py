@@ -1,4 +1,4 @@
-"""The real trainer with one part that is broken on purpose.
+"""The real trainer, in which a mode replaces one part; most of these parts are broken.
 
 `python -m tests.trainers.ablated … MODE` accepts the options of `trainers.ddp` before the mode.
 """
@@ -60,7 +60,7 @@ def nan_from_step_3(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Te
 
 
 def sees_the_next_byte(model: Transformer, tokens: Tensor) -> Tensor:
-    """A leak: the input at position t is byte t + 1, which position t predicts."""
+    """A leak: each input except the last is the byte that its position has to predict."""
     return plain_forward(model, tokens.roll(-1, dims=1))
 
 
@@ -81,7 +81,7 @@ def bug(model: Transformer, tokens: Tensor) -> Tensor:
 
 
 def slow_after_20(model: Transformer, tokens: Tensor) -> Tensor:
-    """A forward pass takes 30 s soon after step 20, so that a kill ends the run there.
+    """From step 22 on, each forward pass takes 30 s, so that a kill ends the run there.
 
     The two evaluations up to step 20 call the model too.
     """

@@ -30,7 +30,7 @@ def write(path: Path, texts: list[str], rows: int = 7) -> None:
 
 
 def spoil(path: Path, how: str) -> None:
-    """Writes a file to the folder that cannot be read to its end."""
+    """Writes a file that cannot be read to its end into the folder."""
     ending = how.partition(" ")[0]
     file = path / f"bad.{ending}"
     write(file, [os.urandom(500).hex() for _ in range(50)])

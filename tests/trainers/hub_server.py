@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: serves one folder as one dataset, over the hub's protocol."""
+"""A Hugging Face hub on this machine; it serves a folder as a dataset, over a part of the API."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def etag(path: Path) -> str:
 
 
 class Hub(ThreadingHTTPServer):
-    """One dataset at a revision; `served` lists the requests as (file, method, range)."""
+    """One dataset at a revision; `served` lists the requests of files as (file, method, range)."""
 
     daemon_threads = True
 

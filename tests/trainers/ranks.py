@@ -29,7 +29,7 @@ def together(
 ) -> list[Any]:  # fmt: skip
     """Returns the result of `work` on each rank; for an exception its class, exit code and text.
 
-    Each rank has its own run directory. With `first_only`, returns only the result of rank 0.
+    `runs` has the run directory of each rank. With `first_only`, returns only the result of rank 0.
     """
     fork, children = multiprocessing.get_context("fork"), []
     with own_port() as port:

@@ -101,7 +101,7 @@ class Run(Recorded):
                 return found
             assert self.process.poll() is None, f"the run ended first:\n{self.text()}"
             time.sleep(0.02)
-        raise AssertionError(f"waited {timeout_s} s in vain:\n{self.text()}")
+        raise AssertionError(f"this was not true within {timeout_s} s:\n{self.text()}")
 
     def until_step(self, step: int) -> None:
         """Waits until every rank has reported progress at `step` or later."""

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process, so the next step uses it without page faults."""
+"""Freed memory stays with the process, so its next use causes few page faults."""
 
 from __future__ import annotations
 

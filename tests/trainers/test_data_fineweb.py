@@ -109,7 +109,7 @@ def test_a_hub_is_read_by_ranges_at_one_revision_and_gives_the_bytes_of_its_mirr
 
 
 def test_no_network_is_told_within_a_second_or_two(tmp_path, monkeypatch, capsys):
-    """No server listens; a server never accepts; HF_HUB_OFFLINE is set."""
+    """The cases: no server listens; a server never accepts; HF_HUB_OFFLINE is set."""
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     data = DataSettings(source="fineweb_edu")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:

@@ -1,4 +1,4 @@
-"""Documents: their bytes, the held-out part, and positions for any number of ranks."""
+"""Documents: their bytes, their fingerprint, and positions for any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of documents: which are read and held out, and what broken or empty files do."""
+"""Files of documents: the files that are read or held out, and the errors of broken files."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ PASSING = (
 
 @pytest.fixture(scope="module")
 def survivor(tmp_path_factory):
-    """A run with the drills that do not end it; one drill stops its process, SIGCONT resumes it."""
+    """Returns a run after drills that do not end a run; one drill needs SIGCONT to resume."""
     run = drilled(tmp_path_factory.mktemp("survivor"), PASSING, data__prefetch=1)
     run.until(lambda: fired(run, "stop@15"))
     run.until(lambda: kernel_state(run.process.pid) == "T")

@@ -1,4 +1,4 @@
-"""Thousands of stack dumps of a training, also while its process exits."""
+"""A thousand or more stack dumps of a training, also while its process exits."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_thousands_of_dumps_kill_nothing_and_training_continues(tmp_path, dumps)
             time.sleep(0.1)
         first, count, at = step(), 0, 0
         while count < dumps:
-            assert process.poll() is None, f"died after {count} dumps"
-            assert time.monotonic() < deadline, f"only {count} dumps"
+            assert process.poll() is None, f"the training died after {count} dumps"
+            assert time.monotonic() < deadline, f"there were only {count} dumps"
             for _ in range(50):
                 process.send_signal(signal.SIGUSR1)
                 time.sleep(0.0005)

@@ -27,7 +27,7 @@ def test_a_directory_is_bitwise_the_model_of_the_checkpoint(changes, kind, tmp_p
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert {x.dtype for x in theirs.values()} == {x.dtype for x in mine.values()}
-    # `trainers.generate` calls this function too.
+    # `trainers.generate` uses `load_model` too.
     path, _ = manifest.choose(run)
     read = checkpoint.load_model(path, manifest.read(path).settings).state_dict()
     assert all(torch.equal(mine[name], read[name]) for name in mine)

@@ -87,7 +87,7 @@ def test_a_run_survives_more_overflows_than_it_may_skip_while_its_loss_scale_is_
 
 
 def test_steps_that_are_skipped_are_counted_by_their_cause():
-    """A non-finite step may have a non-finite loss, or else it is an overflow."""
+    """A non-finite step has a non-finite loss, or is an overflow."""
     rows = [
         Row(1, math.nan, 1, 0, True, False), Row(2, math.inf, 1, 0, True, True),
         Row(3, 1.0, 1, 0, True, True), Row(4, 1.0, 1, 0, False, True), row(5, 1.0),

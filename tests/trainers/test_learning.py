@@ -1,4 +1,4 @@
-"""Trainings on the three sources, with the plan `cpu_smoke` and its config.
+"""Trainings on text, recall and random bytes, with the plan `cpu_smoke` and its config.
 
 On text the loss falls. Recall is learned only with attention. Nothing is learned from random bytes.
 """
@@ -59,7 +59,7 @@ def runs(tmp_path_factory, smoke):
 
 @pytest.fixture(scope="module")
 def more_runs(tmp_path_factory, runs):
-    """Adds the runs of the full suite, which run at the same time."""
+    """Adds the runs that only slow tests need; they run at the same time."""
     folder = tmp_path_factory.mktemp("more")
     started = {
         "first_value": Run(folder, ALONE, 1, broken="first_value", name="first_value"),

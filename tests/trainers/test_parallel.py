@@ -45,7 +45,7 @@ WAYS = {
     "hsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp", "fsdp.replicas": 2}),
 }  # fmt: skip
 QUICK = {("fsdp, recompute, accumulate", "fp64")}
-"""The comparison of `make test`; the full suite makes all comparisons."""
+"""The comparison of `make test`; the other comparisons are marked as slow."""
 
 
 def figures(run: Run) -> list[tuple[float, ...]]:

@@ -1,4 +1,4 @@
-"""Whole runs: their records, halts, exit codes, and their behaviour without disk space."""
+"""Whole runs: their records, files, halts and exit codes."""
 
 from __future__ import annotations
 

@@ -165,14 +165,14 @@ def test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next(
 
     run.mkdir()
     took_s, failed = together([run, run], work, first_only=True)[0]
-    assert took_s < 60 * TIMEOUT_MIN, "not the limit of a collective"
+    assert took_s < 60 * TIMEOUT_MIN, "the limit of a collective is longer"
     assert "an error in the save" in failed
     saved(run, made(1), 2)
     assert names(run) == ["latest", "step_00000002"]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_next_saves(tmp_path):
-    """The old checkpoint and a leftover of a killed save are mount points."""
+    """The old checkpoint and a leftover of a killed save contain mount points."""
     run = tmp_path / "run"
     old, _ = saved(run, made(1), 1, 2)
     left = old.with_name(".step_00000009.tmp")

@@ -23,7 +23,7 @@ FROM_HOST = "lift_fresh"
 
 
 class Operators(TorchDispatchMode):
-    """Records the operators of the main thread that wait, with their steps."""
+    """Records the operators in `READS` and `FROM_HOST` of the main thread, with their steps."""
 
     def __init__(self, member: Member):
         super().__init__()

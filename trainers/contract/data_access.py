@@ -17,7 +17,7 @@ PROBE_S = 1.0
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": ("",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",),
 }  # fmt: skip
-"""The endings of file names by source; the hub or a mirror names the files of fineweb_edu."""
+"""The endings of file names by source. The dataset card names the files of fineweb_edu."""
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 GPT2_FILES = {
     f"{GPT2_URL}/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -27,7 +27,9 @@ GPT2_FILES = {
 
 
 def is_read(file: Path, root: Path, source: str) -> bool:
-    """Returns whether a training reads a file below `root`: not hidden, not empty, of its source.
+    """Returns whether a training reads a file below `root`.
+
+    Such a file is regular, not hidden and not empty, and has an ending of `source`.
 
     Raises OSError and ValueError.
     """
@@ -67,7 +69,7 @@ def gpt2_problem() -> str:
     cache = environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
     cache = environ.get("TIKTOKEN_CACHE_DIR", cache)
     if not cache:
-        return "TIKTOKEN_CACHE_DIR is empty, so tiktoken has no cache"
+        return "TIKTOKEN_CACHE_DIR or DATA_GYM_CACHE_DIR is empty, so tiktoken has no cache"
     found = {}
     with contextlib.suppress(OSError):
         for url in GPT2_FILES:

@@ -91,7 +91,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One fault at an optimizer step; `rank` None means all ranks. `str` returns the drill text."""
+    """One fault that begins at a step; `rank` None means all ranks. `str` returns its text."""
 
     kind: str
     step: int

@@ -2,8 +2,8 @@
 
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
 in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
-the stacks of at most 100 threads; then torch returns the flight record of the collectives. The
-helper creates no frame object of another thread.
+the stacks of at most 100 threads. Then the helper reads torch's flight record of the collectives,
+if there is one. The helper creates no frame object of another thread.
 
 If a rank holds the GIL in native code, the helper cannot run. For this case there is a second
 signal, `LAST_RESORT`: faulthandler writes the stack of the main thread in the signal handler
@@ -59,7 +59,7 @@ def _woken(_number: int, _frame: FrameType | None) -> None:
 
 
 def _flight_record() -> str:
-    """Returns torch's flight record of the collectives as JSON, or "" if torch has no recorder.
+    """Returns torch's flight record of the collectives as JSON, or "" without a recorder.
 
     If torch raises RuntimeError or TypeError, the JSON has only the name of this error.
 
@@ -88,8 +88,8 @@ class StackDumper:
     """Owns SIGUSR1, `LAST_RESORT` and the wake-up descriptor; install it in the main thread.
 
     The dump goes to a file in `live`, a directory in memory, so a frozen run directory cannot block
-    the dump. `later` runs a function that may block, and reports what it raises. Such a function
-    copies the dump to the run directory as `stackdump_rank{R}.txt`; another raises the error of a
+    the dump. `later` runs functions that may block, and reports their errors. One function copies
+    the dump to the run directory as `stackdump_rank{R}.txt`. Another function raises the error of a
     failed dump. Without `live`, the dump goes to `stackdump_rank{R}.txt` directly.
     """
 

@@ -15,7 +15,7 @@ TOKEN = "NSA_CONSOLE_TOKEN"
 CONFIG = "CONFIG"
 """Variable with the YAML file of a trainer that is started without `--config`."""
 CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
-"""Variables that the supervisor sets for torchrun, from which the ranks know their run."""
+"""Variables that the supervisor sets for torchrun, in which the ranks find their run."""
 
 ALERT_PREFIX = "NSA_ALERT_"
 ALERT_NAMES = tuple(
@@ -44,7 +44,10 @@ def get(name: str, default: str = "") -> str:
 
 
 def integer(variables: Mapping[str, str], name: str, default: int) -> int:
-    """Returns a variable that is a whole number, such as RANK. Raises UsageError."""
+    """Returns a variable such as RANK as a whole number, or `default` if it is not set.
+
+    Raises UsageError for any other value.
+    """
     return values.read(variables.get(name, default), int, 0, 2**31 - 1, f"the variable {name}")
 
 

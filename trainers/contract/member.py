@@ -9,9 +9,10 @@ A torchrun program needs only these lines:
         loss = …  # the program's own step
     run.end_step(loss=loss)  # the loss of the last step
 
-The console then shows the ranks of the program and dumps their stacks. If every step has a
-collective of all ranks, the ranks halt at the same step. Two more lines report a phase. A verdict
-then names the phase, and an evaluation or a save has its own stall limit:
+The console then shows the ranks of the program and can dump their stacks. If all ranks are on one
+host and every step has a collective of all ranks, the ranks halt at the same step. A `with` block
+reports a phase. A verdict then names the phase, and an evaluation or a save has its own stall
+limit:
 
         with run.phase("eval"):
             evaluate()
@@ -56,7 +57,7 @@ class Member:
     """One rank in one attempt of one run.
 
     After the start, only `close` makes its caller wait for the disk. `halt_reason` is the reason
-    why this rank wants to halt, or "" if there is none. All ranks must agree on the step before
+    why this rank requests a halt, or "" if there is none. All ranks must agree on the step before
     they halt; in a program with a collective in every step, `Joined.step` makes them agree.
     """
 

@@ -1,4 +1,4 @@
-"""The pulse of a rank: 256 bytes of shared memory with its present step and phase.
+"""The pulse of a rank: 256 bytes of memory with its present step and phase.
 
 Layout (little endian): sequence number, magic, rank, pid, step, phase, since (monotonic s), beat
 (monotonic s), collectives, device step, device phase, records, non-finite steps, …, sequence number
@@ -21,7 +21,7 @@ from trainers.contract import jsonl
 
 SIZE_BYTES, TRIES = 256, 3
 LATEST_S = 1e10
-"""Largest valid value of `since` and `beat`."""
+"""Upper limit of `since` and `beat`; valid values are lower."""
 MAGIC = 0x4E534150
 PHASES = (
     "boot", "load", "fetch", "forward", "backward", "optimizer", "log", "eval", "save", "halt",

@@ -24,7 +24,7 @@ def wait_for(condition, seconds: float = 150.0):
         if value:
             return value
         time.sleep(0.02)
-    raise AssertionError("did not happen in time")
+    raise AssertionError(f"the condition was not true within {seconds:g} s")
 
 
 def beats(run: Path) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Joining a run: dumps, the common step of a halt, and records."""
+"""Joining a run: dumps, the common step of a halt, phases, and the exit record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def held():
     (here / "there").touch()
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     native.pthread_mutex_lock(mutex)
-    native.pthread_mutex_lock(mutex)  # forever: no signal ends this wait
+    native.pthread_mutex_lock(mutex)  # waits forever and holds the GIL
 for step in range(1, 100000):
     if run.step(step, loss=1.0 / step):
         break
@@ -139,7 +139,7 @@ def test_the_last_resort_needs_no_gil_and_never_ends_a_rank(tmp_path, live, star
 
 
 def test_sigusr1_before_the_handler_is_there_is_harmless_when_it_was_ignored(tmp_path, start):
-    """The ranks inherit from the supervisor that the signal is ignored."""
+    """The ranks inherit from the supervisor that SIGUSR1 is ignored."""
     process = start("run", preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
     for _ in range(100):
         process.send_signal(signal.SIGUSR1)
@@ -192,7 +192,7 @@ def test_an_old_halt_file_stops_nothing_when_no_supervisor_has_cleared_it(tmp_pa
 
 
 def test_ranks_that_meet_every_step_agree_on_the_step_to_halt_at(tmp_path):
-    """Either rank leads in each step, and either rank requests the halt."""
+    """In the four cases, rank 0 or 1 is first in each step, and rank 0 or 1 requests the halt."""
     for wisher in (0, 1):
         for lead in (0, 1):
             directory = tmp_path / f"{wisher}{lead}"

@@ -91,7 +91,7 @@ def test_a_pulse_has_the_numbers_of_records_and_of_steps_that_were_not_finite(tm
     writer = pulse.PulseWriter(tmp_path / "p", rank=0)
     assert pulse.SIZE_BYTES == (tmp_path / "p").stat().st_size == 256
     found = written(tmp_path / "p")
-    assert (found.records, found.nonfinite_steps) == (0, -1), "not counted yet"
+    assert (found.records, found.nonfinite_steps) == (0, -1), "these steps are not counted yet"
     writer.nonfinite_steps = 2
     assert [writer.next_record_number(), writer.next_record_number()] == [1, 2]
     after = written(tmp_path / "p")

@@ -1,1 +1,1 @@
-"""Not torch: holds the small torchrun only."""
+"""A package in the place of torch, which contains only the small torchrun."""

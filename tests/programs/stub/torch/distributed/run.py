@@ -1,6 +1,6 @@
-"""A small torchrun: starts ranks in sessions of their own and ends all when one fails.
+"""A small torchrun: starts each rank in its own session, and ends all ranks if one fails.
 
-It stands in where a test is about launching and not about torchrun: it costs 50 ms, not 3 s.
+Tests of launching use it, because it starts in about 50 ms instead of 3 s.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ranks: list[subprocess.Popen[bytes]] = []
 
 
 def end(number: int = 0, _frame: object = None) -> None:
-    """Passes TERM on and, after the time that was given, KILL."""
+    """Sends TERM to the ranks and, after `--shutdown-timeout`, KILL; then exits with code 1."""
     if number:
         print(f"Received {number} death signal, shutting down workers", flush=True)
     failed = [index for index, rank in enumerate(ranks) if rank.poll()]
