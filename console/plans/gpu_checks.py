@@ -107,7 +107,7 @@ def gpus(case: Case) -> Found:
     listed = counted if case.assumed else nvml.kernel_count(case.root)
     if listed is not None and counted > listed:
         return "fail", (
-            f"NVML counts {counted} GPUs and the kernel's driver lists {listed}; compare "
+            f"NVML counts {counted} and the kernel's driver lists {listed}; compare "
             f"nvidia-smi -L with {listing}"
         )
     gaps = ""

@@ -260,7 +260,8 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     use = {index: 100 * busy_s / whole_s for index, busy_s in sorted(s.gpus.busy_s.items())}
     doubt = s.gpus.trouble or ("" if longest_s else "the durations of the steps are not recorded")
     if len(use) != s.world:
-        doubt = f"{counted(s.world, 'rank')} and {len(use)} GPUs: it is unknown which GPUs are used"
+        counts = f"{counted(s.world, 'rank')} and {counted(len(use), 'GPU')}"
+        doubt = f"{counts}: it is unknown which GPUs are used"
     words = ", ".join(f"GPU {index} {value:.0f} %" for index, value in use.items())
     without = 1 - min(s.gpus.seen_s.values(), default=0.0) / whole_s
     window = f"{whole_s:.0f} s of steps, {without:.0%} of it without a sample"

@@ -118,7 +118,8 @@ class Comparison:
             yield (
                 f"  {variant.name:<12} {variant.toks_per_s:>10,.0f} tok/s in fast steps; last "
                 f"{LAST_STEPS} steps {mean:,.0f} ± {deviation:,.0f} tok/s, "
-                f"{len(variant.runs)} runs; {routes}, hook {facts.get('comm_hook')}"
+                f"{status_text.counted(len(variant.runs), 'run')}; {routes}, "
+                f"hook {facts.get('comm_hook')}"
             )
 
     def as_dict(self) -> dict[str, Any]:
