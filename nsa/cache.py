@@ -28,7 +28,8 @@ class Rows:
         if new.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a decoding cache stores no gradients; use torch.no_grad().")
         if self._buffer is not None and self._buffer.shape[:2] != new.shape[:2]:
-            raise ValueError(f"the cache is for {len(self._buffer)} sequences, not {len(new)}.")
+            held, given = tuple(self._buffer.shape[:2]), tuple(new.shape[:2])
+            raise ValueError(f"the cache is for (sequences, groups) {held}, not {given}.")
         if self._keep is not None and new.shape[2] > self._keep:
             both = torch.cat((self.rows, new), dim=2) if self._end else new
             self.clear()
