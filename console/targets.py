@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from console.action_table import Action, Mailbox
+from console.model import State
 from console.sources import launch_documents, launches, liveness, process
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
@@ -19,6 +20,9 @@ from console.supervisor import former_documents, lock
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError
 
+UNSUPERVISED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
+"""States of a run without a supervisor. Its ranks may be alive, or a new supervisor may start
+another attempt."""
 NOT_SENT = "request not sent"
 
 
@@ -106,7 +110,7 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 
 
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
-    """Returns whether a run has no supervisor, and its ranks are or may be alive.
+    """Returns whether a run has no supervisor, but processes on this host or no recorded end.
 
     A supervisor on another host is assumed to be alive, because this host cannot check it. May
     raise RefusedError if the document that names the supervisor cannot be read.
@@ -114,7 +118,7 @@ def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
     if _has_only_ranks(run):
         return True
     owner, ended = _named(folder, box)
-    return not (ended or owner.host) and RunSource(run).poll().state == "unsupervised"
+    return not (ended or owner.host) and RunSource(run).poll().state in UNSUPERVISED_STATES
 
 
 def has_ended(launch: Path) -> bool:
@@ -179,7 +183,7 @@ def _document(folder: Path, name: str) -> dict[str, Any]:
 def _without_supervisor(name: str, folder: Path, box: Mailbox, owner: Supervisor) -> str:
     """Returns why no supervisor reads the requests in `folder`, and what to do."""
     state, top = RunSource(folder).poll(), launches.launch_of(folder)
-    if box == "run" and state.state in liveness.ENDED - {"lost"}:
+    if box == "run" and state.state in liveness.ENDED - UNSUPERVISED_STATES:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"
     why = f"the supervisor of {name} is not running" if owner.pid else f"{name} has no supervisor"
     advice = f"; {process.command('adopt', top)} starts a new supervisor" if top else ""

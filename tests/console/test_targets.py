@@ -266,15 +266,15 @@ def test_a_request_to_an_unsupervised_run_is_refused_with_advice(tmp_path, capsy
         document.unlink(missing_ok=True)  # a run has no such document while it starts
 
 
-def test_a_halt_of_a_run_in_which_no_process_is_alive_is_refused(tmp_path, capsys):
+def test_the_answer_to_a_halt_of_a_lost_run_names_no_living_ranks(tmp_path, capsys):
     path = made(tmp_path / "r1")
     directory.run(path / "0-first", workers=[{"rank": 0, "exit": None} | DEAD], **DEAD)
     directory.told(path, "", **DEAD)
     assert RunSource(path).poll().state == "lost"
-    for target in (path, path / "0-first"):
-        code, err = said(capsys, "halt", target)
-        assert (code, f"nsa-console adopt {path} starts a new supervisor" in err) == (4, True), err
-    assert not (path / "0-first" / rundir.HALT).exists()
+    assert cli.main(["halt", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "ranks that are alive halt at the same step, and no later attempt of the run" in out
+    assert (path / "0-first" / rundir.HALT).exists()
 
 
 def elsewhere(*words: object) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from tests.launches import Begin, Started
 from tests.trainers.runs import CONFIG, heartbeats, small
 from trainers.contract import rundir
 
-EVERY, HOOK, LOADER, KILLED = 10, 12, 25, 47
+EVERY, HOOK, LOADER, KILLED = 10, 12, 25, 97
 STALL_S = 8.0
 """Longer than the stall limit, the time until the next poll, and a dump together."""
 DRILLS = f"backward@{HOOK}:1:{STALL_S},loader@{LOADER}:0:{STALL_S},kill@{KILLED}:1"

