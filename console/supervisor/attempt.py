@@ -124,7 +124,7 @@ class Attempt:
             return ".HALT is written; all ranks stop at the same step and save a checkpoint"
         if action == "kill":
             self.tree.kill()
-            return "KILL is sent to every process of the run"
+            return "KILL is sent to the processes of the run"
         self.tree.terminate(grace_s)
         return f"TERM is sent; processes still alive after {grace_s:g} s are killed"
 
