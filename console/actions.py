@@ -88,8 +88,8 @@ class Prepared:
 def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -> Prepared:
     """Returns a launch with all its checks; writes nothing into the directory of the launch.
 
-    `said` gets a sentence if checks are late, when measurements begin, and on each flag of the
-    launch to resume that has another value in the shell or that no answer confirms. Raises
+    `said` gets a sentence if checks are late, and when measurements begin. For a resume, it also
+    gets a sentence on each flag that differs in the shell or that no answer confirms. Raises
     UsageError for an unknown plan, phase, flag, setting or gate, and for a wrong value. Raises
     RefusedError if the working directory does not exist, or if the launch to resume is rejected.
     """

@@ -312,9 +312,9 @@ RESUME = Command(
         option("--yes", action="store_true",
                help="confirm a launch that another launch already continues"),
         WAIT, DRY_RUN,
-    ), "The new launch begins with the first phase that did not pass, at the newest\n"
-    "verified checkpoint of this phase, if it has one and its trainer is one of this\n"
-    "project. Flags that an operator set apply if an answer confirms them.\n",
+    ), "The new launch begins with the first phase that did not pass. If this phase has\n"
+    "a verified checkpoint and a trainer of this project, it resumes from the newest.\n"
+    "Flags that an operator set apply if an answer confirms them.\n",
     "control.resume",
 )  # fmt: skip
 ADOPT = Command(
