@@ -192,8 +192,8 @@ QUERIES: tuple[Command, ...] = (
                help="new file with the ending .tar.gz (default: bundle-ID-TIME.tar.gz in the "
                "working directory)"),
     ), "MANIFEST.json in the archive lists the size and SHA-256 of each file, and what\n"
-       "was cut off or left out. The other files have at most 64 MiB. Nothing is read\n"
-       "through links.\n" + LEGACY,
+       "was cut off or left out. The other files have at most 64 MiB. No link inside\n"
+       "a run directory is followed.\n" + LEGACY,
        "diagnose.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
