@@ -24,8 +24,8 @@ PHASES: tuple[Phases, ...] = get_args(Phases)
 class Argument:
     """One argument of an action. An argument without a `metavar` is a switch.
 
-    On the screen, the button of the action sets its switches. For a wrong value, `convert` raises
-    UsageError, or ValueError with the accepted values.
+    On the screen, the confirmation of an action sets all switches of the action. For a wrong value,
+    `convert` raises UsageError, or ValueError with the accepted values.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Action:
     args: tuple[Argument, ...] = ()
     cost: tuple[str, str] = ("keeps", "all work")
     """A line of the confirmation: the word "keeps" or "loses", and a text that says what is kept or
-    lost. To confirm an action that loses work, the operator types the name of the run."""
+    lost. On the screen, the operator confirms a loss by typing the name of the run."""
     key: str = ""
     """The key on the screen; several actions may have the same key."""
     weight: int = 0
@@ -165,7 +165,7 @@ TABLE: tuple[Action, ...] = (
     Action(
         "ack", "Acknowledge an alert.", ("run",),
         (Argument("alert", "ID", _text(80), "id of the alert, from `status --json`"),),
-        cost=("keeps", "all work (the alert stays, at level info)"), key="A", weight=2,
+        cost=("keeps", "all work (the alert stays, marked as acknowledged)"), key="A", weight=2,
         neutral=True,
     ),
     Action(

@@ -88,10 +88,10 @@ class Prepared:
 def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -> Prepared:
     """Returns a launch with all its checks; writes nothing into the directory of the launch.
 
-    `said` gets a sentence when checks are late, before the measurements, and for each flag of the
-    launch to resume that differs in the shell, or that no answer confirms. Raises UsageError for an
-    unknown plan, phase, flag, setting or gate, and for a wrong value. Raises RefusedError if the
-    working directory no longer exists, or if the launch to resume is rejected.
+    `said` gets a sentence if checks are late, and when measurements begin. For a resume, it also
+    gets a sentence on each flag that differs in the shell or that no answer confirms. Raises
+    UsageError for an unknown plan, phase, flag, setting or gate, and for a wrong value. Raises
+    RefusedError if the working directory does not exist, or if the launch to resume is rejected.
     """
     try:
         Path.cwd()

@@ -1,7 +1,6 @@
 """`nsa-console`: parses the command line, and runs its command or opens the screen.
 
-Textual and yaml are imported only by the commands that need them, so that `status --json` takes
-little more time than the start of Python.
+Textual and yaml are imported only by the commands that need them, because their import takes time.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ WORDS = "docs/words.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns a documented exit code. Prints errors as one sentence."""
+    """Runs one command; returns a documented exit code. Prints expected errors as one sentence."""
     words = sys.argv[1:] if argv is None else list(argv)
     output.prepare()
     access.set_safe_umask()

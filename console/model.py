@@ -86,7 +86,7 @@ RECENT_XID_S = 600.0
 class Gpu:
     """One sample of a GPU. A field is None if NVML has no value; `why` may have the reason.
 
-    `state` is `ok`, `lost` (NVML says that the GPU is lost or not found), or `error` (no values).
+    `state` is `ok`, `lost` (NVML says that the GPU is lost or not found), or `error` (no readings).
     """
 
     index: int
@@ -204,7 +204,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class PhaseState:
-    """One phase of a launch. A phase that has no run yet has the `state` `next` or `later`."""
+    """One phase of a launch. A phase that has not begun has the `state` `next` or `later`."""
 
     index: int
     name: str
@@ -281,7 +281,7 @@ class LaunchState:
 
 
 ALL_SOURCES = "all"
-"""The source of a log line about the lines of all sources."""
+"""The source of a log line that concerns all sources, not only one."""
 
 
 @dataclass(frozen=True, slots=True)

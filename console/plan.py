@@ -193,7 +193,7 @@ def highest_p(variants: int) -> float:
 
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
-"""Keys that a plan may set for all phases. A phase overrides them, but merges `MERGED_KEYS`."""
+"""Keys that a plan may set for all phases; `_phase` overrides or merges them for a phase."""
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 
 
@@ -201,7 +201,7 @@ def load(path: Path) -> Plan:
     """Returns the plan in a YAML file; a plan without a name has the name of the file.
 
     A plan is merged into the plan that it extends: phases of the same name are merged, new phases
-    follow, and a null removes an entry. Raises UsageError with file, key and correction.
+    follow, and a null removes an entry. Raises UsageError, whose message names the file.
     """
     document: dict[str, Any] = {}
     for _, each in yamlfile.load_chain(path, "extends", _files):

@@ -95,9 +95,10 @@ def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> di
 
 
 def continued_words(path: Path, root: Path) -> str:
-    """Returns which launch below `root` continues the launch at `path` by its plan.json, or "".
+    """Returns a sentence on the newest launch below `root` that continues the launch at `path`.
 
-    If several do, directly or one after the other, the newest is named.
+    A launch continues those that its plan.json names, and those that these continue. Returns "" if
+    no launch continues the launch at `path`.
     """
     top, newest = launches.launch_of(path) or path, None
     chain = {os.path.realpath(top)}
@@ -119,11 +120,11 @@ def continued_words(path: Path, root: Path) -> str:
 
 @contextlib.contextmanager
 def resuming(options: LaunchOptions) -> Iterator[None]:
-    """Prevents another process from resuming the same launch; does nothing for another start.
+    """Prevents another process from resuming the same launch, if `options` resume a launch.
 
-    Raises RefusedError if the launch cannot be opened, or if another process resumes it; the latter
-    is not noticed if the file system cannot lock a directory. Without `again`, also raises it if
-    another launch already continues the launch.
+    Raises RefusedError if the launch cannot be opened, or if another process resumes the launch. On
+    a file system that cannot lock a directory, the other process is not noticed. Without `again`,
+    also raises RefusedError if another launch already continues the launch.
     """
     if options.resume is None:
         yield

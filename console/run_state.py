@@ -3,8 +3,8 @@
 torchrun returns 1 whichever rank failed. The cause therefore comes from the ranks: how they ended,
 in which order, and their last records. A rank that failed in a collective, because it lost its
 connection to another rank, is blamed only if no rank failed by itself. A reader accepts
-the state of a supervisor that is alive, and the end that a dead supervisor recorded, unless
-processes that are alive contradict this end.
+the state of a supervisor that is alive. A reader also accepts the end that a dead supervisor
+recorded, unless processes that are alive contradict this end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOGETHER_S = 0.5
 class ReaderView:
     """Facts of a reader: the supervisor's last state, living processes, the age of records.
 
-    An attempt that was adopted after its recorded end has only `state` and `why`.
+    The view of an attempt that was adopted after its recorded end has only `state` and `why`.
     """
 
     state: State | None = None

@@ -336,7 +336,7 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
 
 
 def quoted(word: str) -> str:
-    """Returns a word for a shell; if a terminal cannot show it, as `$'…'` with its bytes."""
+    """Returns a word, quoted for a shell; a word that is not printable becomes `$'…'`."""
     if word.isprintable():
         return shlex.quote(word)
     hidden = rb"[^ -&(-\[\]-~]"  # also the quote and the backslash

@@ -29,7 +29,7 @@ from trainers.contract.errors import ContractError, UsageError, did_you_mean
 
 PLAN = catalog.PROJECT / "configs" / "drill.yaml"
 FOLDER = "drills"
-"""The folder of drills in the root. With this root, `latest` does not find a drill."""
+"""The folder of drills in the root; its launches are too deep for `latest` to find them."""
 POLL_S = 0.5
 FAULT_STEP = 10
 """The step in which the fault happens."""

@@ -25,7 +25,7 @@ FIGURES_EVERY_S = 10.0
 
 
 class OutputError(ContractError):
-    """Standard output cannot be written; any action of the command was executed before.
+    """Standard output cannot be written; an action that was not rejected has been executed.
 
     For a rejected action, `exit_code` is that of the rejection.
     """

@@ -31,7 +31,7 @@ HALTS = (
 
 
 def word(text: str) -> str:
-    """Returns `text`, which must not be blank or contain ASCII control characters."""
+    """Returns `text`, which must not be blank or contain characters below U+0020."""
     if not text.strip() or any(ord(character) < 32 for character in text):
         raise argparse.ArgumentTypeError(f"{text!r} is empty or contains control characters")
     return text
@@ -178,10 +178,10 @@ QUERIES: tuple[Command, ...] = (
        "screen.watch"),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),
-       "If a live supervisor has detected a stall, its verdict is printed. Otherwise,\n"
-       "if ranks make no progress, the command collects the evidence itself, in about\n"
-       "4 s. + marks evidence for the verdict, - evidence for another rank, ? evidence\n"
-       "that is not available.\n"
+       "If a live supervisor has detected a stall, its verdict is printed. If ranks of\n"
+       "another live run make no progress, the command collects the evidence itself, in\n"
+       "about 4 s. + marks evidence for the verdict, - evidence for another rank,\n"
+       "? evidence that is not available.\n"
        "Exit code 0: no stall; 1: stalled, or unknown. For a run that has ended, the\n"
        "exit code is that of `status`.\n"
        + LEGACY, "diagnose.diagnose"),
@@ -192,8 +192,8 @@ QUERIES: tuple[Command, ...] = (
                help="new file with the ending .tar.gz (default: bundle-ID-TIME.tar.gz in the "
                "working directory)"),
     ), "MANIFEST.json in the archive lists the size and SHA-256 of each file, and what\n"
-       "was cut off or left out. The content has at most 64 MiB, and nothing is read\n"
-       "through links.\n" + LEGACY,
+       "was cut off or left out. The other files have at most 64 MiB. No link inside\n"
+       "a run directory is followed.\n" + LEGACY,
        "diagnose.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
@@ -231,7 +231,7 @@ QUERIES: tuple[Command, ...] = (
             ("report latest", "report latest --output report.md"), (
         _run(),
         option("--output", type=path, metavar="FILE",
-               help="write FILE (NAME.md), and its charts NAME-loss.svg and NAME-speed.svg"),
+               help="write FILE (NAME.md), and its charts, if any: NAME-loss.svg, NAME-speed.svg"),
     ), "The report shows gates, speed, figures with file and window, environment, files,\n"
        "and what was not measured. When a plan ends, its supervisor writes report.md.\n"
        "The exit code does not depend on the result of the run.\n"
@@ -281,7 +281,7 @@ LAUNCH = Command(
         WAIT, ASSUME, DRY_RUN,
     ), "Exactly one of PLAN and --config is needed.\n"
        "With --wait, the exit code is the result of the launch, and --json prints its\n"
-       "status at the end. Without --wait, 0 means that the launch has started.\n",
+       "status at the end. Otherwise, 0 means launched (--dry-run: no check failed).\n",
     "control.launch",
 )  # fmt: skip
 DRILL = Command(
@@ -312,9 +312,9 @@ RESUME = Command(
         option("--yes", action="store_true",
                help="confirm a launch that another launch already continues"),
         WAIT, DRY_RUN,
-    ), "The new launch begins with the first phase that did not pass, at the newest\n"
-    "verified checkpoint of this phase, if it has one and its trainer is one of this\n"
-    "project. The flags that an operator set for the phases apply.\n",
+    ), "The new launch begins with the first phase that did not pass. If this phase has\n"
+    "a verified checkpoint and a trainer of this project, it resumes from the newest.\n"
+    "Flags that an operator set apply if an answer confirms them.\n",
     "control.resume",
 )  # fmt: skip
 ADOPT = Command(
@@ -324,7 +324,7 @@ ADOPT = Command(
                help="confirm that the command of the run may start again; needed after a reboot "
                "of the host"),
     ), "Live ranks continue under the new supervisor. If the ranks have already exited,\n"
-       "their exit records and pulses decide the result of the run. The plan continues\n"
+       "their records, pulses and logs decide the result of the run. The plan continues\n"
        "if the phase passes its gates.\n",
     "control.adopt",
 )  # fmt: skip

@@ -102,9 +102,9 @@ class Attempt:
     def end(self, action: str, by: str) -> str:
         """Halts, restarts, stops or kills the ranks; returns the answer.
 
-        No signal is sent before torchrun starts or after all processes have ended, or if this
-        action or a stronger one is already in progress. For a halt, the caller has already written
-        `.HALT`, so the request is only recorded.
+        No signal is sent before torchrun starts, after all processes have ended, or while this
+        action or a stronger one is in progress. For a halt, the caller has already written `.HALT`,
+        so the request is only recorded.
         """
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
@@ -124,7 +124,7 @@ class Attempt:
             return ".HALT is written; all ranks stop at the same step and save a checkpoint"
         if action == "kill":
             self.tree.kill()
-            return "KILL is sent to every process of the run"
+            return "KILL is sent to the processes of the run"
         self.tree.terminate(grace_s)
         return f"TERM is sent; processes still alive after {grace_s:g} s are killed"
 

@@ -208,9 +208,8 @@ def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -
 def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
     """Raises RefusedError if the runs contradict the phase or the state in plan_state.json.
 
-    This is the case if a later phase has begun, if processes of another phase are alive, if
-    processes of the phase are alive and run.json is missing, or if processes of any phase are alive
-    while the plan is `waiting`.
+    A later phase must not have begun, and no process of another phase may be alive. If run.json of
+    the phase is missing, or while the plan is `waiting`, no process of the phase may be alive.
     """
     for number, run in enumerate(runs):
         has_begun = (run / rundir.RUN).exists()

@@ -20,7 +20,7 @@ from trainers.contract.dumps import END_MARK, LAST_RESORT
 WAIT_S = 2.0
 """A rank has this time to write its stack."""
 COPY_S = 2.0
-"""The disk then has this time to write the copy."""
+"""After `WAIT_S`, the disk has this time to write the copy."""
 LAST_RESORT_AFTER_S = 1.0
 MAX_DUMP_BYTES = 4 << 20
 Answer = Callable[[Request, Outcome], None]

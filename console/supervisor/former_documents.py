@@ -1,6 +1,7 @@
 """Reads the documents and events that a dead child or a dead supervisor left.
 
-Their content is not trusted: `console.supervisor.cross_check` compares it with other sources.
+Documents on disk are not trusted: `console.supervisor.cross_check` compares them with other
+sources.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Polls the mailboxes and other files of a launch; no request is executed twice.
+"""Polls the mailboxes and other files of a launch; rejects a request that was answered before.
 
 A request file may contain anything. Therefore its size is bounded, the file must be a regular file
 of this user, and `console.action_table` checks its arguments before anything is executed.
@@ -41,7 +41,7 @@ class Request:
 
     path: Path
     id: str
-    """The id in the file, or else an id from the file's name. No id is executed twice."""
+    """The id in the file, or else an id from its name. No `Inbox` executes an id twice."""
     action: str
     args: Mapping[str, Any]
     by: str
@@ -135,7 +135,7 @@ def remove(path: Path) -> None:
 
 
 class Inbox:
-    """Owns the ids of the requests that were seen, so that no request is executed twice.
+    """Owns the ids of the requests that were seen; executes none of these requests again.
 
     A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
     an earlier supervisor may have executed it. After the clock of the file system was set back,

@@ -63,7 +63,7 @@ class Launch:
             services.link,
         )  # fmt: skip
         self._ended_by, self._requested = "", set[str]()
-        """Why no further phase starts, or ""; the requests of operators, worded like this."""
+        """Why no further phase starts, or ""; and for each request "ACTION requested by SENDER"."""
         self._numbers: dict[Path, int] = {}
         """The newest attempt of each run that ended under this process."""
         self._last_poll = self.over = False
@@ -96,8 +96,8 @@ class Launch:
     def tick(self) -> None:
         """Does the work that is due.
 
-        While little changes, a tick that starts a poll does no other work. The end of the poll
-        wakes the main loop, and the next tick does the rest.
+        While little changes, a tick that starts a poll leaves the rest of the work to the next
+        tick. The end of the poll wakes the main loop for this next tick.
         """
         self._directory.deliver()
         self._report.poll()
@@ -145,9 +145,9 @@ class Launch:
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
         self.state, self._why = "running", ""
-        # Published before the run starts, because the next child must know of the run. If the state
-        # were still "waiting", the next child would wait for the phase after this one.
-        # Written before run.json, because plan_state.json must contain each run that has begun.
+        # plan_state.json is published before the run starts, because the next child must know of
+        # the run. If the state were still "waiting", the child would wait for the following phase.
+        # It is written before run.json, because it must contain each run that has begun.
         self._publish(keeps_place=True)
         flags = self._spec.flags(index, self._next_flags.values())
         try:
@@ -202,7 +202,7 @@ class Launch:
             self._event("note", warning, "warn")
 
     def _continue_phase(self, former: Mapping[str, Any], run: Path) -> None:
-        """Continues a phase: waits for confirmation again, continues its run, or starts the run."""
+        """Waits for confirmation again, continues or starts the phase, or ends the plan."""
         is_last, link = self._index + 1 == len(self._phases), self._services.link
         if former.get("state") == "waiting" and not is_last:
             self.state, self._why = "waiting", jsonl.text(former, "why")[:400]

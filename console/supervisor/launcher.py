@@ -287,8 +287,7 @@ def _wait_until_ready(
 ) -> None:  # fmt: skip
     """Waits until plan_state.json has the token of the lock. Raises ContractError.
 
-    A pid does not name the new supervisor: that of the former one may have been used again.
-
+    The pid in plan_state.json is not used, because the former supervisor may have had the same pid.
     A supervisor that is not ready in time is ended, unless it adopts a launch: ranks that are alive
     would end with it.
     """

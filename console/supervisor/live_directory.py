@@ -65,7 +65,7 @@ class Live:
             else:
                 unready.mkdir(mode=0o700)
             self._home = rundir.OpenDirectory(unready)
-            # Only the function `sweep` may have locked the directory of a supervisor that died.
+            # With `adopt`, only `sweep` can have the lock, because the former process is dead.
             fcntl.flock(self._home.fd, fcntl.LOCK_EX | (0 if adopt else fcntl.LOCK_NB))
             if not adopt:
                 self._create_files(unready, attempt)

@@ -59,7 +59,7 @@ SILENT_ALERTS = frozenset(
 def stall_doubt(run: Path) -> str:
     """Returns why the other files of a run do not confirm a stall, or "" if they confirm it.
 
-    If a CSV file, log or checkpoint was written T s after the newest record, and T is more than
+    If a file of `WRITTEN` was written T s after the newest record, and T is more than
     `RECORDS_LATE_S`, then this file contradicts a stall for T s. If there is no such file, or no
     record, or a clock was set back after the newest record, nothing confirms the records.
     """

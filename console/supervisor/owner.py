@@ -3,9 +3,9 @@
 The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that a
 rank wrote. Its child, a fork of this process, reads, writes and decides. If a child fails or is
 silent for too long, the next child starts with the documents that this process stores. The owner
-gives up if the launch cannot start. It also gives up if children fail repeatedly, the last one was
-not killed for its silence, and no process of the attempt is alive. If TERM or INT arrives and no
-child handles it in time, the owner itself sends TERM, and KILL after the grace time.
+gives up if the launch cannot start. It also gives up after repeated failures of children, if the
+last child was not killed for its silence and no process of the attempt is alive. If TERM or INT
+arrives and no child handles it in time, the owner itself sends TERM, and KILL after the grace time.
 """
 
 from __future__ import annotations

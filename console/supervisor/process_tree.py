@@ -1,4 +1,4 @@
-"""The processes of one attempt: torchrun, its ranks and everything that they started.
+"""The processes of one attempt: torchrun, its ranks and their descendants.
 
 The owner is the subreaper: a rank that outlives torchrun becomes a child of the owner, which then
 reads its exit code. If torchrun reaps a rank, the exit code comes from the handle of the rank, if

@@ -1,4 +1,4 @@
-"""Bounds the growing files of an attempt: rotates logs, splits samples into compressed parts.
+"""Rotates the logs of an attempt, and splits its samples into compressed parts.
 
 Ranks and torchrun open logs with O_APPEND. They therefore write at the beginning of a log after the
 log was copied to `.1` and truncated. Bytes written between the end of the copy and the truncation
@@ -160,7 +160,7 @@ def _compress(part: Path) -> None:
 
 
 class Upkeep:
-    """Bounds the logs and samples of one attempt, on the thread of the run directory."""
+    """Rotates the logs and splits the samples of one attempt, on the thread of the directory."""
 
     def __init__(self, directory: Directory, run: Path, attempt: int, samples: Path):
         self._directory, self._run, self._due_at = directory, run, 0.0

@@ -163,7 +163,7 @@ class Run:
 
     @property
     def pace_s(self) -> float:
-        """Seconds until the next tick: 1 s while all ranks run and no records wait, else less."""
+        """Seconds until the next tick: 1 s only if all ranks run and no records wait, else less."""
         attempt, tree = self.attempt, self.attempt.tree
         changing = attempt.stage != "run" or self.state == "stopping" or tree.incomplete
         if changing and self._next_at is None:
