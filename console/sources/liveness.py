@@ -89,8 +89,9 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
     """Returns the document `supervisor` with the newest state that it or one of `others` has.
 
     If a disk is full or does not answer, the document is late; the last `state` event or the
-    supervisor heartbeat is then newer. An end in the document is final. Times in the future are
-    ignored, and an end in `others` is used only if `_may_have_ended`.
+    supervisor heartbeat is then newer. An end in the document is final. A state in `others` is
+    ignored if its time is more than `CLOCK_S` in the future. An end in `others` is used only if
+    `_may_have_ended`.
     """
     if jsonl.text(supervisor, "state") in ENDED:
         return dict(supervisor)
