@@ -82,7 +82,7 @@ class Overlay(Box):
     gives_way = False
     """True if a key without a meaning here closes this overlay and then works in the view.
 
-    In a text field, such a key does nothing.
+    While a text field has the focus, such a key does not close the overlay.
     """
 
     class Closed(Message):
