@@ -113,8 +113,8 @@ class Difference:
 def _signature(op: str, sizes: str, group: str) -> str:
     """Returns a text that must be equal on all ranks.
 
-    It contains the operation. If every rank must have the same size in this operation, the text
-    also contains the number and the type of the elements.
+    The text contains the operation. If every rank must have the same size in this operation, the
+    text also contains the number and the type of the elements.
     """
     same = _SAME_SIZE_GLOO if group.startswith("gloo ") else _SAME_SIZE
     return op + (_SHAPE.sub(_elements, sizes) if same.fullmatch(op) else "")
@@ -340,10 +340,10 @@ def _groups(records: Mapping[int, FlightRecord]) -> dict[str, dict[int, _Member]
 def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
     """Returns the difference that explains the differences in the other groups.
 
-    It is a mismatch, or the difference of ranks that are behind in one group and wait in no other
-    group. If all ranks that are behind wait in other groups, the result is usually a mismatch, with
-    the ranks that wait alone in a group as `ranks`, or () if these are many. Otherwise, returns the
-    difference of a group in which ranks wait, or else of any group.
+    The first choice is a mismatch, or the difference of ranks that are behind in one group and wait
+    in no other group. If all ranks that are behind wait in other groups, the result is usually a
+    mismatch, with the ranks that wait alone in a group as `ranks`, or () if these are many.
+    Otherwise, returns the difference of a group in which ranks wait, or else of any group.
     """
     circular: list[str] = []
     found = {group: _difference(group, members) for group, members in groups.items()}

@@ -281,8 +281,8 @@ def has_lost_rank(supervisor: Record) -> bool:
 def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
     """Returns alerts on stopped processes of `ROLES`, or else on a silent supervisor that is alive.
 
-    `status` is the supervisor heartbeat, or {} if there is none. It is on this host, so its age
-    comes from the monotonic clock.
+    `status` is the supervisor heartbeat, or {} if there is none. The heartbeat is on this host,
+    so its age comes from the monotonic clock.
     """
     texts, mono = _stopped_processes(supervisor), jsonl.number(status, "mono")
     ages = age(jsonl.number(supervisor, "updated_ts")), mono and max(0.0, time.monotonic() - mono)

@@ -21,7 +21,7 @@ MOST_SHARE = 90
 class Drawer(Box):
     """Contains the message and the open overlay.
 
-    It is always mounted, because mounting a widget in the screen itself repaints everything.
+    The drawer is always mounted, because mounting a widget in the screen repaints everything.
     """
 
     DEFAULT_CSS = f"""
