@@ -113,7 +113,7 @@ class Window:
 def worst(
     found: float | None, value: float | None, choose: Callable[[float, float], float]
 ) -> float | None:
-    """Returns the worse of two values: nan if one is nan, or else what `choose` returns."""
+    """Returns nan if a value is nan, or else what `choose` returns; None counts as no value."""
     if value is None or found is None:
         return found if value is None else value
     return found if math.isnan(found) else value if math.isnan(value) else choose(found, value)

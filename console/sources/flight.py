@@ -33,7 +33,7 @@ MAX_COLLECTIVES = 2048
 MAX_TOTAL_BYTES = 64 << 20
 """The most bytes that one call of `latest` reads; records beyond this limit are not available."""
 MIN_PAST = MAX_SKIPPED = 8
-"""The least number of calls that show the usual order, and the most calls that a rank can skip."""
+"""The least number of calls that show the usual order, and the most skipped calls to look for."""
 RARE = 2
 """A call that is this many times rarer than another is unusual, but not certainly wrong."""
 DEFAULT_GROUP = "default_pg"
@@ -85,10 +85,11 @@ class Difference:
     """The result of comparing the flight records of ranks.
 
     - behind: `ranks` have not called collective `number`, in which other ranks wait.
-    - mismatch: the ranks call different operations as collective `number`. `ranks` are the
-      minority. If there is no minority, `ranks` are the ranks that make an unusual call (see
-      `_unusual`), or (). If several ranks are the root, `ranks` are all of them except the
-      lowest. If ranks wait for each other in different groups, `number` is None.
+    - mismatch: the ranks call different operations or sizes as collective `number`. `ranks` are
+      the minority. If there is no minority, `ranks` are the ranks that make an unusual call (see
+      `_unusual`), or (). It is also a mismatch if several ranks are the root; `ranks` are then
+      these ranks except the lowest. If ranks wait for each other in different groups, `number` is
+      None.
     - same: no rank waits for a rank that is behind. `number` is the collective in which ranks
       wait, or None if no rank waits in a collective.
     - unknown: there is nothing to compare. `number` is the collective in which a rank waits, or
@@ -112,8 +113,8 @@ class Difference:
 def _signature(op: str, sizes: str, group: str) -> str:
     """Returns a text that must be equal on all ranks.
 
-    It contains the operation. For the operations in `_SAME_SIZE` it also contains the number and
-    the type of the elements.
+    The text contains the operation. If every rank must have the same size in this operation, the
+    text also contains the number and the type of the elements.
     """
     same = _SAME_SIZE_GLOO if group.startswith("gloo ") else _SAME_SIZE
     return op + (_SHAPE.sub(_elements, sizes) if same.fullmatch(op) else "")
@@ -339,10 +340,10 @@ def _groups(records: Mapping[int, FlightRecord]) -> dict[str, dict[int, _Member]
 def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
     """Returns the difference that explains the differences in the other groups.
 
-    It is a mismatch, or the difference of ranks that are behind in one group and wait in no other
-    group. If all ranks that are behind wait in other groups, the result is usually a mismatch, with
-    the ranks that wait alone in a group as `ranks`, or () if these are many. Otherwise, returns the
-    difference of a group in which ranks wait, or else of any group.
+    The first choice is a mismatch, or the difference of ranks that are behind in one group and wait
+    in no other group. If all ranks that are behind wait in other groups, the result is usually a
+    mismatch, with the ranks that wait alone in a group as `ranks`, or () if these are many.
+    Otherwise, returns the difference of a group in which ranks wait, or else of any group.
     """
     circular: list[str] = []
     found = {group: _difference(group, members) for group, members in groups.items()}

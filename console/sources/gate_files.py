@@ -1,6 +1,6 @@
 """Reads logs, the newest checkpoint, and the speed of an earlier phase, for the gates.
 
-All sizes are bounded, and a file that is a link is not read. If a log cannot be read completely,
+Each read has a limit, and a file that is a link is not read. If a log cannot be read completely,
 the gate `no_log_errors` is unknown, unless the part that was read has an error.
 """
 
@@ -94,7 +94,10 @@ def _last_speed(run: Path) -> float | None:
 
 
 def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
-    """Returns the number of lines with an error, the first such line, and what was not read."""
+    """Returns the number of lines with an error, the first such line, and a doubt.
+
+    The doubt says why a log was not read completely, or is "".
+    """
     count, first, doubt, left = 0, "", "", ALL_BYTES
     if attempts > MAX_ATTEMPTS:
         doubt = f"there are more than {MAX_ATTEMPTS} attempts"

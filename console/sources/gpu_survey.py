@@ -1,4 +1,4 @@
-"""Reads the GPUs that NVML finds on this host once, in a child process, because a call may hang.
+"""Reads the GPUs of this host once; a child process calls NVML, because a call may hang.
 
 KILL does not end a process that hangs in the driver, so the parent waits only `KILLED_S` for it.
 """
@@ -61,7 +61,7 @@ def survey(limit_s: float = LIMIT_S) -> Survey:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
     except OSError as error:
-        raise ContractError(f"no process to read the GPUs can start: {error.strerror}") from None
+        raise ContractError(f"cannot start a process to read the GPUs: {error.strerror}") from None
     try:
         answer, _ = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired as late:

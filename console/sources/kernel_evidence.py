@@ -188,7 +188,7 @@ def _tracer(pid: int) -> tuple[int, str] | None:
 
 
 def _is_frozen(pid: int) -> bool:
-    """Returns whether the process is in a frozen cgroup (version 2, or freezer of version 1)."""
+    """Returns whether a cgroup of the process is, or is being, frozen (version 2 or 1)."""
     return any(
         line in read_text(f"{folder}/{name}").splitlines()
         for folder in (*procfs.cgroup_folders(pid), *procfs.cgroup_folders(pid, "freezer"))

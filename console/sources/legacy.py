@@ -28,7 +28,7 @@ CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
 
 
 def is_legacy(run: Path) -> bool:
-    """Returns whether a run has no run.json, and its first heartbeat record is a legacy record."""
+    """Returns whether a run has no run.json, and the first record of rank 0 is a legacy record."""
     if (run / rundir.RUN).exists():
         return False
     head = jsonl.read_bytes(rundir.heartbeat(run, 0), HEAD_BYTES, 0)

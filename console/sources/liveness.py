@@ -89,8 +89,9 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
     """Returns the document `supervisor` with the newest state that it or one of `others` has.
 
     If a disk is full or does not answer, the document is late; the last `state` event or the
-    supervisor heartbeat is then newer. An end in the document is final. Times in the future are
-    ignored, and an end in `others` is used only if `_may_have_ended`.
+    supervisor heartbeat is then newer. An end in the document is final. A state in `others` is
+    ignored if its time is more than `CLOCK_S` in the future. An end in `others` is used only if
+    `_may_have_ended`.
     """
     if jsonl.text(supervisor, "state") in ENDED:
         return dict(supervisor)
@@ -280,8 +281,8 @@ def has_lost_rank(supervisor: Record) -> bool:
 def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
     """Returns alerts on stopped processes of `ROLES`, or else on a silent supervisor that is alive.
 
-    `status` is the supervisor heartbeat, or {} if there is none. It is on this host, so its age
-    comes from the monotonic clock.
+    `status` is the supervisor heartbeat, or {} if there is none. The heartbeat is on this host,
+    so its age comes from the monotonic clock.
     """
     texts, mono = _stopped_processes(supervisor), jsonl.number(status, "mono")
     ages = age(jsonl.number(supervisor, "updated_ts")), mono and max(0.0, time.monotonic() - mono)

@@ -1,4 +1,4 @@
-"""Merges the logs of one attempt in the order in which lines are read, safe for a terminal.
+"""Merges the logs of one attempt in the order in which lines are read; cleans each line.
 
 Lines of ranks carry no time, so no other order between sources is known.
 """

@@ -42,8 +42,9 @@ _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 def program() -> str:
     """Returns a command that starts this program: `python -m console`, its name or its path.
 
-    The path is returned if this process was started by it and the shell does not find the same file
-    under the name. Another process, such as a supervisor, gets the name, found or not.
+    The path is returned if this process was started by its path, and the shell does not find the
+    same file under the name. A process that was started otherwise, such as a supervisor, gets the
+    name, even if the shell does not find it.
     """
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.parts[-2:] == ("console", "__main__.py"):

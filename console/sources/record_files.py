@@ -22,7 +22,7 @@ from trainers.contract import heartbeat, jsonl, rundir
 MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 128 << 10
-"""Bytes that are read for one batch; the decoded records need about 15 times as much memory."""
+"""The most bytes that are read for one batch; the decoded records need more memory."""
 MAX_PART_BYTES = 64 << 20
 """`read_line` stops after about this many unpacked bytes of a compressed part."""
 HEAD_BYTES = 4096
@@ -163,7 +163,7 @@ def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
 class RecordFile:
     """Follows one file of records from part to part.
 
-    When the growing file is long, it becomes a part, and a new file continues it.
+    A long sample file becomes a part, and a new file continues the records.
     """
 
     def __init__(self, path: Path, tail: Tail, skipped: int = 0, left_out_bytes: int = 0):

@@ -144,7 +144,7 @@ class RunSource:
     def _begin(self, run: Path) -> RunRecords:
         """Returns a `RunRecords` of a run.
 
-        It ignores the snapshot if the run directory is missing or is a link.
+        The `RunRecords` ignores the snapshot if the run directory is missing or is a link.
         """
         self._began_away = self._is_away
         first: Reads = "recent" if self._reads == "charts" else self._reads

@@ -22,7 +22,7 @@ RECENT_BYTES = 256 << 10
 MAX_TAIL_BYTES = 64 * RECENT_BYTES
 """If more bytes of heartbeat records follow a snapshot, `recent` ignores the snapshot."""
 SHORT_BYTES = 4 << 20
-"""For the charts of a run with at most this many bytes of records, every record is read."""
+"""The charts of a run with at most this many bytes, and no compressed part, use every record."""
 Reads = Literal["all", "recent", "charts", "end"]
 """The records to read.
 

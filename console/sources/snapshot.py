@@ -4,7 +4,7 @@ A snapshot has totals and the places of the newest records. It is valid only for
 which it was made. A file is identified by its name, part and the hash of its first line. The newest
 records must still be at their places.
 
-An object is stored as a mapping from field names to values; default values are left out.
+A dataclass is stored as a mapping from field names to values; default values are left out.
 """
 
 from __future__ import annotations

@@ -283,9 +283,10 @@ class Summary:
 
     @property
     def resumed_at_end(self) -> int:
-        """The step of the checkpoint that all ranks loaded, if no rank recorded a step; else 0.
+        """The step of the checkpoint that all ranks loaded, or 0.
 
-        It is also 0 if the run stalled or was restarted, or if a rank did not exit with code 0.
+        The value is 0 if a rank recorded a step or did not exit with code 0, or if the run stalled
+        or was restarted.
         """
         parts = [self.of_attempt(rank, 1) for rank in range(self.world)]
         starts = {part.start if part and part.exit and part.exit[1] == 0 else 0 for part in parts}

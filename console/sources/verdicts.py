@@ -61,9 +61,9 @@ def newest(run: Path) -> Verdict | None:
 def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
     """Returns a verdict of another run in `root` with the same cause and line of code, or None.
 
-    The search begins with the newest launch. It covers the newest `MAX_LAUNCHES` launches, the
-    last `MAX_RUNS` runs of each launch, and about `MAX_SEARCH_BYTES`. A verdict without a line of
-    code has no match.
+    The search begins with the newest launch, and reads the last `MAX_RUNS` runs of a launch. The
+    search ends after `MAX_LAUNCHES` launches, or after about `MAX_SEARCH_BYTES`. A verdict without
+    a line of code has no match.
     """
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():

@@ -131,7 +131,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         )  # fmt: skip
 
     def _painted(self) -> None:
-        """Starts what has waited for the first picture: feed, preload and garbage collection."""
+        """Starts the feed, the preload and garbage collection, after the first picture."""
         self.feed.start()
         threading.Thread(target=preload, name="preload", daemon=True).start()
         gc.freeze()
@@ -230,7 +230,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         await self.action_key(key_id)
 
     def on_key(self, event: Key) -> None:
-        """Shows a message if no overlay is open and the key of a character has no function."""
+        """Shows a message if a typed character has no function and no overlay is open."""
         bound = {event.key, event.character} & keys.BOUND
         if self.overlay is None and event.is_printable and not bound:
             self.say(f"{event.character} has no function; ? shows the keys", "error")

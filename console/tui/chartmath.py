@@ -81,7 +81,7 @@ def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:
 
 
 class Curves:
-    """Computes the curves of one chart; if points were only added, only the last columns again."""
+    """Computes the curves of one chart, or only their last columns if points were only added."""
 
     def __init__(self) -> None:
         self._view: object = None

@@ -38,7 +38,7 @@ class Chart:
 
     @property
     def unit_word(self) -> str:
-        """The unit for the title; not for durations and sizes, whose values have their own unit."""
+        """The words after the title: `measures` and the unit, except a unit of time or size."""
         unit = {"share": "%", "s": "", "GiB": ""}.get(self.unit, self.unit)
         return f"{self.measures} {unit}".strip()
 

@@ -45,8 +45,8 @@ class CannotAsk(Exception):
 def question(state: RunState | None, *actions: Action) -> Question:
     """Returns the confirmation of actions on the displayed run, with one button per action.
 
-    While a launch waits between two phases, a halt or stop becomes a halt of the launch. Raises
-    CannotAsk.
+    Of adopt and resume, only the possible action has a button. While a launch waits between two
+    phases, a halt or stop becomes a halt of the launch. Raises CannotAsk.
     """
     state, first = _shown(state), actions[0]
     launch = state.launch

@@ -1,7 +1,7 @@
 """Polls the run for the screen in one thread, and delivers the data of each poll as a snapshot.
 
 The thread is a daemon thread, so a directory that does not answer blocks neither the screen nor its
-exit. It belongs to no executor, because the interpreter waits for the threads of executors at exit.
+exit. No executor owns it, because the interpreter waits at exit for the threads of executors.
 """
 
 from __future__ import annotations

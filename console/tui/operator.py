@@ -72,7 +72,7 @@ def _check_not_continued(launch: Path, root: Path) -> None:
 class Operator:
     """Asks questions, sends requests and starts launches; `do_<id>` executes the key `<id>`.
 
-    By default, `actions` is the module `console.actions`. Its import costs 50 ms and 3 MiB, so the
+    By default, `actions` is the module `console.actions`. Its import costs time and memory, so the
     first thread that needs the module imports it. `request` sends a request and returns the answer.
     """
 

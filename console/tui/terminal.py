@@ -22,7 +22,7 @@ def detect(environment: Mapping[str, str], mouse: bool | None) -> Terminal:
     """Returns the terminal that the environment describes; `mouse`, if not None, has precedence.
 
     By default the mouse is off over SSH, because a terminal that reattaches loses its mouse mode.
-    While the mouse is on, many terminals cannot select text.
+    While the mouse is on, many terminals do not select text when the mouse is dragged.
     """
     term = environment.get("TERM", "")
     locale = next(

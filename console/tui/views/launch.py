@@ -148,8 +148,8 @@ class Launch(Scrolls, View):
     def _check_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         """Returns the gates of a launch in progress, or else the checks of the draft.
 
-        The gates of a run that has ended are shown above the checks. They may use half the height,
-        or more if the checks leave room.
+        The gates of a run that has ended are shown above the checks. The gates may use half the
+        height, or more if the checks leave room.
         """
         state, rows = snapshot.state, []
         is_live, is_whole = live_launch(snapshot) is not None, height >= WHOLE

@@ -21,7 +21,7 @@ class Main(Screen[None], inherit_bindings=False):
     focused = Reactive[Widget | None](None, repaint=False)
 
     def on_resize(self) -> None:
-        """Makes the rows that depend on the size of the screen again, before the layout."""
+        """Draws again, before the layout, the rows that depend on the size of the screen."""
         for each in (*self.query(Wrapped), *self.query(Reader)):
             each.fit()
 

@@ -41,7 +41,7 @@ class Item:
         """A sentence about the flag or choice."""
         if self.flag is not None:
             return self.flag.key.help
-        return "wait for L, or go on if all gates passed"
+        return "wait for L, or start the next phase if all gates passed"
 
 
 def items(

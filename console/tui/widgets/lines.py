@@ -23,7 +23,7 @@ PLAIN = Style.null()
 
 
 class Plain(Widget):
-    """A widget without scrolling, border and padding; a hidden widget keeps its last size."""
+    """A widget without scrolling, border or padding; a hidden widget keeps its last size."""
 
     virtual_size = Reactive(Size(0, 0), repaint=False)
 

@@ -21,7 +21,7 @@ MOST_SHARE = 90
 class Drawer(Box):
     """Contains the message and the open overlay.
 
-    It is always mounted, because mounting a widget in the screen itself repaints everything.
+    The drawer is always mounted, because mounting a widget in the screen repaints everything.
     """
 
     DEFAULT_CSS = f"""
@@ -82,7 +82,7 @@ class Overlay(Box):
     gives_way = False
     """True if a key without a meaning here closes this overlay and then works in the view.
 
-    In a text field, such a key does nothing.
+    While a text field has the focus, such a key does not close the overlay.
     """
 
     class Closed(Message):

@@ -44,9 +44,10 @@ def phase_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns the phases with their states and what they prove.
 
-    A low panel shows only the phases around the current phase, and at most what one phase proves:
-    the current phase, or the next phase if the current phase has completed. The reason for a state
-    is shown only if it fits beside the state; with `WHOLE` as height it is always shown.
+    A low panel shows only the phases around the current phase. If there is room, the panel also
+    shows what one phase proves: the current phase, or the next phase if the current phase has
+    completed. The reason for a state is shown only if it fits beside the state; with `WHOLE` as
+    height it is always shown.
     """
     limit = 99 if height >= WHOLE else 2
     sentences = [wrap(phase.proves, width - 4, limit) for phase in phases]

@@ -166,7 +166,7 @@ def test_a_process_that_cannot_start_is_reported_with_its_reason(machine, monkey
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     result, text = machine.check(gpus=1)
     assert result == "fail"
-    assert text.startswith("no process to read the GPUs can start: No such file or directory")
+    assert text.startswith("cannot start a process to read the GPUs: No such file or directory")
 
 
 @pytest.mark.parametrize(
