@@ -338,7 +338,9 @@ def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes])
                 for row in LAUNCH if launch else ():
                     _add_row(archive, cast(Path, launch).absolute(), row, "")
                 for folder, into in _runs(path, run):
-                    for row in TABLE:
+                    if is_link := folder.is_symlink():
+                        archive.leave_out(folder.name, "the run is a link")
+                    for row in () if is_link else TABLE:
                         _add_row(archive, folder.absolute(), row, into)
                 manifest = archive.finish(about)
             file.flush()

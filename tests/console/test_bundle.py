@@ -138,6 +138,10 @@ def hostile(tmp_path) -> Path:
     os.mkfifo(run / "gates.json")
     (run / "verdicts").symlink_to(tmp_path / "outside")
     (run / "env.json").mkdir()
+    other = directory.run(tmp_path / "outside" / "1-linked")
+    (other / "verdicts").mkdir()
+    (other / "verdicts" / "1.json").write_text('{"sentence": "private words"}')
+    (launch / "1-linked").symlink_to(other)
     (run / "samples_a\nb.jsonl").write_text("{}")
     for rank in range(8):
         count = 40 if rank else 1200
@@ -160,7 +164,7 @@ def test_a_hostile_directory_gives_a_bounded_bundle_without_foreign_files(hostil
     assert max(map(len, beats.values())) <= bundle.TAIL_BYTES
     assert all(data.startswith(b'{"msg"') for data in beats.values())
     left = {each["name"] for each in manifest["left_out"]}
-    assert {"run/gates.json", "run/env.json", "run/logs/attempt1/rank1.log"} <= left
+    assert {"run/gates.json", "run/env.json", "run/logs/attempt1/rank1.log", "1-linked"} <= left
     assert sum(map(len, files.values())) < bundle.MAX_TOTAL_BYTES
     assert {"status.json", "diagnosis.txt", "diagnosis.json", "facts.json", "plan.json",
             "run/run.json", "run/supervisor.json"} <= files.keys()  # fmt: skip
