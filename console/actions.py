@@ -369,7 +369,7 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
     For the id "", which `send` returns after a direct halt, returns an answer at once.
     """
     if not request_id:
-        text = "no supervisor: .HALT is written; ranks that are alive halt, no later attempt starts"
+        text = "no supervisor: .HALT was written; ranks that live halt, no later attempt starts"
         return {"ok": True, "text": text, "detail": [], "request": ""}
     top = launches.launch_of(path)
     folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]
