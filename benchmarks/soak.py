@@ -153,7 +153,7 @@ def end(chaos: Chaos) -> str:
 
 
 def settle(found: list[Injected], done: list[steps.Step]) -> None:
-    """Fills in when the first step of the next attempt ended, and the lost steps."""
+    """Sets for each fault the time to the first step of the next attempt, and the lost steps."""
     firsts = steps.firsts(done)
     ended = {(step.attempt, step.number): step.ts for step in done}
     for each in found:

@@ -48,7 +48,8 @@ def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """
     batch, heads, rest, _ = q.shape
     groups = k.shape[1]
-    # The kernel needs enough rows, but a chunk of c tokens reads c more keys for every query.
+    # A larger chunk gives the kernel more rows, but with chunks of c tokens each query reads c
+    # keys beyond its window.
     chunk = min(max(window, 16), max(CHUNK_ROWS * groups // heads, 16), 128)
     spare = -rest % chunk
     if spare:

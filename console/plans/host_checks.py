@@ -176,9 +176,10 @@ def ports(_case: Case) -> Found:
 
 
 def leftovers(case: Case) -> Found:
-    """Lists trainers without a supervisor. A plan with GPUs fails if such a trainer has a GPU open.
+    """Lists trainers without a supervisor.
 
-    A trainer without a GPU is at most a warning: it shares only cores and memory with the launch.
+    For a plan with GPUs, the check fails if such a trainer has a GPU open. A trainer
+    without one is at most a warning: it shares only cores and memory with the launch.
     """
     proc = case.root / "proc"
     found = unsupervised(proc)

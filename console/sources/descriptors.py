@@ -133,8 +133,8 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
     """Returns a socket as the object that a system call waits for.
 
-    As far as the kernel's tables have them, the text contains the path of a local socket, or the
-    address of a TCP socket's peer. With `accepts`, a TCP socket is named by its own address.
+    The text contains the path of a local socket, or the address of a TCP socket's peer, if the
+    kernel's tables have it. With `accepts`, a TCP socket is named by its own address.
     """
     here, peer, state = tcp_entry(socket_tables(pid), inode)
     if not state:

@@ -302,7 +302,10 @@ class Monitor:
 
 
 def _says(verdict: Verdict) -> tuple[object, ...]:
-    """Returns the parts of a verdict whose change makes a new verdict, without `_CHANGING`."""
+    """Returns the parts of a verdict whose change makes a new verdict.
+
+    Texts that match `_CHANGING` are removed from its sentence.
+    """
     place = verdict.rank, verdict.phase, verdict.step
     sentence = _CHANGING.sub("", verdict.sentence)
     return verdict.cause, verdict.sure, verdict.action, sentence, *place

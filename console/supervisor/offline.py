@@ -60,8 +60,9 @@ def stall_doubt(run: Path) -> str:
     """Returns why the other files of a run do not confirm a stall, or "" if they confirm it.
 
     If a file of `WRITTEN` was written T s after the newest record, and T is more than
-    `RECORDS_LATE_S`, then this file contradicts a stall for T s. If there is no such file, or no
-    record, or a clock was set back after the newest record, nothing confirms the records.
+    `RECORDS_LATE_S`, then this file contradicts a stall until T s after it was written. If there is
+    no such file, or no record, or a clock was set back after the newest record,
+    nothing confirms the records.
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
     others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))

@@ -107,7 +107,7 @@ def test_documents_stay_json_without_their_secrets():
 
 
 def opened(path: Path) -> tuple[dict[str, bytes], dict]:
-    """Returns the members of a bundle without its top directory, and its manifest."""
+    """Returns the files of a bundle by their name below its top directory, and its manifest."""
     with tarfile.open(path) as tar:
         assert all(member.isreg() for member in tar)
         files = {

@@ -211,7 +211,7 @@ def planted(folder: Path) -> None:
 
 @pytest.mark.parametrize("start", ["-m console", "nsa-console", "torchrun"])
 def test_a_command_imports_nothing_from_the_working_directory(tmp_path, monkeypatch, start):
-    """With `-m console`, Python finds `console` itself before any code of the console runs."""
+    """With `-m console`, Python would import a planted `console`, so the test renames it."""
     planted(tmp_path)
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
     words = [str(Path(sys.executable).with_name("nsa-console")), "flags"]

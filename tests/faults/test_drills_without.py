@@ -18,7 +18,8 @@ PAIRS = tuple(itertools.combinations((
     "states of processes and threads", "system call and wchan", "descriptors",
     "the process evidence of the culprit", "the process evidence of one other rank",
 ), 2))  # fmt: skip
-"""Pairs of kinds of evidence. Without such a pair, earlier rules gave wrong verdicts as "high"."""
+"""Pairs of kinds of evidence. If both were missing, earlier rules gave wrong verdicts with high
+confidence."""
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 
 

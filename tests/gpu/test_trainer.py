@@ -139,7 +139,7 @@ def test_shards_on_a_gpu_are_saved_in_the_background_and_resumed_bitwise(tmp_pat
 
 @pytest.mark.parametrize("changes", [BF16, FP16, BF16 | {"train__accumulate": 2}], ids=str)
 def test_the_host_waits_for_the_gpu_only_in_steps_with_a_record(tmp_path, changes):
-    """A training of twice as many steps with the same number of records waits as often."""
+    """With the same number of records, 40 steps wait for the GPU as often as 20 steps."""
     waits = []
     for steps in (20, 40):
         run = train(

@@ -126,7 +126,7 @@ class Member:
         self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
 
     def close(self, step: int, phase: str = "", **figures: Any) -> bool:
-        """Writes the exit record and waits for the disk; returns False if this takes too long.
+        """Queues the exit record and waits for the writer; returns False if this takes too long.
 
         `phase` is the phase in which the rank ends; the default is the phase of its pulse.
         """

@@ -276,7 +276,7 @@ class Launch(Scrolls, View):
         return bool(why)
 
     def do_phases(self) -> None:
-        """Switches changed flags between the next phase and all later phases."""
+        """Switches whether changed flags apply to the next phase only or to all later phases."""
         if live_launch(self.snapshot) is None:
             self.console.say("v works only while a launch runs: a new launch has these flags "
                              "in all its phases", "error")  # fmt: skip

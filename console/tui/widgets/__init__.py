@@ -1,1 +1,1 @@
-"""The parts of the screen, one per file."""
+"""The parts of the screen, and the widgets that they share."""

@@ -57,7 +57,7 @@ class Written:
 def attempt(
     number: int, steps: range, rank: int = 0, exit_code: int | None = 0, **figures: Any
 ) -> Written:
-    """Returns the records of an attempt, one for each step.
+    """Returns the records of an attempt: of its start, of each step, and of its end.
 
     If `steps` starts after step 1, the attempt has resumed. None as `exit_code` stands for a kill.
     """

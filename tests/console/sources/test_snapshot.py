@@ -46,7 +46,7 @@ def test_a_snapshot_with_later_records_gives_the_state_of_all_records(tmp_path_f
 
 
 def charted(run: Path) -> list[float]:
-    """Returns the times of the points that the charts show."""
+    """Returns the times of the points in the chart of rank 0's memory."""
     source = RunSource(run, reads="charts")
     source.poll()
     source.poll()

@@ -136,7 +136,7 @@ def test_the_open_stall_of_a_former_supervisor_is_raised_again_and_not_counted_a
 
 
 def test_a_stall_that_no_step_ends_is_not_said_to_step_again(tmp_path, clock):
-    """A stopped process runs again before its next step; ranks may also just exit."""
+    """A stall also ends when a stopped process runs again, and when the ranks exit."""
     stage = Stage(tmp_path)
     stage.poll(4.0, states="ST")
     stage.poll(4.0)
