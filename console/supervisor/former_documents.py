@@ -117,7 +117,7 @@ class FormerRun:
     is_last: bool
     """True if the end of the plan was requested."""
     end: ReaderView
-    """The recorded end of the run; without a state if none is recorded or a process is alive."""
+    """What `recorded_end` returns; without a state if a process is alive."""
 
     @property
     def is_final(self) -> bool:
@@ -130,9 +130,14 @@ class FormerRun:
 
 
 def recorded_end(state: Mapping[str, Any]) -> ReaderView:
-    """Returns the end in supervisor.json, or a view without a state if there is none."""
+    """Returns the end in supervisor.json, or a view without a state if there is none.
+
+    A recorded success is left out: a program could forge it, and it would start the next phase. The
+    exit codes and the records of the ranks decide about it.
+    """
     name, why = jsonl.text(state, "state"), clean(jsonl.text(state, "why"), 400)
-    return ReaderView(cast(State, name), why) if name in FINAL and why else ReaderView()
+    is_kept = name in FINAL and name != "completed" and why
+    return ReaderView(cast(State, name), why) if is_kept else ReaderView()
 
 
 def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:

@@ -63,7 +63,7 @@ class Launch:
             services.link,
         )  # fmt: skip
         self._ended_by, self._requested = "", set[str]()
-        """Why no further phase starts, or ""; and for each request "ACTION requested by SENDER"."""
+        """Why no further phase starts, or ""; "ACTION requested by SENDER" for each of `STOPS`."""
         self._numbers: dict[Path, int] = {}
         """The newest attempt of each run that ended under this process."""
         self._last_poll = self.over = False
@@ -280,7 +280,8 @@ class Launch:
         if self.state == "ended":
             return False, f"the plan has ended: {self._why}", []
         failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []
-        self._requested.add(f"{request.action} requested by {request.by}")
+        if request.action in former_documents.STOPS:
+            self._requested.add(f"{request.action} requested by {request.by}")
         name = f"_do_{request.action.replace('-', '_')}"
         return self._observers.call("requests", lambda: getattr(self, name)(request), failure)
 

@@ -65,6 +65,27 @@ def test_an_adoption_keeps_the_end_that_only_the_events_have(begin):
     assert (started.state()["state"], started.state()["why"]) == (exact["state"], exact["why"])
 
 
+@pytest.mark.parametrize("source", ["document", "event"])
+def test_a_recorded_success_without_other_evidence_starts_no_phase(begin, source):
+    """Any program of this user can write the two files; the ranks exited with code 7."""
+    phases = [phase("one", "member.py", 100_000, "leave"), phase("two", "member.py", 3)]
+    started = begin(*phases, shell=STUB)
+    started.wait(lambda: len(started.pids()) == 2)
+    documents = (started.run() / rundir.SUPERVISOR, started.path / rundir.PLAN_STATE)
+    before = {path: path.read_bytes() for path in documents}
+    started.wait_over()
+    for path, content in before.items():
+        path.write_bytes(content)
+    claim = {"state": "completed", "why": "all ranks reached the end"}
+    if source == "document":
+        change(documents[0], **claim)
+    else:
+        tell(started.run(), {"kind": "state", "ts": time.time()} | claim)
+    actions.adopt(started.path)
+    assert "code 7" in started.wait_over()["why"]
+    assert not (started.path / "1-two").exists()
+
+
 def test_a_reader_says_that_the_document_lacks_the_end(tmp_path):
     """The ranks and the figures may then be older than the end."""
     run = directory.run(tmp_path / "0-first", updated_ts=time.time() - 60)
