@@ -141,7 +141,7 @@ TABLE: tuple[Action, ...] = (
         key="R", title="Start a new supervisor for this launch?",
     ),
     Action(
-        "resume", "Launch the rest of a launch that has ended, from its newest checkpoint.",
+        "resume", "Launch the rest of an ended launch, from its newest checkpoint if it has one.",
         cost=("keeps", "all other launches, also the one that has ended"), key="R",
     ),
     Action(

@@ -249,7 +249,7 @@ class _Chunk:
     def tiles(self, keys: "_Blocks", values: "_Blocks") -> "list[_Tiles]":
         """Returns the tiles of all (query, block) pairs that are not near, in groups.
 
-        A group needs about `PART_BYTES` of memory. Each block has as many tiles as its pairs need.
+        A group needs about `PART_BYTES` of memory. Each block has enough tiles for its pairs.
         For example, the queries a … e selected block 3, and f, g, h selected block 5. With 4 slots
         in a tile, `row` is
 

@@ -61,7 +61,7 @@ class Source:
 
 
 def stack(sequences: Sequence[bytes | bytearray], length: int, kind: torch.dtype) -> Tensor:
-    """Returns sequences of the same length as one tensor `[B, length]` of `kind`."""
+    """Joins sequences into one tensor `[B, length]` of `kind`; each sequence is a row."""
     if not sequences:
         return torch.empty(0, length, dtype=kind)
     flat = torch.frombuffer(bytearray().join(sequences), dtype=kind)

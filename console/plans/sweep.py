@@ -39,7 +39,7 @@ FACTS: Mapping[str, tuple[str, ...]] = {
     "strategy": (), "comm_backend": ("train.device",), "comm_hook": ("ddp.",),
     "backend": ("attention.", "model.", "data.seq_len", "train.precision", "train.device"),
 }  # fmt: skip
-"""Keys of env.json that must agree; prefixes of settings and flags that may change each value."""
+"""Keys of env.json that must agree. Settings and flags with these prefixes may change the value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ TIMEOUT_CODE = 10
 
 
 def code_of(error: BaseException) -> int | None:
-    """Returns the code of an NVMLError, or None for any other exception."""
+    """Returns the code of an NVMLError, or None for an error without an int `value`."""
     code = getattr(error, "value", None)
     return code if isinstance(code, int) else None
 

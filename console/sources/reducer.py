@@ -1,7 +1,7 @@
 """Reduces the records of a run to its state: first each file separately, then all together.
 
 The order in which the files are read does not matter. So the same records give the same state
-(except the pace), and a snapshot of that state replaces all earlier records.
+(except the pace), and a reader can continue from a snapshot of that state.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Series:
         return frozenset(self._files)
 
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
-        """Adds the valid durations of the steps that ended with `step`."""
+        """Adds the valid durations of the last steps up to `step`."""
         valid = _valid_durations(durations)
         self.durations_s.extend(valid)
         self._steps += len(valid)

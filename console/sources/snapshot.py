@@ -1,4 +1,4 @@
-"""Makes and reads snapshots: the state of a reducer, which replaces all earlier records.
+"""Makes and reads snapshots: the state of a reducer after the records so far.
 
 A snapshot has totals and the places of the newest records. It is valid only for the files from
 which it was made. A file is identified by its name, part and the hash of its first line. The newest
@@ -214,7 +214,7 @@ def _read(kind: Any, value: Any, file: Path | None = None, empty: Any = None) ->
 
 
 def _object(kind: Any, saved: Mapping[str, Any], file: Path | None, empty: Any) -> Any:
-    """Returns an object of the dataclass `kind`; in `Rows[Step]`, Step is the type of each row."""
+    """Returns an object of the dataclass `kind`; `kind` may be generic, such as `Rows[Step]`."""
     values = {}
     for each, hint in _kinds_of_fields(kind):
         if each.name in saved:

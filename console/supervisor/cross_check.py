@@ -136,7 +136,7 @@ def check_run(
     If supervisor.json lacks the end of the run, for example after a full disk, the end comes from
     the supervisor heartbeat or from the last state in the events, unless a rank is alive. No
     further attempt starts then, whatever the end is.
-    After a halt, stop or kill that was requested before, no further attempt starts.
+    If the former supervisor accepted a halt, stop or kill, no further attempt starts either.
     Raises RefusedError, for example if plan.json or a process that is alive contradicts run.json.
     """
     document, record = (

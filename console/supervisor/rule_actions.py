@@ -15,6 +15,8 @@ from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 
 HALT_AGAIN_S = 10.0
+"""Time after which a halt that failed is tried again."""
+HALT_FAILED = "halt-failed"
 
 
 class Policy:
@@ -22,14 +24,15 @@ class Policy:
 
     def __init__(self, directory: Directory, dumps: Dumps, end: Callable[[str, str], str]):
         self._directory, self._dumps, self._end = directory, dumps, end
-        self._due: list[tuple[Run, Change]] = []
+        self._due: list[tuple[float, Run, Change]] = []
+        """Actions of rules, each with the time from which it is executed."""
         self._halt_at = 0.0
         """A `.HALT` in the launch directory has no effect before this time."""
 
     def apply(self, run: Run) -> None:
         """Dumps the stacks that a verdict or an action needs; then executes the actions.
 
-        An action is dropped if its rule is no longer raised after the dump.
+        An action is dropped if its rule is no longer raised when the action is due.
         """
         if not self._dumps.busy and (wanted := run.attempt.monitor.pop_dump_wanted()):
             handles = run.attempt.tree.handles().items()
@@ -37,11 +40,13 @@ class Policy:
         for change in run.attempt.monitor.pop_actions():
             self._dumps.start(run.path, run.live, run.attempt.tree.handles())
             if change.action != "dump":
-                self._due.append((run, change))
+                self._due.append((0.0, run, change))
         if self._dumps.busy:
             return
-        due, self._due = self._due, []
-        for of, change in due:
+        now = time.monotonic()
+        due = [each for each in self._due if each[0] <= now]
+        self._due = [each for each in self._due if each[0] > now]
+        for _, of, change in due:
             if of is run and not run.over and run.attempt.monitor.is_raised(change.rule.name):
                 self._execute(run, change)
 
@@ -56,7 +61,7 @@ class Policy:
             lambda: rundir.write_atomic(path / rundir.ANOMALY, word), lambda why: None, path
         )
         if action == "halt":
-            self.halt(run, by, partial(self._report_failure, run))
+            self.halt(run, by, partial(self._report_failure, run, change))
         else:
             self._end(action, by)
 
@@ -67,6 +72,7 @@ class Policy:
             if why_not:
                 then((False, f"{why_not}; request stop to end them", []))
             else:
+                run.alerts.clear(HALT_FAILED, ".HALT is written")
                 then((True, self._end("halt", by), []))
 
         self._directory.write_request(run.path, rundir.HALT, by, report)
@@ -79,11 +85,16 @@ class Policy:
         if run is None:
             self._end("halt", by)
         else:
-            self.halt(run, by, partial(self._report_failure, run))
+            self.halt(run, by, partial(self._report_failure, run, None))
 
-    def _report_failure(self, run: Run, outcome: Outcome) -> None:
-        """Writes an event if the halt by a rule or `.HALT` failed; only `.HALT` is tried again."""
+    def _report_failure(self, run: Run, change: Change | None, outcome: Outcome) -> None:
+        """If the halt by a rule (`change`) or `.HALT` failed, alerts and lets it be tried again."""
         done, text, _ = outcome
-        if not done:
-            self._halt_at = time.monotonic() + HALT_AGAIN_S
-            run.event("note", text, "crit")
+        if done:
+            return
+        again_at = time.monotonic() + HALT_AGAIN_S
+        run.alerts.raise_(HALT_FAILED, text, "crit", "K")
+        if change is None:
+            self._halt_at = again_at
+        else:
+            self._due.append((again_at, run, change))

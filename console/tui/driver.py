@@ -140,7 +140,7 @@ class TerminalDriver(LinuxDriver):
         os._exit(0)
 
     def _on_signal(self, *_: object) -> None:
-        """Ends the process in time; Python calls this handler even if the loop is blocked."""
+        """Starts `end_in_time`; Python calls this handler even if the loop is blocked."""
         self.end_in_time()
 
     def _end_now(self) -> None:

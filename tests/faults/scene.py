@@ -59,7 +59,10 @@ def status(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def world(*folders: Path) -> dict[str, tuple[int, int]]:
-    """Returns size and time of the files of the checkout and of `folders`, without caches."""
+    """Returns size and time of the files of the checkout and of `folders`.
+
+    Caches, and what begins with a dot at the top of the checkout, are left out.
+    """
     return {
         path: (stat.st_size, stat.st_mtime_ns)
         for folder in (ROOT, *folders) for path, stat in _files(folder)
@@ -236,7 +239,7 @@ class Scene:
         return said["why"]
 
     def close(self) -> None:
-        """Checks that no file of checkout or home changed, except caches; records the result."""
+        """Checks that no file in `world` has changed; records the result."""
         after = world(self._home)
         changed = {name for name, stamp in after.items() if self._before.get(name) != stamp}
         assert not changed | (set(self._before) - set(after))

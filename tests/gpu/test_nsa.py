@@ -45,7 +45,7 @@ def gradients_on_cuda(layer, x, weight):
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """Switches TF32 off during a test."""
+    """Switches TF32 off for matrix products during a test."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

@@ -21,7 +21,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, to
 def model_config(
     *, heads: tuple[int, int] = (2, 2), d_k: int = 8, d_v: int = 8, dim: int = 16, **changes
 ) -> ModelConfig:
-    """Returns a small model; `heads` is (groups, heads per group), `changes` are other settings."""
+    """Returns a small config; `heads` is (groups, heads per group), `changes` other settings."""
     sparse = {name: changes.pop(name) for name in list(changes) if hasattr(NSAConfig, name)}
     small: dict[str, Any] = {
         "block_size": 4, "block_stride": 2, "select_block_size": 4, "n_select": 4, "window": 6,

@@ -200,7 +200,7 @@ def test_the_data_of_named_steps_is_passed_over_on_every_rank():
 
 
 def test_skipped_data_is_that_of_the_named_steps_after_another_batch_and_a_second_resume():
-    """Step 3 ends at sequence 12. Steps 5 and 6 of the resumed run have sequences 16 to 23."""
+    """Step 3 ends at sequence 12. In the former training, steps 5 and 6 have sequences 16 to 23."""
     old = {"train.batch_size": 2, "train.accumulate": 2}
     tokens = Synthetic(small().data, 0).read(64, 0, 1)[0].long()
 

@@ -320,7 +320,7 @@ class Launch(Scrolls, View):
     ) -> None:  # fmt: skip
         """Sends a changed flag to the launch for which it was chosen, or stores it in the draft.
 
-        The planned value undoes the change, unless the value is for all later phases.
+        The planned value undoes the change, except in a launch if it is for all later phases.
         """
         is_planned = value and registry.format_value(registry.parse(name, value)) == planned
         if is_planned and (live is None or self._later == "next"):

@@ -50,10 +50,10 @@ def items(
 ) -> list[Item]:  # fmt: skip
     """Returns the flags of the registry, each with its present and its next value.
 
-    `coming` has the planned values of the next phase, or None if there is no next phase or they are
-    unknown; `changed` has the values that the operator set for that phase. `between` comes first,
-    unless it is None. For a foreign program, a flag of our trainers is left out unless it has a
-    value.
+    `coming` has the planned values of the next phase; it is None without a next phase or without
+    known values. `changed` has the values that the operator set for that phase. `between` comes
+    first, unless it is None. For a foreign program, a flag of our trainers is left out unless it
+    has a value.
     """
     found = [] if between is None else [Item(None, between, between)]
     for flag in FLAGS.values():

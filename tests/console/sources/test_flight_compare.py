@@ -77,7 +77,7 @@ def test_a_recorded_standstill_is_explained(name, kind, ranks, number, text):
 
 
 def compared(*calls: tuple[Collective, ...], world: int = 0) -> flight.Difference:
-    """Compares the ranks with these calls; the further ranks of `world` have no record."""
+    """Compares ranks that made these calls; further ranks of `world` have no record."""
     known = {rank: record(rank, *found) for rank, found in enumerate(calls)}
     return flight.compare(known, range(world or len(calls)))
 

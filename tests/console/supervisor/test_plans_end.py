@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,17 +189,26 @@ def test_an_end_whose_records_cannot_be_read_is_not_completed_and_starts_no_phas
     assert status_text.launch_exit_code(seen.launch) == code
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for an immutable folder")
+@contextmanager
+def immutable(folder: Path) -> Iterator[None]:
+    """No file can be created in `folder` during a `with` block; skips the test if not possible."""
+    if (
+        os.geteuid()
+        or subprocess.run(["chattr", "+i", str(folder)], capture_output=True).returncode
+    ):
+        pytest.skip("needs root and a file system with immutable folders")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", str(folder)], check=True)
+
+
 def test_a_halt_that_cannot_be_written_is_answered_so_and_the_run_goes_on(begin):
     started = begin(phase("one", "member.py", 100_000), nproc=1)
     started.wait_steps(2)
     run = started.run()
-    if subprocess.run(["chattr", "+i", str(run)], capture_output=True).returncode != 0:
-        pytest.skip("this file system has no immutable folders")
-    try:
+    with immutable(run):
         refused = started.ask("halt")
-    finally:
-        subprocess.run(["chattr", "-i", str(run)], check=True)
     assert (refused["ok"], "cannot write .HALT" in refused["text"]) == (False, True)
     assert not (run / rundir.HALT).exists()
     started.wait_steps(5)
@@ -205,3 +216,25 @@ def test_a_halt_that_cannot_be_written_is_answered_so_and_the_run_goes_on(begin)
     (started.path / rundir.HALT).touch()
     assert level_of_the_end(started) == "crit", "the request did not end the plan"
     assert started.plan_state["phases"][0]["state"] == "halted"
+
+
+def test_a_halt_of_a_watch_rule_that_cannot_be_written_alerts_and_is_tried_again(begin, tmp_path):
+    program = tmp_path / "diverged.py"
+    program.write_text(
+        "import itertools, time\nfrom trainers.contract.member import join\nrun = join()\n"
+        "for step in itertools.count(1):\n"
+        "    if run.step(step, loss=float('nan')):\n        break\n"
+        "    time.sleep(0.1)\n"
+    )
+    rules = {"non_finite": {"action": "halt", "for_s": 0}}
+    started = begin(
+        {"name": "one", "script": str(program), "nproc": 1}, watch={"rules": rules}, shell=STUB
+    )
+    started.wait_steps(1)
+    with immutable(started.run()):
+        (alert,) = started.wait(lambda: started.alerts("halt-failed"))
+    assert alert["text"].startswith("cannot write .HALT: Operation not permitted; the ranks ")
+    ended = started.wait_end()
+    assert [phase["state"] for phase in ended["phases"]] == ["halted"], ended["why"]
+    cleared = [each for each in started.events(0) if each["kind"] == "clear"]
+    assert ".HALT is written" in [each["text"] for each in cleared], cleared

@@ -1,4 +1,4 @@
-"""Restarts by the policy, and adoptions by a new supervisor, with real processes."""
+"""Restarts by the policy, and adoptions by a new supervisor."""
 
 from __future__ import annotations
 
