@@ -26,9 +26,10 @@ NAMED_AFTER_S = 3.0
 UNREPORTED = "step"
 """The value of `phase` within a step if the program has not reported a phase."""
 FIRST_STEP = 1
-Doubt = Literal["", "lost", "ahead"]
+Doubt = Literal["", "lost", "ahead", "future"]
 DOUBTS: Mapping[Doubt, str] = {
     "lost": "has no readable pulse", "ahead": "records later steps than its pulse shows",
+    "future": "recorded a time in the future",
 }  # fmt: skip
 OVERDUE = 2.0
 """A record is overdue after this many times the longest recent gap between records."""
@@ -64,7 +65,7 @@ class RankEvidence:
     records_gap_s: float = 0.0
     """Longest recent gap between records with a new step, or 0 until a gap is known."""
     doubt: Doubt = ""
-    """Why the pulse is ignored, as a key of `DOUBTS`, or "" if the pulse is used."""
+    """Why the pulse or the records are ignored, as a key of `DOUBTS`, or "" if they are used."""
     nonfinite_steps: int = -1
     """Number of steps with a non-finite loss according to the pulse, or -1 if not known."""
     start_ticks: int | None = None
@@ -112,7 +113,9 @@ def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
     phase = "exit" if record["msg"] == "exit" else "log" if step else min(STARTING_PHASES)
     usual_s, age_s = head.pace.usual_gap_s(watch.startup_s / SAFETY), head.pace.age_s(now)
     # With `first_step` 0, the limit of a rank at step 1 follows from the gaps between records.
-    return RankEvidence(rank, pid, "?", step, phase, age_s, p99_s=usual_s, first_step=0)
+    found = RankEvidence(rank, pid, "?", step, phase, age_s, p99_s=usual_s, first_step=0)
+    is_unknown = head.pace.from_future and age_s <= limit_s(found, watch)
+    return replace(found, doubt="future") if is_unknown else found
 
 
 def limit_s(rank: RankEvidence, watch: Watch) -> float:

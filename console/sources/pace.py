@@ -112,6 +112,8 @@ class Pace:
         """The longest time per step before the first gap."""
         self._read_at, self._age_s = -math.inf, 0.0
         """Time at which the newest record was read (monotonic s), and its age at that time."""
+        self.from_future = False
+        """True if the newest record was written later than it was read, so its age is unknown."""
         self._timed_steps = 0
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
         """Durations of each phase, in the order of arrival and sorted; the key "" is for steps."""
@@ -126,6 +128,7 @@ class Pace:
         if self._read_at == -math.inf or step > self._step:
             self._add_step(step, first_step, mono, written)
         self._read_at, self._age_s = mono, _span(ts - written)
+        self.from_future = written > ts + RECORDS_LATE_S
         if record["msg"] not in OF_EARLIER_STEPS:
             self._step = step
         if record["msg"] == "dead_parameters":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,3 +70,15 @@ def test_a_clock_that_jumps_makes_no_record_older():
     assert head.pace.age_s(60.0) == pytest.approx(12)
     take(head, 60, 2e9, 70.0, 1e9)
     assert head.pace.age_s(71.0) == pytest.approx(1)
+
+
+def test_a_record_from_the_future_is_no_sign_of_progress_until_a_stall_limit_has_passed():
+    """After the clock was set back, the age of a record is unknown, and a stall is still found."""
+    head = told(range(1, 20), 3.0)
+    now = time.monotonic()
+    take(head, 20, 2e9, now, 1e9)
+    assert by_records(0, head, WATCH).doubt == "future"
+    take(head, 21, 2e9, now - 2 * WATCH.stall_floor_s, 1e9)
+    assert by_records(0, head, WATCH).doubt == ""
+    take(head, 22, 1e9, now, 1e9)
+    assert by_records(0, head, WATCH).doubt == ""
