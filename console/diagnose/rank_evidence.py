@@ -20,6 +20,8 @@ from trainers.contract.pulse import ORDER
 
 STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
+PAUSES = SAVING_PHASES | {"eval"}
+"""In these phases a run does no training step."""
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
 NAMED_AFTER_S = 3.0
 """A stopped or ended rank cannot continue if its pulse has been unchanged for longer than this."""

@@ -13,22 +13,18 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from console.diagnose.rank_evidence import RankEvidence
+from console.diagnose.rank_evidence import OVERDUE, PAUSES, RankEvidence
+from console.diagnose.rates import Rates
 from console.diagnose.truth_history import TruthHistory
 from console.model import Gpu
-from console.sources.pace import Progress
+from console.sources.pace import LAST_GAPS, Progress
 from trainers.contract import jsonl
 
 NEAR_UNIFORM = 0.99
 COLLAPSED_NATS, COLLAPSED_SHARE, COLLAPSED_PART = 0.2, 0.9, 0.5
-WINDOWS = (8, 32, 128)
-"""Numbers of newest records. Their median rate is compared with that of the earlier records among
-the last `KEPT_RATES`."""
-KEPT_RATES, LEAST_BEFORE, RATED_EVERY_S = 512, 16, 10.0
-SURE_Z = 6.0
-"""A rate counts as lower only if it fell by more than this many standard errors."""
-LEAST_SPREAD = 0.02
 RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
+HOST = -1
+"""The key of the host among the ranks whose memory grows."""
 PACE_EVERY_S, PACE_RECENT, PACE_POINTS = 10.0, 6, 360
 JUMP_KEPT_S = 60.0
 
@@ -110,7 +106,8 @@ class NonFinite:
     in_a_row: int = 0
     """Number of newest consecutive progress records with a loss that is not finite."""
     since: float = 0.0
-    """The time at which the first of these records was read (monotonic s)."""
+    until: float = 0.0
+    """The times at which the first and the newest of these records were read (monotonic s)."""
     _recorded: int = 0
     _lasts: bool = False
     _good: int = 0
@@ -126,7 +123,7 @@ class NonFinite:
         if progress.loss is not None:
             is_bad = not math.isfinite(progress.loss)
             self.since = self.since if self.in_a_row else mono
-            self.in_a_row = self.in_a_row + 1 if is_bad else 0
+            self.in_a_row, self.until = self.in_a_row + 1 if is_bad else 0, mono
         self._recorded += is_bad
         losses = max(self._recorded, progress.nonfinite_loss_steps)
         gradients = progress.overflow_steps - progress.scale_lowered_steps
@@ -157,17 +154,20 @@ class NonFinite:
 
 @dataclass(slots=True)
 class Counter:
-    """A counter of one GPU, and its increase in this attempt or since a reset."""
+    """A counter of one GPU, and its increase since the first value or since a reset.
+
+    The increase is None before the first change.
+    """
 
     last: int
-    increase: int = 0
+    increase: int | None = None
     at: float = -math.inf
     """Time of the last increase."""
 
     def update(self, value: int, mono: float) -> None:
         """Adds a value; a value below the last one, as after a reset, sets the increase to 0."""
         if value > self.last:
-            self.increase, self.at = self.increase + value - self.last, mono
+            self.increase, self.at = (self.increase or 0) + value - self.last, mono
         elif value < self.last:
             self.increase = 0
         self.last = value
@@ -176,33 +176,47 @@ class Counter:
 class History:
     """The attempt so far, in bounded memory. `update` adds the data of one poll.
 
-    `settings` has the values of the run's settings; it is empty for a foreign program.
+    `settings` has the values of the run's settings; it is empty for a foreign program. `slow` is
+    the limit of `Rates`.
     """
 
-    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, settings: Mapping[str, Any] | None = None, slow: float = 1.0) -> None:
         self._settings: Mapping[str, Any] = settings or {}
+        self.watched_s = 0.0
+        """The time since the first poll."""
+        self.is_paused = False
+        """True while a rank is in a phase of `PAUSES`."""
+        self.is_current = False
+        """True if a record is new, or if no record is overdue and the run is not paused."""
         self.nonfinite: dict[int, NonFinite] = {}
-        self.collapsed = 0
+        self.collapsed: int | None = None
         """Number of consecutive records of rank 0 with a collapsed attention gate."""
         self.uniform_steps: int | None = None
-        self.rate_ratio: float | None = None
-        """An upper bound of new ÷ old throughput, according to the records."""
+        self.rates = Rates(slow)
+        self.fetch_shares: dict[int, float] = {}
+        """By rank: the share of fetch in the step time of the newest records. If these have only
+        one step, it is not above the share in the records before."""
         self.pace_ratio: float | None = None
         """Pace of the last minute ÷ earlier pace, from the ranks' steps and this host's clock."""
         self.growth_mib_s: dict[int, float] = {}
+        """Growth of the memory of each rank, and fall of the available memory of the `HOST`."""
         self.truth = TruthHistory()
         self.ecc: dict[int, Counter] = {}
         self.xids: dict[int, Counter] = {}
         """Xids by GPU. `at` may be the time of an Xid in a former attempt."""
         self.jump_s = 0.0
         self._uniform_since: int | None = None
-        self._rates: deque[float] = deque(maxlen=KEPT_RATES)
+        self._fetch_shares: dict[int, float] = {}
         self._rss: dict[int, deque[tuple[float, float]]] = {}
         self._rss_at = -math.inf
-        self._rated_at, self._unrated = -math.inf, False
         self._offset: float | None = None
         self._jumped_at = 0.0
         self._steps: deque[tuple[float, int]] = deque(maxlen=PACE_POINTS)
+        self._mono: float | None = None
+        self._trained_s, self._age_s = 0.0, math.inf
+        """The time since the first poll, and since the newest record, both without the pauses."""
+        self._gaps_s: deque[float] = deque(maxlen=LAST_GAPS)
+        """The last times between polls with a new record, without the pauses."""
 
     def number(self, setting: str, default: float) -> float:
         """Returns a setting such as `train.warmup_steps`, or `default` if there is no number."""
@@ -216,23 +230,54 @@ class History:
     def update(self, now: Readings) -> None:
         """Adds the data of one poll."""
         self._update_clock(now.ts - now.mono, now.mono)
-        self.truth.update(now.fresh, now.ranks, now.gpus, now.mono, (self.rate_ratio or 1.0) < 1)
+        self._update_time(now)
+        self.truth.update(now.fresh, now.ranks, now.gpus, now.mono, self.rates.is_slow)
+        self._update_fetch(now.fresh)
         for progress in now.fresh:
             self.nonfinite.setdefault(progress.rank, NonFinite()).add_record(progress, now.mono)
             if progress.rank == 0:
-                self._update_progress(progress)
+                self._update_gate(progress)
+                self.rates.add(progress.toks_per_s)
         for rank in now.ranks:
             if rank.nonfinite_steps >= 0:
                 self.nonfinite.setdefault(rank.rank, NonFinite()).add_pulse(rank)
-        if self._unrated and now.mono - self._rated_at >= RATED_EVERY_S:
-            self._rated_at, self._unrated = now.mono, False
-            self.rate_ratio = rate_ratio(list(self._rates))
+        self.rates.update(now.mono)
         self._update_pace(now)
         if now.rss_mib and now.mono - self._rss_at >= RSS_EVERY_S:
             self._rss_at = now.mono
             self._update_rss(now)
         for gpu in now.gpus:
             self._update_gpu(gpu, now)
+
+    def _update_time(self, now: Readings) -> None:
+        elapsed_s = now.mono - (now.mono if self._mono is None else self._mono)
+        was_paused, self._mono = self.is_paused, now.mono
+        self.is_paused = any(rank.phase in PAUSES and not rank.doubt for rank in now.ranks)
+        self.watched_s += elapsed_s
+        if not (was_paused or self.is_paused):
+            self._trained_s += elapsed_s
+            self._age_s += elapsed_s
+        if now.fresh:
+            self._gaps_s.extend([self._age_s] if self._age_s < math.inf else [])
+            self._age_s = 0.0
+        overdue = self._age_s > OVERDUE * max(self._gaps_s, default=0.0)
+        self.is_current = bool(now.fresh) or not (self.is_paused or overdue)
+
+    def _update_fetch(self, fresh: Sequence[Progress]) -> None:
+        times: dict[int, tuple[float, float, int]] = {}
+        for each in fresh:
+            if each.dt_fetch_s is not None and each.dt_fetch_s >= 0 and each.step_s:
+                fetch_s, steps_s, steps = times.get(each.rank, (0.0, 0.0, 0))
+                fetch_s += each.steps * each.dt_fetch_s
+                steps_s += each.steps * each.step_s
+                times[each.rank] = fetch_s, steps_s, steps + each.steps
+        for rank, (fetch_s, steps_s, steps) in times.items():
+            share = fetch_s / steps_s
+            if steps > 1:
+                self.fetch_shares[rank] = share
+            elif rank in self._fetch_shares:
+                self.fetch_shares[rank] = min(share, self._fetch_shares[rank])
+            self._fetch_shares[rank] = share
 
     def _update_gpu(self, gpu: Gpu, now: Readings) -> None:
         if gpu.ecc_uncorrected is not None:
@@ -244,13 +289,17 @@ class History:
         self.xids[gpu.index].update(gpu.xid_count, now.mono)
 
     def _update_pace(self, now: Readings) -> None:
-        """Adds the lowest step of the ranks, at most every `PACE_EVERY_S`; sets `pace_ratio`."""
+        """Adds the lowest step of the ranks, at most every `PACE_EVERY_S`; sets `pace_ratio`.
+
+        The time in a pause does not count.
+        """
         steps = [rank.step for rank in now.ranks if not rank.doubt and rank.phase != "exit"]
-        if not steps or (self._steps and now.mono - self._steps[-1][0] < PACE_EVERY_S):
+        at_s = self._trained_s
+        if not steps or (self._steps and at_s - self._steps[-1][0] < PACE_EVERY_S):
             return
         if self._steps and min(steps) < self._steps[-1][1]:
             self._steps.clear()
-        self._steps.append((now.mono, min(steps)))
+        self._steps.append((at_s, min(steps)))
         points = list(self._steps)
         if len(points) > 2 * PACE_RECENT:
             (t0, s0), (t1, s1), (t2, s2) = points[0], points[-1 - PACE_RECENT], points[-1]
@@ -267,16 +316,10 @@ class History:
         if mono - self._jumped_at >= JUMP_KEPT_S:
             self.jump_s, self._offset = 0.0, offset
 
-    def _update_progress(self, progress: Progress) -> None:
-        self._update_gate(progress)
-        if progress.toks_per_s is not None and 0 <= progress.toks_per_s < math.inf:
-            self._rates.append(math.log(max(progress.toks_per_s, 1e-9)))
-            self._unrated = True
-
     def _update_gate(self, progress: Progress) -> None:
         entropy, bad = progress.gate_entropy_mean, gate_collapsed(progress)
         if bad is not None:
-            self.collapsed = self.collapsed + 1 if bad else 0
+            self.collapsed = (self.collapsed or 0) + 1 if bad else 0
         if entropy is None:
             return
         if not entropy >= NEAR_UNIFORM * progress.gate_entropy_max:
@@ -284,34 +327,17 @@ class History:
             return
         if self._uniform_since is None or progress.step < self._uniform_since:
             self._uniform_since = progress.step
-        self.uniform_steps = progress.step - self._uniform_since
+        self.uniform_steps = max(1, progress.step - self._uniform_since)
 
     def _update_rss(self, now: Readings) -> None:
-        for rank, rss_mib in now.rss_mib.items():
+        used_mib = dict(now.rss_mib)
+        if now.host_free_mib is not None:
+            used_mib[HOST] = -now.host_free_mib
+        for rank, rss_mib in used_mib.items():
             points = self._rss.setdefault(rank, deque(maxlen=RSS_POINTS))
             points.append((now.mono, rss_mib))
             if len(points) >= RSS_LEAST:
                 self.growth_mib_s[rank] = steady_growth(list(points))
-
-
-def rate_ratio(logs: list[float]) -> float | None:
-    """Returns an upper bound of new rate ÷ old rate, from the logarithms of the rates in order.
-
-    The median of each window of newest rates is compared with the median of the rates before it.
-    The bound of a window is `SURE_Z` standard errors above the measured ratio; the lowest bound is
-    returned. The standard error follows from the spread of the rates, so a run with uneven steps
-    needs more rates. Returns None until there are enough rates.
-    """
-    bounds = []
-    for count in WINDOWS:
-        before, recent = logs[:-count], logs[-count:]
-        if len(before) < max(LEAST_BEFORE, count):
-            break
-        middle = median(before)
-        spread = 1.4826 * median([abs(log - middle) for log in before])
-        error = 1.2533 * max(spread, LEAST_SPREAD) * math.sqrt(1 / count + 1 / len(before))
-        bounds.append(math.exp(min(50.0, median(recent) - middle + SURE_Z * error)))
-    return min(bounds, default=None)
 
 
 def steady_growth(points: list[tuple[float, float]]) -> float:

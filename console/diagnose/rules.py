@@ -13,16 +13,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from console.diagnose import truth
+from console.diagnose import second_sources, truth
 from console.diagnose.rank_evidence import ENDED_STATES, STOPPED_STATES, limit_s, slowest
-from console.diagnose.readings import History, Readings, gate_collapsed
-from console.diagnose.rule import Corroborate, Measure, Measured, Rule
+from console.diagnose.readings import History, Readings
+from console.diagnose.rule import Measure, Measured, Rule
 from console.diagnose.verdict import diagnose
 from console.model import RECENT_XID_S, Gpu
 from console.plan import WATCH_ACTIONS as ACTIONS
 from console.plan import Watch
 from console.sources.nvml import xid_words
-from console.sources.pace import Progress
 from console.status_text import counted
 from trainers.contract.errors import UsageError, did_you_mean
 
@@ -30,8 +29,7 @@ STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
 """A strong action needs a condition that lasts at least this many times as long as an alert."""
-PACE_LOST = 0.5
-"""A drop of throughput is confirmed if the pace is at most this share of the earlier pace."""
+THROUGHPUT_DROP = "throughput_drop"
 
 # --- measures --------------------------------------------------------------------------------
 
@@ -63,20 +61,23 @@ def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
 
 
 def _throughput_drop(_now: Readings, history: History, _watch: Watch) -> Measured | None:
-    ratio = history.rate_ratio
-    if ratio is None:
+    ratio = history.rates.ratio
+    if ratio is None or history.is_paused or not history.is_current:
         return None
     slower = history.truth.slower() if ratio < 1 else ""
     return Measured(ratio, f"throughput fell to at most {ratio:.0%} of its earlier value{slower}")
 
 
-def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
-    """Returns a measure of a count over rank 0's records. `sentence` may use {count} and {step}."""
+def _consecutive(count: Callable[[History], int | None], sentence: str) -> Measure:
+    """Returns a measure of a count over rank 0's records. `sentence` may use {count} and {step}.
+
+    Nothing is measured without a record of the figure, or while the records are not current.
+    """
 
     def measure(now: Readings, history: History, _watch: Watch) -> Measured | None:
-        if 0 not in now.progress:
-            return None
         found = count(history)
+        if found is None or 0 not in now.progress or not history.is_current:
+            return None
         return Measured(float(found), sentence.format(count=found, step=now.progress[0].step))
 
     return measure
@@ -86,9 +87,10 @@ def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | No
     """Returns the number of steps of this attempt with non-finite figures, on the worst rank.
 
     For a strong action, only the newest consecutive records with a non-finite loss count. One alert
-    is enough for such steps in a row.
+    is enough for such steps in a row. Without such a step nothing is measured, because a former
+    process may have seen one.
     """
-    found = history.nonfinite
+    found = {rank: each for rank, each in history.nonfinite.items() if each.steps}
     if not found:
         return None
     rank = max(found, key=lambda each: (found[each].steps, -each))
@@ -98,7 +100,7 @@ def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | No
         f"({counted(worst.steps, 'step')} in this attempt)"
     )
     last = max(found.values(), key=lambda each: each.in_a_row)
-    return Measured(float(worst.steps), text, lasted_s=now.mono - last.since,
+    return Measured(float(worst.steps), text, lasted_s=last.until - last.since,
                     acts_at=last.in_a_row, times=worst.times)  # fmt: skip
 
 
@@ -121,16 +123,16 @@ def _gate_never_learned(_now: Readings, history: History, _watch: Watch) -> Meas
 
 
 def _memory_growth(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    if not history.growth_mib_s or now.host_free_mib is None:
+    by_rank = second_sources.growths(now, history)
+    if not by_rank or now.host_free_mib is None:
         return None
-    growths = {rank: mib_s for rank, mib_s in history.growth_mib_s.items() if rank in now.rss_mib}
-    growth = math.fsum(growths.values())
+    growth = math.fsum(by_rank.values())
     if growth <= 0:
         return Measured(1e9)
     left = now.host_free_mib / growth
     text = (
         f"the memory of the ranks grows by {growth * 60:.0f} MiB a minute (fastest: rank "
-        f"{max(growths, key=lambda rank: growths[rank])}); the host's memory is full in "
+        f"{max(by_rank, key=lambda rank: by_rank[rank])}); the host's memory may be full in "
         f"{left / 60:.0f} min"
     )
     return Measured(left, text)
@@ -154,37 +156,33 @@ def _gpu_memory_ceiling(now: Readings, _history: History, _watch: Watch) -> Meas
     return Measured(share, f"{share:.0%} of the memory of GPU {index} is in use")
 
 
-def _loader_slow(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Returns the largest share of fetch in the step time of a rank.
-
-    The share covers the records since the last poll. Without such a record of any rank, it covers
-    the newest record of each rank.
-    """
-    times: dict[int, tuple[float, float]] = {}
-    for each in now.fresh or now.progress.values():
-        if each.dt_fetch_s is not None and each.dt_fetch_s >= 0 and each.step_s:
-            fetch_s, step_s = times.get(each.rank, (0.0, 0.0))
-            times[each.rank] = fetch_s + each.dt_fetch_s, step_s + each.step_s
-    if not times:
+def _loader_slow(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Returns the largest share of fetch in the step time of a rank."""
+    shares = [(share, r) for r, share in history.fetch_shares.items() if r in now.progress]
+    if not shares or not history.is_current:
         return None
-    share, rank = max((fetch_s / step_s, rank) for rank, (fetch_s, step_s) in times.items())
+    share, rank = max(shares)
     return Measured(share, f"rank {rank} waits for data for {min(share, 1.0):.0%} of its step time")
 
 
 def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    if not history.ecc:
+    counts = {i: found.increase for i, found in history.ecc.items() if found.increase is not None}
+    if not counts:
         return None
-    counts = {gpu: counter.increase for gpu, counter in history.ecc.items() if counter.increase}
-    parts = (f"{count} on GPU {gpu}" for gpu, count in counts.items())
+    parts = (f"{count} on GPU {gpu}" for gpu, count in counts.items() if count)
     text = f"uncorrected memory errors in this attempt: {', '.join(parts)}"
     return Measured(float(sum(counts.values())), text)
 
 
 def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts all Xids of GPUs with an Xid within `RECENT_XID_S`, also those of former attempts."""
-    if not now.gpus:
-        return None
+    """Counts all Xids of GPUs with an Xid within `RECENT_XID_S`, also those of former attempts.
+
+    For this time after its start, a process does not know that there was no Xid.
+    """
     recent = {i: xids for i, xids in history.xids.items() if now.mono - xids.at < RECENT_XID_S}
+    seen = any(xids.last for xids in recent.values())
+    if not now.gpus or not (seen or history.watched_s >= RECENT_XID_S):
+        return None
     text = "; ".join(_xids_of(gpu, now.ts) for gpu in now.gpus if gpu.index in recent)
     return Measured(float(sum(xids.last for xids in recent.values())), text)
 
@@ -252,95 +250,28 @@ def _clock(now: Readings, history: History, _watch: Watch) -> Measured | None:
     return Measured(history.jump_s, f"the wall clock jumped by {history.jump_s:.0f} s")
 
 
-# --- second sources ------------------------------------------------------------------------------
-
-
-def _by_kernel(_now: Readings, _history: History) -> str:
-    """Always confirms the rule, because the kernel of this host measured the value."""
-    return ""
-
-
-def _by_records(now: Readings, _history: History) -> str:
-    """Confirms a stall unless the readings have a `stall_doubt`."""
-    return now.stall_doubt
-
-
-def _by_pace(_now: Readings, history: History) -> str:
-    """Confirms a drop of throughput from the steps of the ranks and the clock of this host."""
-    if history.pace_ratio is None:
-        return "the steps of the ranks do not show a pace yet"
-    if history.pace_ratio > PACE_LOST:
-        return f"the steps of the ranks show {history.pace_ratio:.0%} of the earlier pace"
-    return ""
-
-
-def _recorded(bad: Callable[[Progress], bool | None]) -> Corroborate:
-    """Returns a function that confirms a bad figure of rank 0 from another rank or training.csv.
-
-    `bad` returns whether a record shows the bad figure, or None if the record lacks the figure.
-    """
-
-    def confirm(now: Readings, _history: History) -> str:
-        own = now.progress.get(0)
-        if own is None:
-            return "rank 0 has no record"
-        if bad(own) is False:
-            return "rank 0 records another value"
-        others = {rank: p for rank, p in now.progress.items() if rank and bad(p) is not None}
-        found = {rank: bad(p) for rank, p in others.items() if p.step >= own.step}
-        if any(found.values()):
-            return ""
-        if found:
-            return f"rank {min(found)} records another value"
-        if others:
-            return f"no other rank has recorded step {own.step} yet"
-        row = now.csv
-        if row is None or row.step != own.step or bad(row) is None:
-            return "neither another rank nor training.csv records the value"
-        return "" if bad(row) else f"training.csv has another value at step {row.step}"
-
-    return confirm
-
-
-_loss_recorded = _recorded(lambda p: None if p.loss is None else not math.isfinite(p.loss))
-_gradient_recorded = _recorded(lambda p: None if p.grad_norm is None else p.grad_norm == 0)
-_gate_recorded = _recorded(gate_collapsed)
-
-
-def _by_loss(now: Readings, history: History) -> str:
-    """Confirms a non-finite loss from records.
-
-    If the run has one rank, and training.csv has no newest row with a loss, a count above 0 in the
-    pulse confirms the non-finite loss.
-    """
-    alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
-    if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None):
-        return ""
-    return _loss_recorded(now, history)
-
-
 TABLE: tuple[Rule, ...] = (
     Rule("stall", "time without progress ÷ stall limit of the slowest rank", "limits",
-         1.0, 0.9999, 0.0, _stall, _by_records, "crit", anomaly="heartbeat_stall"),
-    Rule("throughput_drop", "tok/s as a share of the run's earlier tok/s", "share",
-         0.7, 0.8, 60.0, _throughput_drop, _by_pace, severe=0.1,
+         1.0, 0.9999, 0.0, _stall, second_sources.by_records, "crit", anomaly="heartbeat_stall"),
+    Rule(THROUGHPUT_DROP, "tok/s as a share of the run's earlier tok/s", "share",
+         0.7, 0.8, 60.0, _throughput_drop, second_sources.by_pace, severe=0.1,
          anomaly="throughput_flatline"),
     Rule("non_finite", "steps of this attempt whose loss or gradients are not finite", "steps",
-         1, 0, 0.0, _non_finite, _by_loss, "crit", anomaly="nan_loss", again_s=60.0),
+         1, 0, 0.0, _non_finite, second_sources.by_loss, "crit", anomaly="nan_loss", again_s=60.0),
     Rule("zero_gradient", "gradient norm of exactly zero", "consecutive records",
-         3, 0, 0.0, _zero_gradient, _gradient_recorded, "crit", anomaly="zero_grad"),
+         3, 0, 0.0, _zero_gradient, second_sources.gradient_recorded, "crit", anomaly="zero_grad"),
     Rule("gate_collapse",
          "attention gate uses one branch: mean entropy < 0.2 nats, mean share of the largest "
          "branch > 0.9, or one branch has nearly all the weight for more than half of tokens and "
          "heads",
-         "consecutive records", 3, 0, 60.0, _gate_collapse, _gate_recorded,
+         "consecutive records", 3, 0, 60.0, _gate_collapse, second_sources.gate_recorded,
          anomaly="gate_collapse"),
     Rule("gate_never_learned", "entropy of the attention gate within 1 % of its maximum", "steps",
          1000, 0, 0.0, _gate_never_learned),
     Rule("memory_growth", "time until the host's memory is full, at the present growth", "s",
-         3600, 7200, 120.0, _memory_growth, _by_kernel),
+         3600, 7200, 120.0, _memory_growth, second_sources.by_host),
     Rule("memory_ceiling", "share of the host's memory in use", "share",
-         0.95, 0.92, 30.0, _memory_ceiling, _by_kernel),
+         0.95, 0.92, 30.0, _memory_ceiling, second_sources.by_kernel),
     Rule("gpu_memory_ceiling", "share of a GPU's memory in use", "share",
          0.985, 0.97, 60.0, _gpu_memory_ceiling),
     Rule("loader_slow", "share of fetch in the step time", "share", 0.5, 0.4, 120.0, _loader_slow),
@@ -353,7 +284,7 @@ TABLE: tuple[Rule, ...] = (
          1, 0, 0.0, _ecc, level="crit", again_s=10.0),
     Rule("throttle", "GPUs throttled by heat or power", "GPUs", 1, 0, 60.0, _throttle),
     Rule("disk", "free space ÷ max(2 checkpoints, 1 GiB)", "ratio", 1.0, 1.2, 5.0, _disk,
-         _by_kernel, "crit"),
+         second_sources.by_kernel, "crit"),
     Rule("clock", "jump of the wall clock, or records from the future", "s", 5.0, 1.0, 0.0, _clock),
     *truth.ROWS,
 )  # fmt: skip

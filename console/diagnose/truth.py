@@ -85,13 +85,11 @@ def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measu
 def _dead_parameters(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Counts the parameters without a gradient in step 1.
 
-    Returns None without a record of rank 0, or if a setting forces one branch or equal weights.
+    Returns None if no record names one, or if a setting forces one branch or equal weights.
     """
-    if 0 not in now.progress:
-        return None
-    dead = now.progress[0].dead
+    dead = now.progress[0].dead if 0 in now.progress else ()
     forced = history.value("attention.force_branch") not in (None, "none")
-    if forced or history.value("attention.uniform_gate"):
+    if not dead or forced or history.value("attention.uniform_gate"):
         return None
     names = ", ".join(dead[:4]) + (f" and {len(dead) - 4} more" if len(dead) > 4 else "")
     text = (
@@ -112,10 +110,11 @@ def _same_batch(_now: Readings, history: History, _watch: Watch) -> Measured | N
     return Measured(float(count), text)
 
 
-def _constant_figure(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    if 0 not in now.progress:
+def _constant_figure(_now: Readings, history: History, _watch: Watch) -> Measured | None:
+    compared = {name: same for name, same in history.truth.same.items() if same.added > 1}
+    if not compared:
         return None
-    name, same = max(history.truth.same.items(), key=lambda item: item[1].count)
+    name, same = max(compared.items(), key=lambda item: item[1].count)
     text = (
         f"{name} is exactly {same.value} in {same.count} consecutive records: weights or data do "
         "not change, or another figure is recorded; check optimizer, learning rate and the record"

@@ -40,7 +40,7 @@ class Same:
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self.count = 0
+        self.count = self.added = 0
 
     def add(self, value: float | None) -> None:
         """Adds a figure; if it is not finite or may be rounded, the count becomes 0.
@@ -49,6 +49,7 @@ class Same:
         """
         if value is None:
             return
+        self.added += 1
         if not math.isfinite(value) or _is_rounded(value):
             self.value, self.count = None, 0
         else:
@@ -72,8 +73,8 @@ class TruthHistory:
         self.same: dict[str, Same] = {"loss": Same(), "grad_norm": Same()}
         self.zero_norms: dict[int, int] = {}
         """Number of consecutive records with a gradient norm of zero, by rank."""
-        self.most_zero_norms = 0
-        """The highest such number of rank 0 since the last poll."""
+        self.most_zero_norms: int | None = None
+        """The highest such number of rank 0 since the last poll, None before its first norm."""
         self.busy: deque[float] = deque(maxlen=KEPT_BUSY)
         """Mean utilisation of the GPUs (0 to 1), added when the slowest rank finishes a step."""
         self.power: deque[float] = deque(maxlen=KEPT_BUSY)
@@ -97,10 +98,11 @@ class TruthHistory:
 
         `is_slow` says that the run is slower than before.
         """
-        self._mono, self.most_zero_norms = mono, self.zero_norms.get(0, 0)
+        self._mono, most = mono, self.zero_norms.get(0)
         for progress in fresh:
             self._add(progress)
-            self.most_zero_norms = max(self.most_zero_norms, self.zero_norms.get(0, 0))
+            most = self.zero_norms.get(0) if most is None else max(most, self.zero_norms[0])
+        self.most_zero_norms = most
         if fresh and not is_slow:
             self._update_usual()
         if gpus:
@@ -180,8 +182,10 @@ class TruthHistory:
         return count, tuple(sorted(ranks))
 
     def has_batches(self) -> bool:
-        """Returns whether at least two ranks record which batch they read."""
-        return sum(each.batch_crc32 != "" for each in self._newest.values()) > 1
+        """Returns whether at least two ranks record which batch they read in the same step."""
+        return any(
+            sum(each.batch_crc32 != "" for each in found.values()) > 1 for found in self._complete()
+        )
 
     def slow(self, phases: Sequence[str]) -> tuple[float, str] | None:
         """Returns two values: the slowest rank's time in `phases` ÷ that of the others, and a text.

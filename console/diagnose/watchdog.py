@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from console.diagnose.readings import History, Readings
-from console.diagnose.rules import STRONG, STRONG_TIMES, Measured, Rule, with_plan
+from console.diagnose.rules import STRONG, STRONG_TIMES, THROUGHPUT_DROP, Measured, Rule, with_plan
 from console.model import STALL, Level
 from console.plan import Watch
 
@@ -73,7 +73,8 @@ class Watchdog:
     ):  # fmt: skip
         self.rules = with_plan(watch, actions or {})
         self.watch, self._interval_s = watch, interval_s
-        self._history = History(settings)
+        slow = [rule.clear for rule in self.rules if rule.name == THROUGHPUT_DROP]
+        self._history = History(settings, min([1.0, *slow]))
         self._states = {rule.name: _State() for rule in self.rules}
         self._mono: float | None = None
 
@@ -94,6 +95,7 @@ class Watchdog:
         """Marks the rules with these names as raised; ignores other names."""
         for name in self._states.keys() & set(raised):
             self._states[name] = _State(raised=True)
+            self._history.rates.is_restored |= name == THROUGHPUT_DROP
 
     def raised(self) -> tuple[str, ...]:
         """Returns the names of the rules that are raised."""

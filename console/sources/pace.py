@@ -60,6 +60,9 @@ class Progress:
     batch_crc32: str = ""
     host: str = ""
     step_s: float | None = None
+    """The mean of the step times in the record."""
+    steps: int = 0
+    """The number of step times in the record."""
     dead: tuple[str, ...] = ()
     """The parameters in the newest `dead_parameters` record before this record."""
 
@@ -76,7 +79,8 @@ def progress_of(record: Mapping[str, object], dead: tuple[str, ...] = ()) -> Pro
     return json_documents.read(
         Progress, record,
         gate_entropy_max=highest if highest and highest > 0 else UNIFORM_NATS,
-        step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None, dead=dead,
+        step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None, steps=len(steps_s),
+        dead=dead,
     )  # fmt: skip
 
 

@@ -117,22 +117,23 @@ class RunRecords:
     def figures(self, loss_unit: str) -> Mapping[str, Figure]:
         """Returns the newest figures of rank 0 and of the samples, the largest memory, the stalls.
 
-        A run without a stall has no figure `stalls`.
+        A run without a stall has no figure `stalls`. This figure is as new as the newest of the
+        others.
         """
         progress = {
             rank: line.record for rank, head in self.heads.items()
             if (line := head.figures or head.progress)
         }  # fmt: skip
-        events, counted = self.reducer.events, {}
-        if events.stalls:
-            at = events.alert_ts.get(STALL, 0.0)
-            counted = {"stalls": Figure(float(events.stalls), "", "all attempts", at)}
-        return (
+        found = (
             progress_figures(progress, loss_unit)
             | step_figures(progress, self.reducer.series)
             | sample_figures(self.samples)
-            | counted
         )
+        events = self.reducer.events
+        if events.stalls:
+            at = max([events.alert_ts.get(STALL, 0.0), *(figure.at for figure in found.values())])
+            found["stalls"] = Figure(float(events.stalls), "", "all attempts", at)
+        return found
 
 
 def _is_short(run: Path) -> bool:

@@ -85,13 +85,6 @@ def test_an_overflow_is_reported_unless_it_only_lowers_the_loss_scale():
     assert Run().poll(record(3, **inf)) == [], "a foreign program may scale its loss too"
 
 
-def test_a_new_attempt_begins_without_the_steps_of_the_one_before():
-    run = Run()
-    run.dog.restore(["non_finite"])
-    assert run.poll(ranks=(pulse(0),)) == []
-    assert run.poll(ranks=(pulse(1, 0),)) == [("clear", "non_finite cleared")]
-
-
 def test_an_action_needs_records_that_are_not_finite_now():
     """An earlier step keeps the alert raised, but neither halts the run nor withholds a halt."""
     run = Run(action="halt")

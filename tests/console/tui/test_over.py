@@ -73,6 +73,14 @@ def test_the_number_of_stalls_is_a_figure_once_there_was_one(tmp_path):
     ]
 
 
+def test_the_number_of_stalls_is_as_new_as_the_data_and_not_as_old_as_a_stall(tmp_path):
+    run = directory.run(tmp_path / "0-first")
+    directory.event(run, "alert", alert="stall", ts=time.time() - 7500)
+    directory.beat(run, 0, 5, loss=2.0)
+    figures = RunSource(run).poll().figures
+    assert figures["stalls"].at == figures["loss"].at > time.time() - 60
+
+
 async def test_an_alert_of_a_moved_directory_says_first_what_to_do_and_no_action_promises_more(
     tmp_path,
 ):

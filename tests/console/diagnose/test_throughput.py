@@ -1,0 +1,173 @@
+"""The watch rule `throughput_drop`, and rules on records while no new record comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from console.diagnose.rank_evidence import RankEvidence
+from console.diagnose.readings import Readings
+from console.diagnose.watchdog import Watchdog
+from console.plan import Watch, WatchRule
+from console.sources.pace import progress_of
+
+FAST, SLOW = 1000.0, 50.0
+COLLAPSED = 0.95
+
+
+class Run:
+    """Updates a watchdog once a second; `found` has the time and the kind of each change."""
+
+    def __init__(self, rule: str = "throughput_drop", action: str = "halt", **given):
+        self.dog = Watchdog(Watch(rules={rule: WatchRule(**given)}), {rule: action})
+        self.rule, self.second, self.step = rule, 0, 0
+        self.newest, self.found = {}, []
+
+    def poll(self, phase: str, *records: dict) -> None:
+        self.second += 1
+        fresh = [progress_of({"rank": rank, "step": self.step} | each)
+                 for each in records for rank in (0, 1)]  # fmt: skip
+        self.newest |= {each.rank: each for each in fresh}
+        ranks = tuple(RankEvidence(rank, 100, "S", self.step, phase, 0.1) for rank in (0, 1))
+        now = Readings(mono=float(self.second), ts=1e9 + self.second, ranks=ranks, fresh=fresh,
+                       progress=self.newest)  # fmt: skip
+        changes = self.dog.update(now)
+        self.found += [(self.second, c.kind) for c in changes if c.rule.name == self.rule]
+
+    def train(self, seconds: int, toks_per_s: float = FAST, every: int = 1, **fields) -> None:
+        """Finishes a step, with a record, every `every` seconds."""
+        for second in range(1, seconds + 1):
+            if second % every:
+                self.poll("forward")
+            else:
+                self.step += 1
+                self.poll("forward", {"toks_per_s": toks_per_s} | fields)
+
+    def wait(self, seconds: int, phase: str) -> None:
+        for _ in range(seconds):
+            self.poll(phase)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for _, kind in self.found]
+
+
+@pytest.mark.parametrize("phase", ["eval", "save", "halt", "forward"])
+def test_a_run_that_was_slow_is_not_halted_while_no_new_record_says_so(phase):
+    run = Run()
+    run.train(700)
+    run.train(16, SLOW, every=2)
+    run.wait(600, phase)
+    run.train(100)
+    assert run.kinds == []
+
+
+@pytest.mark.parametrize("phase", ["eval", "forward"])
+def test_the_time_without_records_does_not_count_for_an_action_on_throughput(phase):
+    run = Run()
+    run.train(700)
+    run.train(160, SLOW, every=20)
+    run.train(70, SLOW, every=2)
+    assert run.kinds == ["raise"]
+    run.wait(600, phase)
+    assert run.kinds == ["raise"]
+    run.train(200, SLOW, every=20)
+    assert run.kinds == ["raise", "act"]
+
+
+def test_an_evaluation_is_no_loss_of_pace():
+    run = Run()
+    run.train(300)
+    run.wait(300, "eval")
+    run.train(30)
+    assert run.dog._history.pace_ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_lasting_drop_stays_an_alert_until_the_throughput_is_back():
+    run = Run(action="warn")
+    run.train(100)
+    run.train(2000, FAST / 2)
+    assert run.kinds == ["raise"]
+    run.train(300)
+    assert run.kinds == ["raise", "clear"]
+    run.train(200, FAST / 2)
+    assert run.kinds == ["raise", "clear", "raise"]
+
+
+def test_a_small_lasting_drop_stays_an_alert_if_the_plan_has_a_higher_limit():
+    run = Run(action="warn", threshold=0.9)
+    run.train(100)
+    run.train(2000, 0.8 * FAST)
+    assert run.kinds == ["raise"]
+
+
+def test_a_drop_in_a_run_of_many_records_a_second_is_reported():
+    run = Run(action="warn")
+    for rate in (FAST, FAST / 2):
+        for _ in range(200):
+            run.step += 1
+            run.poll("forward", *[{"toks_per_s": rate}] * 8)
+    assert run.kinds == ["raise"]
+
+
+def test_a_collapsed_gate_in_records_before_an_evaluation_halts_nothing_in_it():
+    run = Run("gate_collapse")
+    run.train(100)
+    run.train(3, gate_max_gate=COLLAPSED)
+    run.wait(600, "eval")
+    assert run.kinds == []
+    run.train(190, gate_max_gate=COLLAPSED)
+    assert run.kinds == ["raise", "act"]
+
+
+def test_one_record_of_a_loss_that_is_not_finite_does_not_last_until_the_next_record():
+    run = Run("non_finite", for_s=20)
+    run.train(10, loss=2.0)
+    run.train(1, loss="nan")
+    run.wait(600, "eval")
+    assert run.kinds == ["raise"]
+
+
+# --- loader_slow -----------------------------------------------------------------------------
+
+
+def fetching(run: Run, share: float, step_s: int, steps: int = 1) -> None:
+    """Trains until a record of `steps` steps, in which fetch takes `share` of the time."""
+    run.wait(step_s * steps - 1, "forward")
+    run.step += steps
+    run.poll("forward", {"dt_fetch_s": share * step_s, "steps_dt_s": [float(step_s)] * steps})
+
+
+@pytest.mark.parametrize("step_s", [10, 40, 130])
+@pytest.mark.parametrize("every", [1, 20])
+def test_one_step_that_waits_for_data_is_no_slow_loader(step_s, every):
+    run = Run("loader_slow", "warn")
+    for step in range(1, 6):
+        fetching(run, 0.55 if step == 5 else 0.02, step_s)
+    for _ in range(4):
+        fetching(run, 0.02, step_s, every)
+    assert run.kinds == []
+
+
+@pytest.mark.parametrize("every", [1, 20])
+def test_a_loader_that_stays_slow_is_reported(every):
+    run = Run("loader_slow", "warn")
+    for share in (0.02, 0.6):
+        for _ in range(80 // every):
+            fetching(run, share, 10, every)
+    assert run.kinds == ["raise"]
+
+
+# --- memory_growth ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fall", "kind"), [(10.0, "act"), (6.0, "act"), (1.0, "withhold"),
+                                            (0.0, "withhold"), (-10.0, "withhold")])  # fmt: skip
+def test_growth_that_the_free_memory_of_the_host_does_not_show_halts_nothing(fall, kind):
+    """Pages of a corpus that is mapped into memory count as memory of the rank."""
+    dog, found = Watchdog(Watch(), {"memory_growth": "halt"}), []
+    for second in range(800):
+        now = Readings(mono=float(second), ts=1e9 + second, rss_mib={0: 10.0 * second},
+                       host_free_mib=20_000.0 - fall * second)  # fmt: skip
+        found += [(c.kind, c.text) for c in dog.update(now) if c.rule.name == "memory_growth"]
+    assert [kind for kind, _ in found] == ["raise", kind]
+    assert kind == "act" or "the available memory of the host falls by " in found[1][1]
