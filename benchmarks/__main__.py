@@ -1,9 +1,10 @@
-"""Runs the benchmarks of the list below, which need no GPU: `make bench`."""
+"""Runs benchmarks that need no GPU: `make bench`, or `make bench ARGS="loader screen"`."""
 
+import argparse
 import runpy
 import sys
 
-for name in (
+NAMES = (
     "step_cost",
     "loader",
     "trainer",
@@ -12,6 +13,19 @@ for name in (
     "screen",
     "answers",
     "watch_hours",
-):
-    sys.argv = [name]
-    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+)
+
+
+def main() -> None:
+    """Runs the benchmarks that the command line names, or all of them."""
+    parser = argparse.ArgumentParser("python -m benchmarks", description=main.__doc__)
+    listed = f"one of {', '.join(NAMES)} (default: all of them)"
+    parser.add_argument("names", nargs="*", choices=NAMES, metavar="NAME", help=listed)
+    names = parser.parse_args().names
+    for name in names or NAMES:
+        sys.argv = [name]
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ starts after the first batch, with the files in the page cache.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import random
@@ -67,6 +68,7 @@ def measure(source: str, path: Path, world: int, seq_len: int) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # no options, only --help
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for source, path in write(Path(directory)):

@@ -6,6 +6,7 @@ configuration in one process.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -48,6 +49,7 @@ def curve(name: str) -> tuple[str, ...]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # no options, only --help
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         rows = list(pool.map(curve, CASES))
     publish(

@@ -7,6 +7,7 @@ writes the record in the training thread, as the simplest trainer would do.
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 import time
@@ -47,6 +48,7 @@ def sample(call: Callable[[int], object]) -> list[float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # no options, only --help
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory)
         live = run / "live"

@@ -108,7 +108,8 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     phases = tuple(_run_record(spec, index, directory) for index in range(len(plan.phases)))
     spec = replace(spec, continues=rest_of_launch.continues(options, phases))
     if options.config is not None:
-        plan = replace(plan, gpus=_gpus(phases[0]))
+        is_cuda = phases[0]["settings"]["train.device"]["value"] == "cuda"
+        plan = replace(plan, gpus=phases[0]["nproc"] * is_cuda)
         spec = replace(spec, plan=plan)
     settings = tuple(phase["settings"] for phase in phases)
     measure = plan.preflight.measure if options.measure is None else options.measure
@@ -221,11 +222,6 @@ def _of_config(config: Path, trainer: str) -> Plan:
     module = f"trainers.{trainer or TRAINERS[0]}"
     phase = {"name": "train", "module": module, "config": str(config)}
     return plans_module.parse({"name": config.stem.lower(), "phases": [phase]}, str(config))
-
-
-def _gpus(run: Mapping[str, Any]) -> int:
-    """Returns the number of GPUs that a run needs: one per process on CUDA, or else 0."""
-    return run["nproc"] if run["settings"]["train.device"]["value"] == "cuda" else 0
 
 
 def _flags(options: LaunchOptions) -> tuple[dict[str, str], dict[str, str]]:
@@ -369,7 +365,7 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
     For the id "", which `send` returns after a direct halt, returns an answer at once.
     """
     if not request_id:
-        text = "no supervisor: .HALT was written; ranks that live halt, no later attempt starts"
+        text = ".HALT was written without a request; any live rank halts, no later attempt starts"
         return {"ok": True, "text": text, "detail": [], "request": ""}
     top = launches.launch_of(path)
     folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]

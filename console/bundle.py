@@ -312,9 +312,8 @@ def check(output: Path) -> None:
 def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes]) -> dict[str, Any]:
     """Writes the bundle of a launch or run, with the documents in `made`; returns the manifest.
 
-    Raises UsageError, RefusedError and ContractError.
+    Raises RefusedError if the file `output` exists, and ContractError if it cannot be written.
     """
-    check(output)
     launch, variables = launches.launch_of(path), environ.snapshot()
     made = {"facts.json": jsonl.encode(facts(variables)), **made}
     about = {

@@ -6,7 +6,6 @@ Textual and yaml are imported only by the commands that need them, because their
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -59,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ContractError as error:
         return output.report_error(error, "--json" in words)
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            return output.report_error(UsageError("a path is too long"), "--json" in words)
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         return output.report_error(ContractError(f"{where}{error.strerror}"), "--json" in words)
     except KeyboardInterrupt:

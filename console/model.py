@@ -36,6 +36,8 @@ OPERATOR = "operator "
 LOSS_UNIT = "nats/token"
 OWN_DIRECTORY = "own-directory"
 """The alert of a directory that was moved, replaced or removed; requests there are ignored."""
+END_MISSING = "end-missing"
+"""The alert of a run whose end is recorded, but not in supervisor.json."""
 NO_GO = "no-go"
 """The alert of a run or launch whose records do not confirm that it passed."""
 EXIT_CODES: Mapping[State, int] = {

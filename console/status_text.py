@@ -13,6 +13,7 @@ from typing import Any
 
 from console.model import (
     CLOCK_S,
+    END_MISSING,
     EXIT_CODES,
     LIVE_STATES,
     NO_GO,
@@ -240,7 +241,7 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
         ago = f", {age(old_s)} ago" * (old_s > OLD_S or state.state not in LIVE_STATES)
         yield f"  {name:<20} {number(figure.value):>12} {figure.unit:<10} {figure.window}{ago}"
     for alert in state.alerts:
-        yield f"  {alert.level.upper()} {alert.text}"
+        yield f"  {alert.level.upper()} {'acknowledged: ' * alert.acknowledged}{alert.text}"
     if state.verdict:
         yield f"  verdict ({state.verdict.sure}): {state.verdict.sentence}"
         yield from (f"    {mark} {line}" for mark, line in state.verdict.signs())
@@ -350,12 +351,14 @@ def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:
     return " ".join([*words, *map(quoted, argv)])
 
 
-def is_over(state: RunState) -> bool:
-    """Returns whether neither a run nor its launch continues.
+def is_over(state: RunState, whole: bool = True) -> bool:
+    """Returns whether a run does not continue; with `whole`, its launch must not continue either.
 
-    A launch in the state `unknown` is ignored.
+    A launch in the state `unknown` is ignored. Without `whole`, the launch decides only if the run
+    has no recorded end, or if supervisor.json does not contain this end.
     """
     launch, over = state.launch, state.state not in LIVE_STATES
-    if launch is None or launch.state == "unknown":
+    is_written = not any(alert.id == END_MISSING for alert in state.alerts)
+    if launch is None or launch.state == "unknown" or (over and is_written and not whole):
         return over
     return not launch.under_way and (over or launch.state == "ended" or state.state == "queued")

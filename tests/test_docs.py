@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import NAMES
 from console import action_table
 from console.cli import build_parser, main
 from console.diagnose import causes, rules, truth
@@ -255,3 +256,13 @@ def test_the_runbooks_page_has_every_phase_and_gate_of_the_plans(plan):
 def test_the_words_page_has_every_phase_of_a_rank():
     words = set(re.findall(r"`(.+?)`", (ROOT / "docs/words.md").read_text()))
     assert set(pulse.PHASES) - words == set()
+
+
+def test_the_benchmarks_are_listed_and_chosen_by_name():
+    for words, code, text in (("--help", 0, ", ".join(NAMES)), ("nothing", 2, "invalid choice")):
+        command = [sys.executable, "-m", "benchmarks", words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
+        said = " ".join((done.stdout + done.stderr).split())
+        assert (done.returncode, text in said) == (code, True)
+    assert "eight measurements" in (ROOT / "README.md").read_text()
+    assert len(NAMES) == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import time
@@ -119,8 +120,13 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     path = launches.find(options.run, options.root, act=True)
 
     def seen() -> tuple[str, str]:
-        """Returns two texts: the host of the supervisor, and how to resume its processes."""
-        host, stopped = targets.host_and_stopped(path, ACTIONS[action])
+        """Returns two texts: the host of the supervisor, and how to resume its processes.
+
+        A text is "" if it does not apply, or if the document of the supervisor cannot be read.
+        """
+        host, stopped = "", list[int]()
+        with contextlib.suppress(ContractError):  # its text would deny that the request was sent
+            host, stopped = targets.host_and_stopped(path, ACTIONS[action])
         pids = " ".join(map(str, stopped))
         text = f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"
         return f" from the supervisor on {host}" if host else "", text if pids else ""

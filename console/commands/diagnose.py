@@ -13,7 +13,7 @@ from typing import Any
 from console import bundle as archive
 from console import status_text
 from console.commands.output import show
-from console.commands.query import resume_line
+from console.commands.query import resume_lines
 from console.diagnose.rank_evidence import limit_s
 from console.sources import launches, liveness, verdicts
 from console.sources.run import RunSource
@@ -78,8 +78,8 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
         yield f"  next: {verdict.action}"
     if record["cost"] and record["cost"] not in record["verdict"]["action"]:
         yield f"  cost: {record['cost']}"
-    if found.outlook == "ended" and (line := resume_line(state)):
-        yield f"  {line}"
+    if found.outlook == "ended":
+        yield from (f"  {line}" for line in resume_lines(state))
     if seen := record["seen_before"]:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen["ts"]))
         yield f"  seen before: {seen['run']} at {when}, {seen['cause']} at {seen['place']}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import re
 import shlex
 import signal
@@ -225,8 +226,9 @@ def read_score(path: Path, fault: Drill) -> Score:
     score = Score(fault, truth, fault_ts, actions=given, over=over)
     said, shown_ts, right = "", None, (False, False, False)
     if truth.cause:
+        until_s = score.reaction[1] if score.reaction else math.inf
         for found in verdicts.stored(run, MAX_VERDICTS):  # returns the newest first
-            if found.ts >= fault_ts and (not score.reaction or _is_before(found.ts, score)):
+            if 0 <= found.ts - fault_ts <= until_s:
                 named = (found.rank == rank, found.phase == truth.phase, found.cause == truth.cause)
                 said, right = (said, right) if said else (found.sentence, named)
                 shown_ts = found.ts if all(named) else shown_ts
@@ -247,11 +249,6 @@ def read_score(path: Path, fault: Drill) -> Score:
 
 def _names(text: str, rank: int) -> bool:
     return re.search(rf"\brank {rank}\b", text) is not None
-
-
-def _is_before(ts: float, score: Score) -> bool:
-    reaction, fault_ts = score.reaction, score.fault_ts
-    return reaction is None or fault_ts is None or ts <= fault_ts + reaction[1]
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -142,6 +142,10 @@ class Changes:
                 self._last[key] = value
                 if sentence:
                     yield f"{sentence}."
+        found = {f"alert {alert.id}" for alert in state.alerts}
+        for key in [key for key in self._last if key.startswith("alert ") and key not in found]:
+            del self._last[key]
+            yield f"The {key} is no longer open."
         if state.state == "running" and now - self._figures_at >= FIGURES_EVERY_S:
             self._figures_at = now
             if self._last.get("figures") != (state.id, state.step):
@@ -158,7 +162,8 @@ def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
     yield "state", (state.id, state.state, state.attempt), f"{state.id} is {state.state}{why}"
     for alert in state.alerts:
         text = "" if alert.text == state.why else f"{alert.level.upper()}: {alert.text}"
-        yield f"alert {alert.id}", alert.text, text
+        # The text of an open alert may change at each poll, for example because it has a duration.
+        yield f"alert {alert.id}", alert.observed or alert.ts, text
     text = f"Verdict ({verdict.sure}): {verdict.sentence}" if verdict else ""
     yield "verdict", verdict and verdict.sentence, text
     blocked = state.directory_blocked_s >= 3

@@ -12,11 +12,11 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 from console import status_text
 from console.commands.output import (
     Changes,
-    emit,
     is_terminal,
     print_error,
     print_line,
@@ -71,18 +71,17 @@ def status(options: argparse.Namespace) -> int:
     """Prints the state, ranks, alerts and gates of a run."""
     run = source(options)
     state = poll_confirmed(run)
-    lines = list(status_text.status_lines(state, run.is_launch))
-    if resume := resume_line(state):
-        lines.append(f"  {resume}")
-    show(options.json, status_text.as_json(state, run.is_launch), lines)
+    lines = status_text.status_lines(state, run.is_launch)
+    resume = (f"  {line}" for line in resume_lines(state))
+    show(options.json, status_text.as_json(state, run.is_launch), [*lines, *resume])
     return status_text.exit_code(state, run.is_launch)
 
 
-def resume_line(state: RunState) -> str:
-    """Returns the command that resumes a launch, or "" if `RunState.can_resume` is False."""
+def resume_lines(state: RunState) -> list[str]:
+    """Returns the command that resumes a launch, or [] if `RunState.can_resume` is False."""
     if state.launch is None or not state.can_resume:
-        return ""
-    return f"to resume, run: {command('resume', state.launch.path)}"
+        return []
+    return [f"to resume, run: {command('resume', state.launch.path)}"]
 
 
 def follow(
@@ -100,13 +99,10 @@ def follow(
             if not as_json:
                 print_line(sentence)
         waits = state.launch is not None and state.launch.state == "waiting"
-        if status_text.is_over(state) or (until_waiting and waits):
+        if status_text.is_over(state, run.is_launch) or (until_waiting and waits):
             break
         time.sleep(interval_s)
-    if not as_json and (resume := resume_line(state)):
-        print_line(resume)
-    if as_json:
-        emit(status_text.as_json(state, run.is_launch))
+    show(as_json, status_text.as_json(state, run.is_launch), resume_lines(state))
     return status_text.exit_code(state, run.is_launch)
 
 
@@ -276,8 +272,7 @@ def report(options: argparse.Namespace) -> int:
     output = options.output
     if output is None:
         *_, files = reports.versions(path)
-        text = files[path]
-        show(options.json, {"path": str(path), "report": text}, [text.rstrip("\n")])
+        show(options.json, {"path": str(path), "report": files[path]}, [files[path].rstrip("\n")])
         return 0
     if output.suffix != ".md" or not output.parent.is_dir():
         raise UsageError(f"--output {output}: it must be NAME.md, in an existing directory")
@@ -302,11 +297,11 @@ def logs(options: argparse.Namespace) -> int:
     if run.launch_path is None and not rundir.logs(run.run_path, state.attempt).is_dir():
         raise NotFoundError(f"{state.id} has no logs; a run that was started by hand writes none")
     if isinstance(options.rank, int) and not options.follow:
-        _must_have_rank(run, state, options.rank)
+        _must_have_rank(run.run_path, state, options.rank)
     pattern = options.grep or regex("")
     reader = LogSource(run.run_path, state.attempt)
     wanted = f"r{options.rank}" if isinstance(options.rank, int) else options.rank
-    over = not options.follow or status_text.is_over(state)
+    over = not options.follow or status_text.is_over(state, run.is_launch)
     while True:
         changed = (reader.run, reader.attempt) != (run.run_path, state.attempt)
         while fresh := reader.poll(over or changed):
@@ -321,15 +316,13 @@ def logs(options: argparse.Namespace) -> int:
         else:
             time.sleep(LOGS_POLL_S)
             state = run.poll()
-            over = status_text.is_over(state)
+            over = status_text.is_over(state, run.is_launch)
 
 
-def _must_have_rank(run: RunSource, state: RunState, rank: int) -> None:
+def _must_have_rank(run: Path, state: RunState, rank: int) -> None:
     """Raises NotFoundError for an unknown rank that has no log."""
     known = [each.rank for each in state.ranks]
-    if run.run_path is None or rank in known:
-        return
-    if not rundir.rank_log(run.run_path, state.attempt, rank).exists():
+    if rank not in known and not rundir.rank_log(run, state.attempt, rank).exists():
         has = f"it has ranks {known[0]} to {known[-1]}" if known else "it has no rank yet"
         raise NotFoundError(f"{state.id} has no rank {rank}; {has}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from console import access, actions
-from console.commands.output import emit, print_line
+from console.commands.output import emit, print_error, print_line
 from console.diagnose.rules import HALTING, STRONG
 from console.diagnose.watchdog import Change, Watchdog
 from console.plan import Watch
@@ -21,6 +21,7 @@ from console.sources import launches
 from console.sources.sanitize import clean
 from console.supervisor.offline import OfflineRun
 from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
 
 
 def watchdog(options: argparse.Namespace) -> int:
@@ -33,7 +34,8 @@ def watchdog(options: argparse.Namespace) -> int:
     source = OfflineRun(path)
     dog: Watchdog | None = None
     watched: tuple[Path, int] | None = None
-    halted: set[Path] = set()
+    due: list[Change] = []
+    halted: dict[Path, bool] = {}  # whether the halt of a run succeeded
     while True:
         now = source.poll()
         if now is not None:
@@ -41,7 +43,14 @@ def watchdog(options: argparse.Namespace) -> int:
                 watched = source.of
                 dog = make_watchdog(source.watch, source.settings, options.halt, options.interval)
             for change in dog.update(now):
-                _report(change, source.run, halted, options)
+                if change.kind == "act":
+                    due.append(change)
+                else:
+                    _report(change, change.text, options.json)
+            due = [change for change in due if change.rule.name in dog.raised()]
+            # The first action that is due halts the run; later actions are ignored.
+            if due and not halted.get(run := source.run):
+                halted[run] = _try_halt(run, due[0], run not in halted, options.json)
         if source.over:
             _print(options.json, {"kind": "end", "text": clean(source.over)})
             return source.exit_code
@@ -61,35 +70,37 @@ def make_watchdog(
     return Watchdog(replace(watch, rules=rules), wanted, interval_s, settings)
 
 
-def _report(change: Change, run: Path, halted: set[Path], options: argparse.Namespace) -> None:
-    """Prints a change. The first action that is due halts the run; later actions are ignored."""
+def _report(change: Change, text: str, as_json: bool) -> None:
     rule = change.rule
-    record = {
+    _print(as_json, {
         "kind": change.kind, "rule": rule.name, "level": change.level, "action": change.action,
-        "value": change.value, "unit": rule.unit, "text": clean(change.text),
-    }  # fmt: skip
-    if change.kind == "act":
-        if run in halted:
-            return
-        halted.add(run)
-        record["text"] = f"{_halt(run, rule.anomaly or rule.name)}: {record['text']}"
-    _print(options.json, record)
+        "value": change.value, "unit": rule.unit, "text": clean(text),
+    })  # fmt: skip
 
 
-def _halt(run: Path, anomaly: str) -> str:
-    """Writes `.HALT` and, if possible, `.anomaly_type`, unless `.HALT` exists."""
-    if (run / rundir.HALT).exists():
-        return f"{rundir.HALT} already exists"
-    actions.halt(run, f"watchdog {actions.who()}")
-    # A full disk has room for an empty .HALT, but perhaps not for the reason.
-    with contextlib.suppress(OSError):
-        rundir.write_atomic(run / rundir.ANOMALY, f"{anomaly}\n")
-    return f"{rundir.HALT} is written"
+def _try_halt(run: Path, change: Change, is_first: bool, as_json: bool) -> bool:
+    """Writes `.HALT` and, if possible, `.anomaly_type`, unless `.HALT` exists; prints the result.
+
+    Returns False if `.HALT` cannot be written. Only the failure of the first try is printed.
+    """
+    path, rule, result = run / rundir.HALT, change.rule, "already exists"
+    try:
+        if not path.exists():
+            actions.halt(run, f"watchdog {actions.who()}")
+            result = "is written"
+            # A full disk has room for an empty .HALT, but perhaps not for the reason.
+            with contextlib.suppress(OSError):
+                rundir.write_atomic(run / rundir.ANOMALY, f"{rule.anomaly or rule.name}\n")
+    except (RefusedError, OSError) as error:
+        if is_first:
+            print_error(f"{error}; retrying; further failures are not reported")
+        return False
+    _report(change, f"{rundir.HALT} {result}: {change.text}", as_json)
+    return True
 
 
 def _print(as_json: bool, record: dict[str, Any]) -> None:
     if as_json:
         return emit({"ts": time.time()} | record)
-    names = [record.get("level", ""), record["kind"], record.get("rule", "")]
-    words = " ".join(name for name in names if name)
+    words = " ".join(filter(None, map(record.get, ("level", "kind", "rule"))))
     return print_line(f"{time.strftime('%H:%M:%S')} {words}: {record['text']}")

@@ -46,13 +46,11 @@ def is_plan(name: str) -> bool:
 
 def find(name: str) -> Path:
     """Returns the file of a plan. Raises UsageError if there is no such plan or file."""
-    path = Path(name)
-    there = is_file(path)
-    if path.suffix in ENDINGS or there:
-        if not there:
-            raise UsageError(f"there is no plan file {name}; pass a YAML file or a plan's name")
+    path, known = Path(name), files()
+    if is_file(path):
         return path
-    known = files()
+    if path.suffix in ENDINGS:
+        raise UsageError(f"there is no plan file {name}; pass a YAML file or a plan's name")
     if name not in known:
         raise UsageError(f"there is no plan {name!r}{did_you_mean(name, known)}")
     return known[name]

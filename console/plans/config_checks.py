@@ -168,10 +168,9 @@ def gpu_memory(case: Case) -> Found:
     cards = () if isinstance(case.survey, str) else case.survey.cards
     if case.plan.gpus == 0 or not any(case.settings):
         return "pass", "a foreign program, not checked" if case.plan.gpus else "no GPU is needed"
-    seen = {
-        index for i in range(len(case.plan.phases))
-        for index in gpu_checks.seen_by(case, i, [card.gpu.uuid for card in cards])
-    }  # fmt: skip
+    uuids, seen = [card.gpu.uuid for card in cards], set[int | None]()
+    for index in range(len(case.plan.phases)):
+        seen |= {*gpu_checks.visible(gpu_checks.chosen(case, index), uuids)[: case.plan.gpus]}
     sizes = [card.gpu.mem_total_mib for card in cards if card.gpu.index in seen]
     if not sizes or not all(sizes):
         return "unknown", "the memory of the GPUs is not available"

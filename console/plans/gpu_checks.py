@@ -111,7 +111,7 @@ def gpus(case: Case) -> Found:
             f"nvidia-smi -L with {listing}"
         )
     gaps = ""
-    for words in dict.fromkeys(case.devices or _chosen(plan, i) for i in range(len(plan.phases))):
+    for words in dict.fromkeys(chosen(case, i) for i in range(len(plan.phases))):
         why, unknown = _not_usable(plan, survey.cards, words)
         if why:
             return "fail", why
@@ -126,14 +126,10 @@ def gpus(case: Case) -> Found:
     return "pass", f"{text}, the kernel's driver lists {listed}; needed GPUs are healthy and idle"
 
 
-def _chosen(plan: Plan, index: int) -> str:
+def chosen(case: Case, index: int) -> str:
     """Returns the CUDA_VISIBLE_DEVICES of a phase, or "" if the variable is not set."""
-    return plan.phases[index].flags.get(flags.DEVICES) or plan.env.get(flags.DEVICES, "")
-
-
-def seen_by(case: Case, index: int, uuids: Sequence[str]) -> list[int | None]:
-    """Returns the first indices of `visible` for a phase, at most as many as `gpus` of the plan."""
-    return visible(case.devices or _chosen(case.plan, index), uuids)[: case.plan.gpus]
+    of_phase = case.plan.phases[index].flags.get(flags.DEVICES)
+    return case.devices or of_phase or case.plan.env.get(flags.DEVICES, "")
 
 
 def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:

@@ -246,7 +246,8 @@ def shell(case: Case) -> Found:
               if all(p.flags.get(n) == x for p in case.plan.phases)}  # fmt: skip
     given = {*case.plan.env}.union(set.intersection(*(set(p.flags) for p in case.plan.phases)))
     known = sorted(n for n in flags.FLAGS if variables.get(n) and n not in given | passed.keys())
-    foreign = sorted(name for name in variables if _is_foreign(name))
+    others = variables.items() - environ.DEVICE_ORDER.items()
+    foreign = sorted(name for name, _ in others if _is_foreign(name))
     parts = [f"handed to the training: {', '.join(passed)}"] if passed else []
     if known:
         parts.append(

@@ -25,14 +25,14 @@ def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, s
 
     All facts except the time are those of the first phase; the time is the sum over all phases.
     """
-    values, world = _values(phases[0]), phases[0]["world"]
-    if not values:
+    settings, world = values(phases[0]), phases[0]["world"]
+    if not settings:
         return (("training", FOREIGN), ("time", _time(root, phases)))
     found = figures(phases[0]["settings"], world)
     return (
         ("parameters", f"{found.parameters:,}"), ("sequence", f"{found.seq_len:,} tokens"),
         ("tokens per step", f"{found.tokens_per_step:,}"),
-        ("device", f"{values['train.device']} ×{world}"),
+        ("device", f"{settings['train.device']} ×{world}"),
         ("checkpoint", size(found.checkpoint_bytes)), ("time", _time(root, phases)),
     )  # fmt: skip
 
@@ -56,7 +56,8 @@ def figures(settings: Mapping[str, Any], world: int) -> Figures:
     return Figures(parameters, sequence, tokens, parameters * value_bytes * STATE_VALUES)
 
 
-def _values(phase: Mapping[str, Any]) -> dict[str, Any]:
+def values(phase: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the value of each setting in run.json."""
     settings = jsonl.mapping(phase, "settings")
     return {key: jsonl.mapping(settings, key).get("value") for key in settings}
 
@@ -104,6 +105,6 @@ def _took_s(
             continue
         run = rundir.read_json(folder / rundir.RUN) or {}
         is_same = (run.get("host"), run.get("world")) == (phase["host"], phase["world"])
-        if begun and ended and is_same and _values(run) == _values(phase):
+        if begun and ended and is_same and values(run) == values(phase):
             return ended - begun
     return None

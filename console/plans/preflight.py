@@ -80,10 +80,7 @@ def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, .
     for need in {row.needs for row in rows}:
         work = [(row.check, answers[row.name]) for row in rows if row.needs == need]
         thread = threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread can be started
-            _answer(case, work)
+        thread.start()
     begun = time.monotonic()
     late = wait(answers.values(), SAID_S).not_done
     if late and said:
@@ -170,7 +167,8 @@ def _run_probe(case: Case, folder: Path) -> str:
     """Runs the measuring processes in a session of their own; returns how they ended."""
     phase = max(case.plan.phases, key=lambda each: each.nproc)
     path = os.pathsep.join(filter(None, (str(catalog.PROJECT), environ.get("PYTHONPATH"))))
-    variables = {**environ.inherited(), "PYTHONPATH": path, **case.plan.env, **phase.flags}
+    variables = environ.inherited() | environ.DEVICE_ORDER | {"PYTHONPATH": path}
+    variables |= {**case.plan.env, **phase.flags}
     with (folder / "answers").open("wb") as answers, (folder / "log").open("wb") as log:
         child = subprocess.Popen(
             # `timeout` ends the processes even if the console is killed.

@@ -29,7 +29,7 @@ from console.status_text import age, counted, number
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
-NAME, MAX_CELL, MAX_ROWS, MAX_PHASES = "report.md", 600, 1024, 256
+NAME, MAX_CELL, MAX_ROWS = "report.md", 600, 1024
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
 CHARTS = (("loss", "loss"), ("toks_per_s", "speed"))
 """The series of each chart, and the word in its file name."""
@@ -110,7 +110,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
     launch = source.launch_path
     plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {} if launch else {}
     entries = jsonl.entries(plan, "phases")
-    runs = launches.run_directories(path)[:MAX_PHASES] if source.is_launch else [path]
+    runs = launches.run_directories(path) if source.is_launch else [path]
     for each in runs:
         run = RunSource(each, reads="charts", only=dict(CHARTS))
         run.read_all()
@@ -155,7 +155,8 @@ def _head(
     launch = state.launch if source.is_launch else None
     word, why = status_text.outcome(state)
     result = "no go" if status_text.exit_code(state, source.is_launch) else "go"
-    result = result if status_text.is_over(state) else "no go yet: the run has not ended"
+    over = status_text.is_over(state, source.is_launch)
+    result = result if over else "no go yet: the run has not ended"
     stamp = f"{_utc(time.time())} UTC"
     count = sum(gate.result != "pass" and not gate.blocks for p in phases for gate in p.state.gates)
     overridden = f" with {counted(count, 'override')}" if count else ""
@@ -165,9 +166,6 @@ def _head(
         "Phases", ("phase", "state", "steps", "attempts", "stalls", "gates", "why"),
         (_phase_row(each, launch) for each in phases),
     )  # fmt: skip
-    more = len(launches.run_directories(path)) - len(phases) if source.is_launch else 0
-    if more > 0:
-        yield f"\nThis report leaves out {counted(more, 'more phase')} of the launch."
 
 
 def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:

@@ -19,8 +19,9 @@ from typing import Any
 
 from console import status_text
 from console.plan import LIMITS, MAX_VARIANTS, NAME, highest_p
+from console.plans import launch_facts
 from console.plans.gate_check import poll_confirmed
-from console.sources import launch_documents, launches
+from console.sources import json_documents, launch_documents, launches
 from console.sources.pace import LONGEST_STEP_S
 from console.sources.run import RunSource
 from trainers.contract import flags, jsonl, rundir
@@ -293,12 +294,8 @@ def _measure(path: Path) -> Run | str:
             f"it has {len(steps_s)} step times after the first {WARM_UP_STEPS} steps, too few; a "
             f"run of a sweep needs at least {LEAST_STEPS} steps"
         )
-    settings = jsonl.mapping(run, "settings")
-    values = {key: jsonl.mapping(settings, key).get("value") for key in settings}
-    library = {
-        name: jsonl.text(jsonl.mapping(jsonl.mapping(run, "flags"), name), "value")
-        for name in jsonl.mapping(run, "flags") if name in flags.LIBRARY
-    }  # fmt: skip
+    values, given = launch_facts.values(run), json_documents.flag_field(run, "value")
+    library = {name: value for name, value in given.items() if name in flags.LIBRARY}
     return Run(
         path.name, tokens / fast_s(steps_s), tokens / fmean(steps_s[-LAST_STEPS:]),
         values | library | {"git": run.get("git"), "host": run.get("host"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from console import status_text
 from console.model import (
+    END_MISSING,
     LIVE_STATES,
     RANK_GONE,
     Alert,
@@ -193,7 +194,7 @@ class Assembly:
         ended = self._has_ended and self._state != "lost"
         if ended and self.supervisor.get("state", self._state) not in liveness.ENDED:
             lack = f"{rundir.SUPERVISOR} does not contain the end of the run (no supervisor, or a "
-            add("end-missing", "warn", f"{lack}full disk): ranks and figures may be older than it")
+            add(END_MISSING, "warn", f"{lack}full disk): ranks and figures may be older than it")
         if missing := self._unreadable():
             others = f"{rundir.PLAN_STATE}, the live directory and earlier reads"
             add("directory", "warn", f"{missing}; the run's state is the newest in {others}")

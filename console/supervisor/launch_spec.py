@@ -198,8 +198,9 @@ def environment(
     PYTHONSAFEPATH makes the trainers of this project import nothing from the working directory.
     """
     chosen = {name: flag.value for name, flag in flags.items()}
+    fixed = {"PYTHONUNBUFFERED": "1"} | environ.DEVICE_ORDER
     ours = {"PYTHONSAFEPATH": "1"} if phase.is_ours else {}
-    return inherited() | {"PYTHONUNBUFFERED": "1"} | ours | chosen | dict(contract)
+    return inherited() | fixed | ours | chosen | dict(contract)
 
 
 def without_logins(variables: Mapping[str, str]) -> dict[str, str]:

@@ -121,7 +121,7 @@ class OfflineRun:
     def poll(self) -> Readings | None:
         """Polls the run; returns its readings, or None while the launch has no run."""
         state, run = self._source.poll(), self._source.run_path
-        if status_text.is_over(state):
+        if status_text.is_over(state, self._source.is_launch):
             state = poll_confirmed(RunSource(self._path))
             self.over = _end_words(state)
         self.exit_code = status_text.exit_code(state, self._source.is_launch)

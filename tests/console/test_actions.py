@@ -39,7 +39,8 @@ def listing(folder: Path) -> list[str]:
 # --- before a launch --------------------------------------------------------------------------
 
 
-def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path):
+def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     chosen = options(tmp_path, flags={"NCCL_DEBUG": "warn"}, nproc=3, devices="0,1")
     before = listing(tmp_path)
     prepared = actions.prepare(chosen)
@@ -54,6 +55,7 @@ def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path):
     assert first["flags"]["NCCL_DEBUG"]["origin"] == "--flag"
     assert first["flags"]["CUDA_VISIBLE_DEVICES"]["origin"] == "--devices"
     assert environment["PYTHONUNBUFFERED"] == "1"
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert str(ROOT) in environment["PYTHONPATH"]
     text = "\n".join(prepared.lines())
     assert "NCCL_DEBUG=WARN" in text

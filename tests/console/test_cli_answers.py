@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from console import actions, cli, status_text
+from console import actions, cli, status_text, targets
 from console.commands import control
 from console.diagnose.watchdog import Watchdog
 from console.model import Gate
@@ -17,6 +17,7 @@ from console.sources import launches
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -201,6 +202,54 @@ def test_watching_returns_when_the_plan_waits_if_that_is_asked(launch, capsys):
     assert (code, "is waiting: proceed." in out) == (0, True)
 
 
+@pytest.fixture
+def ended_phase(launch, monkeypatch):
+    """The first phase of a launch, which completed; the second phase runs."""
+    run = directory.completed(launch / "0-first", {}, [])
+    directory.run(launch / "1-second")
+    rundir.rank_log(run, 1, 0).parent.mkdir(parents=True)
+    phases = [{"name": "first", "state": "completed", "result": "pass", "dir": "0-first"},
+              {"name": "second", "state": "running", "dir": "1-second"}]  # fmt: skip
+    directory.change(launch / rundir.PLAN_STATE, phase=1, phases=phases)
+
+    def sleep(_: float) -> None:
+        raise AssertionError("the command waits for the end of the launch")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    return run
+
+
+WAITING = ["watch --plain", "watch --json", "watchdog", "logs -f", "report"]
+
+
+@pytest.mark.parametrize("words", WAITING)
+def test_a_phase_has_ended_although_its_launch_continues(ended_phase, capsys, words):
+    code, out, _ = said(capsys, *words.split(), ended_phase)
+    assert code == 0
+    assert "not ended" not in out
+    assert words != "report" or "**go**: completed" in out
+    launch = RunSource(ended_phase.parent).poll()
+    assert not status_text.is_over(launch)
+
+
+def test_a_phase_whose_end_is_not_in_supervisor_json_yet_has_not_ended(ended_phase):
+    """The event of the end is written before this document, without which the run is no go."""
+    run, gone = ended_phase, {"rank": 0, "exit": {"code": 0, "signal": None, "ts": 1.0}}
+    stale = {"state": "stopping", "workers": [gone], "updated_ts": time.time() - 1}
+    directory.change(run / rundir.SUPERVISOR, **stale)
+    state = RunSource(run).poll()
+    assert (state.state, status_text.is_over(state, whole=False)) == ("completed", False)
+    directory.change(run / rundir.SUPERVISOR, state="completed")
+    assert status_text.is_over(RunSource(run).poll(), whole=False)
+
+
+def test_status_marks_an_acknowledged_alert(launch, capsys):
+    run = directory.run(launch / "0-first")
+    for kind in ("alert", "ack"):
+        directory.event(run, kind, alert="slow", level="warn", text="the ranks are slow")
+    assert "  WARN acknowledged: the ranks are slow\n" in said(capsys, "status", launch)[1]
+
+
 def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys, monkeypatch):
     launch = directory.launch(tmp_path / "artifacts", "cpu_smoke")
     why = "all 2 ranks halted at step 88"
@@ -263,6 +312,17 @@ def test_a_request_that_was_sent_is_not_called_unknown(launch, tmp_path, capsys,
     replied(monkeypatch, answer, SPARE_S=0.2)
     code, _, err = said(capsys, "do", launch, "note", "text=x", "--timeout", 3)
     assert (code, "note was sent; see" in err, "unknown" in err) == (5, True, False)
+
+
+def test_a_request_that_was_sent_is_not_denied_if_a_document_becomes_unreadable(
+    launch, capsys, monkeypatch
+):
+    def search(*_):
+        raise RefusedError(f"supervisor.json cannot be read; {targets.NOT_SENT}")
+
+    replied(monkeypatch, lambda *_: None, search, SOON_S=0.1)
+    code, _, err = said(capsys, "do", launch, "note", "text=x", "--timeout", 0.5)
+    assert (code, "the request remains" in err, targets.NOT_SENT in err) == (5, True, False), err
 
 
 def test_the_search_for_stopped_processes_after_a_request_has_a_time_limit(

@@ -15,6 +15,7 @@ import yaml
 
 from console import actions, cli
 from console.commands.output import Changes
+from console.model import Alert, RunState
 from console.sources.run import RunSource
 from console.status_text import quoted
 from tests.console.sources import directory
@@ -224,6 +225,23 @@ def test_a_phase_has_ended_before_the_next_one_starts(tmp_path):
     assert "1-second is starting" in said[1]
 
 
+def test_an_alert_is_told_once_and_again_only_after_it_was_no_longer_open():
+    """The text of an open alert may change at each poll, for example by its duration."""
+    changes, known = Changes(), {"level": "crit", "observed": True}
+    silent = [Alert("supervisor-silent", ts, text=f"{ts:g} s", **known) for ts in (21.0, 22.0, 9.0)]
+    own = [Alert("stall", ts, "crit", "stalled") for ts in (1.0, 1.0, 5.0)]
+    polls = [[silent[0], own[0]], [silent[1], own[1]], [own[2]], [silent[2]]]
+    said = [
+        list(changes.sentences(RunState("x", "/x", "starting", "", alerts=tuple(open_)), 0.0))[at:]
+        for at, open_ in zip((1, 0, 0, 0), polls, strict=True)
+    ]
+    assert said == [
+        ["CRIT: 21 s.", "CRIT: stalled."], [],
+        ["CRIT: stalled.", "The alert supervisor-silent is no longer open."],
+        ["CRIT: 9 s.", "The alert stall is no longer open."],
+    ]  # fmt: skip
+
+
 # --- halt without a supervisor, and on a directory that takes nothing --------------------------
 
 
@@ -269,6 +287,7 @@ def test_a_halt_that_finds_no_room_for_a_request_writes_the_file(tmp_path):
     with directory.owned(path):
         assert actions.send(path, "halt", {}, "tester") == ""
     assert (run / rundir.HALT).read_text() == "requested by tester\n"
+    assert "no supervisor" not in actions.answer(path, "", 1)["text"], "the supervisor is alive"
 
 
 def test_a_request_into_a_frozen_directory_is_given_up_in_time(frozen):

@@ -144,22 +144,13 @@ def test_a_failed_gate_of_a_late_phase_is_in_the_report(launch):
         directory.document(run / rundir.GATES, {"v": 1, "gates": [failed]})
     directory.document(launch / rundir.PLAN_STATE, state)
 
-    def built() -> str:
-        *_, files = report.versions(launch, launch / "r.md")
-        return files[launch / "r.md"]
-
-    text = built()
+    *_, files = report.versions(launch, launch / "r.md")
+    text = files[launch / "r.md"]
     assert (
         0
         < text.find("| 71-p71 | FAIL | steps_done")
         < text.lower().find("| 0-p0 | pass | steps_done")
     )
-    assert "This report leaves out" not in text
-    report.MAX_PHASES, most = 3, report.MAX_PHASES
-    try:
-        assert "This report leaves out 69 more phases of the launch." in built()
-    finally:
-        report.MAX_PHASES = most
 
 
 def test_a_report_that_cannot_be_written_is_one_sentence(launch, capsys, tmp_path):

@@ -175,9 +175,8 @@ def test_what_a_training_inherits_is_shown_before_the_start(tmp_path, monkeypatc
     assert set(data["inherited"]) <= set(data["may_inherit"]) == set(environ.INHERITED)
     for phase in data["phases"]:
         rest = set(phase["environment"]) - set(data["inherited"]) - set(phase["flags"])
-        assert rest == {"PYTHONUNBUFFERED", *environ.CONTRACT_NAMES} - {
-            environ.LIVE_DIR, environ.TOKEN,
-        }  # fmt: skip
+        contract = {environ.RUN_DIR, environ.RUN_ID, environ.ATTEMPT}
+        assert rest == {"PYTHONUNBUFFERED", *environ.DEVICE_ORDER} | contract
 
 
 def test_modules_in_the_working_directory_are_not_taken_for_ours(tmp_path, monkeypatch):

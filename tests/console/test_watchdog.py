@@ -187,6 +187,48 @@ def test_a_halt_that_is_there_already_stays_as_it_is(run):
     assert not (run / rundir.ANOMALY).exists()
 
 
+def test_a_halt_that_cannot_be_written_is_tried_again_at_each_poll(run):
+    """`.HALT` is a dangling link, so it cannot be written, as on a full disk."""
+    (run / rundir.HALT).symlink_to("nowhere")
+    with watchdog(run, "--halt", "--interval", "0.1") as process:
+        assert "retrying; further failures are not reported" in process.stderr.readline()
+        time.sleep(0.5)  # in this time, a second failure would be reported
+        assert process.poll() is None
+        (run / rundir.HALT).unlink()
+        until((run / rundir.ANOMALY).exists, process)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=HANG_GUARD_S)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [(c["kind"], c["rule"]) for c in lines] == [("raise", "stall"), ("act", "stall")]
+    assert (lines[1]["text"].startswith(".HALT is written: "), err) == (True, "")
+
+
+def test_a_halt_that_failed_is_not_tried_again_after_its_rule_cleared(run):
+    (run / rundir.HALT).symlink_to("nowhere")
+    going = threading.Event()
+
+    def train() -> None:
+        step = 100
+        while not going.wait(0.1):
+            step += 1
+            for rank in (0, 1):
+                directory.beat(run, rank, step, loss=2.0, grad_norm=1.0)
+
+    with watchdog(run, "--halt", "--interval", "0.1") as process:
+        assert "retrying" in process.stderr.readline()
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        try:
+            while json.loads(process.stdout.readline())["kind"] != "clear":
+                pass
+            (run / rundir.HALT).unlink()
+            time.sleep(0.5)  # in this time, the halt would be tried again
+            assert not (run / rundir.HALT).exists()
+        finally:
+            going.set()
+            trainer.join()
+
+
 def test_nothing_is_written_through_a_link(run, tmp_path):
     (tmp_path / "link").symlink_to(run)
     with watchdog(tmp_path / "link", "--halt") as process:

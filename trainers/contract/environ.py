@@ -32,6 +32,9 @@ INHERITED = (
 )  # fmt: skip
 """The variables that a training inherits from the operator's shell, besides flags."""
 
+DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""A launch sets this variable, so that CUDA numbers the GPUs as NVML and `nvidia-smi` do."""
+
 
 def snapshot() -> dict[str, str]:
     """Returns a copy of the whole environment."""

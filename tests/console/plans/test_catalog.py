@@ -174,7 +174,8 @@ SHELL_CASES = [
      "handed to the training: NSA_LR; not handed to the training: NCCL_DEBUG; to set one, use "
      "launch --flag NCCL_DEBUG=VALUE; not handed to the training: CUDA_DEVICE_ORDER, NCCL_FOO; a "
      "launch can set only the flags that `nsa-console flags` lists"),
-    ({"CUDA_HOME": "/x", "NCCL_VERSION": "2.29", "CUDA_VISIBLE_DEVICES": "0"}, "pass",
+    ({"CUDA_HOME": "/x", "NCCL_VERSION": "2.29", "CUDA_VISIBLE_DEVICES": "0",
+      "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, "pass",
      "handed to the training: CUDA_VISIBLE_DEVICES"),
     ({"CONFIG": "configs/tiny_cpu.yaml"}, "unknown", "not handed to the training: CONFIG; a launch "
      "can set only the flags that `nsa-console flags` lists"),

@@ -22,8 +22,9 @@ SMALL = {
     "data.seq_len": 64, "data.source": "synthetic",
 }  # fmt: skip
 LEAK = """
-import sys
+import os, pathlib, sys
 if any("device_probe" in word for word in sys.orig_argv):
+    pathlib.Path(__file__).with_name("order").write_text(os.environ["CUDA_DEVICE_ORDER"])
     import torch
     from nsa import functional
     true = functional.attend_window
@@ -61,6 +62,7 @@ def test_a_leak_is_refused_by_its_row_and_the_other_rows_are_measured(tmp_path, 
     assert rows["first batch"].text.startswith("synthetic random bytes: ")
     assert rows["parity"].result == "pass"
     assert said == [f"the preflight measures {', '.join(preflight.MEASURED)}, at most 300 s"]
+    assert (tmp_path / "order").read_text() == "PCI_BUS_ID"
     measured = prepared.spec.host["measured"]
     assert (measured["allreduce_ranks"], measured["allreduce_gb_s"] > 0) == (2, True)
     assert prepared.spec.as_dict(0.0)["host"]["measured"] == measured
