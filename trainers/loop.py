@@ -71,10 +71,10 @@ def run_steps(t: Training) -> str:
         figures, stats = forward_backward(t, step, batches)
         t.phases.enter(step, "optimizer")
         t.loss_scale.unscale(t.model)
+        if step == 1:  # before the clip, which makes finite gradients 0 if the norm is infinite
+            report_dead_parameters(t)
         norm, nonfinite = guard.clip(t.model, t.settings.optim.grad_clip)
         spike = t.spikes.detect(norm, nonfinite)
-        if step == 1:
-            report_dead_parameters(t)
         optim.set_learning_rate(t.optimizer, rate)
         guard.optimise(t.optimizer, torch.maximum(nonfinite, spike))
         lowered = t.loss_scale.update(nonfinite)
