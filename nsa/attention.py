@@ -19,7 +19,7 @@ from nsa.functional import Execution, nsa_attention, routes_of
 from nsa.gate import Gate, fixed_gates
 from nsa.precision import has_autocast, upcast_fp32
 from nsa.profiler_ranges import mark
-from nsa.projection import Projection, accept_separate_weights
+from nsa.projection import Projection
 from nsa.rope import rotate
 from nsa.select import block_scores, top_blocks
 from nsa.stats import gate_stats, selection_stats
@@ -52,11 +52,9 @@ class NSAttention(nn.Module):
         self.stats: dict[str, Tensor] = {}
         self.fallbacks: Counter[str] = Counter()
         keys, values = config.n_kv_groups * config.d_k, config.n_kv_groups * config.d_v
-        # Old checkpoints have these names: "slc" is the branch that is named "sel" elsewhere.
-        widths = {"q": config.n_heads * config.d_k, "k_cmp": keys, "k_slc": keys, "k_win": keys}
-        widths |= {"v_cmp": values, "v_slc": values, "v_win": values}
+        widths = {"q": config.n_heads * config.d_k, "k_cmp": keys, "k_sel": keys, "k_win": keys}
+        widths |= {"v_cmp": values, "v_sel": values, "v_win": values}
         self.qkv = Projection(config.dim, widths)
-        accept_separate_weights(self, "qkv")
         self.phi_k, self.phi_v = (make_phi(config.nsa, d) for d in (config.d_k, config.d_v))
         self.gate = Gate(config.dim, config.n_heads, config.nsa.gate, config.nsa.gate_hidden)
         self.out = nn.Linear(config.n_heads * config.d_v, config.dim, bias=False)
@@ -140,7 +138,6 @@ class DenseAttention(nn.Module):
             config.dim,
             {"q": config.n_heads * config.d_k, "k": groups * config.d_k, "v": groups * config.d_v},
         )
-        accept_separate_weights(self, "qkv")
         self.out = nn.Linear(config.n_heads * config.d_v, config.dim, bias=False)
 
     def new_cache(self, capacity: int = 0) -> Cache:

@@ -1,9 +1,7 @@
 """Several linear projections as one parameter and one product."""
 
 from collections.abc import Mapping
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -25,17 +23,3 @@ class Projection(nn.Linear):
     def rows(self, x: Tensor) -> dict[str, Tensor]:
         """Returns the rows of each projection, by name; `x` is the weight, or a gradient of it."""
         return dict(zip(self.widths, x.split(list(self.widths.values())), strict=True))
-
-
-def accept_separate_weights(layer: nn.Module, name: str) -> None:
-    """Makes `load_state_dict` of a layer accept separate weights for its Projection `name`.
-
-    Checkpoints that are older than `Projection` have one weight per projection.
-    """
-
-    def hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        separate = [f"{prefix}{part}.weight" for part in getattr(module, name).widths]
-        if all(key in state for key in separate):
-            state[f"{prefix}{name}.weight"] = torch.cat([state.pop(key) for key in separate])
-
-    layer.register_load_state_dict_pre_hook(hook)

@@ -147,7 +147,7 @@ def resume(
     before = changes.compared(found.settings, found.world, jsonl.text(found.data, "fingerprint"))
     now = changes.compared(report.values(), parallel.world, stream)
     unknown, changed = changes.refuse(path, before, now, settings.checkpoint.allow_change)
-    checkpoint.on_all_ranks(parallel, lambda: checkpoint.load(path, parts, found))
+    checkpoint.on_all_ranks(parallel, lambda: checkpoint.load(path, parts))
     for error in () if parallel.rank else skipped:
         report.record_event(
             "checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error)

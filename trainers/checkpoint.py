@@ -27,19 +27,17 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from nsa.backends import Switches
 from nsa.config import ModelConfig
 from nsa.model import Transformer
-from nsa.projection import Projection
 from trainers import manifest, optim, settings
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
 from trainers.guard import Spikes
-from trainers.initial_weights import set_whole
 from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale, weights_dtype
 
 State = dict[str, Any]
 Result = TypeVar("Result")
-RANDOM, SPIKES, LOSS_SCALE, FP16 = "random", "spikes", "loss_scale", "fp16"
+RANDOM, SPIKES, LOSS_SCALE = "random", "spikes", "loss_scale"
 # A load, and the save of a single rank, use DCP without a process group on purpose.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
@@ -118,54 +116,21 @@ def choose_on_all_ranks(
     return path, on_all_ranks(parallel, read), skipped
 
 
-def load(path: Path, parts: Parts, found: Manifest) -> None:
+def load(path: Path, parts: Parts) -> None:
     """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
 
-    The window of `Spikes` stays as it is if the checkpoint has none. The loss scale stays as it is
-    if the checkpoint has none or was saved without fp16. Raises CheckpointError; if the model
-    differs, the message names the parameter.
+    The loss scale stays as it is if the checkpoint has none, because it was saved without fp16.
+    Raises CheckpointError; if the model differs, the message names the parameter.
     """
-    state, precision = parts.state(), found.settings.get("train.precision", FP16)
+    state = parts.state()
     with _readable(path) as (reader, index):
-        wholes = _use_saved_names(state, parts.model, index)
         _compare(path, state, index)
-        saved = {name.partition(".")[0] for name in index.state_dict_metadata}
-        if precision != FP16:
-            saved.discard(LOSS_SCALE)  # older checkpoints have the scale 1 without fp16
-        for absent in {SPIKES, LOSS_SCALE} - saved:
-            state.pop(absent, None)
+        if not any(name.startswith(f"{LOSS_SCALE}.") for name in index.state_dict_metadata):
+            state.pop(LOSS_SCALE, None)
         state[RANDOM] = _empty(index, RANDOM)
         # Each rank reads without a group, because a group could hang if one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
-    for joined, whole in wholes:
-        set_whole(joined, whole)
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
-
-
-def _use_saved_names(
-    state: State, plain: nn.Module, index: Metadata
-) -> list[tuple[Tensor, Tensor]]:
-    """Renames the keys of `state` if the checkpoint has one parameter for each projection.
-
-    Such a checkpoint is older than `nsa.projection`. Each joined tensor of this model then gets a
-    whole tensor that is loaded in its place; the renamed entries of `state` are views of the whole.
-    Returns the pairs of the joined tensor and the whole tensor.
-    """
-    wholes = []
-    for name, module in plain.named_modules():
-        new = f"{name}.weight"
-        if not isinstance(module, Projection) or f"model.{new}" in index.state_dict_metadata:
-            continue
-        joined = {"": state["model"].pop(new)} | state["optimizer"].pop(new)
-        for key, tensor in joined.items():
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-            wholes.append((tensor, whole))
-            parts = module.rows(whole) if whole.dim() else dict.fromkeys(module.widths, whole)
-            for part, rows in parts.items():
-                old = f"{name.rpartition('.')[0]}.{part}.weight"
-                section = state["optimizer"].setdefault(old, {}) if key else state["model"]
-                section[key or old] = rows
-    return wholes
 
 
 def load_weights(path: Path, section: str = "model") -> dict[str, Tensor]:

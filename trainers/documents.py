@@ -27,6 +27,7 @@ from trainers.failures import DataError
 from trainers.schema import DataSettings
 
 CHUNK_BYTES = 1 << 16
+HUB, REPAIR = "hf://", "repair or remove the file, then start a new run"
 ROWS = 256
 READ_ERRORS = (OSError, EOFError, ValueError, zlib.error, pa.ArrowException)
 """Exceptions of the readers for a missing, truncated or damaged file."""
@@ -62,10 +63,9 @@ class Documents:
                 if self.keep is None or self.keep(piece[1]):
                     yield piece
         except READ_ERRORS as error:
-            raise DataError(
-                f"{file} cannot be read: {error or type(error).__name__}; repair or remove the "
-                "file, then start a new run"
-            ) from error
+            advice = "check the network" if file.startswith(HUB) else REPAIR
+            why = str(error) or type(error).__name__
+            raise DataError(f"{file} cannot be read: {why}; {advice}") from error
 
 
 def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Documents:
@@ -180,7 +180,7 @@ def _jsonl(file: str, cursor: int, key: str) -> Iterator[Piece]:
 
 def _opened(file: str) -> Any:
     """Returns a seekable binary stream."""
-    if file.startswith("hf://"):
+    if file.startswith(HUB):
         from datasets.utils.file_utils import xopen
 
         return xopen(file, "rb")

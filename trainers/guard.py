@@ -131,7 +131,8 @@ class Guard:
             if self._in_a_row >= self._most:
                 raise NonFiniteError(
                     f"loss or gradients were not finite in {self._in_a_row} steps in a row, up to "
-                    f"step {row.step}; the weights are unchanged; lower train.lr"
+                    f"step {row.step}; these steps changed no weights, so the weights may be "
+                    "unusable, and no final checkpoint is saved; lower train.lr"
                 )
             if self._chance_nats:
                 self._check_for_leak(row)

@@ -9,11 +9,15 @@ from pathlib import Path
 from datasets import load_dataset_builder
 from datasets.exceptions import DatasetsError
 from huggingface_hub import DatasetCard, HfFileSystem
+from huggingface_hub.errors import HfHubHTTPError
 from yaml import YAMLError
 
 from trainers.contract import data_access
 from trainers.failures import DataError
 from trainers.schema import DataSettings
+
+HUB_ERRORS: tuple[type[BaseException], ...] = (OSError, *HfHubHTTPError.__bases__)
+"""OSError, and the base of all errors of the HTTP library that this version of the hub uses."""
 
 
 def resolve(
@@ -41,7 +45,7 @@ def resolve(
             )
             files = [str(file) for file in (builder.config.data_files or {}).get("train", [])]
         contents = [fingerprint(file, place) if data.path else _content(file) for file in files]
-    except (OSError, ValueError, TypeError, KeyError, YAMLError, DatasetsError) as error:
+    except (*HUB_ERRORS, ValueError, TypeError, KeyError, YAMLError, DatasetsError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DataError(
             f"{place} cannot be opened as {data.subset!r}: {reason}; a mirror is a folder with the "

@@ -147,7 +147,9 @@ def collect(
     parallel: Single, model: nn.Module, source: Source, settings: Settings
 ) -> dict[str, Any]:
     """Returns facts about this run that are not among its settings."""
-    on_cuda = parallel.device.type == "cuda"
+    on_cuda, routes = parallel.device.type == "cuda", planned_routes(parallel.device, settings)
+    separate = settings.data.documents == "separate"
+    length = {"for": f"a document of {settings.data.seq_len:,} tokens"} if separate else {}
     return {
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("torch", "datasets")},
@@ -156,7 +158,7 @@ def collect(
         "device_count": torch.cuda.device_count() if on_cuda else 0,
         "threads_per_rank": torch.get_num_threads(),
         "strategy": parallel.name,
-        "backend": in_words(planned_routes(parallel.device, settings)),
+        "backend": in_words(routes) | length,
         "comm_backend": parallel.backend,
         "comm_hook": parallel.comm_hook,
         "data": {"about": source.about, "fingerprint": source.fingerprint},
@@ -166,10 +168,14 @@ def collect(
 
 
 def planned_routes(device: torch.device, settings: Settings) -> dict[str, Route]:
-    """Returns the route of each attention branch for the shapes and the precision of a run."""
+    """Returns the route of each attention branch for the shapes and the precision of a run.
+
+    If each document attends to itself only, these are the routes of one document of S tokens.
+    """
+    separate = settings.data.documents == "separate"
     return routes_of(
         settings.model, settings.data.seq_len, device, compute_dtype(settings.train.precision),
-        settings.attention, batch=settings.train.batch_size,
+        settings.attention, batch=1 if separate else settings.train.batch_size,
     )  # fmt: skip
 
 

@@ -30,15 +30,17 @@ DONE, RIGHT_REACHED = "done", "bytes_right reached"
 def train(settings: Settings, member: Member, report: Report) -> str:
     """Trains until the steps are done, enough bytes are right, or all ranks agree to halt.
 
-    Returns the reason of the end. Raises TrainingError and UsageError with one sentence, and other
-    exceptions, which `failures.classify` describes.
+    Returns the reason of the end. A resumed training without a further step ends at once as done.
+    Raises TrainingError and UsageError with one sentence, and other exceptions, which
+    `failures.classify` describes.
     """
     member.pulse.nonfinite_steps = 0
     member.pulse.set(0, "load")
     training = Training(settings, member, report)
     try:
         began = time.perf_counter()
-        training.loader.wait_for_first()
+        if training.first_step <= settings.train.steps:
+            training.loader.wait_for_first()
         report.record_event(
             "loader_ready", 0, f"data: {training.loader.source.about}",
             dt=time.perf_counter() - began, comm_hook=training.parallel.comm_hook,
@@ -71,10 +73,10 @@ def run_steps(t: Training) -> str:
         figures, stats = forward_backward(t, step, batches)
         t.phases.enter(step, "optimizer")
         t.loss_scale.unscale(t.model)
+        if step == 1:  # before the clip, which makes finite gradients 0 if the norm is infinite
+            report_dead_parameters(t)
         norm, nonfinite = guard.clip(t.model, t.settings.optim.grad_clip)
         spike = t.spikes.detect(norm, nonfinite)
-        if step == 1:
-            report_dead_parameters(t)
         optim.set_learning_rate(t.optimizer, rate)
         guard.optimise(t.optimizer, torch.maximum(nonfinite, spike))
         lowered = t.loss_scale.update(nonfinite)
@@ -253,15 +255,19 @@ def save(t: Training, step: int) -> None:
 def save_final(t: Training, halted: bool) -> None:
     """Waits for a background save, then saves the final checkpoint.
 
-    Without `checkpoint.at_end`, only a halted training saves. Exports the checkpoint if
+    Without `checkpoint.at_end`, only a halted training saves. A training without a step in this
+    process keeps the checkpoint that it resumed in its own directory. Exports the checkpoint if
     `checkpoint.export` is set. Raises CheckpointError.
     """
     step = t.report.steps_done
     t.phases.enter(step, "save")
     report_save(t, step, *t.saver.collect(wait_s=None))
     if t.settings.checkpoint.at_end or halted:
-        saved = t.saver.save(position(t))
-        report_save(t, step, saved)
+        saved = t.member.run / CHECKPOINTS / manifest.name_of(step)
+        # Rank 0 decides, because it chose the checkpoint; the other ranks may use other paths.
+        if step >= t.first_step or not t.parallel.gather(saved.is_dir())[0]:
+            saved = t.saver.save(position(t))
+            report_save(t, step, saved)
         if t.settings.checkpoint.export and t.parallel.rank == 0:
             export(saved, Path(t.settings.checkpoint.export))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from contextlib import AbstractContextManager
 
 import torch
@@ -11,16 +12,21 @@ from torch import Tensor, nn
 from trainers.schema import ScalerSettings
 
 PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    *((other, {}) for other in ("MIG", "Laptop", "RTX 4090 D")),
+    ("H200 NVL", {"bf16": 835.5, "fp32": 60.0}),
     ("H200", {"bf16": 989.5, "fp32": 67.0}),
+    ("H100 NVL", {"bf16": 835.5, "fp32": 60.0}),
     ("H100 PCIe", {"bf16": 756.0, "fp32": 51.0}),
     ("H100", {"bf16": 989.5, "fp32": 67.0}),
     ("A100", {"bf16": 312.0, "fp32": 19.5}),
     ("A10G", {"bf16": 70.0, "fp32": 31.2}),
     ("L40S", {"bf16": 362.0, "fp32": 91.6}),
+    ("L40", {"bf16": 181.0, "fp32": 90.5}),
     ("L4", {"bf16": 121.0, "fp32": 30.3}),
     ("RTX 4090", {"bf16": 165.2, "fp32": 82.6}),
 )
-"""Dense peak in TFLOP/s by part of the device's name, from data sheets; the first match is used."""
+"""Dense peak in TFLOP/s by whole words of the device's name, from data sheets. The first match is
+used. The first rows have no peak: a slice of a GPU, and other GPUs with similar names."""
 
 PEAK_OF = {
     "fp32": ("fp32", 1.0),
@@ -109,5 +115,6 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False) -> float | 
     `tf32` says that fp32 products may use TF32.
     """
     name, factor = PEAK_OF.get("tf32" if tf32 and precision == "fp32" else precision, ("", 0.0))
-    found = next((peaks for part, peaks in PEAK_TFLOPS if part in device_name), {})
+    matches = (peaks for words, peaks in PEAK_TFLOPS if re.search(rf"\b{words}\b", device_name))
+    found = next(matches, {})
     return found[name] * factor * 1e12 if name in found else None

@@ -271,13 +271,18 @@ class Report:
         kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s",
                 "mfu", "mfu_exact")  # fmt: skip
         trained, took_s = self.tokens_total - self._tokens_before, self._training_s
+        figures = {name: self._last.get(name) for name in kept} | {
+            "training_s": took_s, "mean_toks_per_s": trained / took_s if took_s else None,
+        }  # fmt: skip
+        if not took_s:  # the figures of the attempt that trained stay
+            before = rundir.read_json(self._member.run / rundir.METRICS) or {}
+            if before.get("steps_done") == self.steps_done:
+                figures |= {name: before.get(name) for name in figures}
         write_document(
             self._member, rundir.METRICS, steps_done=self.steps_done, reason=reason,
             exit_code=exit_code, steps_planned=self.settings.train.steps,
-            tokens_total=self.tokens_total, first_loss=self.first_loss, training_s=took_s,
-            mean_toks_per_s=trained / took_s if took_s else None,
-            wall_s=time.perf_counter() - self._started,
-            **{name: self._last.get(name) for name in kept},
+            tokens_total=self.tokens_total, first_loss=self.first_loss,
+            wall_s=time.perf_counter() - self._started, **figures,
         )  # fmt: skip
 
 

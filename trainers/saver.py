@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,14 @@ class Saver:
         ours: Callable[[], bool] = lambda: True,
     ):  # fmt: skip
         self._run, self._parts, self._settings, self._ours = run, parts, settings, ours
-        device, choice = parts.parallel.device.type, settings.background
-        self.in_background = choice == "on" or (choice == "auto" and device == "cuda")
+        device, choice = parts.parallel.device, settings.background
+        on_cuda = device.type == "cuda"
+        self.in_background = choice == "on" or (choice == "auto" and on_cuda)
         """True if this run uses `save_async`."""
         self._group: Any = dist.new_group(backend="gloo") if parts.parallel.world > 1 else None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="nsa-saver")
+        # DCP synchronises the current GPU of its thread, which is GPU 0 in a new thread.
+        choose_gpu = partial(torch.cuda.set_device, device) if on_cuda else None
+        self._worker = ThreadPoolExecutor(1, "nsa-saver", choose_gpu)
         self._pending: tuple[Future[Path], Path] | None = None
         self._ended: list[Path | CheckpointError] = []
         self.remarks: list[str] = []

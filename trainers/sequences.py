@@ -114,8 +114,7 @@ class Recall(Synthetic):
         self.span, self.distance = data.recall_span, data.recall_distance
         self.scored = data.recall_span - 1
         self.about = f"recall of {self.span} bytes over a distance of {self.distance}"
-        # A range, because the checkpoints of earlier versions have one.
-        self.fingerprint += f" span={self.span} distance={self.distance}..{self.distance}"
+        self.fingerprint += f" span={self.span} distance={self.distance}"
 
     def repeat(self, sequence: bytearray, generator: random.Random, scored: Tensor) -> None:
         origin = generator.randint(0, self.seq_len + 1 - self.distance - self.span)

@@ -38,7 +38,7 @@ FACTS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("model.",), "tokens_per_step": ("data.seq_len", "train."), "versions": (),
     "cuda": (), "device": ("train.device",), "threads_per_rank": ("OMP_NUM_THREADS",),
     "strategy": (), "comm_backend": ("train.device",), "comm_hook": ("ddp.",),
-    "backend": ("attention.", "model.", "data.seq_len", "train.precision", "train.device"),
+    "backend": ("attention.", "model.", "data.", "train.precision", "train.device"),
 }  # fmt: skip
 """Keys of env.json that must agree. Settings and flags with these prefixes may change the value."""
 

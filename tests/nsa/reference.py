@@ -66,8 +66,8 @@ class _Sequence:
             self.blocks.append(list(range(start, start + config.nsa.block_size)))
             start += config.nsa.block_stride
         groups = range(config.n_kv_groups)
-        self.k_slc = [self._keys("k_slc", g) for g in groups]
-        self.v_slc = [self._values("v_slc", g) for g in groups]
+        self.k_slc = [self._keys("k_sel", g) for g in groups]
+        self.v_slc = [self._values("v_sel", g) for g in groups]
         self.k_win = [self._keys("k_win", g) for g in groups]
         self.v_win = [self._values("v_win", g) for g in groups]
         self.k_cmp = [self._summaries("k", g) for g in groups]

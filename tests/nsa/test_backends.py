@@ -152,7 +152,7 @@ def test_a_forced_branch_is_alone_and_keeps_all_parameters_in_the_graph(gate):
         layer, x = layer_and_input(config, Switches(force_branch=branch))
         found = gradients(layer, x, torch.randn_like(x))
         outputs.append(found["out"])
-        for name, kept in (("cmp", "v_cmp"), ("sel", "v_slc"), ("win", "v_win")):
+        for name, kept in (("cmp", "v_cmp"), ("sel", "v_sel"), ("win", "v_win")):
             assert bool(found[f"{kept}.weight"].abs().max()) == (name == branch)
         assert found["gate.proj.weight"].abs().max() == 0
         layer.collecting = True

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 import nsa
 from nsa.directory import model_config as parsed
-from tests.nsa.cases import by_projection, model_config
+from tests.nsa.cases import model_config
 
 
 def saved(path, dtype=torch.float32, **changes):
@@ -42,20 +42,6 @@ def test_a_model_is_bitwise_the_same_after_a_round_trip(changes, tmp_path):
     assert torch.equal(again(tokens), model(tokens))
     with safe_open(tmp_path / "new" / "model" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "step": "7"}
-
-
-def test_weights_of_separate_projections_are_read(tmp_path):
-    """A checkpoint of an earlier version has separate projections."""
-    from safetensors.torch import save_file
-
-    model = saved(tmp_path)
-    old = {n: w for n, w in model.state_dict().items() if "qkv" not in n}
-    for number, block in enumerate(model.blocks):
-        parts = by_projection(block.attn, {"qkv.weight": block.attn.qkv.weight.detach()})
-        old |= {f"blocks.{number}.attn.{name}": w.clone() for name, w in parts.items()}
-    save_file(old, tmp_path / "model.safetensors")
-    again = nsa.load_model(tmp_path).state_dict()
-    assert all(torch.equal(again[name], weight) for name, weight in model.state_dict().items())
 
 
 def change(path, **fields):

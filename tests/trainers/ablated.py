@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -70,6 +71,13 @@ def nan_at_step_3(model: Transformer, tokens: Tensor) -> Tensor:
     return plain_forward(model, tokens) * (float("nan") if len(calls) == 3 else 1.0)
 
 
+def infinite_gradient_at_step_1(model: Transformer, tokens: Tensor) -> Tensor:
+    """In step 1, the gradients of one parameter are infinite, and all others are finite."""
+    calls.append(1)
+    model.norm.weight.register_hook(lambda own: own + (math.inf if len(calls) == 1 else 0.0))
+    return plain_forward(model, tokens)
+
+
 def compile_without_code(block: Block, **choices: Any) -> None:
     """Dynamo traces the block, but no compiler runs, because compiling takes minutes."""
     plain_compile(block, backend="eager", **choices)
@@ -103,6 +111,7 @@ MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "without_selected": (functional, "gated_sum", without_selected),
     "nan_from_step_3": (loop, "score", nan_from_step_3),
     "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
+    "infinite_gradient_at_step_1": (Transformer, "forward", infinite_gradient_at_step_1),
     "sees_the_next_byte": (Transformer, "forward", sees_the_next_byte),
     "slow_after_20": (Transformer, "forward", slow_after_20),
     "bug_while_saving": (manifest, "complete", bug_while_saving),

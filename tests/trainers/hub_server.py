@@ -21,6 +21,9 @@ class Handler(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
+        if self.server.breaks and self.server.breaks in self.path:
+            self.close_connection = True
+            return None
         path = unquote(urlsplit(self.path).path).removeprefix(f"/datasets/{self.server.dataset}")
         if match := re.fullmatch(r"/resolve/[^/]+/(.+)", path):
             return self._file(self.server.folder / match[1])
@@ -87,14 +90,17 @@ def etag(path: Path) -> str:
 
 
 class Hub(ThreadingHTTPServer):
-    """One dataset at a revision; `served` lists the requests of files as (file, method, range)."""
+    """One dataset at a revision; `served` lists the requests of files as (file, method, range).
+
+    A request whose path contains `breaks` gets no answer, and its connection ends.
+    """
 
     daemon_threads = True
 
     def __init__(self, folder: Path, dataset: str):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.dataset = folder, dataset
-        self.revision = "0123456789" * 4
+        self.revision, self.breaks = "0123456789" * 4, ""
         self.served: list[tuple[str, str, str]] = []
 
     @property

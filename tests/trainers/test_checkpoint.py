@@ -8,13 +8,13 @@ import os
 import pickle
 import random
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from nsa.model import Transformer
 from tests.trainers.ranks import sharded, together
@@ -79,7 +79,7 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
     (path,) = saved(tmp_path, parts, 3)
     drawn = train(parts, 3, 6)
     assert manifest.verify(path).tokens_total == 384
-    checkpoint.load(path, other, manifest.read(path))
+    checkpoint.load(path, other)
     drawn_again = train(other, 3, 6)
     for mine, theirs in zip(drawn, drawn_again, strict=True):
         assert torch.equal(mine, theirs)
@@ -88,29 +88,6 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
     assert parts.spikes.seen == other.spikes.seen == 3
     mine, theirs = parts.model.state_dict(), other.model.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-class Separate(Parts):
-    """The state as in older checkpoints, with one parameter for each projection of a layer."""
-
-    def state(self):
-        state = super().state()
-        for name in [name for name in state["model"] if name.endswith("qkv.weight")]:
-            layer = self.model.get_submodule(name.removesuffix(".weight"))
-            weight, averages = (state[section].pop(name) for section in ("model", "optimizer"))
-            for old in ("q", "k_cmp", "k_slc", "k_win", "v_cmp", "v_slc", "v_win"):
-                own = {k: rows(layer, x, old) if x.dim() else x for k, x in averages.items()}
-                state["model"][name.replace("qkv", old)] = rows(layer, weight, old)
-                state["optimizer"][name.replace("qkv", old)] = own
-        return state
-
-
-def rows(layer, x, old: str):
-    """Returns the rows of one projection, sharded as a parameter of its own if `x` is sharded."""
-    if not isinstance(x, DTensor):
-        return layer.rows(x)[old]
-    whole = layer.rows(x.full_tensor())[old]
-    return distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None)
 
 
 def made_sharded(seed: int, parallel: Group) -> Parts:
@@ -137,18 +114,17 @@ def whole(parts: Parts) -> dict[str, torch.Tensor]:
     return {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in found.items()}
 
 
-def test_a_sharded_checkpoint_with_separate_projections_loads_sharded_and_whole(tmp_path):
+def test_a_sharded_checkpoint_loads_sharded_and_whole(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
 
     def work(rank, parallel, member):
         del rank, member
         parts, other = made_sharded(1, parallel), made_sharded(2, parallel)
-        old = Separate(*(getattr(parts, each.name) for each in fields(parts)))
-        path = Saver(run, old, CheckpointSettings()).save(at(3))
-        checkpoint.load(path, other, manifest.read(path))
+        path = Saver(run, parts, CheckpointSettings()).save(at(3))
+        checkpoint.load(path, other)
         alone = made(2)
-        checkpoint.load(path, alone, manifest.read(path))
+        checkpoint.load(path, alone)
         mine, theirs, third = whole(parts), whole(other), whole(alone)
         assert mine.keys() == theirs.keys() == third.keys()
         for name in mine:
@@ -234,7 +210,7 @@ def test_another_model_is_refused_with_the_parameter_that_differs(tmp_path):
         ALONE, model, optim.build(model, resolved.optim), of.loss_scale, of.spikes
     )  # fmt: skip
     with pytest.raises(CheckpointError, match=r"another model: blocks\.0\.mlp\.down\.weight"):
-        checkpoint.load(path, parts, manifest.read(path))
+        checkpoint.load(path, parts)
 
 
 class Evil:
@@ -247,7 +223,7 @@ def test_an_index_that_wants_to_run_code_is_refused(tmp_path, monkeypatch):
     (path,) = saved(tmp_path / "run", made(1), 1)
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match="system: not allowed"):
-        checkpoint.load(path, made(2), manifest.read(path))
+        checkpoint.load(path, made(2))
     assert not (tmp_path / "pwned").exists()
 
 
@@ -296,7 +272,7 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies(tmp_path)
             child.join()
         path, skipped = manifest.choose(run)
         assert not skipped
-        checkpoint.load(path, made(2), manifest.read(path))
+        checkpoint.load(path, made(2))
         held = manifest.newest_first(run)
         named = latest_checkpoint(run)  # `latest` is written after the checkpoint
         assert named in held[:2] or (named is None and len(held) == 1)
@@ -324,17 +300,6 @@ def test_a_change_of_the_precision_starts_with_the_scale_of_the_new_precision(
     else:
         other = replace(other, loss_scale=without)
     (path,) = saved(tmp_path / "run", first, 1)
-    checkpoint.load(path, other, manifest.read(path))
+    checkpoint.load(path, other)
     assert other.loss_scale.scale.item() == scale
     assert len(checkpoint.load_weights(path, checkpoint.LOSS_SCALE)) == 2 * first.loss_scale.active
-
-
-def test_a_loss_scale_that_was_saved_without_fp16_is_not_used(tmp_path):
-    """Older checkpoints have a loss scale without fp16 too; this scale is 1."""
-    parts, other = made(1), made(2)
-    parts.loss_scale.scale.fill_(1.0)
-    (tmp_path / "run").mkdir()
-    saver = Saver(tmp_path / "run", parts, CheckpointSettings())
-    path = saver.save(replace(at(1), settings={"train.precision": "fp32"}))
-    checkpoint.load(path, other, manifest.read(path))
-    assert other.loss_scale.scale.item() == 65536.0

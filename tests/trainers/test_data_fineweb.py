@@ -108,6 +108,30 @@ def test_a_hub_is_read_by_ranges_at_one_revision_and_gives_the_bytes_of_its_mirr
     assert all(limits for name, limits in asked if name != "README.md")
 
 
+FAILING = """
+import sys, time
+from trainers import fwe_smoke
+time.sleep = lambda _seconds: None  # the hub's library waits before it tries again
+sys.exit(fwe_smoke.main(["--seq-len", "256", "--batch", "2"]))
+"""
+
+
+@pytest.mark.parametrize("breaks", ["/api/", ".parquet"])
+def test_a_hub_that_ends_connections_is_told_in_one_sentence(mirror, tmp_path, breaks):
+    """The connections end without an answer while the dataset is opened, or while it is read."""
+    with serve(mirror, data_access.DATASET) as served:
+        served.breaks = breaks
+        flags = {"HF_ENDPOINT": served.endpoint, "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", FAILING], capture_output=True, text=True, cwd=tmp_path,
+            env=environment(tmp_path, **flags),
+        )  # fmt: skip
+    assert done.returncode == DATA, done.stderr
+    assert "fwe_smoke: " in (sentence := done.stderr.splitlines()[-1])
+    assert "repair" not in sentence
+    assert "Traceback" not in done.stderr
+
+
 def test_no_network_is_told_within_a_second_or_two(tmp_path, monkeypatch, capsys):
     """The cases: no server listens; a server never accepts; HF_HUB_OFFLINE is set."""
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

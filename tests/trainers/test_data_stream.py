@@ -301,3 +301,6 @@ def test_a_run_trains_on_separate_documents_and_evaluates_them(tmp_path):
     assert len(losses) == 3
     assert all(loss < 7 for loss in losses)
     assert run.records(0, "eval")
+    backend = json.loads((run.path / "env.json").read_text())["backend"]
+    assert backend.pop("for") == "a document of 32 tokens"
+    assert set(backend) == {"cmp", "sel", "win"}

@@ -32,7 +32,7 @@ def run(tmp_path_factory):
     return checkpointed(tmp_path_factory.mktemp("run"), CHANGES)
 
 
-def checkpointed(path, changes, kind=Parts, infinite=False):
+def checkpointed(path, changes, infinite=False):
     """Saves a checkpoint of a random model. Returns the run directory and the model."""
     path.mkdir(exist_ok=True)
     resolved = settings.resolve(CONFIG, {}, changes)
@@ -45,7 +45,7 @@ def checkpointed(path, changes, kind=Parts, infinite=False):
     values = {key: entry["value"] for key, entry in resolved.as_dict().items()}
     cpu = torch.device("cpu")
     scale = LossScale(resolved.settings.scaler, False, cpu)
-    parts = kind(Single(cpu), model, optimizer, scale, Spikes(0.0, cpu))
+    parts = Parts(Single(cpu), model, optimizer, scale, Spikes(0.0, cpu))
     saver = Saver(path, parts, resolved.settings.checkpoint)
     saver.save(Manifest(3, 384, {"position": 12}, settings=values))
     return path, model

@@ -125,8 +125,19 @@ def test_a_dead_parameter_is_said_after_the_first_step(tmp_path):
     changes = small(train__steps=2, checkpoint__at_end=False)
     run = Run(tmp_path, changes, nproc=1, broken="no_attention").done()
     dead = run.records(0, "dead_parameters")[-1]["parameters"]
-    assert "blocks.0.attn.qkv.weight (k_slc)" in dead
+    assert "blocks.0.attn.qkv.weight (k_sel)" in dead
     assert "blocks.0.mlp.up.weight" not in dead
+
+
+def test_an_infinite_norm_in_the_first_step_makes_no_parameter_dead(tmp_path):
+    """The clip of an infinite norm makes each finite gradient 0."""
+    changes = small(train__steps=2, checkpoint__at_end=False)
+    run = Run(tmp_path, changes, nproc=1, broken="infinite_gradient_at_step_1").done()
+    progress = run.records(0, "progress")
+    assert [(r["overflow_steps"], r["grad_norm"] == "inf") for r in progress] == [
+        (1, True), (1, False),
+    ]  # fmt: skip
+    assert not run.records(0, "dead_parameters")
 
 
 def test_steps_that_were_not_finite_between_two_records_fail_the_gate(tmp_path):

@@ -105,6 +105,22 @@ def test_the_peak_for_the_mfu_is_that_of_the_products():
     assert peak("fp64") is precision.peak_flops("another", "bf16") is None
 
 
+CARDS = {
+    "NVIDIA L4": 121, "NVIDIA L40": 181, "NVIDIA L40S": 362, "NVIDIA H100 80GB HBM3": 989.5,
+    "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835.5, "NVIDIA H200": 989.5,
+    "NVIDIA H200 NVL": 835.5, "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA A10G": 70,
+}  # fmt: skip
+OTHER_CARDS = (
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA GH200 480GB",
+    "NVIDIA H20", "NVIDIA A10", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU",
+)  # fmt: skip
+
+
+def test_a_card_has_the_peak_of_its_own_name_or_none():
+    found = {name: precision.peak_flops(name, "bf16") for name in (*CARDS, *OTHER_CARDS)}
+    assert found == {name: peak * 1e12 for name, peak in CARDS.items()} | dict.fromkeys(OTHER_CARDS)
+
+
 def test_held_out_text_is_evaluated_alike_on_every_rank(text_run):
     mine, theirs = (text_run.records(rank, "eval") for rank in range(2))
     assert [r["step"] for r in mine] == [6, 12]
@@ -270,6 +286,32 @@ def test_a_halt_does_not_wait_for_an_evaluation_and_saves_its_step_once(tmp_path
     assert kinds == ["checkpoint"]
 
 
+def test_a_resume_without_a_further_step_keeps_the_checkpoint_and_the_figures(tmp_path):
+    """In another directory, such a resume saves a checkpoint."""
+    changes, target = small(train__steps=3), tmp_path / "weights.safetensors"
+    first = Run(tmp_path, changes).done()
+    path, before = latest_checkpoint(first.path), first.metrics()
+    assert path is not None
+    saved = path.stat().st_ino
+    changes |= {"checkpoint.export": str(target)}
+    after = Run(tmp_path, changes | {"checkpoint.resume": "auto"}).done().metrics()
+    assert path.stat().st_ino == saved
+    assert target.exists()
+    assert (before["attempt"], after["attempt"], after["reason"]) == (1, 2, "done")
+    assert before["loss"] > 0
+    assert before["toks_per_s"] > 0
+    own = {"attempt", "ts", "wall_s"}
+    assert {k: x for k, x in after.items() if k not in own} == {
+        k: x for k, x in before.items() if k not in own
+    }
+    changes |= {"checkpoint.resume": str(first.path)}
+    other = Run(tmp_path, changes, name="other").done()
+    copied = latest_checkpoint(other.path)
+    assert copied is not None
+    assert manifest.verify(copied).step == 3
+    assert (other.metrics()["steps_done"], other.metrics()["loss"]) == (3, None)
+
+
 def test_a_rank_with_nan_makes_all_skip_and_the_run_ends_with_10(tmp_path):
     run = Run(
         tmp_path, small(train__steps=50, train__max_nonfinite_steps=3, report__log_every=1),
@@ -283,8 +325,10 @@ def test_a_rank_with_nan_makes_all_skip_and_the_run_ends_with_10(tmp_path):
         error = run.records(rank, "error")[-1]
         assert (error["exit_code"], error["step"]) == (10, 5)
         assert "3 steps in a row" in error["error"]
+        assert "no final checkpoint is saved" in error["error"]
         assert run.records(rank)[-1]["exit_code"] == 10
     assert run.metrics()["exit_code"] == 10
+    assert latest_checkpoint(run.path) is None
     assert "Traceback (most recent call last):\n  File" not in run.text().split("trainers.ddp:")[0]
 
 

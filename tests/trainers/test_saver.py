@@ -19,6 +19,7 @@ from tests.trainers.runs import Run, latest_checkpoint, small
 from tests.trainers.test_checkpoint import at, made, saved, train
 from trainers import checkpoint, manifest, saver
 from trainers.failures import CheckpointError
+from trainers.parallel import Single
 from trainers.saver import Saver
 from trainers.schema import CheckpointSettings
 
@@ -45,6 +46,16 @@ def test_a_background_save_holds_the_moment_it_began(tmp_path):
     assert saver.collect() == []
     weights = checkpoint.load_weights(path)
     assert all(torch.equal(weights[name], before[name]) for name in before)
+
+
+def test_the_thread_of_background_saves_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
+    """Otherwise this thread of each rank would use GPU 0."""
+    chosen, own = [], torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in (torch.device("cpu"), own):
+        of = replace(made(1), parallel=Single(device))
+        Saver(tmp_path, of, BACKGROUND)._worker.submit(int).result()
+    assert chosen == [own]
 
 
 def test_a_failed_background_save_is_told_once_and_harms_nothing(tmp_path):
