@@ -162,12 +162,13 @@ class RunSource:
     def _launch(self) -> LaunchState | None:
         if self.launch_path is None:
             return None
+        # First: a supervisor names a phase in plan_state.json before it makes its directory.
+        existing = [path.name for path in run_directories(self.launch_path)]
         paths = [self.launch_path / name for name in (rundir.PLAN, rundir.PLAN_STATE)]
         plan, state = map(self._document, paths)
         return launch_state(
             self.launch_path, launch_id(self.launch_path), plan, state,
-            [self._documents[path].trouble for path in paths],
-            [path.name for path in run_directories(self.launch_path)],
+            [self._documents[path].trouble for path in paths], existing,
         )  # fmt: skip
 
     def _phase_of(self, run: Path) -> dict[str, Any]:
