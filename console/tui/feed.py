@@ -220,7 +220,7 @@ class Feed:
         held = self._logs
         begins = held is None or (held.run, held.attempt) != (run, state.attempt)
         if held is None or begins:
-            held = self._logs = LogSource(run, state.attempt)
+            held = self._logs = LogSource(run, state.attempt, skips=True)
         return tuple(held.poll(over=state.state not in LIVE_STATES)), begins
 
     def _poll_stacks(self, run: Path | None, state: RunState) -> Mapping[int, Any]:
