@@ -30,7 +30,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.flags import DEVICES
 
 IN_RECENT = f"in the newest {RECENT_BYTES >> 10} KiB of each file"
-NO_POLICY = "none (no supervisor)"
+NO_POLICY, UNKNOWN_POLICY = "none (no supervisor)", "not known (no news from the supervisor)"
 STOPPED_POLICY = "none (the supervisor is stopped)"
 NO_RESTART = "no restart (the supervisor is stopped)"
 ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, starts a supervisor"
@@ -153,7 +153,8 @@ class Assembly:
         """Returns the policy of the supervisor in words; `key` is a key of supervisor.json."""
         is_long = key == "armed"
         if self._state == "unsupervised":
-            return NO_POLICY if is_long else "none"
+            elsewhere = liveness.other_host(self._newest)
+            return (UNKNOWN_POLICY if elsewhere else NO_POLICY) if is_long else "none"
         stopped = [alert.id for alert in self._supervisor_alerts]
         if liveness.WORK_STOPPED in stopped:
             return STOPPED_POLICY if is_long else "none"
@@ -187,7 +188,8 @@ class Assembly:
             # This is the launch as its documents describe it, before `with_run_state`.
             known = {launch.why, *(alert.text for alert in self.troubles)}
             if self._has_ended and launch.state == "unsupervised":
-                add("no-supervisor", "crit", self._moved or ORPHANED, "" if self._moved else "R")
+                away = self._moved or (liveness.other_host(self._newest) and launch.why)
+                add("no-supervisor", "crit", away or ORPHANED, "" if away else "R")
             if launch.doubt and launch.doubt not in known:
                 add("documents", "crit", f"the state of the launch is unknown: {launch.doubt}")
         ended = self._has_ended and self._state != "lost"
