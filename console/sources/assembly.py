@@ -24,10 +24,9 @@ from console.model import (
 from console.run_state import decide
 from console.sources import json_documents, launches, legacy, liveness
 from console.sources.launch_documents import with_run_state
-from console.sources.ranks import data_age_s, newest_step, read_ranks
+from console.sources.ranks import data_age_s, newest_step, own_gpus, read_ranks
 from console.sources.run_records import RECENT_BYTES, RunRecords
 from trainers.contract import jsonl, rundir
-from trainers.contract.flags import DEVICES
 
 IN_RECENT = f"in the newest {RECENT_BYTES >> 10} KiB of each file"
 NO_POLICY, UNKNOWN_POLICY = "none (no supervisor)", "not known (no news from the supervisor)"
@@ -92,8 +91,7 @@ class Assembly:
     def run_state(self) -> RunState:
         """Returns the state of the run."""
         records, supervisor, run_json = self.records, self._newest, self.run_json
-        flags = json_documents.flag_field(run_json, "value")
-        ranks = read_ranks(supervisor, records, self._live, flags.get(DEVICES, ""), self._has_ended)
+        ranks = read_ranks(supervisor, run_json, records, self._live, self._has_ended)
         step = newest_step(supervisor, ranks, records)
         planned = json_documents.planned_steps(run_json)
         is_legacy = records.files.is_legacy
@@ -104,7 +102,7 @@ class Assembly:
             host=json_documents.line(supervisor, "host", json_documents.line(run_json, "host", "")),
             world=len(ranks), step=step, steps_planned=planned, eta_s=self._eta_s(step, planned),
             data_age_s=None if self._has_ended else data_age_s(ranks, records),
-            ranks=ranks, gpus=records.gpus,
+            ranks=ranks, gpus=own_gpus(run_json, records.gpus),
             figures=records.figures(loss_unit(run_json.get("settings") or is_legacy)),
             alerts=self._alerts(), verdict=self._verdict(),
             gates=self._gates, bounds=json_documents.bounds(run_json),
@@ -117,7 +115,8 @@ class Assembly:
             behind_bytes=self.behind_bytes, directory_blocked_s=self._blocked_s,
             checkpoint="" if self.is_away else json_documents.latest_checkpoint(self.run),
             resumed_step=max((head.first_step - 1 for head in records.heads.values()), default=0),
-            environment=flags, origins=json_documents.flag_field(run_json, "origin"),
+            environment=json_documents.flag_field(run_json, "value"),
+            origins=json_documents.flag_field(run_json, "origin"),
             decided=json_documents.flag_settings(jsonl.mapping(run_json, "settings")),
             argv=json_documents.words(run_json, "argv"),
             backend=json_documents.backend(self.env),
