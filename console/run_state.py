@@ -40,8 +40,8 @@ class ReaderView:
     next_attempt: int = 2
     newest_record: str = ""
     """A sentence on the age of the newest record, or "" if there is no record."""
-    records_elsewhere: bool = False
-    """True if the run may be on another host and its newest record is recent."""
+    is_elsewhere: bool = False
+    """True if the run is on another host, whose processes this reader cannot see."""
     behind: bool = False
     """True if some records have not been read yet."""
     trouble: str = ""
@@ -290,7 +290,8 @@ SAID_BY_SUPERVISOR: tuple[StateRule, ...] = (
     ("unsupervised", lambda f: bool(f.view.living),
      lambda f: f"{f.view.no_supervisor if f.view.state else 'no document has a state'}; "
                f"{f.view.living}"),
-    ("lost", lambda f: f.view.state == "restarting" and not f.view.behind,
+    ("lost",
+     lambda f: f.view.state == "restarting" and not (f.view.behind or f.view.is_elsewhere),
      lambda f: f"{f.view.no_supervisor}, so attempt {f.view.next_attempt} does not start until you "
                f"adopt the run; previous end: {f.view.why.partition(': ')[2]}"),
 )  # fmt: skip
@@ -301,10 +302,10 @@ NO_END_RECORDED: tuple[StateRule, ...] = (
      lambda f: "no record yet"),
     ("unsupervised", lambda f: f.view.state is None,
      lambda f: f"no supervisor; {f.view.newest_record}"),
-    ("unsupervised", lambda f: f.view.records_elsewhere,
-     lambda f: f"{f.view.no_supervisor}; {f.view.newest_record}"),
     ("unsupervised", lambda f: f.view.behind,
      lambda f: f"{f.view.no_supervisor}; the records are still being read"),
+    ("unsupervised", lambda f: f.view.is_elsewhere,
+     lambda f: "; ".join(filter(None, (f.view.no_supervisor, f.view.newest_record)))),
     ("lost", lambda f: True,
      lambda f: f"{f.view.no_supervisor}, no rank is alive, and no exit record gives a reason"),
 )  # fmt: skip

@@ -39,7 +39,7 @@ def own_gpus(
             continue
         mine = [gpu for gpu in rows if minors is None or gpu.minor in minors]
         if len(mine) != 1:
-            index = gpu_index(visible[rank], rank)
+            index = gpu_index(visible[rank], rank, rows)
             mine = [gpu for gpu in mine if gpu.index == index]
         found[rank] = tuple(mine)
     owners = Counter(gpu.index for mine in found.values() for gpu in mine)

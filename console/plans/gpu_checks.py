@@ -14,11 +14,11 @@ from console.plan import Plan
 from console.plans.case import Case, Found
 from console.sources import nvml
 from console.sources.gpu_survey import Card
+from console.sources.ranks import visible
 from trainers.contract import environ, flags
 
 BUSY_PCT, BUSY_MIB = 20.0, 2048.0
 """A GPU above one of these limits is busy, even if NVML reports no process on it."""
-BY_UUID = ("GPU-", "MIG-")
 SLOW = (
     ("NCCL_DEBUG", "INFO", "slows the run down; use WARN to measure"),
     ("NCCL_DEBUG", "TRACE", "slows the run down; use WARN to measure"),
@@ -130,26 +130,6 @@ def chosen(case: Case, index: int) -> str:
     """Returns the CUDA_VISIBLE_DEVICES of a phase, or "" if the variable is not set."""
     of_phase = case.plan.phases[index].flags.get(flags.DEVICES)
     return case.devices or of_phase or case.plan.env.get(flags.DEVICES, "")
-
-
-def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
-    """Returns the index of each GPU that CUDA sees with this CUDA_VISIBLE_DEVICES.
-
-    A MIG slice, or a UUID that no GPU has, has the index None. The result ends before the first
-    entry that is neither a valid index nor a UUID. With a repeated entry, torch sees no GPU.
-    """
-    if not devices:
-        return list(range(len(uuids)))
-    words, found = [word.strip() for word in devices.split(",")], list[int | None]()
-    for place, word in enumerate(words):
-        named = word.isdecimal() and int(word) < len(uuids)
-        if word in words[:place]:
-            return []
-        if not (named or word.startswith(BY_UUID)):
-            break
-        of_uuid = (i for i, uuid in enumerate(uuids) if uuid.startswith(word))
-        found.append(int(word) if named else next(of_uuid, None))
-    return found
 
 
 def _not_usable(plan: Plan, cards: Sequence[Card], devices: str) -> tuple[str, str]:

@@ -25,13 +25,12 @@ from console.model import (
 from console.run_state import decide
 from console.sources import json_documents, launches, legacy, liveness
 from console.sources.launch_documents import with_run_state
-from console.sources.ranks import data_age_s, newest_step, read_ranks
+from console.sources.ranks import data_age_s, newest_step, own_gpus, read_ranks
 from console.sources.run_records import RECENT_BYTES, RunRecords
 from trainers.contract import jsonl, rundir
-from trainers.contract.flags import DEVICES
 
 IN_RECENT = f"in the newest {RECENT_BYTES >> 10} KiB of each file"
-NO_POLICY = "none (no supervisor)"
+NO_POLICY, UNKNOWN_POLICY = "none (no supervisor)", "not known (no news from the supervisor)"
 STOPPED_POLICY = "none (the supervisor is stopped)"
 NO_RESTART = "no restart (the supervisor is stopped)"
 ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, starts a supervisor"
@@ -93,8 +92,7 @@ class Assembly:
     def run_state(self) -> RunState:
         """Returns the state of the run."""
         records, supervisor, run_json = self.records, self._newest, self.run_json
-        flags = json_documents.flag_field(run_json, "value")
-        ranks = read_ranks(supervisor, records, self._live, flags.get(DEVICES, ""), self._has_ended)
+        ranks = read_ranks(supervisor, run_json, records, self._live, self._has_ended)
         step = newest_step(supervisor, ranks, records)
         planned = json_documents.planned_steps(run_json)
         is_legacy = records.files.is_legacy
@@ -105,7 +103,7 @@ class Assembly:
             host=json_documents.line(supervisor, "host", json_documents.line(run_json, "host", "")),
             world=len(ranks), step=step, steps_planned=planned, eta_s=self._eta_s(step, planned),
             data_age_s=None if self._has_ended else data_age_s(ranks, records),
-            ranks=ranks, gpus=records.gpus,
+            ranks=ranks, gpus=own_gpus(run_json, records.gpus),
             figures=records.figures(loss_unit(run_json.get("settings") or is_legacy)),
             alerts=self._alerts(), verdict=self._verdict(),
             gates=self._gates, bounds=json_documents.bounds(run_json),
@@ -118,7 +116,8 @@ class Assembly:
             behind_bytes=self.behind_bytes, directory_blocked_s=self._blocked_s,
             checkpoint="" if self.is_away else json_documents.latest_checkpoint(self.run),
             resumed_step=max((head.first_step - 1 for head in records.heads.values()), default=0),
-            environment=flags, origins=json_documents.flag_field(run_json, "origin"),
+            environment=json_documents.flag_field(run_json, "value"),
+            origins=json_documents.flag_field(run_json, "origin"),
             decided=json_documents.flag_settings(jsonl.mapping(run_json, "settings")),
             argv=json_documents.words(run_json, "argv"),
             backend=json_documents.backend(self.env),
@@ -154,7 +153,8 @@ class Assembly:
         """Returns the policy of the supervisor in words; `key` is a key of supervisor.json."""
         is_long = key == "armed"
         if self._state == "unsupervised":
-            return NO_POLICY if is_long else "none"
+            elsewhere = liveness.other_host(self._newest)
+            return (UNKNOWN_POLICY if elsewhere else NO_POLICY) if is_long else "none"
         stopped = [alert.id for alert in self._supervisor_alerts]
         if liveness.WORK_STOPPED in stopped:
             return STOPPED_POLICY if is_long else "none"
@@ -188,7 +188,8 @@ class Assembly:
             # This is the launch as its documents describe it, before `with_run_state`.
             known = {launch.why, *(alert.text for alert in self.troubles)}
             if self._has_ended and launch.state == "unsupervised":
-                add("no-supervisor", "crit", self._moved or ORPHANED, "" if self._moved else "R")
+                away = self._moved or (liveness.other_host(self._newest) and launch.why)
+                add("no-supervisor", "crit", away or ORPHANED, "" if away else "R")
             if launch.doubt and launch.doubt not in known:
                 add("documents", "crit", f"the state of the launch is unknown: {launch.doubt}")
         ended = self._has_ended and self._state != "lost"

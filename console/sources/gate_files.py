@@ -112,8 +112,10 @@ def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
             if doubt and path.name not in there:
                 continue
             name = f"{path.parent.name}/{path.name}"
-            data = read_end(path, min(LOG_BYTES, left), run)
-            if len(data) != _size_of(path):
+            size_bytes = _size_of(path)  # first, because the log of a live run may grow
+            limit = min(LOG_BYTES, left)
+            data = read_end(path, limit + 1, run)
+            if not 0 <= size_bytes <= len(data) <= limit:
                 doubt = doubt or f"{name} is missing, unreadable or too long to be read completely"
             left -= len(data)
             for line in data.decode("utf-8", "replace").splitlines():

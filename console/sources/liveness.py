@@ -2,7 +2,8 @@
 
 The supervisor decides the state of a run. If the supervisor is dead, a reader uses the processes
 that are alive (`unsupervised`), or else the recorded end, or else the exit records of all ranks. If
-none of these exists, the run is usually `lost`.
+none of these exists, the run is usually `lost`. A reader on another host cannot know which
+processes are alive, so there the run is `unsupervised` instead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from console import access
 from console.model import EXIT_CODES, Alert, State
 from console.rank_end import RankEnd
 from console.run_state import Facts, ReaderView
-from console.sources import process
+from console.sources import json_documents, process
 from console.sources.json_documents import CLOCK_S
 from console.sources.reducer import LatestRecords
 from console.sources.sanitize import clean
@@ -30,10 +31,17 @@ from trainers.contract.errors import RefusedError
 STATES: frozenset[str] = frozenset(get_args(State))
 ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
-"""A process of another host is treated as alive for this time after it wrote something."""
+"""A supervisor heartbeat or a sample that is older than this does not show the present."""
+ELSEWHERE_SILENT_S = 60.0
+"""A supervisor of another host is treated as alive for this time after it wrote its state.
+
+It writes its state every 5 s, but the cache of an NFS client may show a change up to 60 s late.
+"""
 SUPERVISOR_SILENT_S = 20.0
 """A supervisor is silent if it writes nothing for this time; it usually writes every second."""
 SUPERVISOR_STOPPED, WORK_STOPPED = "supervisor-stopped", "working-process-stopped"
+MAY_HAVE_ENDED = "the supervisor on {} may have ended"
+"""The sentence on the supervisor of another host that wrote no state for `ELSEWHERE_SILENT_S`."""
 ROLES: Mapping[str, tuple[str, str]] = {
     "supervisor": ("", "no attempt can start, and a failed working process is not replaced"),
     "working process": ("child", "no samples are taken and no request is answered"),
@@ -74,6 +82,12 @@ def live_directory(supervisor: Record) -> Path | None:
 # --- the last state of the supervisor ----------------------------------------------------------
 
 
+def other_host(document: Record) -> str:
+    """Returns the host in a document if it is not this host, or else ""."""
+    host = json_documents.line(document, "host", "")
+    return "" if host == rundir.host_name() else host
+
+
 def is_supervised(supervisor: Record) -> bool:
     """Returns whether the supervisor named in a document is alive.
 
@@ -82,7 +96,7 @@ def is_supervised(supervisor: Record) -> bool:
     if supervisor.get("host") == rundir.host_name():
         return rundir.is_alive(supervisor)
     silent_s = age(jsonl.number(supervisor, "updated_ts"))
-    return silent_s is not None and silent_s < SILENT_S
+    return silent_s is not None and silent_s < ELSEWHERE_SILENT_S
 
 
 def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, Any]:
@@ -108,8 +122,8 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
 
 
 def _may_have_ended(supervisor: Record) -> bool:
-    """Returns whether no rank is alive; for a run on another host, whether it has no supervisor."""
-    if supervisor.get("host") not in (None, rundir.host_name()):
+    """Returns whether no rank is alive; on another host, whether the supervisor may have ended."""
+    if other_host(supervisor):
         return not is_supervised(supervisor)
     return not living_ranks(supervisor)
 
@@ -127,6 +141,10 @@ def since_ts(supervisor: Record, state: State, heads: Mapping[int, LatestRecords
 def _newest_ts(heads: Mapping[int, LatestRecords], other: float | None = None) -> float | None:
     times = [other, *(jsonl.number(head.last.record, "ts") for head in heads.values())]
     return max((ts for ts in times if ts is not None and math.isfinite(ts)), default=None)
+
+
+def _age_words(ts: float | None) -> str:
+    return NO_AGE if (seconds := age(ts)) is None else f"{seconds:.0f} s old"
 
 
 # --- the facts of a reader ---------------------------------------------------------------------
@@ -166,16 +184,15 @@ def _view(
     living = "" if decides or moved else living_ranks(supervisor)
     if not (decides or moved or living or state in ENDED):
         living = living_processes(run, supervisor)
-    newest_ts = _newest_ts(heads)
-    aged = NO_AGE if (newest_s := age(newest_ts)) is None else f"{newest_s:.0f} s old"
-    is_recent = newest_ts is not None and time.time() - newest_ts < SILENT_S
+    missing = f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is not running"
+    if host := other_host(supervisor if "host" in supervisor else run):
+        state_age = _age_words(jsonl.number(supervisor, "updated_ts"))
+        missing = f"{MAY_HAVE_ENDED.format(host)}; newest state: {state_age}"
     return ReaderView(
-        state, clean(jsonl.text(supervisor, "why"), 400), is_alive,
-        f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is not running", living,
+        state, clean(jsonl.text(supervisor, "why"), 400), is_alive, missing, living,
         next_attempt=(jsonl.integer(supervisor, "attempt") or 1) + 1,
-        newest_record=f"newest record: {aged}" if heads else "",
-        records_elsewhere=supervisor.get("host") != rundir.host_name() and is_recent,
-        behind=behind, trouble="" if supervisor else trouble, moved=moved,
+        newest_record=f"newest record: {_age_words(_newest_ts(heads))}" if heads else "",
+        is_elsewhere=bool(host), behind=behind, trouble="" if supervisor else trouble, moved=moved,
     )  # fmt: skip
 
 

@@ -14,9 +14,11 @@ from console.model import ALL_SOURCES, LogLine
 from console.sources.record_files import rotated_log
 from console.sources.sanitize import clean
 from console.sources.tail import READ_CHUNK_BYTES, Tail
+from console.status_text import size
 from trainers.contract import jsonl, rundir
 
-BACKLOG_BYTES = 256 << 10
+BACKLOG_BYTES, LATE_BYTES = 256 << 10, 1 << 20
+"""The most bytes of a log that one poll reads, and that a reader with `skips` leaves unread."""
 MAX_LINE_BYTES = 64 << 10
 ORDERED_S = 5.0
 """If more time passes between two polls, the order between sources is shown as not known."""
@@ -29,11 +31,12 @@ class Log:
     """Follows one log. Reading starts `BACKLOG_BYTES` before its end.
 
     If the log is shorter, reading starts in the rotated file, if there is one. Lines that were not
-    read before a later rotation are skipped.
+    read before a later rotation are skipped. With `skips`, if more than `LATE_BYTES` are not read
+    yet, reading continues `BACKLOG_BYTES` before the end, and a line says how much was skipped.
     """
 
-    def __init__(self, run: Path, path: Path, source: str):
-        self._run, self.path, self.source = run, path, source
+    def __init__(self, run: Path, path: Path, source: str, skips: bool = False):
+        self._run, self.path, self.source, self._skips = run, path, source, skips
         self._offset = -1
         self._inode = 0
         self._carry = b""
@@ -48,11 +51,13 @@ class Log:
             with jsonl.opened(self.path, self._run) as fd:
                 status = os.fstat(fd)
                 self._begin(status)
+                skipped = self._skip(status.st_size)
                 data = os.pread(fd, BACKLOG_BYTES, self._offset)
         except OSError:
             return []
         self._offset += len(data)
         *lines, self._carry = (self._carry + data).split(b"\n")
+        lines[:0] = skipped
         rest = over and self._carry and self._offset >= status.st_size
         if len(self._carry) > MAX_LINE_BYTES or rest:
             lines.append(self._carry)
@@ -70,12 +75,23 @@ class Log:
             self._offset, self._carry = 0, b""
         self._inode = status.st_ino
 
+    def _skip(self, size_bytes: int) -> list[bytes]:
+        """Skips the bytes before the newest if too many are not read; returns a line on them."""
+        if not self._skips or size_bytes - self._offset <= LATE_BYTES:
+            return []
+        skipped_bytes = size_bytes - BACKLOG_BYTES - self._offset + len(self._carry)
+        self._offset, self._carry = size_bytes - BACKLOG_BYTES, b""
+        return [f"[console: {size(skipped_bytes)} of this log skipped]".encode()]
+
 
 class LogSource:
-    """The logs of one attempt, as `r0`, `r1`, …, `torchrun`, and the events of the run as `sup`."""
+    """The logs of one attempt, as `r0`, `r1`, …, `torchrun`, and the events of the run as `sup`.
 
-    def __init__(self, run: Path, attempt: int = 1):
-        self.run, self.attempt = run, attempt
+    With `skips`, a log that grows faster than it is read is not read completely, as in `Log`.
+    """
+
+    def __init__(self, run: Path, attempt: int = 1, skips: bool = False):
+        self.run, self.attempt, self._skips = run, attempt, skips
         self._files: dict[str, Log] = {}
         self._events = Tail(run / rundir.EVENTS, recent_bytes=READ_CHUNK_BYTES - 1)
         self._last_event: dict[str, object] = {}
@@ -109,9 +125,9 @@ class LogSource:
         directory = rundir.logs(self.run, self.attempt)
         for name in rundir.names(directory, self.run) or []:
             match = _RANK_LOG.fullmatch(name)
-            source = f"r{int(match[1])}" if match else name.removesuffix(".log")
+            source = clean(f"r{int(match[1])}" if match else name.removesuffix(".log"), 16)
             if name not in self._files and name.endswith(".log"):
-                self._files[name] = Log(self.run, directory / name, clean(source, 16))
+                self._files[name] = Log(self.run, directory / name, source, self._skips)
 
 
 def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine | None:

@@ -165,7 +165,7 @@ class Device:
         return gpu
 
     def _read_events(self) -> None:
-        """Reads the Xids. After an error NVML may have freed the set, so a new set replaces it."""
+        """Reads the Xids. After an error, the next read makes a new event set."""
         if self.xids is None:
             return
         events = self._events or self.xids.listen(self.index, self._handle)
@@ -176,6 +176,8 @@ class Device:
         except self.nvml.NVMLError as error:
             if code_of(error) == LOST_CODE:
                 raise
+            with contextlib.suppress(self.nvml.NVMLError):
+                self.nvml.nvmlEventSetFree(events)
             return
         self._events = events
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,13 @@ from console.sources import json_documents, liveness
 from console.sources.record_files import MAX_RANKS
 from console.sources.run_records import RunRecords
 from trainers.contract import jsonl, pulse, rundir
+from trainers.contract.flags import DEVICES
 
 FRESH_SAMPLE_S = 5.0
 """A sample older than this does not show the present use of a process."""
+BY_UUID = ("GPU-", "MIG-")
+NO_DEVICES = "-1"
+"""The usual CUDA_VISIBLE_DEVICES with which CUDA sees no GPU."""
 Record = Mapping[str, Any]
 EMPTY: Record = {}
 
@@ -49,16 +53,17 @@ class _Sources:
 
 
 def read_ranks(
-    supervisor: Record, records: RunRecords, live: Path | None, devices: str, ended: bool
+    supervisor: Record, run: Record, records: RunRecords, live: Path | None, ended: bool
 ) -> tuple[Rank, ...]:
     """Returns the ranks in supervisor.json, in the samples and in the records.
 
-    `devices` is CUDA_VISIBLE_DEVICES, and `live` is the live directory. Ranks of a run that has
-    `ended` have no age and no figures of CPU and memory.
+    `run` is run.json, and `live` is the live directory. Ranks of a run that has `ended` have no age
+    and no figures of CPU and memory.
     """
-    gpus: dict[int | None, Gpu] = {gpu.index: gpu for gpu in records.gpus}
+    own, devices = own_gpus(run, records.gpus), _devices(run)
+    gpus: dict[int | None, Gpu] = {gpu.index: gpu for gpu in own}
     return tuple(
-        _rank(each, live, gpus.get(gpu_index(devices, each.local_rank)), ended)
+        _rank(each, live, gpus.get(gpu_index(devices, each.local_rank, own)), ended)
         for each in _by_rank(supervisor, records)
     )
 
@@ -107,16 +112,60 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None, ended: bool) ->
     )
 
 
-def gpu_index(devices: str, local: int) -> int | None:
-    """Returns the index of a rank's GPU: its number in `devices`, or `local` without `devices`.
+def _devices(run: Record) -> str:
+    return json_documents.flag_field(run, "value").get(DEVICES, "")
 
-    Returns None if `devices` has no number for the rank.
+
+def own_gpus(run: Record, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """Returns those of a host's GPUs that the ranks of a run use, according to `run` (run.json).
+
+    A foreign program may use every GPU that it sees. If some of the GPUs are not known, for example
+    a MIG slice, or while NVML fails, all `gpus` are returned.
+    """
+    setting = jsonl.mapping(jsonl.mapping(run, "settings"), "train.device")
+    device, devices = jsonl.text(setting, "value"), _devices(run)
+    if device == "cpu" or devices == NO_DEVICES:
+        return ()
+    needed = jsonl.integer(run, "nproc") if device else None
+    seen = visible(devices, _uuids(gpus))[:needed]
+    if None in seen or len(seen) < (needed or 1):
+        return tuple(gpus)
+    return tuple(gpu for gpu in gpus if gpu.index in seen)
+
+
+def gpu_index(devices: str, local: int, gpus: Sequence[Gpu]) -> int | None:
+    """Returns the index of a rank's GPU, or None if it is not known.
+
+    `devices` is CUDA_VISIBLE_DEVICES, and `local` is the number of the rank on its host.
+    """
+    seen = visible(devices, _uuids(gpus))
+    return seen[local] if 0 <= local < len(seen) else None
+
+
+def _uuids(gpus: Sequence[Gpu]) -> list[str]:
+    """Returns the UUID of each index; "" for an index that is missing in `gpus`."""
+    known = {gpu.index: gpu.uuid for gpu in gpus if 0 <= gpu.index < json_documents.MAX_GPUS}
+    return [known.get(index, "") for index in range(max(known, default=-1) + 1)]
+
+
+def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
+    """Returns the index of each GPU that CUDA sees with this CUDA_VISIBLE_DEVICES.
+
+    A MIG slice, or a UUID that no GPU has, has the index None. The result ends before the first
+    entry that is neither a valid index nor a UUID. With a repeated entry, torch sees no GPU.
     """
     if not devices:
-        return local
-    names = devices.split(",")
-    name = names[local].strip() if 0 <= local < len(names) else ""
-    return int(name) if name.isdecimal() else None
+        return list(range(len(uuids)))
+    words, found = [word.strip() for word in devices.split(",")], list[int | None]()
+    for place, word in enumerate(words):
+        named = word.isdecimal() and int(word) < len(uuids)
+        if word in words[:place]:
+            return []
+        if not (named or word.startswith(BY_UUID)):
+            break
+        of_uuid = (i for i, uuid in enumerate(uuids) if uuid.startswith(word))
+        found.append(int(word) if named else next(of_uuid, None))
+    return found
 
 
 def _live_pulse(live: Path | None, sources: _Sources) -> Pulse | None:

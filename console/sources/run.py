@@ -162,12 +162,13 @@ class RunSource:
     def _launch(self) -> LaunchState | None:
         if self.launch_path is None:
             return None
+        # First: a supervisor names a phase in plan_state.json before it makes its directory.
+        existing = [path.name for path in run_directories(self.launch_path)]
         paths = [self.launch_path / name for name in (rundir.PLAN, rundir.PLAN_STATE)]
         plan, state = map(self._document, paths)
         return launch_state(
             self.launch_path, launch_id(self.launch_path), plan, state,
-            [self._documents[path].trouble for path in paths],
-            [path.name for path in run_directories(self.launch_path)],
+            [self._documents[path].trouble for path in paths], existing,
         )  # fmt: skip
 
     def _phase_of(self, run: Path) -> dict[str, Any]:
@@ -220,7 +221,11 @@ class RunSource:
         ]
 
     def _without_run(self, launch: LaunchState | None) -> RunState:
-        state: State = "lost" if launch and launch.state == "unsupervised" else "queued"
+        state: State = "queued"
+        if launch and launch.state == "unsupervised":
+            plan_state = self._document(Path(launch.path) / rundir.PLAN_STATE)
+            elsewhere = liveness.other_host(jsonl.mapping(plan_state, "supervisor"))
+            state = "unsupervised" if elsewhere else "lost"
         return RunState(
             launch.id if launch else "", str(self.launch_path or ""), state,
             launch.why if launch else "no run", launch=launch, alerts=tuple(self._troubles()),

@@ -27,8 +27,9 @@ from trainers.contract import heartbeat, jsonl, rundir
 
 VERSION = 3
 """The format of snapshot.json; a reader ignores another version and reads the files instead."""
-MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
-"""The largest size of a snapshot, and the largest size per rank for more than 16 ranks."""
+MAX_BYTES, MAX_BYTES_OF_RANK, MAX_BYTES_OF_ATTEMPT = 64 << 10, 4 << 10, 512
+"""The largest size of a snapshot, the largest size per rank for more than 16 ranks, and an
+additional size for each attempt of a rank."""
 HISTORY_BYTES = 4 << 20
 """The most bytes read of a history file and its `.1`; a file of this size is renamed to `.1`."""
 WARM_UP_BYTES = 256 << 10
@@ -37,8 +38,10 @@ INVALID = AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueE
 """The errors that a snapshot with invalid content may cause."""
 
 
-def max_bytes(ranks: int) -> int:
-    return max(MAX_BYTES, ranks * MAX_BYTES_OF_RANK)
+def max_bytes(ranks: Mapping[int, RankTotals]) -> int:
+    """Returns the largest size of a snapshot; no reader reads a longer document."""
+    more = MAX_BYTES_OF_ATTEMPT * sum(len(each.attempts) for each in ranks.values())
+    return min(max(MAX_BYTES, len(ranks) * MAX_BYTES_OF_RANK) + more, rundir.MAX_DOCUMENT_BYTES)
 
 
 def history(run: Path, level: int) -> Path:

@@ -64,7 +64,7 @@ class Attempt:
         self.files = Files(self.path, number, self._world, context.reading)
         self._samples = rundir.samples(self.path, rundir.host_name())
         self._upkeep = Upkeep(services.directory, self.path, number, self._samples)
-        self._sampler = Sampler(services.nvml, live.pulse)
+        self._sampler = Sampler(services.nvml, live.pulse, run.own_gpus)
         self._begun = time.monotonic()
         self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
         self._ends = Ends(self.tree, self._heads, self._pulses)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from console.model import Gpu
 from console.plan import Phase, Plan, Watch
 from console.sources.nvml import Nvml
 from console.sources.record_files import RecordFiles
@@ -117,6 +118,10 @@ class AttemptOwner(Protocol):
     @property
     def settings(self) -> Mapping[str, Any]:
         """The values of the run's settings by name."""
+        ...
+
+    def own_gpus(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        """Returns the GPUs that the ranks use, as `ranks.own_gpus` does."""
         ...
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:

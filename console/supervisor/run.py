@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.readings import setting_values
-from console.model import Gate, State, loss_unit
+from console.model import Gate, Gpu, State, loss_unit
 from console.plans import gates
 from console.run_state import Facts, decide
-from console.sources import liveness
+from console.sources import liveness, ranks
 from console.supervisor import former_documents, launch_spec, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt
@@ -98,6 +98,10 @@ class Run:
     def settings(self) -> Mapping[str, Any]:
         """The values of the run's settings by name."""
         return setting_values(self._record)
+
+    def own_gpus(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        """Returns the GPUs that the ranks use, as `ranks.own_gpus` does."""
+        return ranks.own_gpus(self._record, gpus)
 
     def _new_record(self, index: int) -> dict[str, Any]:
         """Returns run.json of a new run; the owner stores a copy. Raises UsageError."""

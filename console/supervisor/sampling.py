@@ -25,8 +25,12 @@ from trainers.contract.pulse import Pulse
 class Sampler:
     """Makes the records of `samples_{host}.jsonl`, and the evidence for a verdict."""
 
-    def __init__(self, nvml: Nvml, read_pulse: Callable[[int], Pulse | None]):
-        self._nvml, self._read_pulse = nvml, read_pulse
+    def __init__(
+        self, nvml: Nvml, read_pulse: Callable[[int], Pulse | None],
+        own_gpus: Callable[[Sequence[Gpu]], tuple[Gpu, ...]],
+    ):  # fmt: skip
+        """`own_gpus` returns those GPUs of this host that the ranks use."""
+        self._nvml, self._read_pulse, self._own_gpus = nvml, read_pulse, own_gpus
         self._meter = process.Meter()
         self._host = rundir.host_name()
         self.disk: Mapping[str, float] = {}
@@ -57,7 +61,7 @@ class Sampler:
             rows.append(row)
             seen.append(evidence)
         self.evidence = tuple(seen)
-        self.gpus = tuple(self._nvml.rows())
+        self.gpus = self._own_gpus(self._nvml.rows())
         self.rss_mib = {row["rank"]: row["rss_mib"] for row in rows if row["rss_mib"] is not None}
         return {
             "v": VERSION, "ts": time.time(), "mono": now, "host": self._host, "attempt": attempt,

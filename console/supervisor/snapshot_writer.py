@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from console import status_text
 from console.sources import record_files, snapshot
 from console.sources.reducer import Reducer
 from console.supervisor.alerts import Alerts
@@ -19,7 +20,7 @@ from console.supervisor.context import Services
 from trainers.contract import jsonl, rundir
 
 EVERY_S = 30.0
-NO_HISTORY = "history"
+NO_HISTORY, NO_SNAPSHOT = "history", "snapshot"
 
 
 class Snapshots:
@@ -56,15 +57,20 @@ class Snapshots:
     def write(self) -> None:
         """Writes the history lines that are due, then replaces the snapshot.
 
-        A snapshot that would be too long (because of absurd records) is not written. The last
-        snapshot then stays valid.
+        A snapshot that would be too long (because of absurd records) is not written, and an alert
+        says so. The last snapshot then stays valid.
         """
         self._written = time.monotonic()
         found = snapshot.document(self._reducer, self._name, time.time())
-        size, most = len(json.dumps(found)), snapshot.max_bytes(len(self._reducer.summary.ranks))
+        size, most = len(json.dumps(found)), snapshot.max_bytes(self._reducer.summary.ranks)
         self._run_job(self._add_history, found if size <= most else None)
         if size <= most:
+            self._alerts.clear(NO_SNAPSHOT, f"{rundir.SNAPSHOT} is written again")
             self._services.directory.document(self._run / rundir.SNAPSHOT, found)
+        else:
+            sizes = f"{status_text.size(size)}, its limit is {status_text.size(most)}"
+            text = f"{rundir.SNAPSHOT} would have {sizes}, so it is not written; readers read more"
+            self._alerts.raise_(NO_SNAPSHOT, f"{text} records, and later cannot read all of them")
 
     def _run_job(self, work: Callable[[], object], found: Mapping[str, Any] | None) -> None:
         self._is_waiting = True

@@ -19,7 +19,7 @@ from console import status_text
 from console.model import LIVE_STATES, LaunchState, LogLine, RunState, Verdict
 from console.sources.series import Points
 from console.tui.draft import next_phase_values
-from trainers.contract import rundir
+from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
 if TYPE_CHECKING:
@@ -81,15 +81,20 @@ def find_newest(root: Path) -> Path | None:
 
 
 def find_live(found: Sequence[Path]) -> Path | None:
-    """Returns the first launch that may be alive, or None; only the first 50 are examined."""
-    from console.sources import launch_documents
+    """Returns the first launch that may be alive, or None; only the first 50 are examined.
+
+    A launch of another host counts only while its state is recent: if that host crashed, no end is
+    recorded.
+    """
+    from console.sources import launch_documents, liveness
 
     for path in found[:50]:
         state = rundir.read_json(path / rundir.PLAN_STATE) or {}
         named = launch_documents.launch_state(path, path.name, {}, state).state
         if named in ("running", "waiting"):
             return path
-        if named == "unsupervised" and open_source(path).poll().state in LIVE_STATES:
+        is_here = not liveness.other_host(jsonl.mapping(state, "supervisor"))
+        if named == "unsupervised" and is_here and open_source(path).poll().state in LIVE_STATES:
             return path
     return None
 
@@ -220,7 +225,7 @@ class Feed:
         held = self._logs
         begins = held is None or (held.run, held.attempt) != (run, state.attempt)
         if held is None or begins:
-            held = self._logs = LogSource(run, state.attempt)
+            held = self._logs = LogSource(run, state.attempt, skips=True)
         return tuple(held.poll(over=state.state not in LIVE_STATES)), begins
 
     def _poll_stacks(self, run: Path | None, state: RunState) -> Mapping[int, Any]:

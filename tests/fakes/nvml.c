@@ -18,14 +18,14 @@
 #include <time.h>
 
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, TIMEOUT = 10,
-       GPU_IS_LOST = 15, UNKNOWN = 999 };
+       GPU_IS_LOST = 15, INSUFFICIENT_RESOURCES = 23, UNKNOWN = 999, SETS = 24 };
 
 struct gpu { unsigned index, util, power, used, total, temp, mhz, delay, throttle, ecc, mig; char state[16], refused[128], name[96]; };
 struct driver { int init; unsigned delay; int cuda; };
-struct set { unsigned long long devices; unsigned read; };
+struct set { unsigned long long devices; unsigned read; int used; };
 
-static struct set sets[64];
-static int made, initialised;
+static struct set sets[SETS];
+static int initialised;
 
 static FILE *beside(const char *name) {
     Dl_info info;
@@ -226,15 +226,18 @@ static unsigned events(struct set *set, unsigned *line, struct event *event) {
 }
 int nvmlEventSetCreate(void **set) {
     struct event event;
-    struct set *new = &sets[made++ % 64];
     unsigned end = ~0u;
-    *new = (struct set){0, 0};
-    new->read = events(new, &end, &event);
-    *set = new;
-    return ready() ? SUCCESS : UNINITIALIZED;
+    for (int i = 0; i < SETS; i++)
+        if (!__sync_lock_test_and_set(&sets[i].used, 1)) {
+            sets[i].devices = 0;
+            sets[i].read = events(&sets[i], &end, &event);
+            *set = &sets[i];
+            return ready() ? SUCCESS : UNINITIALIZED;
+        }
+    return INSUFFICIENT_RESOURCES;
 }
 int nvmlEventSetFree(void *set) {
-    ((struct set *)set)->devices = 0;
+    ((struct set *)set)->used = 0;
     return SUCCESS;
 }
 int nvmlDeviceRegisterEvents(void *d, unsigned long long types, void *set) {
@@ -244,7 +247,7 @@ int nvmlDeviceRegisterEvents(void *d, unsigned long long types, void *set) {
     if (code == SUCCESS) ((struct set *)set)->devices |= 1ull << ((uintptr_t)d - 1);
     return code;
 }
-/* A lost device fails the wait of every set that it is in, after the events that came before. */
+/* A lost device, or one that refuses `wait`, fails the wait of every set that it is in, after the events before. */
 int nvmlEventSetWait_v2(void *waiting, struct event *event, unsigned timeout) {
     struct set *set = waiting;
     for (unsigned passed = 0;; passed += 10) {
@@ -255,6 +258,8 @@ int nvmlEventSetWait_v2(void *waiting, struct event *event, unsigned timeout) {
             struct gpu g = {0};
             if (set->devices >> index & 1) look(index, &g);
             if (!strcmp(g.state, "lost")) return GPU_IS_LOST;
+            char *code = strstr(g.refused, "wait=");
+            if (code) return atoi(code + strlen("wait="));
         }
         if (passed >= timeout) return TIMEOUT;
         wait_ms(10);

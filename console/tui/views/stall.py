@@ -60,8 +60,7 @@ def verdict_rows(
     """Returns the verdict, or the past verdict, or why there is none, in at most `height` lines."""
     past, verdict = past_verdict(state, last), state.verdict
     if verdict is not None and past is None:
-        words = {"unsupervised": "no supervisor now"}.get(state.state, f"the run is {state.state}")
-        since = words if state.state in LIVE_STATES else "the run has ended"
+        since = f"the run is {state.state}" if state.state in LIVE_STATES else "the run has ended"
         ago = f"  ({fmt.age(now - verdict.ts)} ago; {since})"
         style, over = ("crit", "") if state.state == "stalled" else ("dim", ago)
         said = wrap(verdict.sentence + over, width - len(VERDICT), height) or [fmt.DASH]
@@ -75,8 +74,8 @@ def verdict_rows(
     }
     said, style = calm.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
     if state.state == "unsupervised":
-        adopt = "R starts one; " if state.launch else ""
-        said = f"no supervisor: {adopt}{command('watchdog', state.path)} checks the run now"
+        adopt = "R starts a supervisor; " if state.launch else ""
+        said = f"unsupervised: {adopt}{command('watchdog', state.path)} checks the run now"
         style = "warn"
     if past is not None:
         return _past_rows(past, said.removeprefix("no verdict: "), width, height, now)
@@ -151,7 +150,7 @@ def _frame_and_age(stack: Stack | None, width: int, now: float) -> str:
     return cut(FORMER if stack.is_former else frame.short, width - len(age)) + age
 
 
-CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervisor"}
+CALM = {"running": "none: no stall detected", "unsupervised": "none: the run is unsupervised"}
 
 
 def evidence_rows(

@@ -111,7 +111,7 @@ def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[C
 
 def _lost_cell(gpu: Gpu | None) -> tuple[str, str]:
     if gpu is None:
-        return "no GPU", "dim"
+        return "GPU not known", "dim"
     word = "GPU LOST" if gpu.state == "lost" else f"GPU {gpu.state}"
     return f"{word} {gpu.why}".rstrip(), "crit"
 

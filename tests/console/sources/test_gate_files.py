@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
@@ -26,6 +27,31 @@ def test_logs_after_a_missing_one_count_and_absent_ones_take_no_time(tmp_path):
     found = gate_files.read(tmp_path, 1, 10_000)
     assert (found.errors, found.log_doubt[:24]) == (1, "attempt1/rank0.log is mi")
     assert time.process_time() - before < 2
+
+
+@pytest.mark.parametrize("change", ["grows", "shrinks", "is too long", "grows too long"])
+def test_a_log_that_changes_during_the_read_is_a_doubt_unless_it_grows(
+    tmp_path, monkeypatch, change
+):
+    log, read_end = rundir.rank_log(tmp_path, 1, 0), gate_files.read_end
+    log.parent.mkdir(parents=True)
+    (log.parent / rundir.TORCHRUN_LOG).write_text("")
+    log.write_bytes(b"line\n" * (1000 if change == "is too long" else 100))
+
+    def read_while_it_changes(path, limit, below):
+        if path == log and change == "shrinks":
+            os.truncate(log, 50)
+        if path == log and change == "grows too long":
+            log.write_bytes(b"line\n" * 1000)
+        found = read_end(path, limit, below)
+        if path == log and change == "grows":
+            log.write_bytes(b"line\n" * 101)
+        return found
+
+    monkeypatch.setattr(gate_files, "read_end", read_while_it_changes)
+    monkeypatch.setattr(gate_files, "LOG_BYTES", 1000)
+    doubt = gate_files.read(tmp_path, 1, 1).log_doubt
+    assert bool(doubt) == (change != "grows"), doubt
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000])

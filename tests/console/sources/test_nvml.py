@@ -182,6 +182,20 @@ def test_a_gpu_that_came_back_reports_xids_again(gpus):
     reader.wait(lambda rows: rows[1]["xid"] == 63)
 
 
+def test_a_gpu_whose_events_cannot_be_read_for_a_while_reports_xids_again(machine):
+    """Each failed wait needs a new event set, and NVML has few of them, so the old one is freed."""
+    machine.install()
+    fake.write(machine.folder, 2, gpu1={"refused": "wait=999"})
+    reader = machine.start()
+    reader.wait(ok)
+    time.sleep(4.0)  # about 40 reads
+    fake.write(machine.folder, 2, gpu1={"util": 12})
+    reader.wait(lambda rows: rows[1]["util_pct"] == 12)
+    fake.xid(machine.folder, 1, 63)
+    rows = reader.wait(lambda rows: rows[1]["xid"] == 63)
+    assert rows[1]["state"] == "ok"
+
+
 # --- sensors that NVML refuses ---------------------------------------------------------------
 
 

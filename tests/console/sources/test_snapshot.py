@@ -141,13 +141,14 @@ def test_read_all_reads_compressed_parts_to_their_end(run):
     assert left == sorted(set(left), reverse=True)
 
 
-def test_a_snapshot_is_small_for_eight_ranks_and_many_restarts(tmp_path):
+@pytest.mark.parametrize(("attempts", "most"), [(8, snapshot.MAX_BYTES), (40, 180 << 10)])
+def test_a_snapshot_is_small_for_eight_ranks_and_many_restarts(tmp_path, attempts, most):
     run = directory.run(tmp_path / "0-first", world=8)
     at = time.time() - 1e6
-    for attempt in range(1, 9):
+    for attempt in range(1, attempts + 1):
         for rank in range(8):
             with rundir.heartbeat(run, rank).open("ab") as stream:
-                for number in range(1, 201):
+                for number in range(1, 201 if attempt <= 8 else 4):
                     stream.write(heartbeat.encode({
                         "v": 1, "n": number, "rank": rank, "attempt": attempt, "ts": at + number,
                         "mono": 1e4 * attempt + number, "step": attempt * 200 + number,
@@ -163,8 +164,21 @@ def test_a_snapshot_is_small_for_eight_ranks_and_many_restarts(tmp_path):
         directory.sample(run, ts=at + second, gpus=gpus, ranks=ranks, host="here")
     observer = Observer(run)
     observer.save()
-    assert (run / rundir.SNAPSHOT).stat().st_size <= snapshot.MAX_BYTES
+    assert (run / rundir.SNAPSHOT).stat().st_size <= most
     assert is_used(run)
+
+
+def test_a_snapshot_that_is_too_long_is_not_written_and_an_alert_says_so(run, monkeypatch):
+    prepared(run)
+    observer, before = Observer(run), (run / rundir.SNAPSHOT).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "max_bytes", lambda ranks: 10)
+        observer.save()
+    assert observer.disk.alerts == {"snapshot"}
+    assert (run / rundir.SNAPSHOT).read_bytes() == before
+    observer.save()
+    assert not observer.disk.alerts
+    assert (run / rundir.SNAPSHOT).read_bytes() != before
 
 
 def test_a_poll_reads_only_records_after_the_snapshot(run, monkeypatch):

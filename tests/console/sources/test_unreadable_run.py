@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from console import status_text
+from console.sources import launches
+from console.sources import run as run_module
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from tests.console.sources.snapshots import Observer
@@ -125,3 +127,21 @@ def test_a_snapshot_behind_a_link_is_not_read(launch, tmp_path, reads):
     (launch / "0-first").unlink()
     own.rename(launch / "0-first")
     assert source.poll().step == 5
+
+
+def test_a_phase_that_starts_during_a_poll_is_no_contradiction(launch, run, monkeypatch):
+    """The supervisor names the phase in plan_state.json first, and then makes its directory."""
+
+    def start_second(path: Path) -> list[Path]:
+        if not (launch / "1-second").exists():
+            state = json.loads((launch / rundir.PLAN_STATE).read_text())
+            state["phases"][1] |= {"state": "starting"}
+            directory.document(launch / rundir.PLAN_STATE, state | {"phase": 1})
+            directory.run(launch / "1-second", state="starting")
+        return launches.run_directories(path)
+
+    monkeypatch.setattr(run_module, "run_directories", start_second)
+    state = RunSource(launch).poll()
+    assert state.launch
+    assert (state.launch.doubt, state.alerts) == ("", ())
+    assert state.id == "toy/1-second"

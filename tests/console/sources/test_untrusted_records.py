@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from console.sources import liveness
 from console.sources.record_files import Line, Place
 from console.sources.reducer import MAX_ALERTS, Events
 from console.sources.run import RunSource
+from console.tui import feed
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
@@ -166,12 +168,47 @@ def test_a_living_rank_without_a_number_is_not_rank_0(ranks, words):
     assert liveness.living_ranks({"workers": workers}) == words
 
 
+@pytest.mark.parametrize("named", ["running", "stalled", "restarting"])
+def test_a_run_of_another_host_is_never_lost_without_a_recorded_end(launch, named):
+    run, before = launch / "0-first", time.time() - 300
+    owner = {"host": "elsewhere", "pid": 77}
+    directory.run(run, state=named, workers=[], updated_ts=before, **owner)
+    directory.change(launch / rundir.PLAN_STATE, supervisor=owner, updated_ts=before)
+    directory.beat(run, 0, 3, ts=before)
+    state = RunSource(launch).poll()
+    assert re.sub(r"\d+ s", "N s", f"{state.state}: {state.why}") == (
+        "unsupervised: the supervisor on elsewhere may have ended; newest state: N s old; "
+        "newest record: N s old"
+    )
+    assert not status_text.is_over(state)
+    assert state.launch
+    assert (state.launch.state, state.launch.why) == (
+        "unsupervised", "the supervisor on elsewhere may have ended",
+    )  # fmt: skip
+    assert "no supervisor" not in " ".join(status_text.status_lines(state, True))
+    assert feed.find_live([launch]) is None, "a launch of a crashed host does not stay the newest"
+    # The clock of the host may be behind, and NFS may show the document late.
+    directory.change(run / rundir.SUPERVISOR, updated_ts=time.time() - 30)
+    assert RunSource(launch).poll().state == named
+    directory.change(run / rundir.SUPERVISOR, state="halted", why="asked", updated_ts=before)
+    assert RunSource(launch).poll().state == "halted", "a recorded end is shown"
+
+
+def test_a_launch_of_another_host_without_a_run_is_not_lost(tmp_path):
+    path = directory.launch(tmp_path)
+    for owner, state in (({"host": "elsewhere"}, "unsupervised"), (directory.DEAD, "lost")):
+        document = rundir.identity() | owner
+        directory.change(path / rundir.PLAN_STATE, supervisor=document, updated_ts=1.0)
+        assert RunSource(path).poll().state == state
+
+
 def test_records_without_a_time_are_not_recent(launch):
     run = launch / "0-first"
     directory.run(run, workers=[], host="elsewhere", updated_ts=1.0)
     directory.beat(run, 0, 3, ts="nan")
     state = RunSource(launch).poll()
-    assert state.state == "lost"
+    assert state.state == "unsupervised"
+    assert "newest record: age not available" in state.why
 
 
 def test_another_host_whose_clock_is_ahead_looks_alive_only_while_it_writes(launch):
@@ -179,9 +216,9 @@ def test_another_host_whose_clock_is_ahead_looks_alive_only_while_it_writes(laun
     directory.run(run, workers=[], host="elsewhere", updated_ts=time.time() + 3600)
     directory.beat(run, 0, 3, ts=time.time() - 3600)
     assert RunSource(launch).poll().state == "running"
-    before = time.time() - 60
+    before = time.time() - 61
     os.utime(run / rundir.SUPERVISOR, (before, before))
-    assert RunSource(launch).poll().state == "lost"
+    assert RunSource(launch).poll().state == "unsupervised"
     directory.beat(run, 0, 4, ts=time.time() + 3600)
     state = RunSource(launch).poll()
     assert state.state == "unsupervised"

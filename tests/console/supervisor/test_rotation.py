@@ -166,6 +166,23 @@ def test_readers_of_a_log_see_each_line_once_before_and_after_a_rotation(run):
     assert line.text.startswith("====")
 
 
+def test_a_display_that_falls_behind_skips_to_the_newest_lines_and_says_so(run):
+    log = rundir.rank_log(run, 1, 0)
+    append(log, numbered(0, 10))
+    shown, whole = LogSource(run, skips=True), LogSource(run)
+    for source in (shown, whole):
+        assert numbers(source.poll()) == list(range(10))
+    append(log, numbered(10, 30_000))
+    said, cut, *lines = shown.poll()
+    assert re.fullmatch(r"\[console: 2\.\d MiB of this log skipped\]", said.text), said
+    assert "line" not in cut.text, "the first line after the skipped bytes is cut"
+    assert numbers(lines) == list(range(30_000 - len(lines), 30_000))
+    read = [numbers(whole.poll()) for _ in range(12)]
+    assert [n for part in read for n in part] == list(range(10, 30_000))
+    append(log, numbered(30_000, 30_001))
+    assert numbers(shown.poll()) == [30_000]
+
+
 def test_the_supervisor_reads_the_end_of_a_run_from_rotated_logs(run):
     torchrun, rank = rundir.logs(run, 1) / rundir.TORCHRUN_LOG, rundir.rank_log(run, 1, 0)
     append(torchrun, numbered(0, 800) + b"W1121 Received 15 death signal\n")

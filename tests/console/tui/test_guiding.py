@@ -224,8 +224,8 @@ async def test_what_was_answered_goes_away_and_lies_under_no_question(monkeypatc
 @pytest.mark.parametrize(
     ("verdict", "says"),
     [
-        (recorded.VERDICT, ["no supervisor now"]),
-        (None, ["no supervisor: R starts one", "none: no supervisor",
+        (recorded.VERDICT, ["the run is unsupervised"]),
+        (None, ["unsupervised: R starts a supervisor", "none: the run is unsupervised",
                 "nsa-console watchdog /nowhere/cpu_smoke/20261120-031500/1-plumbing"]),
     ],
 )  # fmt: skip
