@@ -354,8 +354,7 @@ class Tree:
     def _record_end(self, worker: Worker) -> bool:
         """Records the end of a rank, and its exit when known; returns whether anything is new.
 
-        The owner reports the exits of the ranks that it reaps. For the others, the kernel may still
-        have the exit code.
+        For ranks that torchrun reaps, the kernel may have the exit code; for others, the owner has.
         """
         before, handle = (worker.over_ts, worker.observed, worker.unreaped), worker.handle
         code = None if worker.observed else self._link.state.exit_codes.get(handle.pid)
