@@ -337,6 +337,22 @@ def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_tak
     assert started.state()["attempt"] == 1
 
 
+def test_an_attempt_whose_torchrun_cannot_start_now_is_tried_again(begin, tmp_path):
+    harm = "if len(begun) in (2, 3): raise BlockingIOError(11, 'Resource temporarily unavailable')"
+    started = begin(
+        phase("one", "member.py", 100_000, "leave"),
+        shell=broken.shell(tmp_path, "link.Link.spawn", harm),
+        restart={"when": "crash", "attempts": 2, "backoff_s": 0},
+    )  # fmt: skip
+    assert "not restarted: 2 attempts without a new checkpoint" in started.wait_end()["why"]
+    raised, cleared = started.alerts("restart-waits")
+    assert raised["text"] == (
+        "cannot start torchrun: [Errno 11] Resource temporarily unavailable; attempt 2 starts when "
+        "this is possible"
+    )
+    assert cleared["text"] == "torchrun started"
+
+
 def test_an_attempt_waits_for_a_directory_that_is_away(begin):
     started = waiting(begin, 6)
     run = started.run()
