@@ -279,6 +279,8 @@ class Launch:
     def _execute(self, request: Request) -> Outcome | None:
         if self.state == "ended":
             return False, f"the plan has ended: {self._why}", []
+        if request.action == "proceed":  # an error ends this process, and the next one continues
+            return self._do_proceed(request)
         failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []
         if request.action in former_documents.STOPS:
             self._requested.add(f"{request.action} requested by {request.by}")
@@ -358,7 +360,7 @@ class Launch:
         if wanted not in (None, phase):
             return False, f"the next phase is {phase!r}, not {wanted!r}; no phase was started", []
         self._start(self._index + 1)
-        return True, f"{phase} starts", []
+        return self.run is not None, f"{phase} starts" if self.run else self._why, []
 
     def _do_override(self, request: Request) -> Outcome:
         phases = [entry["name"] for entry in self._phases]

@@ -103,9 +103,9 @@ class Run:
         """Returns run.json of a new run; the owner stores a copy. Raises UsageError."""
         try:
             record = self._spec.run_record(index, self.path, self._flags, self._contract())
-        except UsageError:
+        except (UsageError, OSError) as error:  # for example, the working directory was removed
             self._context.live.remove()
-            raise
+            raise UsageError(str(error)) from error
         self._link.store(self.path / rundir.RUN, record)
         return record
 
