@@ -91,6 +91,8 @@ def test_a_document_of_an_ended_run_is_the_same_after_its_second_write(begin, tm
     child, before = started.child(), started.state()
     os.kill(child, signal.SIGKILL)
     started.wait(lambda: started.plan_state["supervisor"]["child"]["pid"] != child)
+    (replaced,) = [e for e in started.events() if "a new one has replaced it" in e["text"]]
+    assert replaced["level"] == "crit", "the hook does not run"
     assert started.ask("halt")["ok"]
     started.wait_over()
     assert started.state() == before

@@ -122,8 +122,7 @@ def test_a_rank_that_fails_after_torchrun_has_exited_ends_the_others_and_a_new_a
     assert started.wait_end()["phases"][0]["state"] == "stopped"
 
 
-def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])  # the second phase needs it too
+def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin, tmp_path):
     one = phase("one", "member.py", 5, "until", tmp_path / "go")
     started = begin(one, phase("two", "member.py", 5), shell=STUB)
     started.wait_steps(3)
