@@ -172,11 +172,10 @@ class Attempt:
         if self.stage != "prepare":  # the attempt was abandoned while the job waited
             os.close(log_fd)
             return
-        self._alerts.clear(UNPREPARED, "the run directory is prepared")
         try:
             self._spawn(log_fd)
         except (OSError, ValueError) as error:
-            self._end_unstarted(f"cannot start torchrun: {error}")
+            self._retry_or_end(f"cannot start torchrun: {error}", error)
         finally:
             os.close(log_fd)
 
@@ -186,7 +185,7 @@ class Attempt:
             self._end_unstarted(why)
             return
         self._again_at = time.monotonic() + PREPARE_AGAIN_S
-        text = f"{why}; attempt {self._number} starts when the directory can be prepared"
+        text = f"{why}; attempt {self._number} starts when this is possible"
         self._alerts.raise_(UNPREPARED, text, "crit")
 
     def _spawn(self, log_fd: int) -> None:
@@ -195,6 +194,7 @@ class Attempt:
             self._end_unstarted(f"{asked} requested by {by} before the start")
             return
         self.tree.spawn(*self._run.command(), log_fd, self._grace_s)
+        self._alerts.clear(UNPREPARED, "torchrun started")
         self._begun, self.stage = time.monotonic(), "run"
         name = self._context.phase.name
         self._run.event("phase", f"{name}: torchrun started as pid {self.tree.agent_pid}")

@@ -140,6 +140,12 @@ def recorded_end(state: Mapping[str, Any]) -> ReaderView:
     return ReaderView(cast(State, name), why) if is_kept else ReaderView()
 
 
+def alerts(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the event of each alert that is open according to supervisor.json, by name."""
+    entries = jsonl.mapping(state, "alerts").items()
+    return {k: each for k, each in entries if isinstance(each, dict) and each.get("alert") == k}
+
+
 def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
     """Returns how the attempts ended, according to supervisor.json."""
     entries = jsonl.entries(state, "ended")[-MAX_ENDED:]

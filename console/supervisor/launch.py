@@ -40,12 +40,9 @@ class Launch:
     """
 
     def __init__(
-        self,
-        path: Path,
-        spec: LaunchSpec,
-        services: Services,
+        self, path: Path, spec: LaunchSpec, services: Services,
         former: Mapping[str, Any] | None = None,
-    ):
+    ):  # fmt: skip
         self._path, self._spec = path, spec
         self.state: Literal["running", "waiting", "ended"] = "running"
         self._why, self._index = "", 0
@@ -164,7 +161,8 @@ class Launch:
     def _continue(self, former: Mapping[str, Any]) -> None:
         """Continues the launch of a former process, at the phase in plan_state.json.
 
-        Raises ContractError if the documents of the launch contradict each other.
+        Raises ContractError, and writes no event, if the documents of the launch contradict each
+        other.
         """
         runs = [self._path / entry["dir"] for entry in self._phases]
         self._index = min(max(0, jsonl.integer(former, "phase") or 0), len(self._phases) - 1)
@@ -181,8 +179,7 @@ class Launch:
             lambda answered, _: self._inbox.restore(answered or {}),
         )
         if former.get("state") != "ended":
-            self._note_continuation(warnings)
-            self._continue_phase(former, runs[self._index])
+            self._continue_phase(former, warnings)
         else:
             self.state, self._why = "ended", jsonl.text(former, "why")[:400]
         for run in runs[: self._index + 1]:
@@ -192,26 +189,26 @@ class Launch:
         if former.get("state") == "ended":
             self._own_observers.call("report", self._report.start, None)
 
-    def _note_continuation(self, warnings: Sequence[str]) -> None:
-        end = self._services.link.state.former_end
-        text = "a new supervisor adopts the launch; the former one has died"
-        if end:
-            text = f"the supervisor's working process {end}; a new one has replaced it"
-        self._event("state", text, "warn")
-        for warning in warnings:
-            self._event("note", warning, "warn")
-
-    def _continue_phase(self, former: Mapping[str, Any], run: Path) -> None:
+    def _continue_phase(self, former: Mapping[str, Any], warnings: Sequence[str]) -> None:
         """Waits for confirmation again, continues or starts the phase, or ends the plan."""
-        is_last, link = self._index + 1 == len(self._phases), self._services.link
-        if former.get("state") == "waiting" and not is_last:
+        link, run = self._services.link, self._path / self._phases[self._index]["dir"]
+        found, end = None, link.state.former_end
+        if former.get("state") == "waiting" and self._index + 1 < len(self._phases):
             self.state, self._why = "waiting", jsonl.text(former, "why")[:400]
         elif link.stored(run / rundir.RUN) or (run / rundir.RUN).exists():
             found = cross_check.read_run(link, run, self._spec, self._index, bool(self._ended_by))
+        text = "a new supervisor adopts the launch; the former one has died"
+        if end:
+            text = f"the supervisor's working process {end}; a new one has replaced it"
+        # While a phase runs, its alert `supervisor-replaced` runs the hook instead of this event.
+        self._event("state", text, "crit" if end and self.state == "waiting" else "warn")
+        for warning in warnings:
+            self._event("note", warning, "warn")
+        if found is not None:
             self.run = Run(self._services, self._spec, self._index, run, found.flags, found)
-        elif self._ended_by:
+        elif self.state != "waiting" and self._ended_by:
             self._end(self._ended_by)
-        else:
+        elif self.state != "waiting":
             self._start(self._index)
 
     def _end_of_phase(self, run: Run) -> None:
@@ -279,6 +276,8 @@ class Launch:
     def _execute(self, request: Request) -> Outcome | None:
         if self.state == "ended":
             return False, f"the plan has ended: {self._why}", []
+        if request.action == "proceed":  # an error ends this process, and the next one continues
+            return self._do_proceed(request)
         failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []
         if request.action in former_documents.STOPS:
             self._requested.add(f"{request.action} requested by {request.by}")
@@ -358,7 +357,7 @@ class Launch:
         if wanted not in (None, phase):
             return False, f"the next phase is {phase!r}, not {wanted!r}; no phase was started", []
         self._start(self._index + 1)
-        return True, f"{phase} starts", []
+        return self.run is not None, f"{phase} starts" if self.run else self._why, []
 
     def _do_override(self, request: Request) -> Outcome:
         phases = [entry["name"] for entry in self._phases]

@@ -181,9 +181,17 @@ def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
     return words + list(phase.args)
 
 
-def inherited() -> dict[str, str]:
-    """Returns the inherited variables that are allowed, with this project in PYTHONPATH."""
+def inherited(recorded: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Returns the inherited variables that are allowed, with this project in PYTHONPATH.
+
+    `recorded`, the `environment` in a run.json, replaces the variables of this process. Only a
+    proxy whose login was removed from the record comes from this process.
+    """
     found = environ.inherited()
+    if recorded:
+        texts = {name: jsonl.text(recorded, name) for name in environ.INHERITED if name in recorded}
+        found = {name: found.get(name, "") if REMOVED in text else text
+                 for name, text in texts.items() if text.isprintable()}  # fmt: skip
     paths = [entry for entry in found.get("PYTHONPATH", "").split(":") if entry]
     if str(PROJECT) not in paths:
         paths.insert(0, str(PROJECT))

@@ -202,7 +202,8 @@ def start(directory: Path, spec: LaunchSpec) -> None:
 def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns the launch's id.
 
-    The supervisor may start the command of the phase again. A launch that was not supervised since
+    The supervisor gets the working directory of the launch and the environment of its newest run.
+    It may start the command of the phase again. A launch that was not supervised since
     this host booted therefore needs `sure`. Raises RefusedError if the launch cannot be adopted, or
     ContractError if the supervisor does not start.
     """
@@ -212,6 +213,8 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
         raise RefusedError(f"{directory} holds no launch to adopt")
     launch = jsonl.text(plan, "launch", "?")[:200]
     state = _adoptable_state(directory, launch, sure)
+    cwd, runs = _working_directory(plan, launch), launches.run_directories(directory)
+    newest = former_documents.document(runs[-1], rundir.RUN) if runs else {}
     gate_check.check_former(directory, plan, state)
     claim = Claim(directory, adopt=True)
     _wait_until_free(claim, launch, jsonl.mapping(state, "supervisor"))
@@ -219,7 +222,10 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     try:
         _adoptable_state(directory, launch, sure)  # again, now that no other process writes
         lock.claim(claim.fd, launch, process.user_name())
-        _start_supervisor(directory, claim.fd, "--adopt", json.dumps(asdict(operator)))
+        _start_supervisor(
+            directory, claim.fd, "--adopt", json.dumps(asdict(operator)),
+            cwd=cwd, recorded=jsonl.mapping(newest, "environment"),
+        )  # fmt: skip
     except OSError as error:
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
     finally:
@@ -261,8 +267,31 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
     return state
 
 
-def _start_supervisor(directory: Path, lock_fd: int, *adopt: str) -> None:
-    """Starts the supervisor and waits until it is ready. Raises OSError or ContractError."""
+def _working_directory(plan: Mapping[str, Any], launch: str) -> Path:
+    """Returns the directory in which a launch was started; its plan may have relative paths.
+
+    Raises RefusedError if the directory is gone, or is neither this user's nor root's.
+    """
+    cwd = Path(jsonl.text(plan, "cwd"))
+    with contextlib.suppress(OSError, ValueError):
+        there = cwd.stat()
+        is_ours = stat.S_ISDIR(there.st_mode) and there.st_uid in (0, os.geteuid())
+        if is_ours and cwd.is_absolute():
+            return cwd
+    raise RefusedError(
+        f"{launch} was started in {str(cwd)!r}, which is not a directory of yours or of root; "
+        "restore it, and adopt again"
+    )
+
+
+def _start_supervisor(
+    directory: Path, lock_fd: int, *adopt: str, cwd: Path | None = None,
+    recorded: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Starts the supervisor and waits until it is ready. Raises OSError or ContractError.
+
+    `cwd` and `recorded` are the working directory and the environment of an adopted launch.
+    """
     log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
     argv = [
         sys.executable, "-P", "-m", "console.supervisor", str(directory.absolute()),
@@ -270,8 +299,8 @@ def _start_supervisor(directory: Path, lock_fd: int, *adopt: str) -> None:
     ]  # fmt: skip
     try:
         started = subprocess.Popen(
-            argv, env=inherited(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True, pass_fds=(lock_fd,),
+            argv, cwd=cwd, env=inherited(recorded), stdin=subprocess.DEVNULL, stdout=log,
+            stderr=log, start_new_session=True, pass_fds=(lock_fd,),
         )  # fmt: skip
     except OSError as error:
         raise ContractError(f"cannot start the supervisor: {error.strerror}") from error

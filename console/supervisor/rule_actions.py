@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from console.diagnose.watchdog import Change
+from console.supervisor.attempt import Attempt
 from console.supervisor.dump import Dumps
 from console.supervisor.inbox import Outcome
 from console.supervisor.run import Run
@@ -24,15 +25,16 @@ class Policy:
 
     def __init__(self, directory: Directory, dumps: Dumps, end: Callable[[str, str], str]):
         self._directory, self._dumps, self._end = directory, dumps, end
-        self._due: list[tuple[float, Run, Change]] = []
-        """Actions of rules, each with the time from which it is executed."""
+        self._due: list[tuple[float, Attempt, Change]] = []
+        """Actions of rules, each with the time from which it is executed, and its attempt."""
         self._halt_at = 0.0
         """A `.HALT` in the launch directory has no effect before this time."""
 
     def apply(self, run: Run) -> None:
         """Dumps the stacks that a verdict or an action needs; then executes the actions.
 
-        An action is dropped if its rule is no longer raised when the action is due.
+        An action is dropped if its rule is no longer raised, or the processes of its attempt have
+        ended, when the action is due.
         """
         if not self._dumps.busy and (wanted := run.attempt.monitor.pop_dump_wanted()):
             handles = run.attempt.tree.handles().items()
@@ -40,14 +42,15 @@ class Policy:
         for change in run.attempt.monitor.pop_actions():
             self._dumps.start(run.path, run.live, run.attempt.tree.handles())
             if change.action != "dump":
-                self._due.append((0.0, run, change))
+                self._due.append((0.0, run.attempt, change))
         if self._dumps.busy:
             return
         now = time.monotonic()
         due = [each for each in self._due if each[0] <= now]
         self._due = [each for each in self._due if each[0] > now]
         for _, of, change in due:
-            if of is run and not run.over and run.attempt.monitor.is_raised(change.rule.name):
+            runs = of is run.attempt and of.stage == "run"
+            if runs and of.monitor.is_raised(change.rule.name):
                 self._execute(run, change)
 
     def _execute(self, run: Run, change: Change) -> None:
@@ -97,4 +100,4 @@ class Policy:
         if change is None:
             self._halt_at = again_at
         else:
-            self._due.append((again_at, run, change))
+            self._due.append((again_at, run.attempt, change))

@@ -69,11 +69,10 @@ class Run:
         self._begun = time.monotonic()
         self.alerts = Alerts(self.event, self._directory)
         self.observers = Observers(self.alerts, self._link)
-        if former and former.is_stored:
-            self.alerts.restore(
-                jsonl.mapping(former_state, "alerts"),
-                lambda name: name == REPLACED or name.startswith(ALERT),
-            )  # fmt: skip
+        self.alerts.restore(
+            former_documents.alerts(former_state),
+            lambda name: name == REPLACED or name.startswith(ALERT),
+        )
         self._context = run_context(
             services, path, self.phase, spec.plan, former, self.number, self.observers
         )
@@ -107,9 +106,9 @@ class Run:
         """Returns run.json of a new run; the owner stores a copy. Raises UsageError."""
         try:
             record = self._spec.run_record(index, self.path, self._flags, self._contract())
-        except UsageError:
+        except (UsageError, OSError) as error:  # for example, the working directory was removed
             self._context.live.remove()
-            raise
+            raise UsageError(str(error)) from error
         self._link.store(self.path / rundir.RUN, record)
         return record
 

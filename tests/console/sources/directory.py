@@ -29,7 +29,7 @@ def launch(root: Path, plan: str = "toy", stamp: str = "20261121-030000") -> Pat
     document(
         path / rundir.PLAN,
         {
-            "v": 1, "launch": f"{plan}-{stamp}", "name": plan,
+            "v": 1, "launch": f"{plan}-{stamp}", "name": plan, "cwd": str(root),
             "phases": [
                 {"name": "first", "proves": "something", "dir": "0-first"},
                 {"name": "second", "proves": "more", "dir": "1-second"},

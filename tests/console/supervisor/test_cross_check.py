@@ -358,10 +358,7 @@ def forge_the_end(started, least: int) -> None:
 
 @pytest.mark.decision("next-phase", "absent")
 @pytest.mark.parametrize("pulses", ["stale", "true"])
-def test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it(
-    begin, tmp_path, monkeypatch, pulses
-):
-    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])  # the second phase needs it too
+def test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it(begin, tmp_path, pulses):
     steps = 20
     started = begin(
         phase("one", "member.py", steps, "until", tmp_path / "go", gates={"steps_done": steps}),

@@ -165,10 +165,7 @@ def test_documents_that_ranks_overwrote_do_not_reach_the_next_process(running):
     assert running.wait_end()["phases"][0]["state"] == "stopped"
 
 
-def test_one_torchrun_runs_after_an_adoption_and_term_ends_it_while_the_child_is_stopped(
-    running, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("PYTHONPATH", patient(tmp_path)["PYTHONPATH"])
+def test_one_torchrun_runs_after_an_adoption_and_term_ends_it_while_the_child_is_stopped(running):
     child, torchrun, pids = running.child(), running.state()["torchrun"], running.pids()
     running.kill_supervisor()
     running.wait(lambda: process.state(child) in (process.GONE, "Z"))

@@ -91,6 +91,8 @@ def test_a_document_of_an_ended_run_is_the_same_after_its_second_write(begin, tm
     child, before = started.child(), started.state()
     os.kill(child, signal.SIGKILL)
     started.wait(lambda: started.plan_state["supervisor"]["child"]["pid"] != child)
+    (replaced,) = [e for e in started.events() if "a new one has replaced it" in e["text"]]
+    assert replaced["level"] == "crit", "the hook does not run"
     assert started.ask("halt")["ok"]
     started.wait_over()
     assert started.state() == before
@@ -159,6 +161,37 @@ def test_a_phase_whose_config_became_invalid_cannot_start_and_leaves_no_shared_m
     assert [entry["state"] for entry in ended["phases"]] == ["completed", "failed"]
     assert ended["why"].startswith("two cannot start: ")
     assert os.listdir(memory) == []
+
+
+@pytest.mark.parametrize("lost", ["config", "working directory"])
+def test_a_proceed_says_that_the_phase_cannot_start(begin, tmp_path, monkeypatch, lost):
+    config, work = tmp_path / "two.yaml", tmp_path / "work"
+    shutil.copyfile(ROOT / "configs" / "tiny_cpu.yaml", config)
+    work.mkdir()
+    monkeypatch.chdir(work)
+    two = {"name": "two", "module": "trainers.ddp", "config": str(config)}
+    started = begin(phase("one", "member.py", 3), two, between="ask", shell=STUB)
+    monkeypatch.chdir(ROOT)
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    if lost == "config":
+        config.write_text("no_such_setting: 1\n")
+    else:
+        work.rmdir()
+    answer = started.ask("proceed")
+    assert (answer["ok"], answer["text"][:18]) == (False, "two cannot start: "), answer
+    ended = started.wait_over()
+    assert [entry["state"] for entry in ended["phases"]] == ["completed", "failed"]
+
+
+def test_an_unexpected_error_at_the_start_of_a_phase_is_left_to_the_next_process(begin, tmp_path):
+    harm = "if self.phase.name == 'two' and not self._link.state.former_end: raise KeyError('x')"
+    started = begin(
+        phase("one", "member.py", 3), phase("two", "member.py", 3), between="ask",
+        shell=broken.shell(tmp_path, "run.Run._new_record", harm),
+    )  # fmt: skip
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    assert actions.send(started.path, "proceed", {}, "tester")
+    assert started.wait_end(60)["why"] == "all phases are done"
 
 
 @pytest.mark.parametrize(("how", "state", "code"), [("TERM", "lost", 5), ("stop", "stopped", 4)])

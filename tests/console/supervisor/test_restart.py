@@ -122,8 +122,7 @@ def test_a_rank_that_fails_after_torchrun_has_exited_ends_the_others_and_a_new_a
     assert started.wait_end()["phases"][0]["state"] == "stopped"
 
 
-def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])  # the second phase needs it too
+def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin, tmp_path):
     one = phase("one", "member.py", 5, "until", tmp_path / "go")
     started = begin(one, phase("two", "member.py", 5), shell=STUB)
     started.wait_steps(3)
@@ -335,6 +334,22 @@ def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_tak
     actions.adopt(started.path)
     assert started.wait_end()["phases"][0]["state"] == "halted"
     assert started.state()["attempt"] == 1
+
+
+def test_an_attempt_whose_torchrun_cannot_start_now_is_tried_again(begin, tmp_path):
+    harm = "if len(begun) in (2, 3): raise BlockingIOError(11, 'Resource temporarily unavailable')"
+    started = begin(
+        phase("one", "member.py", 100_000, "leave"),
+        shell=broken.shell(tmp_path, "link.Link.spawn", harm),
+        restart={"when": "crash", "attempts": 2, "backoff_s": 0},
+    )  # fmt: skip
+    assert "not restarted: 2 attempts without a new checkpoint" in started.wait_end()["why"]
+    raised, cleared = started.alerts("restart-waits")
+    assert raised["text"] == (
+        "cannot start torchrun: [Errno 11] Resource temporarily unavailable; attempt 2 starts when "
+        "this is possible"
+    )
+    assert cleared["text"] == "torchrun started"
 
 
 def test_an_attempt_waits_for_a_directory_that_is_away(begin):

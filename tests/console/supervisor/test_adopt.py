@@ -1,0 +1,123 @@
+"""Adoptions from another shell, and the alerts of the dead supervisor."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from console import actions
+from console.sources.run import RunSource
+from console.supervisor import launch_spec
+from console.supervisor.launch_spec import PROJECT
+from tests.console.sources.directory import change
+from tests.launches import PROGRAMS, STUB, phase
+from trainers.contract import jsonl, rundir
+from trainers.contract.errors import RefusedError
+
+WRAPPER = f"""import runpy, sys
+at = sys.argv.index("--config")
+del sys.argv[at : at + 2]
+runpy.run_path({str(PROGRAMS / "member.py")!r}, run_name="__main__")
+"""
+OF_LAUNCH, OF_ADOPTER = {"HF_HOME": "/of/launch"}, {"HF_HOME": "/x", "TIKTOKEN_CACHE_DIR": "/x"}
+
+
+@pytest.fixture
+def orphan(begin, tmp_path, monkeypatch):
+    """A launch without a supervisor. Its plan has relative paths, and this shell is another one."""
+    for name in OF_ADOPTER:
+        monkeypatch.delenv(name, raising=False)
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "train.py").write_text(WRAPPER)
+    (work / "some.yaml").touch()
+    relative = {"script": "train.py", "config": "some.yaml"}
+    monkeypatch.chdir(work)
+    started = begin(
+        {"name": "one", "args": ["5", "until", str(tmp_path / "go")], **relative},
+        {"name": "two", "args": ["5"], **relative}, shell={**STUB, **OF_LAUNCH},
+    )  # fmt: skip
+    started.wait_steps(3)
+    started.kill_supervisor()
+    monkeypatch.chdir(tmp_path)
+    for name, value in OF_ADOPTER.items():
+        monkeypatch.setenv(name, value)
+    return started
+
+
+def test_a_launch_that_another_shell_adopts_continues_as_it_was_launched(orphan, tmp_path):
+    actions.adopt(orphan.path)
+    (tmp_path / "go").touch()
+    ended = orphan.wait_end()
+    assert [entry["state"] for entry in ended["phases"]] == ["completed"] * 2, ended["why"]
+    record = rundir.read_json(orphan.run(1) / rundir.RUN) or {}
+    assert record["cwd"] == str(tmp_path / "work")
+    assert {name: record["environment"].get(name) for name in OF_ADOPTER} == {
+        "HF_HOME": "/of/launch", "TIKTOKEN_CACHE_DIR": None,
+    }  # fmt: skip
+
+
+def test_an_adoption_needs_the_working_directory_of_the_launch(orphan, tmp_path):
+    work, refused = tmp_path / "work", f"was started in '{tmp_path / 'work'}', which is not a dir"
+    away = work.rename(tmp_path / "away")
+    for make in (lambda: None, work.touch):
+        make()
+        with pytest.raises(RefusedError, match=refused):
+            actions.adopt(orphan.path)
+    work.unlink()
+    away.rename(work)
+    if os.geteuid() == 0:
+        os.chown(work, 4242, -1)
+        with pytest.raises(RefusedError, match=refused):
+            actions.adopt(orphan.path)
+
+
+def test_a_refused_adoption_leaves_no_event(orphan):
+    phases = (rundir.read_json(orphan.path / rundir.PLAN) or {})["phases"]
+    change(orphan.path / rundir.PLAN, phases=[phases[0] | {"args": ["9"]}, phases[1]])
+    before = orphan.events()
+    with pytest.raises(RefusedError, match="differ in argv; the launch is not adopted"):
+        actions.adopt(orphan.path)
+    assert orphan.events() == before
+
+
+def test_a_recorded_environment_replaces_the_own_one_except_removed_logins(monkeypatch):
+    own = {"http_proxy": "http://me:secret@proxy", "HF_HOME": "/own", "TZ": "UTC"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("https_proxy", raising=False)
+    recorded = launch_spec.without_logins(own) | {
+        "https_proxy": f"http://{launch_spec.REMOVED}@proxy", "HF_HOME": "/recorded",
+        "TZ": "a\0b", "LANG": 7, "LD_PRELOAD": "/evil.so", "PYTHONPATH": "/a",
+    }  # fmt: skip
+    assert {k: v for k, v in launch_spec.inherited(recorded).items() if v} == {
+        "http_proxy": own["http_proxy"], "HF_HOME": "/recorded", "PYTHONPATH": f"{PROJECT}:/a",
+    }  # fmt: skip
+
+
+def test_open_alerts_stay_open_after_an_adoption_and_end_with_the_attempt(begin, tmp_path):
+    started = begin(phase("one", "member.py", 5, "until", tmp_path / "go"), shell=STUB)
+    started.wait_steps(3)
+    former = started.kill_supervisor()
+    raised = {
+        name: {"v": 1, "attempt": 1, "ts": time.time(), "kind": "alert", "level": "crit",
+               "text": "x", "alert": name, "key": ""}
+        for name in ("checkpoint-load", "loader_slow", "stall", "observer-records")
+    }  # fmt: skip
+    with (started.run() / rundir.EVENTS).open("ab") as stream:
+        stream.writelines(map(jsonl.encode, raised.values()))
+    garbage = {"x": 7, "y": {"alert": "z"}}
+    change(started.run() / rundir.SUPERVISOR, alerts=raised | garbage)
+    actions.adopt(started.path)
+    started.wait(
+        lambda: (
+            (state := started.state())["pid"] != former["pid"]
+            and state["alerts"].keys() == {"checkpoint-load", "loader_slow"}
+        )
+    )
+    assert started.ask("ack", started.run(), alert="checkpoint-load")["ok"]
+    (tmp_path / "go").touch()
+    started.wait_over()
+    assert RunSource(started.path).poll().alerts == ()
