@@ -50,4 +50,6 @@ def test_the_loop_is_slower_when_ranks_are_late(alerts, pace_s):
         attempt=SimpleNamespace(stage="run", tree=tree, behind=False), state="starting",
         phase=SimpleNamespace(nproc=2), _next_at=None, alerts=SimpleNamespace(open=lambda: alerts),
     )  # fmt: skip
-    assert Run.pace_s.fget(run) == pace_s
+    read = Run.pace_s.fget
+    assert read is not None
+    assert read(run) == pace_s
