@@ -112,9 +112,9 @@ TABLE: tuple[Action, ...] = (
         examples=("dump latest", "dump latest --rank 1"),
     ),
     Action(
-        "halt", "Halt all ranks at the same step, with a checkpoint; the plan ends.",
-        ("run", "launch"),
-        cost=("keeps", "all work (every rank stops at the same step and saves a checkpoint)"),
+        "halt", "Halt all ranks at the same step; the plan ends.", ("run", "launch"),
+        cost=("keeps", "all work of a trainer of this project (every rank stops at the same step "
+              "and saves a checkpoint)"),
         key="H", weight=8, button=True, title="Halt this run?",
         verb="halt", examples=("halt latest",),
     ),

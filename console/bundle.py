@@ -99,7 +99,9 @@ _VALUE = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[^\s,;&"'}\])]+)"""
 _QUOTE = r"""\\{0,8}["']"""
 """A quotation mark, which may be escaped, for example in a log line that a record contains."""
 _IS = r"\s{0,8}(?:=>|[:=])\s{0,8}"
+_WORDS = r"""(?:,\s?"(?:[^"\\]|\\.)*")+"""
 _SECRETS: tuple[tuple[str, str], ...] = (
+    (rf"""("(?:hook|alive)"\s?:\s?\["(?:[^"\\]|\\.)*"){_WORDS}""", r'\1,"{}"'),
     (r"""([a-z][a-z0-9+.-]{1,20}://)[^/\s"']{1,400}@""", r"\1{}@"),
     (r"(hooks\.slack\.com/services/|/api/webhooks/)[\w/-]+", r"\1{}"),
     (
@@ -126,7 +128,7 @@ _FORMS = [(re.compile(form.encode(), re.IGNORECASE), instead.format(REMOVED).enc
 _HINT = re.compile(
     rb"(?:token|secret|passwd|password|passphrase|pass|pwd|auth|key|credentials?|cookie|signature|"
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
-    rb"hooks\.slack\.com/|/api/webhooks/|" + _FORM.lower().encode()
+    rb"hooks\.slack\.com/|/api/webhooks/|\"(?:hook|alive)\"|" + _FORM.lower().encode()
 )
 """Matches, in lower case, each line that a pattern of `_SECRETS` matches. A search for `_HINT` is
 faster than a search for `_SECRETS`."""
@@ -320,7 +322,7 @@ def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes])
         "v": VERSION, "created_ts": time.time(), "id": launches.launch_id(launch or path),
         "run": run.name if run else "", "kept": KEPT,
         "removed": "values of secret-looking names, secret variables of this shell, passwords in "
-        "URLs, keys and tokens of known forms",
+        "URLs, keys and tokens of known forms, arguments of the operator's hooks",
     }  # fmt: skip
     try:
         fd = os.open(output, NEW_FILE, 0o600)

@@ -210,7 +210,7 @@ def lost_steps(step: int, saved: int, reports: bool) -> str:
 def stop_cost(step: int, saved: int, reports: bool) -> str:
     """Returns what a stop during a stall costs, or "" if it is not known; see `lost_steps`."""
     lost = lost_steps(step, saved, reports)
-    then = "; a halt saves first, but only when all ranks step again"
+    then = "; a halt saves first, but only when all ranks step again" * reports
     return f"a stop costs {lost}{then}" if lost else ""
 
 

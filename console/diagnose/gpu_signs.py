@@ -29,9 +29,10 @@ def own_gpus(
     available has no key either.
 
     `opened` has the numbers N of the files /dev/nvidiaN that each rank has open, or None if they
-    are not available. `visible` has the CUDA_VISIBLE_DEVICES of each rank. CUDA opens the files of
-    all GPUs that it sees. If a rank sees several GPUs, the number of the rank selects its own GPU
-    in `visible`, as in programs under torchrun. A GPU that several ranks share counts as not known.
+    are not available. `visible` has the CUDA_VISIBLE_DEVICES of each rank, unless its environment
+    cannot be read. CUDA opens the files of all GPUs that it sees. If a rank sees several GPUs, the
+    number of the rank selects its own GPU in `visible`, as in programs under torchrun. A GPU that
+    several ranks share counts as not known.
     """
     found = dict[int, tuple[Gpu, ...]]()
     for rank, minors in opened.items():
@@ -39,7 +40,7 @@ def own_gpus(
             continue
         mine = [gpu for gpu in rows if minors is None or gpu.minor in minors]
         if len(mine) != 1:
-            index = gpu_index(visible[rank], rank, rows)
+            index = gpu_index(visible[rank], rank, rows) if rank in visible else None
             mine = [gpu for gpu in mine if gpu.index == index]
         found[rank] = tuple(mine)
     owners = Counter(gpu.index for mine in found.values() for gpu in mine)

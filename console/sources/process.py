@@ -8,6 +8,7 @@ of one.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pwd
@@ -19,6 +20,7 @@ import signal
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -37,6 +39,9 @@ _TICKS_PER_S, _PAGE_MIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") /
 _INFO_SIZE, _INFO_CODE, _INFO_EXIT = 64, 60, 1 << 3
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 """PIDFD_GET_INFO of linux/pidfd.h; since Linux 6.15 it returns a reaped process's wait status."""
+UNREAD_AFTER_S = 0.5
+_reads: dict[int, threading.Thread] = {}
+"""The newest read of the environment of each process that was in state D, by pid."""
 
 
 def program() -> str:
@@ -118,21 +123,36 @@ def is_stopped(owner: Mapping[str, Any]) -> bool:
 
 
 def environment(pid: int, proc: str = "/proc") -> dict[str, str]:
-    """Returns the initial environment of a process, or {} if it cannot be read."""
-    try:
-        data = Path(f"{proc}/{pid}/environ").read_bytes()
-    except OSError:
-        return {}
-    pairs = (os.fsdecode(entry).partition("=") for entry in data.split(b"\0"))
+    """Returns the initial environment of a process, or {} if it cannot be read.
+
+    The kernel reads it from the memory of the process. A process in state D, for example in `mmap`
+    of a file on a hung server, may hold the lock of this memory, and the read then waits for the
+    lock. For a process in state D, this function waits at most `UNREAD_AFTER_S`.
+    """
+    found = list[bytes]()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            found.append(Path(f"{proc}/{pid}/environ").read_bytes())
+
+    now = procfs.stat(f"{proc}/{pid}")
+    if now is None or now.state != "D":
+        read()
+    elif pid not in _reads or not _reads[pid].is_alive():
+        _reads[pid] = threading.Thread(target=read, name="environment", daemon=True)
+        _reads[pid].start()
+        _reads[pid].join(UNREAD_AFTER_S)
+    pairs = (os.fsdecode(entry).partition("=") for data in found for entry in data.split(b"\0"))
     return {name: value for name, equals, value in pairs if equals}
 
 
 def with_token(token: str, home: str = "") -> list[int]:
     """Returns the pids of the processes whose initial environment contains this token.
 
-    A process is not found if it has overwritten its environment, or if this user cannot read it.
-    With `home`, the environment must also contain this run directory, because a token may be
-    copied. Raises OSError if the processes cannot be listed.
+    A process is not found if it has overwritten its environment, or if `environment` cannot read
+    the environment, as for some processes in state D. With `home`, the environment must also
+    contain this run directory, because a token may be copied. Raises OSError if the processes
+    cannot be listed.
     """
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if (variables := environment(pid)).get(environ.TOKEN) == token

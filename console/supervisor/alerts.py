@@ -13,6 +13,8 @@ from trainers.contract.recorder import REPLACED
 DROPPED = "dropped"
 GATE_ALERT = "gate-"
 """Prefix of the alert on a gate that has an `at` step; the name of the gate follows."""
+CHECKPOINT_ALERT = "checkpoint-"
+"""Prefix of the alerts on the load and on the back-up of the newest checkpoint."""
 SETTLED_S = 10.0
 """The alert on failed writes is cleared after this time without a failed write."""
 
@@ -23,7 +25,7 @@ class Alerts:
     def __init__(self, event: Callable[..., dict[str, Any]], directory: Directory):
         self._event, self._directory = event, directory
         self._open: dict[str, dict[str, Any]] = {}
-        self._dropped, self._dropped_at = directory.dropped, time.monotonic()
+        self._dropped_at = time.monotonic()
 
     def restore(
         self, former: Mapping[str, dict[str, Any]], has_ended: Callable[[str], bool]
@@ -52,8 +54,10 @@ class Alerts:
             self._event("clear", text, alert=name)
 
     def clear_all(self, text: str) -> None:
+        """Closes all alerts except those on checkpoints, which remain true after an attempt."""
         for name in list(self._open):
-            self.clear(name, text)
+            if not name.startswith(CHECKPOINT_ALERT):
+                self.clear(name, text)
 
     def open(self) -> dict[str, dict[str, Any]]:
         """Returns the event of each open alert, with its newest text, by name of the alert."""
@@ -70,8 +74,8 @@ class Alerts:
         else:
             self.clear(OWN_DIRECTORY, "the directory is back at its path")
         now, dropped = time.monotonic(), self._directory.dropped
-        if dropped > self._dropped:
-            self._dropped, self._dropped_at = dropped, now
+        if dropped > self._directory.reported:
+            self._directory.reported, self._dropped_at = dropped, now
             reason = self._directory.trouble or "the disk is too slow"
             text = f"writes to the run directory fail ({reason})"
             self.raise_(DROPPED, f"{text}: figures and gates may be incomplete")

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from console.model import RANK_GONE, State
 from console.run_state import Facts, ReaderView, decide
+from console.supervisor.alerts import DROPPED
 from console.supervisor.context import AttemptOwner, RunContext
-from console.supervisor.ends import Ends
+from console.supervisor.ends import UNSTARTED, Ends
 from console.supervisor.former_documents import ENDINGS, FormerRun
 from console.supervisor.live_directory import LastPulses
 from console.supervisor.monitor import Monitor
@@ -26,7 +27,7 @@ from trainers.contract.errors import RefusedError
 Stage = Literal["prepare", "run", "collect", "over"]
 ENDED_FROM_HERE = ENDINGS[1:]
 """The actions by which the supervisor itself ends the ranks."""
-AGENT_LOST, UNPREPARED, STUCK = "torchrun-gone", "restart-waits", "not-ended"
+UNPREPARED = "restart-waits"
 PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 COLLECT_S = 60.0
 """Once this time has passed since the end of an attempt, no further part of its records is read."""
@@ -72,6 +73,8 @@ class Attempt:
         self._caught_up, self._cut_short = former is None, False
         self._sampled = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
+        self._unwritten = ""
+        """The text of the alert `DROPPED` if it was open at the end, or ""."""
         self._again_at = math.inf
         """The time at which failed work in the run directory is tried again (monotonic s)."""
         if former is None or link.has_no_processes(self.path, context.home, number):
@@ -117,11 +120,8 @@ class Attempt:
         self._run.publish()  # first, because the next child must know of the request
         if self.stage == "prepare":
             return "no rank is running; torchrun is not started"
-        if action == "halt" and self.monitor.verdict:
-            return (".HALT is written; the run is stalled, so it halts only when all ranks make "
-                    "progress again; stop ends it now")  # fmt: skip
         if action == "halt":
-            return ".HALT is written; all ranks stop at the same step and save a checkpoint"
+            return self.monitor.halt_answer()
         if action == "kill":
             self.tree.kill()
             return "KILL is sent to the processes of the run"
@@ -145,7 +145,8 @@ class Attempt:
             self._decided = self._observers.call(
                 "the state", lambda: decide(self.facts()), (fallback, "its state cannot be decided")
             )
-        return self._decided
+        state, why = self._decided
+        return state, f"{why}; alert at the end: {self._unwritten}" if self._unwritten else why
 
     # --- stages --------------------------------------------------------------------------------
 
@@ -209,13 +210,12 @@ class Attempt:
         if self.tree.enforce():
             text = f"KILL is sent: the grace time of {self._grace_s:g} s is over"
             self._run.event("note", text, "warn")
-        self._watch_torchrun()
         self._watch_ranks()
         now = time.monotonic()
         if int(now) != int(self._sampled):
             self._sampled = now
             self._sample()
-            self._watch_stuck()
+            self._watch_torchrun()
             if not self.tree.agent_over or self.tree.alive():
                 self._upkeep.poll(self._run.event)
         if self.tree.is_over():
@@ -223,16 +223,13 @@ class Attempt:
         elif changed:
             self._run.publish()
 
-    def _watch_stuck(self) -> None:
-        stuck = self.tree.stuck()
-        if stuck:
-            why = "a process in state D waits for a disk or a driver"
-            self._alerts.raise_(STUCK, f"KILL has not ended pid {', '.join(stuck)}; {why}", "crit")
-
     def _watch_torchrun(self) -> None:
-        text = self._ends.without_torchrun()
-        if text and self.known.requested not in ENDED_FROM_HERE:
-            self._alerts.raise_(AGENT_LOST, text, "crit")
+        if len(self.tree.workers) == self._world:
+            self._alerts.clear(UNSTARTED, "all ranks have started")
+        is_ending, limit_s = self.known.requested in ENDED_FROM_HERE, self._context.watch.startup_s
+        late_s = limit_s if time.monotonic() - self._begun >= limit_s else 0.0
+        for name, text, key in self._ends.alerts(is_ending, late_s):
+            self._alerts.raise_(name, text, "crit", key)
 
     def _watch_ranks(self) -> None:
         """After a rank has failed, schedules KILL for the other ranks: one grace time from now.
@@ -323,6 +320,7 @@ class Attempt:
             failure=self.known.failure or failure,
         )  # fmt: skip
         self.stage = "over"
+        self._unwritten = jsonl.text(jsonl.mapping(self._alerts.open(), DROPPED), "text")
         self.monitor.close(f"the attempt has ended: {self.decided()[1]}")
         self._alerts.clear_all("the attempt has ended")
         self.tree.close()

@@ -20,7 +20,7 @@ from console.sources import procfs
 from console.sources.summary import Summary
 from console.sources.tail import is_missing
 from console.supervisor import program
-from console.supervisor.alerts import Alerts
+from console.supervisor.alerts import CHECKPOINT_ALERT, Alerts
 from console.supervisor.launch_spec import inherited
 from trainers.contract import flags, jsonl, rundir
 
@@ -36,7 +36,7 @@ PROGRAM_BYTES = 512 << 20
 
 On x86, the program needed 294 MiB for 937 MiB of files.
 """
-ALERTS: Mapping[str, str] = {"load": "checkpoint-load", "backup": "checkpoint-backup"}
+ALERTS = {what: f"{CHECKPOINT_ALERT}{what}" for what in ("load", "backup")}
 Outcome = tuple[Result, Level, str]
 
 

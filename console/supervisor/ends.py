@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from console.supervisor.live_directory import LastPulses
 from console.supervisor.process_tree import Tree, Worker
 from trainers.contract import jsonl, pulse, rundir
 
+AGENT_LOST, STUCK, UNSTARTED = "torchrun-gone", "not-ended", "not-started"
 LATE_END_S = 5.0
 """Time within which torchrun usually reaps an ended rank, and the rank's last record arrives."""
 
@@ -77,6 +78,25 @@ class Ends:
         how = "code not available" if status is None else f"code {status}"
         return (f"torchrun (pid {self._tree.agent_pid}) has exited ({how}); "
                 f"{rank_names(left, 'still runs', 'still run')}")  # fmt: skip
+
+    def alerts(self, is_ending: bool, late_s: float) -> Iterator[tuple[str, str, str]]:
+        """Yields name, text and key of each alert on processes that do not start or end.
+
+        The ranks are late if `late_s` has passed since the start of torchrun; 0 if it has not.
+        """
+        tree = self._tree
+        if stuck := tree.stuck():
+            why = "a process in state D waits for a disk or a driver"
+            yield STUCK, f"KILL has not ended pid {', '.join(stuck)}; {why}", ""
+        if is_ending:
+            return
+        if text := self.without_torchrun():
+            yield AGENT_LOST, text, ""
+        if late_s and tree.incomplete:
+            found = f"{len(tree.workers)} of {tree.nproc} ranks were found within {late_s:g} s"
+            agent = f"pid {tree.agent_pid}, state {process.state(tree.agent_pid)}"
+            where = f"see {rundir.TORCHRUN_LOG}; stop ends the run"
+            yield UNSTARTED, f"{found} of the start of torchrun ({agent}); {where}", "K"
 
     def conclude(self, log: bytes, crashes: Mapping[int, Crash]) -> str:
         """Adds the ends that torchrun's `log`, the last errors and the last pulses show.

@@ -183,7 +183,8 @@ class Collector:
         """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}
-        visible = {rank: process.environment(pid).get(DEVICES, "") for rank, pid in pids.items()}
+        visible = {rank: variables.get(DEVICES, "") for rank, pid in pids.items()
+                   if (variables := process.environment(pid))}  # fmt: skip
         return gpu_signs.own_gpus(opened, visible, self._gpus())
 
 

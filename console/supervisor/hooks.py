@@ -119,10 +119,13 @@ class Alive(Hooks):
 
 
 def run(argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float) -> str:
-    """Runs the hook once; returns how the hook failed, or "". The output is not kept."""
-    environment = inherited() | variables(alert)
+    """Runs the hook once; returns how the hook failed, or "". The output is not kept.
+
+    The hook runs in `folder`, or in / if `folder` was moved or removed.
+    """
+    environment, here = inherited() | variables(alert), folder if folder.is_dir() else Path("/")
     try:
-        return program.run(argv, environment, limit_s, folder, jsonl.encode(alert)).failure
+        return program.run(argv, environment, limit_s, here, jsonl.encode(alert)).failure
     except OSError as error:  # no descriptor is left
         return f"cannot be started: {error.strerror}"
 

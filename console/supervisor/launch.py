@@ -63,8 +63,7 @@ class Launch:
         """Why no further phase starts, or ""; "ACTION requested by SENDER" for each of `STOPS`."""
         self._numbers: dict[Path, int] = {}
         """The newest attempt of each run that ended under this process."""
-        self._last_poll = self.over = False
-        self._refreshed = 0.0
+        self._last_poll, self.over, self._refreshed = False, False, 0.0
         self._directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
         if former is None:
             live_directory.sweep()
@@ -113,6 +112,8 @@ class Launch:
                 self._end_of_phase(self.run)
             elif self.run.state != before:
                 self._publish()
+        else:
+            self._observers.run("the directory", self._observers.alerts.check_directory, None)
         if time.monotonic() - self._refreshed >= REFRESH_S:
             self._publish()
 

@@ -89,6 +89,19 @@ class Monitor:
         if why:
             self._run.event("note", f"cannot write {path.name}: {why}", "warn")
 
+    def halt_answer(self) -> str:
+        """Returns the answer to a halt for which `.HALT` is written."""
+        if self.verdict:
+            return (".HALT is written; the run is stalled, so it halts only when all ranks make "
+                    "progress again; stop ends it now")  # fmt: skip
+        if self._run.settings:
+            return ".HALT is written; all ranks stop at the same step and save a checkpoint"
+        if self._heads():
+            return (".HALT is written; all ranks stop at the same step; only the trainers of this "
+                    "project then save a checkpoint")  # fmt: skip
+        return (".HALT is written, but no rank has a record: a program that does not call join "
+                "ignores .HALT; stop ends it")  # fmt: skip
+
     def on_stall(self) -> tuple[str, str]:
         """Returns two values: the action on a stall, and the policy on a stall in words."""
         return self._watchdog.stall_action, self._watchdog.stall_policy()

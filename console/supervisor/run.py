@@ -18,6 +18,7 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt
 from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.context import Services, run_context
+from console.supervisor.ends import UNSTARTED
 from console.supervisor.former_documents import FormerRun
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
@@ -168,7 +169,8 @@ class Run:
     def pace_s(self) -> float:
         """Seconds until the next tick: 1 s only if all ranks run and no records wait, else less."""
         attempt, tree = self.attempt, self.attempt.tree
-        changing = attempt.stage != "run" or self.state == "stopping" or tree.incomplete
+        starts = tree.incomplete and UNSTARTED not in self.alerts.open()
+        changing = attempt.stage != "run" or self.state == "stopping" or starts
         if changing and self._next_at is None:
             return IDLE_S if attempt.stage == "over" and self._check.doing else BUSY_S
         whole = len(tree.alive()) == self.phase.nproc and not tree.agent_over

@@ -55,6 +55,8 @@ class Directory(Recorder):
         """The newest version of each document that waits."""
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
         """Documents to write now, or again after a failure; only this object's thread uses them."""
+        self.reported = 0
+        """The value of `dropped` at the last alert on failed writes."""
         self.replaced: deque[Path] = deque()
         """Files that another process removed or replaced, to be reported."""
         self.unexpected_errors: deque[Exception] = deque()

@@ -108,14 +108,19 @@ def _resume(state: RunState, launch: LaunchState) -> Question:
 
 def _of_halt(state: RunState) -> dict[str, str]:
     """Returns facts about a halt: the step, phases not started, a warning about a stalled rank."""
-    facts = {}
+    kept, facts = "all work", {}
+    if not state.decided:  # the program may be any program
+        kept = "only what the program saves itself"
+        facts["keeps"] = f"{kept} (a trainer of this project saves a checkpoint)"
     if state.step is not None:
         facts["step"] = f"{state.step:,}"
+    elif not state.decided:
+        facts["else"] = "K stops a program that does not call join, because it ignores a halt"
     if state.state == "stalled":
         verdict, stalled = state.verdict, "a rank is stalled"
         if verdict and verdict.rank is not None:
             stalled = f"rank {verdict.rank} is stalled in {verdict.phase}"
-        facts["keeps"] = f"all work, but no halt until every rank completes its step; {stalled}"
+        facts["keeps"] = f"{kept}, but no halt until every rank completes its step; {stalled}"
         facts["else"] = "K stops a stalled run"
     if state.launch and state.launch.rest:
         rest = ", ".join(phase.name for phase in state.launch.rest)
@@ -123,13 +128,20 @@ def _of_halt(state: RunState) -> dict[str, str]:
     return facts
 
 
+def _of_checkpoint(state: RunState) -> dict[str, str]:
+    keeps = "all work; only a trainer of this project saves a checkpoint on request"
+    return ({} if state.decided else {"keeps": keeps}) | _last_checkpoint(state)
+
+
 def _last_checkpoint(state: RunState) -> dict[str, str]:
-    return {"saved": checkpoint_text(state) or "no checkpoint"}
+    return {"saved": checkpoint_text(state) or "no checkpoint in the run directory"}
 
 
 def _of_stop(state: RunState) -> dict[str, str]:
-    """Returns facts about a stop: the newest checkpoint, and the steps that are lost if known."""
+    """Returns facts about a stop: the newest checkpoint, and the steps that may be lost."""
     lost = lost_steps(state.step or 0, state.saved_step, bool(state.decided))
+    if not (lost or state.decided):
+        lost = "all steps that the program has not saved itself"
     return ({"loses": lost} if lost else {}) | _last_checkpoint(state)
 
 
@@ -146,7 +158,7 @@ def _of_adopt(state: RunState) -> dict[str, str]:
     return {"then": f"next phases: {', '.join(phase.name for phase in launch.rest) or 'none'}"}
 
 
-FACTS = {"halt": _of_halt, "checkpoint": _last_checkpoint, "stop": _of_stop, "adopt": _of_adopt}
+FACTS = {"halt": _of_halt, "checkpoint": _of_checkpoint, "stop": _of_stop, "adopt": _of_adopt}
 """Additional facts of a confirmation, by action. A fact replaces a fact with the same label."""
 
 

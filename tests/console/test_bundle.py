@@ -8,16 +8,18 @@ import json
 import os
 import re
 import tarfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from console import bundle
 from console.bundle import Redactor
+from console.settings_file import Settings
 from tests.console.sources import directory
 from tests.console.test_cli import cli
 from trainers import schema
-from trainers.contract import rundir
+from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, UsageError
 
 SECRETS = (
@@ -104,6 +106,20 @@ def test_documents_stay_json_without_their_secrets():
     parsed = json.loads(found)
     assert parsed["environment"] == {"A_TOKEN": "[removed]", "B": 1, "C_SECRET": "[removed]"}
     assert parsed["argv"] == ["--token", "[removed]", "z"]
+
+
+def test_the_arguments_of_the_hooks_are_removed_and_their_programs_stay():
+    """An argument is often the key of a pager, of any form."""
+    page, ping = ("page", "--routing", 'R0"AB'), ("curl", "https://hc-ping.com/1b2c-3d4e")
+    settings = asdict(Settings(hook=page, alive=ping))
+    for text in (jsonl.encode(settings), json.dumps(settings).encode()):
+        found, count = Redactor({}).redact(text)
+        assert json.loads(found) == json.loads(text) | {
+            "hook": ["page", "[removed]"], "alive": ["curl", "[removed]"],
+        }  # fmt: skip
+        assert count == 2
+    plain = jsonl.encode(asdict(Settings(hook=("page",))))
+    assert Redactor({}).redact(plain) == (plain, 0)
 
 
 def opened(path: Path) -> tuple[dict[str, bytes], dict]:

@@ -143,6 +143,13 @@ def test_a_rank_has_one_gpu_of_its_own_or_none_that_is_known(opened, visible, in
     assert [rows[0].index if rows else None for _, rows in sorted(found.items())] == indices
 
 
+def test_a_rank_whose_environment_cannot_be_read_has_no_gpu_that_is_known():
+    found = own_gpus({0: ALL, 1: ALL, 2: frozenset({0})}, {1: "2,3"}, FOUR)
+    assert {rank: [row.index for row in rows] for rank, rows in found.items()} == {
+        0: [], 1: [3], 2: [0],
+    }  # fmt: skip
+
+
 def test_a_rank_without_a_device_file_uses_no_gpu():
     assert own_gpus({0: frozenset(), 1: None}, {0: "", 1: ""}, ()) == {}
     assert own_gpus({0: frozenset()}, {0: ""}, FOUR) == {}

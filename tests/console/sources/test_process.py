@@ -8,12 +8,13 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from console.sources import process
-from tests.launches import wait_for
+from tests.launches import HANG_GUARD_S, wait_for
 from trainers.contract import environ, rundir
 
 TOKEN = secrets.token_hex(8)
@@ -60,6 +61,27 @@ def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):
     assert not handle.send(signal.SIGKILL)
     handle.close()
     assert process.open_process(busy.pid, TOKEN) is None
+
+
+def test_nobody_waits_for_an_environment_behind_the_lock_of_a_process_in_state_d(
+    tmp_path, monkeypatch
+):
+    """In this test, a FIFO without a writer stands for the lock of the memory."""
+    monkeypatch.setattr(process, "UNREAD_AFTER_S", 0.1)
+    pid = 2**22 - 5
+    folder = tmp_path / str(pid)
+    folder.mkdir()
+    (folder / "stat").write_text(f"{pid} (rank) D {' 0' * 52}")
+    os.mkfifo(folder / "environ")
+    assert process.environment(pid, str(tmp_path)) == {}
+    (reading,) = (each for each in threading.enumerate() if each.name == "environment")
+    assert process.environment(pid, str(tmp_path)) == {}
+    assert sum(each.name == "environment" for each in threading.enumerate()) == 1
+    os.close(os.open(folder / "environ", os.O_WRONLY))
+    reading.join(HANG_GUARD_S)
+    (folder / "environ").unlink()
+    (folder / "environ").write_bytes(b"RANK=1\0LOCAL_RANK=0\0")
+    assert process.environment(pid, str(tmp_path)) == {"RANK": "1", "LOCAL_RANK": "0"}
 
 
 def test_a_handler_of_a_signal_is_seen(busy):

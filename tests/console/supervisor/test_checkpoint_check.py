@@ -10,6 +10,7 @@ import pytest
 
 from console.plan import Checkpoints
 from console.sources import procfs
+from console.sources.run import RunSource
 from console.sources.summary import Summary
 from console.supervisor import program
 from console.supervisor.alerts import Alerts
@@ -136,6 +137,9 @@ def test_a_load_that_does_not_succeed_says_why(tmp_path, monkeypatch, script, re
     assert list(opened) == ["checkpoint-load"] * (level != "info"), opened
     assert not (tmp_path / "backup").exists()
     assert trial.summary.loaded == {}
+    trial.alerts.raise_("stall", "rank 1 is stalled")
+    trial.alerts.clear_all("the attempt has ended")
+    assert trial.alerts.open() == opened, "the end of an attempt repairs no checkpoint"
     trial.check._loads, trial.check._plan = ("sh", "-c", FINE, "sh"), Checkpoints(load=True)
     trial.saved(10).finish()
     assert not trial.alerts.open(), "the next checkpoint loads"
@@ -221,7 +225,9 @@ def test_a_run_waits_for_the_check_of_its_last_checkpoint_and_its_gate_counts_it
     assert "gate checkpoints_loaded_at_least failed (0 loads" in started.wait_end()["why"]
     (event,) = (each for each in started.events(0) if each["kind"] == "checkpoint")
     assert (event["step"], event["result"]) == (4, "unknown"), "the small torch loads nothing"
-    assert started.alerts("checkpoint-load")[0]["level"] == "warn"
+    (alert,) = started.alerts("checkpoint-load")
+    assert (alert["kind"], alert["level"]) == ("alert", "warn"), "the end does not clear it"
+    assert alert["text"] in [each.text for each in RunSource(started.run()).poll().alerts]
     kinds = [each["kind"] for each in started.events(0)]
     assert kinds.index("checkpoint") < len(kinds) - 1 - kinds[::-1].index("state")
     assert started.state()["checkpoint_check"]["step"] == 4

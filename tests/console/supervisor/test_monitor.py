@@ -203,7 +203,7 @@ def test_a_stall_has_a_bounded_number_of_verdicts_of_which_the_last_is_current(t
             918,
             710,
             False,
-            "a stop costs 208 steps (newest checkpoint: step 710); a halt saves first",
+            "a stop costs 208 steps (newest checkpoint: step 710)",
         ),
         (41, 0, True, "a stop costs all 41 steps (no checkpoint); a halt saves first"),
         (41, 0, False, ""),  # a foreign program may save without a record
@@ -214,6 +214,24 @@ def test_a_stall_has_a_bounded_number_of_verdicts_of_which_the_last_is_current(t
 def test_the_cost_of_a_stop_is_said_where_it_is_known(step, saved, reports, words):
     found = monitor.stop_cost(step, saved, reports)
     assert found.startswith(words) if words else not found
+    assert ("a halt saves" in found) is (reports and bool(words)), "another program may not save"
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_records", "words"),
+    [
+        ({"checkpoint.every": 100}, False, "all ranks stop at the same step and save a checkpoint"),
+        ({}, True, "only the trainers of this project then save a checkpoint"),
+        ({}, False, "a program that does not call join ignores .HALT; stop ends it"),
+    ],
+)
+def test_the_answer_to_a_halt_promises_no_more_than_the_program_does(
+    tmp_path, settings, has_records, words
+):
+    stage = Stage(tmp_path, settings)
+    stage.dog._heads = lambda: {0: object()} if has_records else {}
+    assert stage.dog.halt_answer().endswith(words)
+    stage.directory.close()
 
 
 def test_a_verdict_of_our_program_names_the_cost_of_a_stop(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ from console.supervisor.attempt import Attempt
 from console.supervisor.launch import Launch
 from tests import broken
 from tests.faults.scene import ROOT
-from tests.launches import STUB, phase
+from tests.launches import STUB, phase, set_hook
 from trainers.contract import rundir
 
 
@@ -220,6 +221,40 @@ def test_an_end_whose_records_cannot_be_read_is_not_completed_and_starts_no_phas
     assert (seen.state, status_text.exit_code(seen)) == (state, code)
     assert seen.launch is not None
     assert status_text.launch_exit_code(seen.launch) == code
+
+
+def test_a_directory_that_is_moved_while_a_plan_waits_pages(begin, tmp_path, monkeypatch):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    set_hook(tmp_path, monkeypatch, str(kept))
+    started = begin(
+        phase("one", "member.py", 3), phase("two", "member.py", 3), between="ask", shell=STUB
+    )
+    started.wait(lambda: started.plan_state["state"] == "waiting")
+    started.path.rename(tmp_path / "away")
+    pages = started.wait(lambda: [
+        text for path in kept.glob("*.json")
+        if "was moved" in (text := json.loads(path.read_text())["env"]["NSA_ALERT_TEXT"])
+    ])  # fmt: skip
+    assert pages[0].startswith("stop the run with kill -TERM")
+    (tmp_path / "away").rename(started.path)
+    started.wait(lambda: [e for e in started.events() if e.get("alert") == "own-directory"])
+    assert started.ask("halt")["ok"]
+    started.wait_end()
+
+
+def test_the_reason_of_an_end_names_writes_that_failed_at_that_time(begin):
+    started = begin(phase("one", "member.py", 100_000), nproc=1, shell=STUB)
+    started.wait_steps(2)
+    live = Path(started.state()["live_dir"]) / rundir.LIVE_STATUS
+    with immutable(started.run()):
+        started.wait(lambda: "dropped" in [
+            alert["alert"] for alert in (rundir.read_json(live) or {}).get("alerts", ())
+        ])  # fmt: skip
+        os.kill(started.pids()[0], signal.SIGKILL)
+        why = started.wait_end()["phases"][0]["why"]
+    assert "rank 0 was killed by SIGKILL" in why
+    assert "; alert at the end: writes to the run directory fail (Operation not permitted" in why
 
 
 @contextmanager

@@ -185,6 +185,20 @@ def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_pa
     assert rundir.read_json(path) == {"n": 1}
 
 
+def test_failed_writes_that_a_run_has_reported_are_not_reported_again_by_its_launch(tmp_path):
+    directory, events = Directory(), []
+    of_launch, of_run = (
+        Alerts(lambda *words, **more: events.append(words) or {}, directory) for _ in range(2)
+    )
+    directory.document(tmp_path / "gone" / "gates.json", {"n": 1})
+    directory.call((tmp_path / "gone").mkdir)
+    assert directory.close(20)
+    of_run.check_directory()
+    of_launch.check_directory()
+    assert (list(of_run.open()), list(of_launch.open())) == ([DROPPED], [])
+    assert [kind for kind, *_ in events] == ["alert"]
+
+
 def test_an_alert_on_failed_writes_stays_open_in_a_new_process_until_its_writes_work(tmp_path):
     directory, events = Directory(), []
     alerts = Alerts(lambda *words, **more: events.append(words) or {}, directory)

@@ -273,4 +273,20 @@ def test_a_halt_of_a_stalled_run_promises_nothing_and_names_the_key_that_stops_i
     assert facts["else"] == "K stops a stalled run"
     facts = dict(halt(dataclasses.replace(stalled, verdict=None)).facts)
     assert facts["keeps"].endswith("; a rank is stalled")
-    assert "all work" in dict(halt(recorded.running()).facts)["keeps"]
+    ours = recorded.running(decided={"NSA_LR": "0.001"})
+    assert "all work" in dict(halt(ours).facts)["keeps"]
+
+
+def test_no_question_promises_a_checkpoint_of_a_program_that_may_save_none():
+    """Only the trainers of this project save at a halt; without `join`, a halt has no effect."""
+    running, promised = recorded.running(), "only what the program saves itself"
+    facts = {name: dict(KEYS[name].question(running).facts) for name in ("halt", "stop")}
+    assert facts["halt"]["keeps"].startswith(f"{promised} (a trainer of this project saves")
+    assert facts["stop"]["loses"] == "all steps that the program has not saved itself"
+    assert facts["stop"]["saved"] == "no checkpoint in the run directory"
+    saves = dict(KEYS["checkpoint"].question(running).facts)["keeps"]
+    assert saves.startswith("all work; only a trainer of this project saves")
+    assert dict(KEYS["halt"].question(recorded.stalled()).facts)["keeps"].startswith(promised)
+    assert "else" not in facts["halt"]
+    silent = dataclasses.replace(running, step=None)
+    assert "does not call join" in dict(KEYS["halt"].question(silent).facts)["else"]
