@@ -81,7 +81,7 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
     if found.outlook == "ended" and (line := resume_line(state)):
         yield f"  {line}"
     if seen := record["seen_before"]:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen["ts"]))
+        when = status_text.clock(seen["ts"], "%Y-%m-%d %H:%M")
         yield f"  seen before: {seen['run']} at {when}, {seen['cause']} at {seen['place']}"
     if not verdict:
         for each in record["ranks"][:MAX_RANK_LINES]:
