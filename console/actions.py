@@ -130,20 +130,18 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
 
 
 def launch(options: LaunchOptions, by: str) -> Path:
-    """Starts a plan and returns the launch's directory, which the supervisor owns from then on.
-
-    Raises UsageError, RefusedError or ContractError.
-    """
+    """Prepares and begins a launch; raises the errors of `prepare` and of `begin`."""
     return begin(prepare(replace(options, measure=None)), by)
 
 
 def begin(prepared: Prepared, by: str) -> Path:
-    """Starts a prepared launch and returns its directory; raises the same errors as `launch`.
+    """Starts a prepared launch; returns its directory, which the supervisor owns from then on.
 
-    With `assume_gpus`, or if the plan does not have the `digest`, the launch is rejected. A resume
-    is rejected while another process resumes the same launch. Without `again`, it is also rejected
-    if another launch already continues that launch. If another launch has taken a directory that is
-    named after the time, a new name is used.
+    Raises UsageError, RefusedError or ContractError. With `assume_gpus`, or if the plan does not
+    have the `digest`, the launch is rejected. A resume is rejected while another process resumes
+    the same launch. Without `again`, it is also rejected if another launch already continues that
+    launch. If another launch has taken a directory that is named after the time, a new name is
+    used.
     """
     options = prepared.options
     if options.assume_gpus:
