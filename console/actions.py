@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import secrets
@@ -55,6 +56,11 @@ class Prepared:
     def ok(self) -> bool:
         return not any(check.result == "fail" for check in self.checks)
 
+    @property
+    def digest(self) -> str:
+        """A SHA-256 of the plan with its flags and settings."""
+        return hashlib.sha256(jsonl.encode(self.plan.as_dict())).hexdigest()
+
     def shell(self, index: int) -> str:
         """Returns the flags and the command of a phase as one line for a shell."""
         phase = self.phases[index]
@@ -66,7 +72,7 @@ class Prepared:
         return {
             "plan": self.plan.name, "ok": self.ok, "directory": str(self.directory),
             "inherited": sorted(launch_spec.inherited()), "may_inherit": list(environ.INHERITED),
-            "hook": asdict(self.spec.operator),
+            "hook": asdict(self.spec.operator), "digest": self.digest,
             "checks": [asdict(item) for item in self.checks], "training": dict(self.training),
             "phases": [
                 {key: phase[key] for key in shown}
@@ -124,32 +130,28 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     return Prepared(plan, directory, phases, checks, spec, options, facts)
 
 
-def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
-    """Starts a plan and returns the launch's directory, which the supervisor owns from then on.
-
-    `seen` is the plan that an operator confirmed; if the plan has changed since, the launch is
-    rejected. Raises UsageError, RefusedError or ContractError.
-    """
-    prepared = prepare(replace(options, measure=None))
-    if seen is not None and prepared.plan != seen:
-        raise RefusedError(
-            f"the plan {seen.name} has changed since it was checked, so nothing was launched; "
-            "check it again"
-        )
-    return begin(prepared, by)
+def launch(options: LaunchOptions, by: str) -> Path:
+    """Prepares and begins a launch; raises the errors of `prepare` and of `begin`."""
+    return begin(prepare(replace(options, measure=None)), by)
 
 
 def begin(prepared: Prepared, by: str) -> Path:
-    """Starts a prepared launch and returns its directory; raises the same errors as `launch`.
+    """Starts a prepared launch; returns its directory, which the supervisor owns from then on.
 
-    With `assume_gpus`, the launch is rejected. A resume is rejected while another process resumes
+    Raises UsageError, RefusedError or ContractError. With `assume_gpus`, or if the plan does not
+    have the `digest`, the launch is rejected. A resume is rejected while another process resumes
     the same launch. Without `again`, it is also rejected if another launch already continues that
-    launch. If another launch has taken a directory that is named after the time, a new name
-    is used.
+    launch. If another launch has taken a directory that is named after the time, a new name is
+    used.
     """
     options = prepared.options
     if options.assume_gpus:
         raise UsageError("--assume-gpus is only for check and --dry-run, so nothing was launched")
+    if options.digest not in ("", prepared.digest):
+        raise RefusedError(
+            f"the plan {prepared.plan.name} has changed since it was checked, so nothing was "
+            "launched; check it again"
+        )
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))

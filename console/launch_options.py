@@ -15,6 +15,7 @@ class LaunchOptions:
 
     `plan` is the name or the YAML file of a plan. Two choices replace it: a `config`, with which
     `trainer` trains in a single phase, and the ended launch `resume`, whose remaining phases run.
+    With a `digest`, only the plan with this digest is launched.
     """
 
     plan: str = ""
@@ -33,5 +34,6 @@ class LaunchOptions:
     root: Path = launches.ROOT
     assume_gpus: str = ""
     """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
+    digest: str = ""
     measure: bool | None = None
     """True to measure devices, data and attention; None if the plan decides that."""

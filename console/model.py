@@ -343,6 +343,14 @@ class RunState:
     backend: str = ""
 
     @property
+    def own_phase(self) -> PhaseState | None:
+        """The phase of this run in the launch, or else the launch's current phase, or None."""
+        if self.launch is None or not self.launch.phases:
+            return None
+        name, phases = self.path.rpartition("/")[2], self.launch.phases
+        return next((each for each in phases if each.dir == name), phases[self.launch.phase])
+
+    @property
     def saved_step(self) -> int:
         """The step of the checkpoint from which a resume would continue, or 0 without one."""
         saved = self.checkpoint.removeprefix("step_")

@@ -55,6 +55,16 @@ def age(seconds: float | None) -> str:
     return f"{seconds / 86400:.0f}d"
 
 
+def clock(ts: float, form: str = "%H:%M:%S", utc: bool = False) -> str:
+    """Returns a time as text, local by default.
+
+    A time before 1970 becomes that of 1970, and a time after the year 4147 that of 4147, because
+    a record may have any number, and not every number is a date.
+    """
+    convert = time.gmtime if utc else time.localtime
+    return time.strftime(form, convert(max(0.0, min(ts, 1 << 36))))
+
+
 def counted(count: int, thing: str) -> str:
     """Returns a count with its noun: "1 record", "2 records"."""
     plural = "" if count == 1 else "es" if thing.endswith("s") else "s"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from console.status_text import clock
 from tests.console.sources import directory
 
 ROOT = Path(__file__).parents[1]
@@ -123,6 +125,22 @@ def test_the_environment_is_read_in_one_module():
             if named and isinstance(node.value, ast.Name) and node.value.id == "os":
                 readers.add(str(path.relative_to(ROOT)))
     assert readers == {"trainers/contract/environ.py"}
+
+
+def test_a_time_becomes_a_date_in_one_function():
+    """A time in a record may be any number; `clock` also accepts a number that is no date."""
+    converters = set()
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else ""
+            if name in ("localtime", "gmtime", "fromtimestamp", "utcfromtimestamp", "ctime"):
+                converters.add(str(path.relative_to(ROOT)))
+    own_clock = {"console/actions.py", "console/commands/diagnose.py",
+                 "console/supervisor/__main__.py", "trainers/entry.py"}  # fmt: skip
+    assert converters == {"console/status_text.py", *own_clock}
+    assert [clock(ts, "%Y", utc=True) for ts in (-1e20, math.nan, 1e20, math.inf)] == [
+        "1970", "1970", "4147", "4147",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def _chosen(options: argparse.Namespace) -> LaunchOptions:
         phase=options.phase or "", flags=pairs(options.flag, "--flag"),
         sets=pairs(options.set, "--set"), nproc=options.nproc, devices=options.devices or "",
         run_dir=options.run_dir, between=options.between, root=options.root,
-        assume_gpus=options.assume_gpus or "",
+        assume_gpus=options.assume_gpus or "", digest=options.digest or "",
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
     if found.outlook == "ended":
         yield from (f"  {line}" for line in resume_lines(state))
     if seen := record["seen_before"]:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen["ts"]))
+        when = status_text.clock(seen["ts"], "%Y-%m-%d %H:%M")
         yield f"  seen before: {seen['run']} at {when}, {seen['cause']} at {seen['place']}"
     if not verdict:
         for each in record["ranks"][:MAX_RANK_LINES]:

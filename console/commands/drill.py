@@ -91,8 +91,7 @@ class Score:
         if self.fault_ts is None:
             yield "fault     did not happen"
             return
-        at = time.strftime("%H:%M:%S", time.localtime(self.fault_ts))
-        yield f"fault     {self.drill} at {at}"
+        yield f"fault     {self.drill} at {status_text.clock(self.fault_ts)}"
         after = "not correct" if self.shown_s is None else f"correct after {self.shown_s:.1f} s"
         yield f"verdict   {after}: {self.said or 'none'}"
         yield (f"correct   rank: {yes[self.right_rank]}, phase: {yes[self.right_phase]}, "

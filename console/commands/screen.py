@@ -42,8 +42,8 @@ def screen(options: argparse.Namespace) -> int:
     app.run(mouse=terminal.mouse)
     app.feed.stop()
     for each in app.pending:
-        if each.label != "check":
-            output.print_error(f"no answer yet to {each}; {program()} status RUN shows the state")
+        if each.later:
+            output.print_error(each.later)
     return FAILED if app.return_code else 0
 
 

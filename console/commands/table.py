@@ -278,6 +278,8 @@ LAUNCH = Command(
         option("--between", choices=("go", "ask"), default="",
                help="when a phase has passed: go starts the next phase, ask waits for `do RUN "
                "proceed` (default: the key between of the plan)"),
+        option("--digest", type=word, metavar="SHA256",
+               help="launch only the plan with this digest, which --dry-run --json prints"),
         WAIT, ASSUME, DRY_RUN,
     ), "Exactly one of PLAN and --config is needed.\n"
        "With --wait, the exit code is the result of the launch, and --json prints its\n"

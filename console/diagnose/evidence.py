@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from console.sources.descriptors import Connection
 from console.sources.flight import Difference, FlightRecord
 from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import Stack
+from console.status_text import clock
 
 HELD = ("disk", "lock", "pipe", "child")
 """Kinds of waits by which a rank may delay the start-up of the other ranks."""
@@ -78,7 +78,7 @@ class Evidence:
         times = [each.ts for each in dumps.values()] + [self.ts] * (source == "processes")
         if not any(times):
             return ""
-        return time.strftime(" as of %H:%M:%S", time.localtime(min(times)))
+        return f" as of {clock(min(times))}"
 
 
 class Stall:

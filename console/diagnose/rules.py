@@ -9,7 +9,6 @@ high values are bad. A new rule is one row in `TABLE`. No function here reads a 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -22,7 +21,7 @@ from console.model import RECENT_XID_S, Gpu
 from console.plan import WATCH_ACTIONS as ACTIONS
 from console.plan import Watch
 from console.sources.nvml import xid_words
-from console.status_text import counted
+from console.status_text import clock, counted
 from trainers.contract.errors import UsageError, did_you_mean
 
 STRONG = frozenset(ACTIONS[2:])
@@ -55,7 +54,7 @@ def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
         return Measured(min(ratio, 0.999))
     text, lasted = verdict.sentence, max(halted, default=first.unchanged_s)
     if now.records_only:
-        last = time.strftime("%H:%M:%S", time.localtime(now.ts - first.unchanged_s))
+        last = clock(now.ts - first.unchanged_s)
         text = f"no record since {last} (step {first.step}); the stall limit is {limit:.0f} s"
     return Measured(max(1.0, ratio, lasted / limit), text, limit, lasted)
 
@@ -188,8 +187,8 @@ def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 def _xids_of(gpu: Gpu, now_ts: float) -> str:
-    known = gpu.xid_ts is not None and 0 <= gpu.xid_ts <= now_ts
-    at = time.strftime("%H:%M:%S", time.localtime(gpu.xid_ts if known else now_ts))
+    ts = gpu.xid_ts
+    at = clock(now_ts if ts is None or not 0 <= ts <= now_ts else ts)
     text = f"{xid_words(gpu.xids or (gpu.xid or 0,), 1)} on GPU {gpu.index}"
     return f"{text} at {at}" if gpu.xid_count < 2 else f"{text}, {gpu.xid_count} times, last {at}"
 

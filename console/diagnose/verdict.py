@@ -7,7 +7,6 @@ sources name this rank, and no source names only other ranks.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,6 +40,7 @@ from console.diagnose.rank_evidence import (
 from console.model import Sure, Verdict
 from console.plan import Watch
 from console.sources.stacks import Frame
+from console.status_text import clock
 
 NO_EVIDENCE = Evidence()
 KERNEL_CAUSES = ("stopped", "traced", "exited")
@@ -290,7 +290,7 @@ def _limit(rank: RankEvidence, watch: Watch) -> str:
 
 def _since(moment: Moment, rank: RankEvidence) -> str:
     """Returns the time of a rank's last change. An age would soon be wrong in an alert."""
-    return time.strftime("%H:%M:%S", time.localtime(moment.ts - rank.unchanged_s))
+    return clock(moment.ts - rank.unchanged_s)
 
 
 def _stalled(moment: Moment, ranks: Sequence[RankEvidence]) -> str:

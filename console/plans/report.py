@@ -24,8 +24,7 @@ from console.sources.rank_totals import FIGURES
 from console.sources.record_files import read_end
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from console.sources.summary import LATEST_S
-from console.status_text import age, counted, number
+from console.status_text import age, clock, counted, number
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
@@ -232,8 +231,7 @@ def _figures(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _utc(ts: float) -> str:
-    """Returns a time as text."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(max(0.0, min(ts, LATEST_S))))
+    return clock(ts, "%Y-%m-%d %H:%M:%S", utc=True)
 
 
 def _sweeps(path: Path) -> Iterator[str]:

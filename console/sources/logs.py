@@ -14,7 +14,7 @@ from console.model import ALL_SOURCES, LogLine
 from console.sources.record_files import rotated_log
 from console.sources.sanitize import clean
 from console.sources.tail import READ_CHUNK_BYTES, Tail
-from console.status_text import size
+from console.status_text import clock, size
 from trainers.contract import jsonl, rundir
 
 BACKLOG_BYTES, LATE_BYTES = 256 << 10, 1 << 20
@@ -116,8 +116,7 @@ class LogSource:
                     fresh.append(LogLine(file.source, text))
         before, self._polled_ts = self._polled_ts, time.time()
         if self._polled_ts - before > ORDERED_S and len({line.source for line in fresh}) > 1:
-            clock = time.strftime("%H:%M:%S", time.localtime(self._polled_ts))
-            text = f"above, before {clock}: order between sources not known"
+            text = f"above, before {clock(self._polled_ts)}: order between sources not known"
             fresh.append(LogLine(ALL_SOURCES, text))
         return fresh
 
@@ -146,4 +145,4 @@ def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine |
         text = text.removesuffix(f": {said}")
     level = jsonl.text(record, "level").upper()
     mark = f"{clean(level, 8)} " if level in ("WARN", "CRIT") else ""
-    return LogLine("sup", f"{time.strftime('%H:%M:%S', time.localtime(ts))} {mark}{clean(text)}")
+    return LogLine("sup", f"{clock(ts)} {mark}{clean(text)}")

@@ -6,7 +6,6 @@ The file of each rank is added up separately, so the order in which files are re
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
@@ -17,10 +16,11 @@ from console.sources.json_documents import MAX_GPUS
 from console.sources.rank_totals import MAX_ATTEMPTS, AttemptTotals, LastPulse, RankTotals, Record
 from console.sources.record_files import MAX_RANKS
 from console.sources.sanitize import clean
+from console.status_text import clock
 from trainers.contract import jsonl
 from trainers.contract.pulse import Pulse
 
-MAX_LOADED, MAX_OVERRIDES, LATEST_S = 1024, 64, 1 << 36
+MAX_LOADED, MAX_OVERRIDES = 1024, 64
 NO_STEP = "rank 0 recorded no step before it exited, so this run has no figures"
 NO_END = "the number of records after record"
 EVERY_S = 1.0
@@ -130,8 +130,7 @@ class Summary:
             attempt = jsonl.integer(event, "attempt") or 0
             self.take_load(attempt, step, event.get("result") == "pass")
         elif kind == "override" and len(self.overrides) < MAX_OVERRIDES:
-            at = max(0.0, min(jsonl.number(event, "ts") or 0.0, LATEST_S))
-            stamp = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+            stamp = clock(jsonl.number(event, "ts") or 0.0, "%Y-%m-%d %H:%M UTC", utc=True)
             reason, by = (clean(jsonl.text(event, key), 200) for key in ("reason", "by"))
             self.overrides[jsonl.text(event, "gate")[:80]] = f"{reason} ({by}, {stamp})"
 

@@ -1,7 +1,7 @@
 """Runs actions of the operator in daemon threads, and shows each result when it arrives.
 
 Each action has its own thread, so a directory that does not answer blocks neither keys nor
-painting.
+painting. Requests and launches are commands in other processes, which outlive the screen.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from console.tui.feed import Feed
+from console.sources.process import NAME
 from trainers.contract import environ
 from trainers.contract.errors import ContractError
 
@@ -24,27 +24,21 @@ ANSWER_S = 300.0
 """Longest wait for a supervisor's answer; the screen shows an answer as soon as it comes."""
 LIMIT_S = 20.0
 """After this time without a result, a notice shows the action and the waiting time."""
-
-
-class Screen(Protocol):
-    """The part of the app that this module uses."""
-
-    pending: list[Pending]
-    feed: Feed
-
-    @property
-    def is_running(self) -> bool: ...
-    def call_later(self, callback: Any, *args: Any) -> Any: ...
-    def say(self, text: str, level: str = "ok") -> None: ...
+Console = Any
+"""The app, whose class imports the modules that use it, so that they cannot import the class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An action that has no result yet. `since` is a monotonic time."""
+    """An action that has no result yet. `since` is a monotonic time.
+
+    `later` says what becomes of the action if the screen ends now; it is "" if this needs no word.
+    """
 
     label: str
     about: str
     since: float
+    later: str = ""
 
     @property
     def waited_s(self) -> float:
@@ -59,20 +53,16 @@ class Pending:
 
 
 def run_in_background(
-    screen: Screen,
-    label: str,
-    work: Callable[[], Any],
-    then: Callable[[Any], object],
-    failed: Callable[[str], object] | None = None,
-    about: str = "",
-) -> None:
+    screen: Console, label: str, work: Callable[[], Any], then: Callable[[Any], object],
+    failed: Callable[[str], object] | None = None, about: str = "", later: str = "",
+) -> None:  # fmt: skip
     """Runs `work` in a thread; calls `then` with the result, or `failed` with an error sentence.
 
     By default, `failed` shows the error. Until `then` or `failed` is called, `screen.pending` has
     the action.
     """
     fail = failed or (lambda sentence: screen.say(sentence, "error"))
-    pending = Pending(label, about, time.monotonic())
+    pending = Pending(label, about, time.monotonic(), later)
     screen.pending.append(pending)
 
     def settle(end: Callable[[Any], object], outcome: Any) -> None:
@@ -95,18 +85,47 @@ def run_in_background(
     threading.Thread(target=body, name=f"action-{label}", daemon=True).start()
 
 
-def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
-    """Sends a request by `nsa-console do` (or `adopt`) in another process; returns the answer.
+def prepare(options: Any) -> Any:
+    """Checks a launch in this process, as `console.actions.prepare` does."""
+    from console import actions  # its import costs time and memory
 
-    In this process, a write into a directory that does not answer could keep the console from
-    exiting. Raises ContractError if the other process fails, for example after a rejection.
+    return actions.prepare(options)
+
+
+def launch(options: Any) -> tuple[Path, list[str]]:
+    """Starts a launch by `nsa-console launch` or `resume`; returns its directory, and messages.
+
+    `options` are those of a draft or of a resume. Only a resume has messages, for example on each
+    flag that differs in the shell.
     """
-    from console.supervisor import launch_spec
+    words = ["launch", options.plan, "--between", options.between, "--digest", options.digest]
+    words += [f"--flag={name}={value}" for name, value in options.flags.items()]
+    if options.resume is not None:
+        words = ["resume", str(options.resume.absolute())]
+    event, messages = _run("launch", ["--root", str(options.root), *words])
+    return Path(event["path"]), messages if options.resume else []
 
+
+def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
+    """Sends a request by `nsa-console do` (or `adopt`); returns the answer."""
     words = [f"{name}={'' if value is None else value}" for name, value in args.items()]
     command = ["do", str(path.absolute()), action, *words, "--timeout", str(ANSWER_S)]
     if action == "adopt":
         command = ["adopt", str(path.absolute())]
+    text = str(_run(action, command)[0].get("text") or "done")
+    return text if text.startswith(action) else f"{action}: {text}"
+
+
+def _run(action: str, command: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Runs a command of `nsa-console` in a process with its own session.
+
+    The process continues if the screen ends. In the process of the screen, a write into a
+    directory that does not answer could keep the console from exiting. Returns two values: the
+    result, and the lines on standard error. Raises ContractError if the command fails, for example
+    after a rejection.
+    """
+    from console.supervisor import launch_spec
+
     importable = {"PYTHONPATH": launch_spec.inherited()["PYTHONPATH"]}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "console", *command, "--json"],
@@ -117,7 +136,6 @@ def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
         event = json.loads(done.stdout)
     except ValueError:
         raise ContractError(f"{action}: {done.stderr.strip()[-300:] or 'no answer'}") from None
-    text = str(event.get("text") or event.get("error") or "done")
     if done.returncode:
-        raise ContractError(text)
-    return text if text.startswith(action) else f"{action}: {text}"
+        raise ContractError(str(event.get("text") or event.get("error")))
+    return event, [line.removeprefix(f"{NAME}: ") for line in done.stderr.splitlines()]

@@ -9,6 +9,7 @@ from typing import Any
 from console.action_table import ACTIONS, Action
 from console.model import LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
 from console.status_text import checkpoint_text, lost_steps
+from trainers.contract import environ, flags
 
 Fact = tuple[str, str]
 
@@ -95,11 +96,15 @@ def _end(launch: LaunchState) -> Question:
 
 def _resume(state: RunState, launch: LaunchState) -> Question:
     """Returns the confirmation to launch the rest of a launch that has ended."""
-    action, phase = ACTIONS["resume"], launch.phases[launch.phase]
-    rest = ", ".join(each.name for each in launch.rest) or "none"
-    begins = f"{phase.numbered} at checkpoint {state.checkpoint}"
+    action, phase = ACTIONS["resume"], state.own_phase or launch.phases[launch.phase]
+    rest = ", ".join(each.name for each in launch.phases[phase.index + 1 :]) or "none"
+    begins = f"{phase.numbered} from the checkpoint of step {state.saved_step:,}"
+    shell, held = environ.snapshot(), state.environment
+    given = [f"{name}={shell[name]}" for name in (*flags.OWN, flags.DEVICES)
+             if shell.get(name, "") not in ("", held.get(name))]  # fmt: skip
+    told = f"has {', '.join(given)}; the answer names each value that differs"
     facts = (("launch", launch.id), ("begins", begins), ("then", f"next phases: {rest}"),
-             action.cost)  # fmt: skip
+             *[("shell", told)] * bool(given), action.cost)  # fmt: skip
     return Question("Resume this launch, in a new launch?", facts, launch.path, (_choice(action),))
 
 

@@ -29,6 +29,8 @@ def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
 
 
 DEFAULT_PLAN = "cpu_smoke"
+BETWEEN = {"ask": "waits for confirmation before each next phase",
+           "go": "starts the next phase if all gates passed"}  # fmt: skip
 
 
 class Draft:
@@ -119,21 +121,21 @@ class Draft:
             raise CannotAsk(self.trouble or failed[0])
         plan = self.plan
         ranks = counted(max(phase.nproc for phase in plan.phases), "rank")
-        asks, goes = (
-            "waits for confirmation before each next phase",
-            "starts the next phase if all gates passed",
-        )
         where = f"{self.prepared.directory.parent}/<UTC time>"
         begins: tuple[tuple[str, str], ...] = ()
         if shown is not None and shown.can_resume:
-            unused = f"without {shown.checkpoint} of {shown.id}; R resumes from it"
-            begins = (("begins", f"{plan.phases[0].name} at step 0, {unused}"),)
+            unused = f"without the checkpoint of step {shown.saved_step:,} of {shown.id}"
+            begins = (("begins", f"{plan.phases[0].name} at step 1, {unused}; R resumes from it"),)
+        flags = [
+            f"{name}={plan.phases[0].flags[name]}{' of the shell' * (origin == 'shell')}"
+            for name, origin in self.prepared.spec.flag_origins.items()
+        ]
         facts = (
             ("plan", f"{plan.name}: {', '.join(phase.name for phase in plan.phases)}"),
             ("host", host),
             *begins,
-            ("starts", f"{ranks} with torchrun; {asks if self.between == 'ask' else goes}"),
-            ("flags", ", ".join(f"{k}={v}" for k, v in self.flags.items()) or "none changed"),
+            ("starts", f"{ranks} with torchrun; {BETWEEN[self.between]}"),
+            ("flags", ", ".join(flags) or "none changed"),
             ("writes", where),
             ACTIONS["launch"].cost,
         )

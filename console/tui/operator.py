@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from console.model import LaunchState, RunState
+from console.sources.process import command
 from console.tui import background, confirmations
-from console.tui.background import Pending, run_in_background
+from console.tui.background import Console, Pending, run_in_background
 from console.tui.confirmations import CannotAsk, Choice, Question
-from console.tui.draft import Draft
-from console.tui.feed import ScreenData
 from console.tui.format import age
-from console.tui.terminal import Terminal
-from console.tui.widgets.alertline import AlertLine
-from console.tui.widgets.loglines import LogBook
-from console.tui.widgets.overlay import Overlay
 from trainers.contract import rundir
-from trainers.contract.errors import RefusedError
 
 LATER = (
     "console.tui.widgets.confirm",
@@ -29,10 +24,9 @@ LATER = (
     "console.tui.views.launch",
     "console.tui.views.stall",
     "console.tui.views.logs",
+    "console.supervisor.launch_spec",
 )
 """Modules that the first picture does not need, but the next key may need."""
-
-Request = Callable[[Path, str, Mapping[str, Any]], str]
 
 
 def preload(wait_s: float = 0.5) -> None:
@@ -43,45 +37,14 @@ def preload(wait_s: float = 0.5) -> None:
         wait_s = 0.05
 
 
-class Console(background.Screen, Protocol):
-    """The part of the app that views and the operator's actions use."""
-
-    snapshot: ScreenData | None
-    draft: Draft
-    book: LogBook
-    terminal: Terminal
-    operator: Operator
-    alert: AlertLine
-    view_name: str
-
-    def open_overlay(self, overlay: Overlay) -> None: ...
-    def repaint_view(self) -> None: ...
-    def follow(self, path: Path) -> None: ...
-    async def show_view(self, name: str) -> None: ...
-    def run_worker(self, work: Any) -> Any: ...
-
-
-def _check_not_continued(launch: Path, root: Path) -> None:
-    """Raises RefusedError if another launch in `root` already continues `launch`."""
-    from console import rest_of_launch  # imported with `console.actions`, after the first picture
-
-    if text := rest_of_launch.continued_words(launch, root):
-        raise RefusedError(f"{text}; o opens that launch, `resume --yes` resumes this one")
-
-
 class Operator:
     """Asks questions, sends requests and starts launches; `do_<id>` executes the key `<id>`.
 
-    By default, `actions` is the module `console.actions`. Its import costs time and memory, so the
-    first thread that needs the module imports it. `request` sends a request and returns the answer.
+    `work` has the functions `prepare`, `launch` and `request` of the module `background`.
     """
 
-    def __init__(self, screen: Console, request: Request = background.request, actions: Any = None):
-        self._screen, self._request, self._actions = screen, request, actions
-
-    @property
-    def actions(self) -> Any:
-        return self._actions or import_module("console.actions")
+    def __init__(self, screen: Console, work: Any = background):
+        self._screen, self._work = screen, work
 
     @property
     def _state(self) -> RunState | None:
@@ -103,23 +66,23 @@ class Operator:
         except CannotAsk as reason:
             self._screen.say(str(reason), "error")
             return
-        self._screen.open_overlay(
-            Confirm(question, then or partial(self._send, Path(question.path)))
-        )
+        then = then or partial(self._send, Path(question.path))
+        self._screen.open_overlay(Confirm(question, then))
 
     def _send(self, path: Path, choice: Choice) -> None:
         if choice.action == "resume":
             from console.launch_options import LaunchOptions
 
-            self._launch(LaunchOptions(resume=path, root=self._screen.draft.root), None)
+            self._launch(LaunchOptions(resume=path, root=self._screen.draft.root))
             return
         self.send(path, choice.action, dict(choice.args))
 
     def send(self, path: Path, action: str, args: dict[str, Any]) -> None:
         """Requests an action in the background, and shows the answer."""
         self._screen.say(f"{action}: sent …", "wait")
-        work = partial(self._request, path, action, args)
-        run_in_background(self._screen, action, work, self._screen.say, about=path.name)
+        work, state = partial(self._work.request, path, action, args), command("status", path)
+        later = f"no answer yet to {action} of {path.name}; {state} shows the state"
+        run_in_background(self._screen, action, work, self._screen.say, None, path.name, later)
 
     def do_ack(self) -> None:
         notice = self._screen.alert.notice
@@ -153,9 +116,7 @@ class Operator:
             draft.take(options, prepared, trouble)
             screen.repaint_view()
 
-        def work() -> Any:
-            return self.actions.prepare(options)
-
+        work = partial(self._work.prepare, options)
         run_in_background(screen, "check", work, ended, partial(ended, None), options.plan)
 
     def _pending(self, label: str) -> Pending | None:
@@ -174,42 +135,35 @@ class Operator:
         if self._is_starting():
             return
         if state is not None and state.launch is not None and state.launch.under_way:
-            self.ask(
-                lambda _: confirmations.proceed(state),
-                partial(self._proceed, Path(state.launch.path)),
-            )
+            then = partial(self._proceed, Path(state.launch.path))
+            self.ask(lambda _: confirmations.proceed(state), then)
             return
         if screen.view_name != "launch":
             await screen.show_view("launch")
-        options, plan = screen.draft.checked, screen.draft.plan
+        options, prepared = screen.draft.checked, screen.draft.prepared
         self.ask(
             lambda _: screen.draft.question(rundir.host_name(), state),
-            lambda _: self._launch(options, plan),
+            lambda _: self._launch(replace(options, digest=prepared.digest)),
         )
 
     def _proceed(self, launch: Path, choice: Choice) -> None:
         self._send(launch, choice)
         self._screen.run_worker(self._screen.show_view("dashboard"))
 
-    def _launch(self, options: Any, plan: Any) -> None:
-        """Launches the confirmed `plan`; a plan that has changed since its check is rejected.
-
-        To resume a launch, `plan` is None, because the launch itself has the plan.
-        While another launch is starting, only shows a message.
-        """
+    def _launch(self, options: Any) -> None:
+        """Starts a launch or a resume; while another launch is starting, only shows a message."""
         screen = self._screen
         if self._is_starting():
             return
         what = options.plan or f"the rest of {options.resume}"
         screen.say(f"launching {what} …", "wait")
 
-        def launched(path: Path) -> None:
-            screen.say(f"launched {what} in {path}; q leaves, the run continues")
+        def launched(found: tuple[Path, list[str]]) -> None:
+            path, messages = found
+            text = f"launched {what} in {path}; q leaves, the run continues"
+            screen.say("; ".join([*messages, text]))
             screen.follow(path)
 
-        def work() -> Path:
-            if options.resume is not None:
-                _check_not_continued(options.resume, options.root)
-            return self.actions.launch(options, self.actions.who(), plan)
-
-        run_in_background(screen, "launch", work, launched, about=what)
+        work, runs = partial(self._work.launch, options), command("--root", options.root, "runs")
+        later = f"the launch of {what} continues; {runs} lists it, unless its preflight fails"
+        run_in_background(screen, "launch", work, launched, about=what, later=later)

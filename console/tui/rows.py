@@ -118,18 +118,6 @@ def flow(text: str, first: int, width: int, limit: int) -> list[str]:
     return [head, *wrap(text[len(head) :], width, limit - 1)]
 
 
-def flowed(parts: Iterable[Row], width: int) -> list[Row]:
-    """Returns rows that contain as many parts as fit; no part is split between two rows."""
-    rows: list[Row] = []
-    for part in parts:
-        joined = (*rows[-1], ("   ", ""), *part) if rows else part
-        if rows and width_of(joined) <= width:
-            rows[-1] = joined
-        else:
-            rows.append(clip(part, width))
-    return rows
-
-
 def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> list[str]:
     """Breaks text into at most `limit` lines of at most `width` cells, if possible at spaces.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from console import actions
 from console.actions import LaunchOptions
 from console.supervisor import launch_spec
 from tests.console.sources import directory
+from tests.console.test_cli import cli
 from tests.launches import HANG_GUARD_S, PROGRAMS, STUB, Started, phase, write_plan
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
@@ -37,6 +39,20 @@ def listing(folder: Path) -> list[str]:
 
 
 # --- before a launch --------------------------------------------------------------------------
+
+
+def test_a_plan_that_changed_after_its_check_is_not_launched(tmp_path):
+    chosen = options(tmp_path)
+    digest = actions.prepare(chosen).digest
+    assert actions.prepare(replace(chosen, measure=False)).digest == digest
+    plan(tmp_path, phases=PHASES[:1])
+    prepared = actions.prepare(replace(chosen, digest=digest))
+    assert prepared.digest != digest
+    with pytest.raises(RefusedError, match="tested has changed since it was checked"):
+        actions.begin(prepared, "x")
+    done = cli(tmp_path, "launch", chosen.plan, "--digest", digest)
+    assert (done.returncode, "has changed since" in done.stderr) == (4, True)
+    assert not chosen.root.exists()
 
 
 def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path, monkeypatch):

@@ -12,11 +12,10 @@ from textual.app import ComposeResult
 
 from console.model import RunState
 from console.tui import chartmath, charts
-from console.tui.background import run_in_background
+from console.tui.background import Console, run_in_background
 from console.tui.chartmath import Mode
 from console.tui.charts import Chart
 from console.tui.feed import ScreenData
-from console.tui.operator import Console
 from console.tui.rows import Row
 from console.tui.views.view import View
 from console.tui.widgets.chart import ChartPanel
@@ -235,11 +234,10 @@ class Dashboard(View):
 
     def do_back(self) -> None:
         """Closes the zoomed chart; if no chart is zoomed, calls `do_back` of the app."""
-        app: Any = self.app
         if self.zoomed:
             self.do_zoom()
         else:
-            app.do_back()
+            self.console.do_back()
 
     def do_charts(self) -> None:
         """Opens the list from which charts are chosen."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from textual.app import ComposeResult
 
-from console.model import LaunchState, RunState
-from console.status_text import counted, shell_line
+from console.model import LIVE_STATES, LaunchState, RunState
+from console.status_text import DASH, counted, shell_line
+from console.tui.background import Console
 from console.tui.feed import ScreenData
-from console.tui.operator import Console
-from console.tui.rows import Row, flowed, rule, text_of, wrap
+from console.tui.rows import Row, rule, text_of, wrap
 from console.tui.views.view import View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import WHOLE, Box, Panel
@@ -98,7 +98,8 @@ class Launch(Scrolls, View):
         if shown := live or self._ended(snapshot):
             state, launch = shown
             note = BETWEEN.get(launch.between, "") if live else "the launch has ended"
-            return phase_rows(launch.phases, launch.phase, note, width, height,
+            at = state.own_phase.index if state.own_phase else 0
+            return phase_rows(launch.phases, at, note, width, height,
                               snapshot.now, state.step, state.gates)  # fmt: skip
         plan = self.draft.plan
         if plan is None:
@@ -127,15 +128,15 @@ class Launch(Scrolls, View):
         prepared = self.draft.prepared
         if prepared is None or live_launch(snapshot):
             return []
-        parts = [((f"{label} ", "dim"), (text, "")) for label, text in prepared.training]
-        return [rule("training", width, detail="first phase"), *flowed(parts, width)][:height]
+        lines = wrap("; ".join(map(" ".join, prepared.training)), width, height - 1)
+        return [rule("training", width, detail="first phase"), *(((x, ""),) for x in lines)]
 
     def _line(self, snapshot: ScreenData) -> tuple[str, str]:
         """Returns two values: a title, and the command of the draft or of the displayed launch."""
         if shown := live_launch(snapshot) or self._without_plan(snapshot):
-            state, launch = shown
-            ended = ", which ended" if launch.state != "running" else ""
-            title = f"command of phase {launch.phase}-{launch.current}{ended}"
+            state, own = shown[0], shown[0].own_phase
+            ended = "" if state.state in LIVE_STATES else ", which ended"
+            title = f"command of phase {own.numbered if own else DASH}{ended}"
             return title, shell_line(state.argv, state.environment)
         prepared = self.draft.prepared
         return "command of the first phase", prepared.shell(0) if prepared else ""
@@ -154,8 +155,9 @@ class Launch(Scrolls, View):
         state, rows = snapshot.state, []
         is_live, is_whole = live_launch(snapshot) is not None, height >= WHOLE
         if state is not None and (is_live or state.gates):
-            is_of_plan = state.launch and state.launch.plan == self.draft.plan_name
-            name = state.launch.current if state.launch and (is_live or is_of_plan) else state.id
+            own, launch = state.own_phase, state.launch
+            is_of_plan = launch and launch.plan == self.draft.plan_name
+            name = own.name if own and (is_live or is_of_plan) else state.id
             most = height
             if not (is_live or is_whole):
                 most = max(height // 2, height - len(self._draft_check_rows(width, height)))
@@ -195,7 +197,7 @@ class Launch(Scrolls, View):
         if snapshot is None or not self.size.width:
             return
         if shown := live_launch(snapshot) or self._without_plan(snapshot):
-            state, launch = shown
+            (state, launch), own = shown, shown[0].own_phase
             when = launch.rest[0].numbered if launch.rest else ""
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.decided, **state.environment}
@@ -205,9 +207,11 @@ class Launch(Scrolls, View):
             self._items = flag_list.items(now, snapshot.coming or None, changed, foreign=foreign)
             why_not = snapshot.coming_trouble and f": not available: {snapshot.coming_trouble}"
             later = " and later" if self._later == "all" else ""
-            heading = f"flags now → {when}{later}{why_not}" if when else "flags now, no phase left"
-            if not launch.under_way:
-                heading = f"flags of {launch.current}, which ended"
+            heading = f"flags of {own.name if own else DASH}, which ended"
+            if launch.under_way:
+                is_now = own is None or own.index == launch.phase
+                heading = "flags now" if is_now else heading
+                heading += f" → {when}{later}{why_not}" if when else ", no phase left"
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
             foreign = draft.plan is not None and not any(
@@ -270,7 +274,7 @@ class Launch(Scrolls, View):
         if live is not None and not live[1].rest:
             why = f"{live[1].id} has no next phase: a changed flag would have no effect"
         elif ended and item.flag is not None:
-            why = f"{ended[1].current} has ended, and its plan has no file; o chooses a plan"
+            why = "this run has ended, and its plan has no file; o chooses a plan"
         if why:
             self.console.say(why, "error")
         return bool(why)

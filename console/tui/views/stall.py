@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partialmethod
 from itertools import zip_longest
@@ -13,7 +12,7 @@ from console.diagnose.stack_classes import is_of_torch, where
 from console.model import LIVE_STATES, Rank, RunState, Verdict
 from console.sources.process import command
 from console.sources.stacks import Frame, Stack, innermost_own
-from console.status_text import spans
+from console.status_text import clock, spans
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, cut, labelled, rule, text_of, wrap
@@ -42,16 +41,17 @@ def _past_rows(past: Verdict, calm: str, width: int, height: int, now: float) ->
     room = width - len(VERDICT)
     begun, ended = (_clock(ts, now) for ts in (past.ts, past.end_ts or now))
     when = f"{begun} to {ended}" if past.end_ts else f"{begun}, no end recorded"
-    sentence = past.sentence.replace(f"; {past.action.partition('; ')[0]}", "")
+    sentence = past.sentence
+    if past.action:
+        sentence = sentence.replace(f"; {past.action.partition('; ')[0]}", "")
     said = [*wrap(f"{calm}; last stall: {when}", room), *wrap(sentence, room)]
     end = wrap(f"ended: {past.end}", room, 2 if height > 4 else 1) if past.end else []
     return labelled((VERDICT, "title"), [*said[: max(1, height - len(end))], *end][:height], "dim")
 
 
 def _clock(ts: float, now: float) -> str:
-    """Returns a time of day, with its date if it is more than 20 hours ago."""
-    form = "%Y-%m-%d %H:%M" if now - ts > 20 * 3600 else "%H:%M:%S"
-    return time.strftime(form, time.localtime(ts))
+    """Returns a time of day, with its date if it is more than 20 hours away."""
+    return clock(ts, "%Y-%m-%d %H:%M" if abs(now - ts) > 20 * 3600 else "%H:%M:%S")
 
 
 def verdict_rows(

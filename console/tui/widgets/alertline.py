@@ -133,8 +133,9 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
         return [Notice("warn", text, "L start  E flags  H halt")]
     if not rest:
         return []
-    missed, why = not_passed(state.gates), f"{launch.current} {state.state}"
-    if state.state == "completed":
+    last, missed = launch.phases[launch.phase], not_passed(state.gates)
+    why = f"{last.name} {last.state}"
+    if last.state == "completed":
         why = missed or launch.why or why
     hint = "2 shows gates" if missed else ""
     return [Notice("warn" if missed else "info", f"plan ended: {why}; not started: {rest}", hint)]

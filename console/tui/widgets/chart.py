@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from console.sources.series import Points
+from console.status_text import clock
 from console.tui import chartmath
 from console.tui import format as fmt
 from console.tui.chartmath import Bin, Curves, Mode, Point
@@ -139,7 +139,7 @@ def _labels(low: float, high: float, unit: str, height: int) -> list[str]:
 def time_axis(start: float, span: int, width: int) -> str:
     """Returns the clock times at both ends of the time axis; a short axis has only the first."""
     form = "%H:%M:%S" if span <= 300 else "%H:%M"
-    left, right = (time.strftime(form, time.localtime(t)) for t in (start, start + span))
+    left, right = (clock(t, form) for t in (start, start + span))
     return left + right.rjust(width - len(left)) if width > len(left + right) else left
 
 
@@ -171,8 +171,8 @@ def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: 
     words = high if low == high else f"{low} to {high}"
     if chart.each == "layer" and len(values) > 1:
         words = f"mean {high}, lowest layer {low}"
-    clock = time.strftime("%H:%M:%S", time.localtime(held[0][0]))
-    return (clock, "now"), (f"  {fmt.age(now - held[0][0])} ago   ", "dim"), (words, "strong")
+    ts = held[0][0]
+    return (clock(ts), "now"), (f"  {fmt.age(now - ts)} ago   ", "dim"), (words, "strong")
 
 
 def value_words(value: float, unit: str) -> str:

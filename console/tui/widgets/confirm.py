@@ -56,6 +56,7 @@ class Confirm(Overlay):
         rows = question_rows(self.question, width)
         room = MOST_SHARE * self.app.size.height // 100 - 3 - bool(self.question.typed)
         self._is_readable = width >= LEAST_WIDTH and len(rows) <= room
+        self.query("#hint").set(display=self._is_readable)
         return rows if self._is_readable else [((line, "warn"),) for line in wrap(TOO_SMALL, width)]
 
     def compose(self) -> ComposeResult:
@@ -72,13 +73,13 @@ class Confirm(Overlay):
 
     def on_mount(self) -> None:
         self._hint("" if self.question.typed else "  y yes   n no   ← → enter")
+        self.query_one("#facts", Wrapped).fit()  # hides the hint if the terminal is too small
         self.query_one(Input if self.question.typed else "#no").focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         allowed = event.value.strip() == self.question.typed
         for button in self.query(FlatButton):
             button.disabled = button.means is not None and not allowed
-
         self._hint("")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:

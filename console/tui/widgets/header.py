@@ -44,19 +44,20 @@ def _part(weight: int, style: str, *forms: str) -> Part:
 
 def _names(state: RunState) -> list[str]:
     """Returns the forms of the run's name, the longest first."""
-    launch = state.launch
-    if launch is None or not launch.phases:
+    launch, own = state.launch, state.own_phase
+    if launch is None or own is None:
         return [cut(state.id or state.path, limit) for limit in (64, 30)]
     stamp = launch.id.removeprefix(f"{launch.plan}-").partition("-")[2]
-    forms = [f"{launch.plan} {launch.current}"]
+    forms = [f"{launch.plan} {own.name}"]
     if len(stamp) >= 6 and stamp[:6].isdigit():
-        forms.insert(0, f"{launch.plan} {stamp[:4]} {launch.current}")
+        forms.insert(0, f"{launch.plan} {stamp[:4]} {own.name}")
     return [cut(form, 64) for form in forms]
 
 
 def _state(state: RunState, now: float) -> tuple[str, str]:
     """Returns the style and the word of a state."""
-    if state.launch is not None and state.launch.state == "waiting":
+    launch, own = state.launch, state.own_phase
+    if launch and launch.state == "waiting" and (own is None or own.index == launch.phase):
         return STATE_STYLE["waiting"], "WAITING"
     word = state.state.upper()
     since = now - state.since_ts if state.since_ts else None
@@ -75,8 +76,8 @@ def _still_s(state: RunState) -> float | None:
 
 
 def _phase(state: RunState) -> list[str]:
-    phases = state.launch.phases if state.launch else ()
-    here = f"{state.launch.phase + 1}/{len(phases)}" if state.launch else ""
+    phases, own = state.launch.phases if state.launch else (), state.own_phase
+    here = f"{own.index + 1}/{len(phases)}" if own else ""
     return [f"phase {here}", f"ph {here}"] if len(phases) > 1 else []
 
 

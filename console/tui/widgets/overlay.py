@@ -52,7 +52,7 @@ class Answer(Wrapped):
     def say(self, text: str, level: str) -> None:
         """Shows a text with its level: `ok`, `error`, or `wait` while there is no result."""
         self.text, self._level = text, level
-        self._until = time.monotonic() + KEEP_S[level]
+        self._until = time.monotonic() + KEEP_S[level] + len(text) / 20  # time to read
         self.fit()
 
     def clear(self) -> None:

@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from console.commands import diagnose
 from console.model import Verdict
 from console.sources import verdicts
 from console.supervisor.offline import diagnosis
@@ -31,6 +34,25 @@ def test_a_verdict_from_the_future_is_not_the_newest_one_and_hides_none(tmp_path
     last = verdicts.newest(tmp_path)
     assert last is not None
     assert (last.cause, last.end) == ("sleep", "the ranks step again")
+
+
+@pytest.mark.parametrize("ts", [1e20, -1e20])
+def test_an_earlier_verdict_whose_time_is_no_date_is_printed(tmp_path, ts):
+    launch, now = directory.launch(tmp_path, stamp="20261121-060500"), time.time()
+    run = directory.run(
+        launch / "0-first",
+        state="stalled",
+        since_ts=now - 12,
+        verdict={"ts": now - 12, "cause": "stopped", "sentence": "x", "rank": 1, "place": "a.py:1"},
+    )
+    earlier = directory.run(directory.launch(tmp_path, stamp="20261120-060500") / "0-first")
+    say(earlier, now - 90, "stopped")
+    (path,) = (earlier / "verdicts").iterdir()
+    directory.change(path, ts=ts)
+    found = diagnosis(run)
+    record = diagnose.as_json(found, tmp_path)
+    assert record["seen_before"]["ts"] == ts
+    assert any("seen before: " in line for line in diagnose.lines(found, record))
 
 
 def test_the_verdict_in_the_document_of_the_supervisor_counts_before_files(tmp_path):

@@ -24,6 +24,7 @@ from console.model import (
     Verdict,
 )
 from console.sources.series import Series
+from console.tui import background
 from console.tui.app import ConsoleApp
 from console.tui.feed import ScreenData
 from console.tui.operator import Operator
@@ -212,20 +213,14 @@ class Recorded:
 
 
 class Asked:
-    """Replaces `console.actions` and `nsa-console do`; stores the requests and launches."""
+    """Replaces `console.tui.background`; stores the requests and launches."""
 
     def __init__(self, ok: bool = True, text: str = "2 stacks dumped", delay_s: float = 0.0):
-        from console.actions import LaunchOptions, prepare
-
-        self.LaunchOptions, self.prepare = LaunchOptions, prepare
+        self.prepare = background.prepare
         self.sent: list[tuple[str, str, dict[str, Any]]] = []
         self.launched: list[Any] = []
-        self.seen: Any = None
         self.ok, self.text, self.delay_s = ok, text, delay_s
-        self.directory = Path("/nowhere/launched")
-
-    def who(self) -> str:
-        return "op@gpu01 pid 1"
+        self.directory, self.messages = Path("/nowhere/launched"), list[str]()
 
     def request(self, path: Path, action: str, args: dict[str, Any]) -> str:
         time.sleep(self.delay_s)
@@ -234,10 +229,9 @@ class Asked:
             raise RefusedError(self.text)
         return self.text
 
-    def launch(self, options: Any, by: str, seen: Any = None) -> Path:
+    def launch(self, options: Any) -> tuple[Path, list[str]]:
         self.launched.append(options)
-        self.seen = seen
-        return self.directory
+        return self.directory, self.messages
 
 
 def app_on(
@@ -248,7 +242,7 @@ def app_on(
     actions = actions or Asked()
     path, root = Path("/nowhere") if states else None, root or Path("/nowhere/artifacts")
     app = ConsoleApp(path, "cpu_smoke", root, Terminal())
-    app.operator = Operator(app, actions.request, actions)
+    app.operator = Operator(app, actions)
     app.feed._open = lambda _: source or Recorded(running())
     return app
 

@@ -61,11 +61,50 @@ HALTED = {"state": "ended", "why": "halt requested by op"}
     ],
 )  # fmt: skip
 def test_a_plan_that_ended_says_why_and_which_phase_was_not_started(gates, launch, words):
-    state = dataclasses.replace(recorded.waiting(), gates=gates, launch=recorded.launch(**launch))
+    held = recorded.launch(phases=recorded.phases(1, "completed"), **launch)
+    state = dataclasses.replace(recorded.waiting(), gates=gates, launch=held)
     row = text_of(alert_rows(noticed(state), 80)[0])
     text = " ".join(notice.text for notice in noticed(state))
     assert words in text if words else "plan ended" not in text
     assert row.rstrip().endswith("2 shows gates  a 1 of 2") is words.startswith("plan ended: gate")
+
+
+def earlier(launch: str):
+    """Returns the state of the completed run 0-sanity, whose launch is in its last phase."""
+    held = recorded.launch(launch, phase=2, phases=recorded.phases(2))
+    gates = (dataclasses.replace(GATE, result="pass"),)
+    return recorded.running(
+        state="completed", path=f"{held.path}/0-sanity", id=f"{held.id}/0-sanity", launch=held,
+        gates=gates, step=7,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("launch", ["running", "waiting", "ended"])
+async def test_an_earlier_phase_has_its_own_name_number_and_row(launch):
+    state = earlier(launch)
+    for words in ("cpu_smoke 0315 sanity", "COMPLETED", "phase 1/3"):
+        assert words in header_of(state, 200)
+    assert "recall" not in header_of(state, 200)
+    shown = await recorded.seen(state, (100, 60), keys=("2",), says=["gates of sanity"])
+    rows = {name: next(line for line in shown.splitlines() if f" {name} " in line)
+            for name in ("0-sanity", "2-recall")}  # fmt: skip
+    assert "▸" in rows["0-sanity"]
+    assert "7/100" in rows["0-sanity"]
+    assert "gates 1/1" in rows["0-sanity"]
+    assert "7/100" not in rows["2-recall"]
+    assert "gates" not in rows["2-recall"]
+    if launch != "ended":
+        assert "command of phase 0-sanity, which ended" in shown
+        assert "flags of sanity, which ended, no phase left" in shown
+
+
+def test_a_plan_that_ended_in_a_later_phase_names_that_phase():
+    phases = recorded.phases(1, "crashed")
+    state = dataclasses.replace(
+        earlier("ended"), launch=recorded.launch("ended", phase=1, phases=phases)
+    )
+    text = " ".join(notice.text for notice in noticed(state))
+    assert "plan ended: plumbing crashed; not started: recall" in text
 
 
 def test_a_halted_run_is_no_alert():

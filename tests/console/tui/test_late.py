@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from console.launch_options import LaunchOptions
 from console.tui import background
 from console.tui.confirmations import CannotAsk
+from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import Asked, app_on, driven, lines, picture, play, see, until
+from tests.launches import STUB, phase, wait_for, write_plan
 from tests.terminal import Terminal
-from trainers.contract.errors import RefusedError
+from trainers.contract.errors import ContractError, RefusedError
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,12 +30,12 @@ class Slow(Asked):
         self.go, self.checks, self._check = threading.Event(), [], self.prepare
         self.prepare, self.slow_checks = self._prepare, False
 
-    def launch(self, options, by, seen=None):
-        path = super().launch(options, by, seen)
+    def launch(self, options):
+        found = super().launch(options)
         self.go.wait(600)
         if not self.ok:
             raise RefusedError(self.text)
-        return path
+        return found
 
     def request(self, path, action, args):
         self.go.wait(600)
@@ -135,19 +139,82 @@ async def test_a_question_is_about_the_options_that_were_checked(tmp_path):
         asked.go.set()
         await launch(pilot, app)
         await until(pilot, lambda: bool(asked.launched))
-        assert asked.launched == [app.draft.checked]
-        assert asked.seen == app.draft.plan
+        digest = app.draft.prepared.digest
+        assert asked.launched == [dataclasses.replace(app.draft.checked, digest=digest)]
 
 
 WAITS = (
-    "import console.actions as a, sys, time; a.launch = lambda *given: time.sleep(600); "
+    "import console.settings_file as s, console.tui.background as b, sys, time; "
+    "b.request = s.charts = lambda *given: time.sleep(600); "
     "from console.cli import main; sys.exit(main(sys.argv[1:]))"
 )
+"""Starts the console; a request gets no answer, and the settings file is never read."""
 
 
-def test_leaving_says_which_answers_are_open(tmp_path):
+def test_leaving_says_which_answers_are_open_and_nothing_of_the_settings(tmp_path):
+    path = directory.launch(tmp_path)
     words = [sys.executable, "-c", WAITS, "--root", str(tmp_path)]
-    with Terminal(words, ROOT, {"XDG_STATE_HOME": str(tmp_path)}, (120, 40)) as terminal:
-        terminal.play("…ready: ", "L", "…y yes", "y", "…launching cpu_smoke …")
+    directory.run(path / "0-first")
+    with (
+        directory.owned(path),
+        Terminal(words, ROOT, {"XDG_STATE_HOME": str(tmp_path)}, (250, 40)) as terminal,
+    ):
+        terminal.play("…RUNNING", "H", "…y yes", "y", "…halt: sent …")
+        terminal.settle(1.0)  # the console then waits for the settings file too
         terminal.leave()
-        assert "no answer yet to launch of cpu_smoke; nsa-console status" in terminal.text
+        told = (
+            f"no answer yet to halt of 0-first; nsa-console status {path}/0-first shows the state"
+        )
+        assert told in " ".join(terminal.text.split())
+        assert terminal.text.count("no answer yet") == 1
+
+
+SLOW_START = "import sys, time\nif 'launch' in sys.orig_argv:\n    time.sleep(4)\n"
+"""Delays `nsa-console launch` as a long preflight does."""
+
+
+@pytest.mark.parametrize("ends", ["q", "hang-up"])
+def test_a_confirmed_launch_outlives_the_screen(tmp_path, begin, ends):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+    plan, root = write_plan(tmp_path, phases=[phase("one", "member.py", 3)]), tmp_path / "artifacts"
+    words = [sys.executable, "-m", "console", "--root", str(root), "--plan", str(plan)]
+    env = {"PYTHONPATH": f"{tmp_path}:{STUB['PYTHONPATH']}", "XDG_STATE_HOME": str(tmp_path)}
+    with Terminal(words, ROOT, env, (300, 40)) as terminal:
+        terminal.play("…ready: ", "L", "…y yes", "y", "…launching ")
+        if ends == "q":
+            terminal.leave()
+            told = f"the launch of {plan} continues; {sys.executable} -m console --root {root} runs"
+            assert f"{told} lists it, unless its preflight fails" in " ".join(terminal.text.split())
+        else:
+            terminal.hang_up()
+            terminal.wait_exit()
+    assert not root.exists()
+    started = begin.adopt(wait_for(lambda: next(root.glob("*/*/plan_state.json"))).parent)
+    assert started.wait_end()["phases"][0]["state"] == "completed"
+
+
+def test_a_resume_says_which_flags_of_the_shell_it_uses(begin, monkeypatch):
+    old = begin(phase("one", "member.py", 100_000), shell=STUB, nproc=1)
+    old.wait_steps(2)
+    old.ask("halt")
+    old.wait_over()
+    monkeypatch.setenv("NSA_SDPA_AUDIT", "1")
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
+    options = LaunchOptions(resume=old.path, root=old.path.parents[1])
+    path, messages = background.launch(options)
+    begin.adopt(path)
+    told = "NSA_SDPA_AUDIT=1 of the shell is used; the launch to resume has no value"
+    assert messages[0] == told
+    with pytest.raises(ContractError, match="is already continued by"):
+        background.launch(options)
+
+
+async def test_the_answer_to_a_resume_begins_with_its_messages():
+    asked = Asked()
+    asked.messages = ["NSA_LR=0.9 of the shell is not used; the launch to resume has 0.5"]
+    state = dataclasses.replace(
+        recorded.crashed(), checkpoint="step_00000138", decided={"NSA_LR": "0.5"}
+    )
+    async with driven(app_on(state, actions=asked), (250, 40)) as (app, pilot):
+        await play(pilot, "R", "…y yes", "y", "…✓ NSA_LR=0.9 of the shell is not used;")
+        assert "; launched the rest of /nowhere/cpu_smoke/20261120-031500 in" in picture(app)

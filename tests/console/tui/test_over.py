@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from console import rest_of_launch
 from console.model import Alert, Gate, Verdict
 from console.sources import launches
 from console.sources.launches import launch_id
@@ -59,6 +58,24 @@ def test_a_new_stall_is_not_described_by_the_last_one():
     rows = [*verdict_rows(fresh, 80, 5, NOW, last), *evidence_rows(fresh, 80, 9, NOW, last)]
     assert "SIGSTOP" not in " ".join(map(text_of, rows))
     assert "diagnosis in progress" in text_of(rows[0])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"end_ts": 1e20}, {"end_ts": -1e20}, {"ts": -1e20}, {"ts": float("inf")}],
+    ids=str,
+)
+def test_a_verdict_whose_times_are_no_dates_is_shown(changed):
+    last = Verdict(**(STOPPED | changed))
+    rows = verdict_rows(recorded.running(), 80, 5, NOW, last)
+    assert "last stall: " in text_of(rows[0])
+
+
+def test_a_past_verdict_without_an_action_keeps_its_sentence():
+    sentence = "rank 1 waits in forward; rank 0 is ahead; no source names a cause"
+    last = Verdict(**(STOPPED | {"sentence": sentence, "action": ""}))
+    rows = verdict_rows(recorded.running(), 120, 5, NOW, last)
+    assert sentence in " ".join(" ".join(map(text_of, rows)).split())
 
 
 def test_the_number_of_stalls_is_a_figure_once_there_was_one(tmp_path):
@@ -124,7 +141,7 @@ async def test_r_resumes_a_launch_that_ended_early_and_asks_first():
     async with driven(app_on(ended(), actions=asked)) as (app, pilot):
         assert "R resume" in recorded.lines(app)[1]
         await play(pilot, "R", "…Resume this launch, in a new launch?",
-                   "…1-plumbing at checkpoint step_00000138", "…next phases: recall")  # fmt: skip
+                   "…from the checkpoint of step 138", "…next phases: recall")  # fmt: skip
         assert not asked.launched
         await play(pilot, "y", "…launched the rest of /nowhere/cpu_smoke/20261120-031500 in")
     assert [(each.resume, each.plan) for each in asked.launched] == [
@@ -132,13 +149,34 @@ async def test_r_resumes_a_launch_that_ended_early_and_asks_first():
     ]
 
 
-async def test_r_resumes_no_launch_that_another_launch_continues(monkeypatch):
-    said = "cpu_smoke-20261120-031500 is already continued by cpu_smoke-20261120-070000"
-    monkeypatch.setattr(rest_of_launch, "continued_words", lambda *_: said)
-    asked = Asked()
-    async with driven(app_on(ended(), actions=asked)) as (_, pilot):
-        await play(pilot, "R", "…y yes", "y", "…✗ cpu_smoke-20261120-031500 is already continued")
-    assert not asked.launched
+@pytest.mark.parametrize("checkpoint", ["step_00000138", ""])
+async def test_both_questions_name_the_checkpoint_from_which_a_resume_would_continue(
+    tmp_path, checkpoint
+):
+    """Without a checkpoint of its own, a resumed run would continue from the one it began with."""
+    state = ended(checkpoint=checkpoint, resumed_step=0 if checkpoint else 138)
+    facts = dict(KEYS["adopt"].question(state).facts)
+    assert facts["begins"] == "1-plumbing from the checkpoint of step 138"
+    async with driven(app_on(state, root=tmp_path)) as (app, pilot):
+        await pilot.press("2")
+        await until(pilot, lambda: app.draft.is_checked)
+        facts = dict(app.draft.question("gpu01", state).facts)
+    unused = f"without the checkpoint of step 138 of {state.id}; R resumes from it"
+    assert facts["begins"] == f"sanity at step 1, {unused}"
+
+
+async def test_both_questions_name_the_flags_of_the_shell(tmp_path, monkeypatch):
+    monkeypatch.setenv("NSA_LR", "0.5")
+    told = "has NSA_LR=0.5; the answer names each value that differs"
+    assert dict(KEYS["adopt"].question(ended()).facts)["shell"] == told
+    same = ended(environment={"NSA_LR": "0.5"})
+    assert "shell" not in dict(KEYS["adopt"].question(same).facts)
+    async with driven(app_on(root=tmp_path)) as (app, pilot):
+        app.draft.flags["NSA_OPT_FUSED"] = "0"
+        await pilot.press("2")
+        await until(pilot, lambda: app.draft.is_checked)
+        flags = dict(app.draft.question("gpu01").facts)["flags"]
+        assert flags == "NSA_LR=0.5 of the shell, NSA_OPT_FUSED=0"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +199,7 @@ async def test_the_question_of_a_new_launch_says_that_it_does_not_resume(tmp_pat
     async with driven(app_on(ended(), root=tmp_path)) as (app, pilot):
         await pilot.press("2")
         await until(pilot, lambda: app.draft.is_checked)
-        await play(pilot, "L", "…Launch cpu_smoke?", "…sanity at step 0, without step_00000138")
+        await play(pilot, "L", "…Launch cpu_smoke?", "…sanity at step 1, without the checkpoint")
 
 
 async def test_another_launch_that_runs_is_the_first_alert_of_an_ended_one(tmp_path, monkeypatch):

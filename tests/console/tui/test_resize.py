@@ -73,12 +73,20 @@ async def test_a_question_that_cannot_be_read_starts_no_action_and_says_why(size
         await resized(pilot, *size)
         shown = app.query_one("#facts", Lines).shown
         assert "too small" in " ".join(map(text_of, shown)) or size[0] < 10
+        assert "y yes" not in picture(app)
         await pilot.press(*keys)
         assert app.overlay is not None
         await resized(pilot, 80, 24)
         assert "Halt this run?" in picture(app)
+        assert "y yes   n no" in picture(app)
         await pilot.press("y")
         await until(pilot, lambda: len(asked.sent) == 1)
+
+
+async def test_a_question_that_opens_in_a_small_terminal_has_no_hint_of_yes():
+    async with driven(app_on(LONG), (80, 6)) as (_, pilot):
+        await play(pilot, "H", "…too small")
+        assert "y yes" not in await settled(pilot)
 
 
 @pytest.mark.parametrize("width", [30, 47, 80])

@@ -224,7 +224,9 @@ async def test_what_the_next_phase_gets_is_what_the_supervisor_would_give_it(tmp
 
 async def test_after_the_last_phase_nothing_is_next(tmp_path):
     launch = planned(tmp_path, phase=2, phases=recorded.phases(2))
-    state = recorded.running(launch=launch, environment={"NSA_DRILL": "kill@30:1"})
+    state = recorded.running(
+        launch=launch, path=f"{tmp_path}/2-recall", environment={"NSA_DRILL": "kill@30:1"}
+    )
     text = await seen(state, (80, 60), keys=("2",))
     assert "flags now, no phase left" in text
     assert re.search(r"NSA_DRILL +kill@30:1$", flag_line(text, "NSA_DRILL")), text
