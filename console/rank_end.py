@@ -18,6 +18,7 @@ NAMED_CODES: Mapping[int, str] = {
     13: "wrong configuration", 14: "a collective failed", 15: "checkpoint error",
 }  # fmt: skip
 OUT_OF_MEMORY, CONFIGURATION, COLLECTIVE = 11, 13, 14
+NO_CODE = "its exit record has no exit code"
 NATIVE = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 SIGNAL_WORDS: Mapping[str, str] = {
     "SIGXCPU": "CPU time limit reached, see ulimit -t",

@@ -148,6 +148,7 @@ def test_the_run_directory_document_names_every_file_of_the_contract():
         rundir.PLAN, rundir.PLAN_STATE, rundir.LOCK, rundir.RUN, rundir.ENV, rundir.SUPERVISOR,
         rundir.EVENTS, rundir.GATES, rundir.METRICS, rundir.REQUESTS, rundir.VERDICTS,
         rundir.CHECKPOINTS, rundir.LATEST, rundir.HALT, rundir.LIVE_STATUS, rundir.TORCHRUN_LOG,
+        rundir.TRAINING_LOCK,
     ):  # fmt: skip
         assert name in text, name
 

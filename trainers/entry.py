@@ -70,23 +70,29 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
     """Returns this rank's `Member` of its run.
 
     Raises UsageError if --run-dir is needed and missing, and RefusedError if the directory already
-    contains a run or cannot be used.
+    contains a run, belongs to a training or a launch that is alive, or cannot be used.
     """
     supervised = environ.RUN_ID in variables
     resumes = resolved.settings.checkpoint.resume == AUTO and not supervised
     if resumes and arguments.run_dir is None:
         raise UsageError("--resume needs the run directory; name it with --run-dir")
     run, variables = open_run(arguments.run_dir or _default_run(arguments, variables, resolved))
-    mine = rundir.heartbeat(run, environ.integer(variables, "RANK", 0))
-    if resumes:
-        # Each rank reads the number of earlier attempts before rank 0 writes env.json again.
-        earlier = jsonl.integer(rundir.read_json(run / rundir.ENV) or {}, "attempt") or 0
-        variables = variables | {environ.ATTEMPT: str(earlier + 1)}
-    elif not supervised and mine.exists():
+    rank = environ.integer(variables, "RANK", 0)
+    mine = rundir.heartbeat(run, rank)
+    if not supervised and rundir.is_locked(run.parent):
+        raise RefusedError(f"{run} is in a launch whose supervisor is alive; end that launch first")
+    if not (supervised or resumes) and mine.exists():
         raise RefusedError(
             f"{run} already contains a run ({mine.name}); pass another with --run-dir, or resume "
             "it with --set checkpoint.resume=auto"
         )
+    rundir.lock_rank(run, rank)
+    if resumes:
+        # Each rank reads the number of earlier attempts before rank 0 writes these files again. An
+        # attempt that failed before its resume has written only metrics.json.
+        documents = (rundir.read_json(run / name) or {} for name in (rundir.ENV, rundir.METRICS))
+        earlier = max(jsonl.integer(each, "attempt") or 0 for each in documents)
+        variables = variables | {environ.ATTEMPT: str(earlier + 1)}
     return Member(run, variables)
 
 

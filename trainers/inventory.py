@@ -27,7 +27,7 @@ from trainers.precision import MFU_FORMULA, compute_dtype
 from trainers.schema import Settings
 from trainers.sequences import Source
 
-NVIDIA_SMI, NVIDIA_SMI_S = ("nvidia-smi", "-q", "-x"), 60.0
+NVIDIA_SMI, NVIDIA_SMI_S, CLOSE_S = ("nvidia-smi", "-q", "-x"), 60.0, 10.0
 MIB = 1 << 20
 
 
@@ -42,13 +42,12 @@ class Inventory:
         self._on_cuda = parallel.device.type == "cuda"
         self._fsdp = "_fsdp" if parallel.name == "fsdp" else ""
         self._is_first = True
+        # This is a separate thread, so that a hung driver blocks neither a step nor a record.
+        self._environment = threading.Thread(target=self._write_environment, daemon=True)
         self._dump_memory("boot")
         if member.rank == 0:
             self._write(f"dtypes_report{self._fsdp}.txt", dtypes(model))
-            # This is a separate thread, so that a hung driver blocks neither a step nor a record.
-            threading.Thread(
-                target=self._write_environment, name="environment", daemon=True
-            ).start()
+            self._environment.start()
             if not self._on_cuda:
                 member.log("memory dumps (mem_*): not on CPU")
 
@@ -69,17 +68,22 @@ class Inventory:
         if self._every and step % self._every == 0:
             self._dump_memory(f"post_step{step}")
 
+    def close(self) -> None:
+        """Waits at most `CLOSE_S` for the files that the thread writes."""
+        if self._environment.ident is not None:
+            self._environment.join(CLOSE_S)
+
     def _dump_memory(self, when: str) -> None:
         if not self._on_cuda:
             return
         stem = f"mem{self._fsdp}_{when}_rank{self._member.rank}"
         statistics, path = torch.cuda.memory_stats(), self._member.run / f"{stem}.json"
         self._write(f"{stem}.txt", torch.cuda.memory_summary())
-        self._member.recorder.call(lambda: rundir.write_json(path, statistics))
+        self._member.recorder.call(lambda: rundir.write_json(path, statistics), keep=False)
 
     def _write(self, name: str, text: str) -> None:
         path = self._member.run / name
-        self._member.recorder.call(lambda: rundir.write_atomic(path, text))
+        self._member.recorder.call(lambda: rundir.write_atomic(path, text), keep=False)
 
     def _write_environment(self) -> None:
         self._write("collect_env.txt", environment())

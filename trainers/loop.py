@@ -58,6 +58,7 @@ def train(settings: Settings, member: Member, report: Report) -> str:
     finally:
         finish_save(training)
         training.profiler.close()
+        training.inventory.close()
         training.loader.close()
     return reason
 

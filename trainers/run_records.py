@@ -71,7 +71,7 @@ class TensorBoard:
         self._writer = functools.cache(lambda: SummaryWriter(str(member.run / "tb")))
 
     def add(self, step: int, fields: Mapping[str, Any]) -> None:
-        self._member.recorder.call(lambda: self._write(step, dict(fields)))
+        self._member.recorder.call(lambda: self._write(step, dict(fields)), keep=False)
 
     def _write(self, step: int, fields: Mapping[str, Any]) -> None:
         if self._member.recorder.failing:

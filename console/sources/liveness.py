@@ -8,9 +8,7 @@ processes are alive, so there the run is `unsupervised` instead.
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any, cast, get_args
 
 from console import access
 from console.model import EXIT_CODES, Alert, State
-from console.rank_end import RankEnd
+from console.rank_end import NO_CODE, RankEnd
 from console.run_state import Facts, ReaderView
 from console.sources import json_documents, process
 from console.sources.json_documents import CLOCK_S
@@ -203,12 +201,14 @@ def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEn
              for worker in jsonl.entries(supervisor, "workers")}  # fmt: skip
     ends = []
     for rank, head in heads.items():
-        record, code = head.last.record, head.code or 0
+        record, code = head.last.record, head.code
         error = clean(jsonl.text(record, "reason"), 400) if code else ""
         observed = exits.get((rank, record.get("attempt")), {})
         signal = clean(jsonl.text(observed, "signal"), 16) or None
-        known = None if signal else jsonl.integer(observed, "code") or code
-        ends.append(RankEnd(rank, known, signal, record["step"], error, late=True))
+        seen = jsonl.integer(observed, "code")
+        known = None if signal else seen or (seen if code is None else code)
+        doubt = "" if signal or known is not None else NO_CODE
+        ends.append(RankEnd(rank, known, signal, record["step"], error, late=True, doubt=doubt))
     return ends
 
 
@@ -248,23 +248,6 @@ def living_in(run: Path) -> str:
     return living_ranks(supervisor) or living_processes(document, supervisor)
 
 
-def is_locked(launch: Path) -> bool:
-    """Returns whether a process holds the lock of a launch directory.
-
-    Returns False if no lock file can be opened, and True if flock fails for any reason.
-    """
-    fd = jsonl.open_regular(launch / rundir.LOCK)
-    if fd is None:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
 def why_foreign(run: Path, token: str) -> str:
     """Returns why a process with this token does not belong to this run of this user, or ""."""
     if not token:
@@ -281,7 +264,7 @@ def why_foreign(run: Path, token: str) -> str:
 
 def is_adopted(run: Path, token: str) -> bool:
     """Returns whether a process with this token belongs to this run, and the launch is locked."""
-    return not why_foreign(run, token) and is_locked(run.parent)
+    return not why_foreign(run, token) and rundir.is_locked(run.parent)
 
 
 def has_lost_rank(supervisor: Record) -> bool:
@@ -331,8 +314,9 @@ def exit_words(worker: Record, record: Record) -> str:
     """Returns how a rank ended, from the observed exit or else from the exit record, or ""."""
     observed = worker.get("exit")
     if not isinstance(observed, dict):
-        code = jsonl.integer(record, "exit_code") or 0
-        return f"exited (code {code})" if record.get("msg") == "exit" else ""
+        if record.get("msg") != "exit":
+            return ""
+        observed = {"code": record.get("exit_code", 0)}
     signal, code = observed.get("signal"), jsonl.integer(observed, "code")
     if isinstance(signal, str) and signal:
         words = f"killed ({clean(signal, 16)})"

@@ -90,8 +90,8 @@ class AttemptTotals:
     """The step of the newest record, apart from records of the kinds in `OF_EARLIER_STEPS`."""
     step: int = 0
     """The step of the newest progress record."""
-    exit: tuple[int, int] | None = None
-    """Step and exit code of the exit record."""
+    exit: tuple[int, int | None] | None = None
+    """Step and exit code of the exit record; the code is None if it is not known."""
     counted: int | None = None
     """The number of steps with a non-finite loss, as last recorded."""
     counts_at_last: bool = False
@@ -133,7 +133,7 @@ class AttemptTotals:
         if msg == "loader_ready" and (hook := jsonl.text(record, "comm_hook")):
             self.hook = int(hook != "none")
         if msg == "exit":
-            self.exit = (step, jsonl.integer(record, "exit_code") or 0)
+            self.exit = (step, jsonl.integer({"exit_code": 0, **record}, "exit_code"))
 
     @property
     def missing_from(self) -> int:
@@ -175,7 +175,7 @@ class AttemptTotals:
         """Returns whether each ended step has a record; only the last record may have no loss."""
         if self.exit is not None:
             step, code = self.exit
-            return not self.broken and step <= self.step + (code != 0)
+            return not self.broken and step <= self.step + bool(code)
         whole = end is not None and end.records == self.last and end.step <= self.step + 1
         return whole and not self.broken
 

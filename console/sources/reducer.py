@@ -97,9 +97,17 @@ class LatestRecords:
 
     @property
     def code(self) -> int | None:
-        """The exit code in the last record, or None; an exit record without a code means code 0."""
-        code = jsonl.integer(self.last.record, "exit_code")
-        return 0 if code is None and self.last.record.get("msg") == "exit" else code
+        """The exit code in the last record, or None; an exit record without the key means code 0.
+
+        In an exit record, null means that the exit code is not known.
+        """
+        default = {"exit_code": 0} if self.last.record.get("msg") == "exit" else {}
+        return jsonl.integer({**default, **self.last.record}, "exit_code")
+
+    @property
+    def has_end(self) -> bool:
+        """True if the last record is an exit record or has an exit code."""
+        return self.last.record.get("msg") == "exit" or self.code is not None
 
     @property
     def error_words(self) -> str:

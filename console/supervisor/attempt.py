@@ -368,7 +368,7 @@ class Attempt:
     def facts(self) -> Facts:
         """Returns the facts that determine the state."""
         tree, heads, verdict = self.tree, self._heads(), self.monitor.verdict
-        codes = [heads[rank].code if rank in heads else None for rank in range(self._world)]
+        ends = [rank in heads and heads[rank].has_end for rank in range(self._world)]
         return replace(
             self.known, over=self.stage == "over", collecting=self.stage == "collect",
             spawned=tree.spawned, torchrun_code=tree.agent_status, torchrun_gone=tree.agent_over,
@@ -376,7 +376,7 @@ class Attempt:
             halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.evidence),
             halt_steps={rank: h.halt for rank, h in heads.items() if h.halt is not None},
             reason=next((head.reason for head in heads.values() if head.reason), ""),
-            has_exit_records=None not in codes or not (heads or self.known.failure),
+            has_exit_records=all(ends) or not (heads or self.known.failure),
             verdict=verdict.sentence if verdict else "",
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from console.rank_end import OomEvidence, RankEnd
+from console.rank_end import NO_CODE, OomEvidence, RankEnd
 from console.sources import crash_log, process, procfs
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords
@@ -166,7 +166,7 @@ def end_of(
     doubt = "" if worker.observed or worker.confirmed else _doubt(worker, head, step)
     if doubt:
         code = signal = None
-    elif not worker.observed and not code:
+    elif not (worker.observed or code or (head.has_end and head.code is None)):
         code = head.code  # exit 0 that was not observed counts only if recorded
     last, record = words or Crash(), head.last.record
     phase = jsonl.text(record, "phase") if record.get("msg") == "exit" else ""
@@ -184,10 +184,12 @@ def end_of(
 def _doubt(worker: Worker, head: LatestRecords, step: int) -> str:
     """Returns why exit 0 in the last record of a rank is not accepted, or "" if nothing is wrong.
 
-    The result is also "" if the record does not say exit 0.
+    The result is also "" if the record says another exit code.
     """
     recorded = head.step
     claimed = worker.signal or (f"exit {worker.code}" if worker.code else "")
+    if head.has_end and head.code is None and not claimed:
+        return NO_CODE
     if head.code != 0 or (step == recorded and not claimed):
         return ""
     if claimed:

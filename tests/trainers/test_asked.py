@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 
-from tests.trainers.runs import Run, small
+from tests.trainers.runs import CONFIG, ROOT, Run, environment, small
 from trainers import manifest
-from trainers.profiling import AUDITED
+from trainers.contract.recorder import Recorder
+from trainers.profiling import AUDITED, Profiler
+from trainers.run_records import TensorBoard
+from trainers.schema import ReportSettings
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +71,51 @@ def test_the_audit_counts_one_step_also_in_a_longer_profile(tmp_path):
     assert profile["path"] == "profiles/steps1-3_rank0.json"
     trace = json.loads((run.path / profile["path"]).read_text())
     assert [event.get("name") for event in trace["traceEvents"]].count(AUDITED) == 1
+
+
+def test_a_request_gets_its_steps_before_a_planned_profile_or_a_note_says_why_not(tmp_path):
+    told: list[tuple[Any, ...]] = []
+    member: Any = SimpleNamespace(run=tmp_path, rank=1)
+    report: Any = SimpleNamespace(steps_done=0, record_event=lambda *a, **_: told.append(a))
+    profiler = Profiler(member, report, ReportSettings(profile="9:11"))
+    for step in range(1, 12):
+        profiler.begin(step)
+        profiler.end(step)
+        if step in (2, 4, 7):
+            profiler.request(step)
+    profiler.close()
+    traces = sorted(path.name for path in (tmp_path / "profiles").iterdir())
+    assert traces == ["steps3-5_rank1.json", "steps9-10_rank1.json"]
+    notes = [(step, text) for msg, step, text in told if msg == "note"]
+    assert notes == [
+        (4, "profile request ignored: steps 3 to 5 get a profile"),
+        (7, "profile request ignored: steps 9 to 10 get a profile"),
+    ]
+
+
+def test_a_full_queue_drops_scalars_and_counts_them(tmp_path, monkeypatch):
+    member: Any = SimpleNamespace(run=tmp_path, recorder=Recorder())
+    sink = TensorBoard(member)
+    monkeypatch.setattr("trainers.contract.recorder.MAX_WAITING", 0)
+    sink.add(1, {"loss": 1.0})
+    assert member.recorder.dropped == 1
+
+
+def test_a_training_waits_at_its_end_for_the_slow_files_of_its_environment(tmp_path):
+    """One step is over before nvidia-smi has answered."""
+    program = (
+        "import sys, time\nfrom trainers import entry, inventory\nfound = inventory.environment\n"
+        "inventory.environment = lambda: time.sleep(4) or found()\n"
+        "entry.exit_now(entry.main(sys.argv[1:]))\n"
+    )
+    words = ["--config", CONFIG, "--run-dir", tmp_path / "run"]
+    for key, value in small(train__steps=1).items():
+        words += ["--set", f"{key}={value}"]
+    subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=ROOT, env=environment(tmp_path), check=True,
+        timeout=300,
+    )  # fmt: skip
+    assert "python: " in (tmp_path / "run" / "collect_env.txt").read_text()
 
 
 def test_scalars_are_there_for_tensorboard(asked):

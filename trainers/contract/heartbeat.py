@@ -32,7 +32,7 @@ def encode(record: dict[str, Any]) -> bytes:
             if len(line) <= jsonl.MAX_HEARTBEAT_BYTES:
                 return line
     kept = ("v", "n", "run", "attempt", "ts", "mono", "host", "pid", "rank", "world", "step", "msg",
-            "nonfinite_loss_steps")  # fmt: skip
+            "nonfinite_loss_steps", "exit_code")  # fmt: skip
     record = {key: record[key] for key in kept if key in record}
     return jsonl.encode(record | {"cut": "all figures"})
 

@@ -26,16 +26,17 @@ import math
 import os
 import signal
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from trainers.contract import VERSION, dumps, environ, rundir
+from trainers.contract.ending import Ending
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.pulse import PulseWriter, mapped
 from trainers.contract.recorder import STDOUT, Recorder
@@ -71,7 +72,6 @@ class Member:
         self.supervised = environ.RUN_ID in variables
         live = variables.get(environ.LIVE_DIR)
         self.live = Path(live) if live and Path(live).is_dir() else None
-        self._host, self._pid = rundir.host_name(), os.getpid()
         if self.supervised:
             self._attach_log()
         self.home = rundir.OpenDirectory(run)
@@ -80,6 +80,11 @@ class Member:
             rundir.pulse(self.live, self.rank) if self.live else None, self.rank
         )
         self._heartbeat = rundir.heartbeat(run, self.rank)
+        self._fields = {
+            "v": VERSION, "attempt": self.attempt, "host": rundir.host_name(), "world": self.world,
+            "run": self.run_id, "pid": os.getpid(), "rank": self.rank, "local_rank": self.local_rank
+        }  # fmt: skip
+        """The fields that are equal in all records."""
         self._numbering = threading.Lock()
         """Held while a record is numbered and queued, so that the numbers in the queue ascend."""
         self.halt_reason = ""
@@ -95,34 +100,48 @@ class Member:
     def start(self) -> None:
         """Registers handlers of the dump signals and of `HALTING`, and starts to poll for requests.
 
-        A signal of `HALTING` that the process ignores stays ignored.
+        A signal of `HALTING` that the process ignores stays ignored. In a forked child, SIGTERM
+        has its former effect, because multiprocessing ends a child with it and then waits. The
+        child ignores the other signals: torchrun sends a signal that it gets also to the children
+        of the ranks, and a worker that loads data must not end before its rank has halted.
         """
         self.dumper.install()
+        os.register_at_fork(
+            before=self._before_fork, after_in_parent=self._after_fork,
+            after_in_child=partial(self._after_fork, signal.getsignal(signal.SIGTERM)),
+        )  # fmt: skip
         for number in HALTING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         self._watcher.start()
+
+    def _before_fork(self) -> None:
+        """Delays a SIGTERM to the child until the child has the former handler."""
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _after_fork(self, *former: Any) -> None:
+        if former and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, former[0] or signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def record(self, msg: str, step: int, /, **figures: Any) -> None:
         """Queues one heartbeat record; `figures` are additional fields.
 
         A dropped record also uses up its number, so the gap in the numbers is visible.
         """
-        for name in ("cut", "nonfinite_loss_steps"):  # a program cannot set these fields
-            figures.pop(name, None)
+        figures.pop("cut", None)  # a program cannot set this field and the next
+        figures.pop("nonfinite_loss_steps", None)
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
+        figures |= self._fields
+        figures["step"], figures["msg"] = step, msg
         with self._numbering:
-            figures |= {
-                "v": VERSION, "n": self.pulse.next_record_number(), "run": self.run_id,
-                "attempt": self.attempt, "ts": time.time(), "mono": time.monotonic(),
-                "host": self._host, "pid": self._pid, "rank": self.rank,
-                "local_rank": self.local_rank, "world": self.world, "step": step, "msg": msg,
-            }  # fmt: skip
+            figures["n"] = self.pulse.next_record_number()
+            figures["ts"], figures["mono"] = time.time(), time.monotonic()
             self.recorder.put(self._heartbeat, figures)
 
     def log(self, text: str) -> None:
-        """Queues one line for stdout."""
+        """Queues one line for stdout; a line above 4 KiB is cut."""
         self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
 
     def close(self, step: int, phase: str = "", **figures: Any) -> bool:
@@ -221,13 +240,16 @@ class Joined(Member):
         self._last_step = 0
         self._last_at = time.monotonic()
         self._in_step = False
-        self._reason = "done"
+        self._reason = ""
+        """The reason of a halt, or "" if the rank does not halt."""
         self._raised_in = ""
         """The phase in which an exception was raised; "" from the next step or phase on."""
         self.pulse.nonfinite_steps = 0
         self.start()
         self.record("boot", 0)
+        self._ending = Ending()
         atexit.register(self._exit)
+        os.register_at_fork(after_in_child=partial(atexit.unregister, self._exit))
 
     def step(self, step: int, /, **figures: Any) -> bool:
         """Marks the start of `step`; returns True if all ranks halt before this step.
@@ -295,14 +317,15 @@ class Joined(Member):
             self.pulse.nonfinite_steps += not finite
 
     def _exit(self) -> None:
-        """Records the last step if no exception ended the program, then writes the exit record."""
-        error = getattr(sys, "last_value", None)
-        if error is None:
+        """Records the last step if the program is not known to fail, then writes the exit record.
+
+        `exit_code` is null in the record if it is not known.
+        """
+        code, error = self._ending.found()
+        if not code:
             self._end_step({})
-            self.close(self._last_step, self._raised_in, reason=self._reason)
-        else:
-            reason = f"{type(error).__name__}: {error}"[:400]
-            self.close(self._last_step, self._raised_in, reason=reason, exit_code=1)
+        reason = error or self._reason or ("done" if code == 0 else "")
+        self.close(self._last_step, self._raised_in, reason=reason, exit_code=code)
 
 
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:

@@ -9,6 +9,7 @@ import errno
 import math
 import os
 import queue
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +31,8 @@ Item = tuple[Path, Any]
 class Recorder:
     """Appends records to files from one daemon thread.
 
-    `put` only inserts into a queue. Heartbeats are queued as dicts, and the thread encodes them.
+    `put` only inserts into a queue. Heartbeats are queued as dicts, and the thread encodes them. A
+    line for stdout is cut to `PIPE_BUF` bytes, and dropped while stdout accepts no data.
     `is_ours` returns False while another directory or none is at the path of the run. Open files
     are then still written, unless they were deleted; no file is opened or replaced.
     """
@@ -76,12 +78,15 @@ class Recorder:
         self._queue.put((path, record))
         return True
 
-    def call(self, work: Callable[[], None]) -> None:
+    def call(self, work: Callable[[], None], keep: bool = True) -> None:
         """Queues a function, for example one that writes a document.
 
-        A full queue does not drop the function.
+        With `keep`, a full queue does not drop the function.
         """
-        self._queue.put(work)
+        if keep or self._queue.qsize() < MAX_WAITING:
+            self._queue.put(work)
+        else:
+            self.dropped += 1
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Waits until the queue is empty; returns False if this takes longer than `timeout_s`."""
@@ -123,7 +128,9 @@ class Recorder:
         fd = self._file(path)
         if path in self._torn:
             data = b"\n" + data
-        written = os.write(fd, data)
+        if path == STDOUT and not _is_writable(fd):
+            raise RuntimeError("stdout is blocked")
+        written = os.write(fd, data[: select.PIPE_BUF] if path == STDOUT else data)
         if written < len(data):
             self._torn.add(path)
             self.dropped += 1
@@ -175,9 +182,18 @@ class Recorder:
 
     def _report(self, message: str) -> None:
         try:
-            os.write(2, f"{message}\n".encode("utf-8", "replace"))
+            if _is_writable(2):
+                os.write(2, f"{message}\n".encode("utf-8", "replace")[: select.PIPE_BUF])
         except OSError:
             self.dropped += 1
+
+
+def _is_writable(fd: int) -> bool:
+    """Returns whether a write of `PIPE_BUF` bytes to a pipe or a terminal returns at once.
+
+    It is not writable for example after Ctrl-S, or while the reader of the pipe does not read.
+    """
+    return bool(select.select([], [fd], [], 0)[1])
 
 
 def _is_at(path: Path, fd: int) -> bool:

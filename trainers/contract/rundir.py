@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -31,7 +32,7 @@ REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT, ANOMALY = (
 )  # fmt: skip
 REQUEST_FILES = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
 """Files that request a checkpoint or profile when they appear or change."""
-TORCHRUN_LOG, TRAINING_CSV = "torchrun.log", "training.csv"
+TORCHRUN_LOG, TRAINING_CSV, TRAINING_LOCK = "torchrun.log", "training.csv", "training.lock"
 LIVE_STATUS = "supervisor_status.json"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
 MAX_DOCUMENT_BYTES, PROC_BYTES = 4 << 20, 4096
@@ -254,6 +255,33 @@ def make_directory(path: Path) -> None:
                 os.fchmod(folder.fd, 0o700)
     except OSError as error:
         raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
+
+
+def is_locked(launch: Path) -> bool:
+    """Returns whether a process holds the lock of a launch directory.
+
+    Returns False if no lock file can be opened, and True if flock fails for any reason.
+    """
+    try:
+        with jsonl.opened(launch / LOCK) as fd:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)  # as `opened` raises
+    return False
+
+
+def lock_rank(run: Path, rank: int) -> None:
+    """Locks a rank of a run until this process ends; its child processes do not get the lock.
+
+    Raises RefusedError if another process has this lock. After any other error, for example in a
+    file system without locks, nothing is locked.
+    """
+    try:  # The descriptor stays open, because its end would end the lock.
+        fcntl.lockf(open_append(run / TRAINING_LOCK), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+    except BlockingIOError as error:
+        raise RefusedError(f"a training in {run} is alive (rank {rank}); end it first") from error
+    except OSError:
+        pass
 
 
 def remove_tree(path: Path) -> None:

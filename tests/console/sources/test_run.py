@@ -184,6 +184,9 @@ def gone(run, **last):
         ({"reason": "done", "exit_code": 0}, False, "completed"),
         ({"reason": ".HALT"}, True, "halted"),
         ({"reason": "loss is not finite", "exit_code": 10}, False, "failed"),
+        ({"reason": "SystemExit: 1", "exit_code": 1}, False, "failed"),
+        ({"reason": "", "exit_code": None}, False, "lost"),
+        ({"reason": ".HALT", "exit_code": None}, True, "lost"),
     ],
 )
 def test_without_a_supervisor_exit_records_count(launch, run, last, halted, expected):
@@ -192,7 +195,10 @@ def test_without_a_supervisor_exit_records_count(launch, run, last, halted, expe
     gone(run, **last)
     state = RunSource(launch).poll()
     assert state.state == expected
-    assert expected == "completed" or last["reason"] in state.why
+    lost = "the end of rank 0 is unknown: its exit record has no exit code"
+    assert expected == "completed" or (lost if expected == "lost" else last["reason"]) in state.why
+    exits = {f"exited (code {last.get('exit_code', 0)})", "exit code not available"}
+    assert {rank.exit for rank in state.ranks} <= exits
 
 
 @pytest.mark.parametrize(

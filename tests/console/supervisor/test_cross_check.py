@@ -254,6 +254,19 @@ def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, sta
     assert isinstance(again, str) == (state != "crashed")
 
 
+@pytest.mark.parametrize(
+    ("ended", "state"),
+    [(worker(), "lost"), (worker(0, confirmed=True), "completed"),
+     (worker(2, confirmed=True), "crashed")],
+)  # fmt: skip
+def test_an_exit_record_without_a_code_shows_neither_success_nor_failure(ended, state):
+    told = Recorded()
+    for msg in ("progress", "exit"):
+        told.take({"rank": 0, "step": 9, "msg": msg, "ts": 1.0, "exit_code": None})
+    end = end_of(ended, told.heads[0], step=9)
+    assert decide(Facts(spawned=True, over=True, ends=[end], world=1))[0] == state
+
+
 def test_the_last_pulse_of_a_rank_shows_the_phase_in_which_it_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(rundir, "SHARED_MEMORY", tmp_path)
     live = Live("0123456789abcdef", 3, 1, tmp_path)

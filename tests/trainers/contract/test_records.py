@@ -57,10 +57,43 @@ def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatc
     kept = sum(recorder.put(tmp_path / "f", b"x\n") for _ in range(12_000))
     assert kept == 10_000
     assert recorder.dropped == 2_000
+    recorder.call(lambda: None, keep=False)
+    assert (recorder.dropped, recorder.waiting) == (2_001, 10_000)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     assert recorder.close(150)
     os.close(reader)
     assert (tmp_path / "f").read_bytes().count(b"\n") == 10_000
+
+
+BLOCKED = """
+import sys
+from pathlib import Path
+from trainers.contract.member import Member
+member = Member(Path(sys.argv[1]), {"RANK": "0"})
+for line in ("long " * 100_000, *["short"] * 20_000):
+    member.log(line)
+    member.record("progress", 1)
+    while member.recorder.waiting > 9_000:
+        pass
+sys.exit(0 if member.recorder.close(60) and member.recorder.dropped > 1 else 1)
+"""
+
+
+def test_a_stdout_that_nobody_reads_blocks_no_record(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED, str(tmp_path)], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=environment(tmp_path),
+    )  # fmt: skip
+    try:
+        assert process.wait(150) == 0
+    finally:
+        process.kill()
+    assert process.stdout is not None
+    with process.stdout:
+        lines = process.stdout.read().splitlines()
+    assert len(beats(tmp_path)) == 20_001
+    assert len(lines[0]) == 4096
+    assert lines[1:4] == [b"", b"short", b"short"] or lines[1:3] == [b"short", b"short"]
 
 
 def test_a_call_that_raises_is_counted_and_the_records_after_it_are_written(tmp_path, capfd):

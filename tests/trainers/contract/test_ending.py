@@ -1,0 +1,100 @@
+"""The exit code in the exit record, and children that a rank forks after `join`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.contract.programs import beats, environment
+from trainers.contract import heartbeat
+
+START = """
+import multiprocessing, os, signal, sys, threading, time
+from trainers.contract.member import join
+run = join()
+run.step(1)
+"""
+ENDS = [
+    ("pass", 0, 0, "done"),
+    ("sys.exit()", 0, 0, "done"),
+    ("sys.exit(3)", 3, 3, "SystemExit: 3"),
+    ("sys.exit('no data')", 1, 1, "SystemExit: no data"),
+    ("def main():\n    sys.exit(-1)\nmain()", 255, 255, "SystemExit: -1"),
+    ("raise ValueError('no data')", 1, 1, "ValueError: no data"),
+    ("raise SystemExit(2)", 2, None, ""),
+    ("raise SystemExit", 0, None, ""),
+    ("try:\n    sys.exit(3)\nexcept SystemExit:\n    pass", 0, 0, "done"),
+    ("a = threading.Thread(target=sys.exit, args=(3,))\na.start()\na.join()", 0, 0, "done"),
+]
+
+
+@pytest.mark.parametrize("how", ["-c", "-m"])
+@pytest.mark.parametrize(("words", "code", "recorded", "reason"), ENDS)
+def test_the_exit_record_has_the_exit_code_of_the_process_or_none(
+    tmp_path, how, words, code, recorded, reason
+):
+    (tmp_path / "program.py").write_text(START + words)
+    command = {"-c": START + words, "-m": "program"}[how]
+    done = subprocess.run(
+        [sys.executable, how, command], env=environment(tmp_path), cwd=tmp_path, timeout=150
+    )
+    last = beats(tmp_path)[-1]
+    assert done.returncode == code
+    assert (last["msg"], last["exit_code"], last["reason"]) == ("exit", recorded, reason)
+    assert ("progress" in {record["msg"] for record in beats(tmp_path)}) == (not recorded)
+
+
+def test_the_exit_code_stays_in_a_record_that_is_cut():
+    record = {"v": 1, "msg": "exit", "exit_code": 13, "reason": "x" * 5000}
+    assert json.loads(heartbeat.encode(record))["exit_code"] == 13
+
+
+@pytest.mark.parametrize("how", ["", "child.terminate(); child.join()"])
+def test_sigterm_ends_a_child_that_was_forked_after_join(tmp_path, how):
+    """At the exit of Python, multiprocessing terminates a daemon child and waits for its end."""
+    words = (
+        "child = multiprocessing.get_context('fork').Process(\n"
+        "    target=time.sleep, args=(600,), daemon=True)\n"
+        f"child.start()\n{how}"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", START + words], env=environment(tmp_path), start_new_session=True
+    )
+    try:
+        assert process.wait(30) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_the_exit_of_a_forked_child_changes_neither_pulse_nor_dumps_of_its_rank(tmp_path):
+    live = tmp_path / "live"
+    live.mkdir()
+    words = """
+from pathlib import Path
+from trainers.contract import pulse, rundir
+if (child := os.fork()) == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+live = Path(os.environ["NSA_CONSOLE_LIVE_DIR"])
+Path("phase").write_text(pulse.read(rundir.pulse(live, 0)).phase)
+os.kill(os.getpid(), signal.SIGUSR1)
+deadline = time.monotonic() + 20
+while not rundir.live_stack(live, 0).stat().st_size and time.monotonic() < deadline:
+    time.sleep(0.05)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", START + words], env=environment(tmp_path, live), cwd=tmp_path,
+        timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert Path(tmp_path / "phase").read_text() == "step"
+    assert (live / "stack_rank0.txt").stat().st_size
+    assert [record["msg"] for record in beats(tmp_path)].count("exit") == 1

@@ -1,0 +1,86 @@
+"""Trainings that are started by hand: one per directory, and a new attempt number for each."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.trainers.runs import ROOT, Run, small
+from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
+
+RESUME = {"checkpoint.resume": "auto"}
+STEPS = small(train__steps=4, report__disable_tb=1)
+
+
+def test_a_resume_in_the_directory_of_a_living_training_is_rejected(tmp_path):
+    first = Run(tmp_path, small(train__steps=100_000, checkpoint__every=2), nproc=2)
+    first.until_step(4)
+    second = Run(tmp_path, small(train__steps=100_000) | RESUME, nproc=1)
+    assert second.wait() == 13
+    assert f"a training in {first.path} is alive (rank 0); end it first" in second.text()
+    (first.path / rundir.HALT).touch()
+    first.done()
+    assert len(first.records(0, "boot")) == 1
+    assert Run(tmp_path, STEPS | RESUME, nproc=2).done().records(0, "boot")[1]["attempt"] == 2
+
+
+def test_a_start_by_hand_in_the_run_of_a_living_launch_is_rejected(tmp_path):
+    launch = tmp_path / "launch"
+    launch.mkdir()
+    with (launch / rundir.LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rejected = Run(tmp_path, STEPS, nproc=1, name="launch/0-x")
+        assert rejected.wait() == 13
+    assert "is in a launch whose supervisor is alive" in rejected.text()
+    assert not list(rejected.path.iterdir())
+    Run(tmp_path, STEPS, nproc=1, name="launch/0-x").done()
+
+
+LOCKS = """
+import os, sys, time
+from pathlib import Path
+from trainers.contract import rundir
+rundir.lock_rank(Path(sys.argv[1]), 0)
+child = os.fork()
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_lock_ends_with_its_process_although_a_forked_child_lives(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOCKS, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(RefusedError, match="end it first"):
+            rundir.lock_rank(tmp_path, 0)
+        rundir.lock_rank(tmp_path, 1)
+        process.kill()
+        process.wait()
+        rundir.lock_rank(tmp_path, 0)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_directory_without_room_for_a_lock_is_trained_in(tmp_path):
+    (tmp_path / rundir.TRAINING_LOCK).mkdir()
+    rundir.lock_rank(tmp_path, 0)
+
+
+def test_no_two_attempts_have_the_same_number(tmp_path):
+    Run(tmp_path, STEPS, nproc=1).done()
+    assert Run(tmp_path, STEPS | RESUME | {"train.lr": 0.5}, nproc=1).wait() == 13
+    last = Run(tmp_path, STEPS | RESUME | {"train.steps": 6}, nproc=1).done()
+    assert [record["attempt"] for record in last.records(0, "boot")] == [1, 2, 3]
+    assert last.metrics()["attempt"] == 3
+    places = [(record["attempt"], record["n"]) for record in last.records()]
+    assert len(set(places)) == len(places)

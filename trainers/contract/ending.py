@@ -1,0 +1,43 @@
+"""Finds the exit code of a program in a function of atexit, for its exit record.
+
+Python shows such a function the exception that ended the program (`sys.last_value`), but not a
+SystemExit. So the outermost frame shows whether the program returned, and `sys.exit` is wrapped.
+"""
+
+from __future__ import annotations
+
+import opcode
+import sys
+from typing import Any, NoReturn
+
+
+class Ending:
+    """The end of this program; create it once, in the main thread."""
+
+    def __init__(self) -> None:
+        self._frame = sys._getframe()
+        while self._frame.f_back is not None:
+            self._frame = self._frame.f_back
+        self._arg: Any = self
+        """The argument of the newest `sys.exit`; this object if there was no call."""
+        self._exit, sys.exit = sys.exit, self._recorded_exit
+
+    def _recorded_exit(self, status: Any = None, /) -> NoReturn:
+        self._arg = status
+        self._exit(status)
+
+    def found(self) -> tuple[int | None, str]:
+        """Returns two values: the exit code, or None if it is not known; and the error, or "".
+
+        The code of a SystemExit that `sys.exit` did not raise is not known; but if the program
+        called `sys.exit` before, and this call did not end it, the code of that call is returned.
+        """
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            return 1, f"{type(error).__name__}: {error}"[:400]
+        if opcode.opname[self._frame.f_code.co_code[self._frame.f_lasti]].startswith("RETURN"):
+            return 0, ""
+        if self._arg is self:
+            return None, ""
+        code = self._arg & 0xFF if isinstance(self._arg, int) else int(self._arg is not None)
+        return code, f"SystemExit: {self._arg}"[:400] if code else ""
