@@ -58,7 +58,7 @@ def _why_not(run: Path, token: str) -> str:
         for path in (run / rundir.SUPERVISOR, run.parent / rundir.PLAN_STATE)
     )
     stop = f"stop the run with {process.command('stop', run)}"
-    if rundir.is_locked(run.parent):
+    if liveness.is_locked(run.parent):
         return f"a supervisor has the lock of {run.parent}; {stop}"
     for named in (own, jsonl.mapping(plan, "supervisor")):
         if not named or named.get("host") != rundir.host_name():

@@ -135,7 +135,7 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
     if not owner.host and not rundir.is_alive(owner.identity):
         raise RefusedError(_without_supervisor(name, folder, box, owner))
     top = launches.launch_of(folder)
-    is_held = top is not None and (bool(owner.host) or rundir.is_locked(top))
+    is_held = top is not None and (bool(owner.host) or liveness.is_locked(top))
     if top is None or not is_held or not owner.token or owner.token != lock.token_of(top):
         where = f" on {owner.host}" if owner.host else ""
         found = "that of another supervisor" if is_held else "not held"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,6 @@ from trainers import changes, checkpoint, faults, initial_weights, inventory, ma
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts
 from trainers.contract import jsonl
-from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
@@ -28,12 +27,9 @@ from trainers.rejected_settings import recomputed
 from trainers.run_records import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
-from trainers.settings import AUTO, flatten
+from trainers.settings import AUTO
 from trainers.step_phases import Phases
 from trainers.step_reduction import StepReduction
-
-PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
-"""Settings that are paths, which may differ between hosts."""
 
 
 class Training:
@@ -42,7 +38,6 @@ class Training:
     def __init__(self, settings: Settings, member: Member, report: Report):
         self.settings, self.member, self.report = settings, member, report
         self.parallel = parallel = make_strategy(settings, member)
-        refuse_other_settings(settings, parallel)
         train, device, run = settings.train, parallel.device, member.run
         on_cuda = device.type == "cuda"
         source = open_on_all_ranks(settings, run, parallel)
@@ -75,21 +70,6 @@ class Training:
         every = settings.report.memory_every
         self.inventory = Inventory(member, parallel, self.plain, self.optimizer, every)
         self.profiler = Profiler(member, report, settings.report)
-
-
-def refuse_other_settings(settings: Settings, parallel: Single) -> None:
-    """Raises UsageError on all ranks if a rank has other settings than rank 0.
-
-    The settings in `PLACES` may differ. Each rank reads its own environment and files, which may
-    differ between hosts.
-    """
-    values = flatten(asdict(settings))
-    first, *others = parallel.gather({key: x for key, x in values if key not in PLACES})
-    for rank, theirs in enumerate(others, 1):
-        wrong = [key for key in theirs if theirs[key] != first.get(key)]
-        text = "; ".join(f"{key} is {theirs[key]!r} instead of {first.get(key)!r}" for key in wrong)
-        if wrong:
-            raise UsageError(f"rank {rank} has other settings than rank 0: {text}")
 
 
 def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Module]:

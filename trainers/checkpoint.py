@@ -96,24 +96,14 @@ def choose_on_all_ranks(
 
     Returns three values: the path and the manifest of the checkpoint, and the errors of the
     checkpoints that rank 0 skipped. Returns None if `choose` returns None. Raises CheckpointError
-    on all ranks if `choose` fails, or if a rank finds another checkpoint or none at this path.
+    on all ranks if `choose` fails, or if a rank finds no checkpoint at this path.
     """
-
-    def decide() -> tuple[Path, list[CheckpointError], str] | None:
-        chosen = choose() if parallel.rank == 0 else None
-        return chosen and (*chosen, manifest.digest(chosen[0]))
-
-    def read() -> Manifest:
-        found = manifest.read(path)
-        if manifest.digest(path) != digest:
-            raise CheckpointError(f"{path} is another checkpoint than on rank 0")
-        return found
-
-    decided = parallel.gather(on_all_ranks(parallel, decide))[0]
+    chosen = on_all_ranks(parallel, lambda: None if parallel.rank else choose())
+    decided = parallel.gather(chosen)[0]
     if decided is None:
         return None
-    path, skipped, digest = decided
-    return path, on_all_ranks(parallel, read), skipped
+    path, skipped = decided
+    return path, on_all_ranks(parallel, lambda: manifest.read(path)), skipped
 
 
 def load(path: Path, parts: Parts) -> None:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nsa.attention import NSAttention
-from nsa.backends import BRANCHES
 from nsa.config import ModelConfig
 from nsa.model import Block
 from trainers import failures, fwe_smoke, inventory, settings
@@ -197,8 +196,8 @@ def find_leak(phase: Phase, layer: Any, x: Tensor, future: Tensor, cuts: Tensor)
     """Returns a sentence if an output up to a cut depends on a later token, or else ""."""
     past = torch.arange(x.shape[1], device=x.device) <= cuts[:, None]
     same = x.repeat(len(cuts), 1, 1).requires_grad_()
-    changed, is_nsa = torch.where(past.unsqueeze(-1), x, future), isinstance(layer, NSAttention)
-    is_chunked = is_nsa and layer.routes(x)["sel"].name == "chunked"
+    changed = torch.where(past.unsqueeze(-1), x, future)
+    is_chunked = isinstance(layer, NSAttention) and layer.routes(x)["sel"].name == "chunked"
     share = ROUNDING[phase.settings.train.precision] if is_chunked else 0.0
 
     def moved() -> Tensor:
@@ -215,16 +214,8 @@ def find_leak(phase: Phase, layer: Any, x: Tensor, future: Tensor, cuts: Tensor)
             for cut, token in (gradient.abs().amax(-1) * ~past).nonzero():
                 return f"outputs up to {cuts[cut]} have a gradient at the later token {token}"
             return ""
-        branches = []
-        if is_nsa:  # change keys and values of one branch at a time
-            (q, *old), (_, *new) = layer.project(same), layer.project(changed)
-            for i, name in enumerate(BRANCHES):
-                kv = [[*a[:i], b[i], *a[i + 1 :]] for a, b in zip(old, new, strict=True)]
-                layer.project = lambda _, kv=kv: (q, *kv)
-                branches += [name] if len(moved()) else []
     cut, row = places[0]
-    by = f"in the branch {', '.join(branches)}, " if branches else ""
-    return f"{by}output {row} of {x.shape[1]} changes with the tokens after {cuts[cut]}"
+    return f"output {row} of {x.shape[1]} changes with the tokens after {cuts[cut]}"
 
 
 def parity(phases: Sequence[Phase]) -> Found:

@@ -79,8 +79,6 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
     run, variables = open_run(arguments.run_dir or _default_run(arguments, variables, resolved))
     rank = environ.integer(variables, "RANK", 0)
     mine = rundir.heartbeat(run, rank)
-    if not supervised and rundir.is_locked(run.parent):
-        raise RefusedError(f"{run} is in a launch whose supervisor is alive; end that launch first")
     if not (supervised or resumes) and mine.exists():
         raise RefusedError(
             f"{run} already contains a run ({mine.name}); pass another with --run-dir, or resume "
@@ -100,9 +98,7 @@ def _default_run(arguments: Arguments, variables: Mapping[str, str], resolved: R
     """Returns a directory named by a start time; under torchrun, by torchrun's own start time."""
     if environ.integer(variables, "GROUP_WORLD_SIZE", 1) > 1:
         raise UsageError("ranks on several hosts need one run directory; name it with --run-dir")
-    started = time.time()
-    if "RANK" in variables:
-        started = _started_at(os.getppid()) or started
+    started = _started_at(os.getppid()) if "RANK" in variables else None
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
     name = arguments.config.stem if arguments.config else "default"
     return Path(resolved.settings.report.out_dir or f"artifacts/{name}") / stamp

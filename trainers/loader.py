@@ -241,10 +241,9 @@ def open_on_all_ranks(
 
 
 def _late(what: str, about: str, data: DataSettings) -> str:
-    slow = " (after a resume, a .jsonl.gz file is read from its start)"
     return (
-        f"{what} from {about} within {data.timeout_s:g} s; check the disk or the network, "
-        f"or raise data.timeout_s{slow if data.source == 'jsonl' else ''}"
+        f"{what} from {about} within {data.timeout_s:g} s; "
+        "check the disk or the network, or raise data.timeout_s"
     )
 
 

@@ -202,11 +202,6 @@ def read(path: Path) -> Manifest:
     return manifest
 
 
-def digest(path: Path) -> str:
-    """Returns the hash of a checkpoint's manifest as its identity. Raises OSError."""
-    return _fingerprint(path / MANIFEST)[1]
-
-
 def _fingerprint(path: Path) -> tuple[int, str]:
     with jsonl.opened(path) as fd, os.fdopen(fd, "rb", closefd=False) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()

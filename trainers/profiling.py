@@ -37,7 +37,7 @@ class Profiler:
 
     def __init__(self, member: Member, report: Report, settings: ReportSettings):
         self._member, self._report = member, report
-        self._window, self._requested = step_range(settings.profile) or range(0), range(0)
+        self._window = step_range(settings.profile) or range(0)
         self._audit = settings.sdpa_audit and member.rank == 0
         """True while the report of the first step's kernels is due."""
         self._open: Any = None
@@ -46,20 +46,19 @@ class Profiler:
         self._exporting: threading.Thread | None = None
 
     def request(self, step: int) -> None:
-        """Plans a window of the next steps, or notes that another window contains such a step."""
-        wanted = range(step + 1, step + 1 + REQUESTED_STEPS)
+        """Plans a window of the next steps, or notes that another window is open or planned."""
         other = self._window if self._open is None else self._steps
-        if other.start < wanted.stop and wanted.start < other.stop:
+        if other and step < other[-1]:
             text = f"profile request ignored: steps {other.start} to {other[-1]} get a profile"
             self._report.record_event("note", step, text)
         else:
-            self._requested = wanted
+            self._window = range(step + 1, step + 1 + REQUESTED_STEPS)
 
     def begin(self, step: int) -> None:
         """Opens the profile window (or the audit window) that begins with this step."""
-        window = next((w for w in (self._window, self._requested) if step in w[:1]), range(0))
-        if self._open is None and (window or self._audit):
-            self._steps = window or range(step, step + 1)
+        starts = step in self._window[:1]
+        if self._open is None and (starts or self._audit):
+            self._steps = self._window if starts else range(step, step + 1)
             self._open = torch.profiler.profile(record_shapes=True)
             self._open.start()
 
@@ -88,7 +87,7 @@ class Profiler:
             text = f"kernels of SDPA in step {self._steps.start}: {called}"
             self._report.record_event("sdpa_audit", step, text, called=called)
             self._audit = False
-        if self._steps not in (self._window, self._requested):
+        if self._steps != self._window:
             return
         name = f"steps{self._steps.start}-{step}_rank{self._member.rank}.json"
         # Writing a trace takes seconds, so a thread does it.

@@ -271,9 +271,8 @@ class Report:
         kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s",
                 "mfu", "mfu_exact")  # fmt: skip
         trained, took_s = self.tokens_total - self._tokens_before, self._training_s
-        figures = {name: self._last.get(name) for name in kept} | {
-            "training_s": took_s, "mean_toks_per_s": trained / took_s if took_s else None,
-        }  # fmt: skip
+        figures = {name: self._last.get(name) for name in kept} | {"training_s": took_s}
+        figures["mean_toks_per_s"] = trained / took_s if took_s else None
         if not took_s:  # the figures of the attempt that trained stay
             before = rundir.read_json(self._member.run / rundir.METRICS) or {}
             if before.get("steps_done") == self.steps_done:

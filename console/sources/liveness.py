@@ -8,7 +8,9 @@ processes are alive, so there the run is `unsupervised` instead.
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -248,6 +250,23 @@ def living_in(run: Path) -> str:
     return living_ranks(supervisor) or living_processes(document, supervisor)
 
 
+def is_locked(launch: Path) -> bool:
+    """Returns whether a process holds the lock of a launch directory.
+
+    Returns False if no lock file can be opened, and True if flock fails for any reason.
+    """
+    fd = jsonl.open_regular(launch / rundir.LOCK)
+    if fd is None:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def why_foreign(run: Path, token: str) -> str:
     """Returns why a process with this token does not belong to this run of this user, or ""."""
     if not token:
@@ -264,7 +283,7 @@ def why_foreign(run: Path, token: str) -> str:
 
 def is_adopted(run: Path, token: str) -> bool:
     """Returns whether a process with this token belongs to this run, and the launch is locked."""
-    return not why_foreign(run, token) and rundir.is_locked(run.parent)
+    return not why_foreign(run, token) and is_locked(run.parent)
 
 
 def has_lost_rank(supervisor: Record) -> bool:

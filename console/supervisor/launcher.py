@@ -149,7 +149,7 @@ class Claim:
 
     def is_free(self) -> bool:
         """Returns whether no other process holds the lock."""
-        return self.fd >= 0 or not rundir.is_locked(self.directory)
+        return self.fd >= 0 or not liveness.is_locked(self.directory)
 
     def release(self) -> None:
         """Closes the lock; a process that inherited its descriptor still has the lock."""

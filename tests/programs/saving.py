@@ -4,6 +4,7 @@ Each line of standard input is a case as JSON; the program prints a line with th
 case. `tests.faults.saves` starts this program.
 """
 
+import hashlib
 import json
 import shutil
 import sys
@@ -57,7 +58,7 @@ def verified() -> dict[int, str]:
     for path in manifest.newest_first(run):
         try:
             step = manifest.verify(path).step
-            found[step] = manifest.digest(path)
+            found[step] = hashlib.sha256((path / manifest.MANIFEST).read_bytes()).hexdigest()
         except CheckpointError:
             continue
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -28,18 +27,6 @@ def test_a_resume_in_the_directory_of_a_living_training_is_rejected(tmp_path):
     first.done()
     assert len(first.records(0, "boot")) == 1
     assert Run(tmp_path, STEPS | RESUME, nproc=2).done().records(0, "boot")[1]["attempt"] == 2
-
-
-def test_a_start_by_hand_in_the_run_of_a_living_launch_is_rejected(tmp_path):
-    launch = tmp_path / "launch"
-    launch.mkdir()
-    with (launch / rundir.LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        rejected = Run(tmp_path, STEPS, nproc=1, name="launch/0-x")
-        assert rejected.wait() == 13
-    assert "is in a launch whose supervisor is alive" in rejected.text()
-    assert not list(rejected.path.iterdir())
-    Run(tmp_path, STEPS, nproc=1, name="launch/0-x").done()
 
 
 LOCKS = """

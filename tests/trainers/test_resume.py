@@ -54,7 +54,6 @@ def elsewhere(tmp_path, rank: int):
 
 HARMS = {
     "missing": (lambda run: shutil.rmtree(run / "checkpoints"), "no readable manifest.json"),
-    "another": (lambda run: saved(run, made(2), 3), "another checkpoint than on rank 0"),
     "a file is missing": (
         lambda run: (run / "checkpoints/step_00000003/__0_0.distcp").unlink(), "cannot be read",
     ),
@@ -161,16 +160,3 @@ def test_what_an_old_checkpoint_does_not_record_is_said_and_not_taken_for_equal(
     unknown, changed = changes.refuse(Path("x"), before, now, "")
     assert {"model.nsa.window", "sequences per step", "data stream"} < set(unknown)
     assert not changed
-
-
-def test_ranks_with_other_settings_are_refused_with_what_differs(tmp_path):
-    def work(rank, parallel, member):
-        del member
-        changes = small(train__lr=0.002 if rank else 0.001, data__path="/" * (rank + 1))
-        resolved = settings.resolve(CONFIG, {}, changes | {"data.source": "text"})
-        return build.refuse_other_settings(resolved.settings, parallel)
-
-    mine, theirs = together([tmp_path / "run"] * 2, work)
-    assert mine == theirs
-    assert mine[:2] == ("UsageError", 13)
-    assert mine[2] == "rank 1 has other settings than rank 0: train.lr is 0.002 instead of 0.001"

@@ -257,19 +257,6 @@ def make_directory(path: Path) -> None:
         raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
 
 
-def is_locked(launch: Path) -> bool:
-    """Returns whether a process holds the lock of a launch directory.
-
-    Returns False if no lock file can be opened, and True if flock fails for any reason.
-    """
-    try:
-        with jsonl.opened(launch / LOCK) as fd:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, FileNotFoundError)  # as `opened` raises
-    return False
-
-
 def lock_rank(run: Path, rank: int) -> None:
     """Locks a rank of a run until this process ends; its child processes do not get the lock.
 

@@ -12,6 +12,7 @@ import pytest
 
 from console import leftovers
 from console.cli import main
+from console.sources import liveness
 from console.supervisor import lock
 from trainers.contract import environ, rundir
 
@@ -95,7 +96,7 @@ def test_no_run_is_adopted_while_its_processes_are_ended(launch):
     take_lock(launch)
     launch.lock.close()
     with lock.keep_free(launch.run.parent):
-        assert not rundir.is_locked(launch.run.parent)
+        assert not liveness.is_locked(launch.run.parent)
         with pytest.raises(BlockingIOError):
             take_lock(launch)
     take_lock(launch)
