@@ -80,7 +80,10 @@ def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, .
     for need in {row.needs for row in rows}:
         work = [(row.check, answers[row.name]) for row in rows if row.needs == need]
         thread = threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started
+            _answer(case, work)
     begun = time.monotonic()
     late = wait(answers.values(), SAID_S).not_done
     if late and said:
