@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from console.sources.process import NAME
+from console.tui.feed import Feed
 from trainers.contract import environ
 from trainers.contract.errors import ContractError
 
@@ -24,8 +25,18 @@ ANSWER_S = 300.0
 """Longest wait for a supervisor's answer; the screen shows an answer as soon as it comes."""
 LIMIT_S = 20.0
 """After this time without a result, a notice shows the action and the waiting time."""
-Console = Any
-"""The app, whose class imports the modules that use it, so that they cannot import the class."""
+
+
+class Screen(Protocol):
+    """The part of the app that this module uses."""
+
+    pending: list[Pending]
+    feed: Feed
+
+    @property
+    def is_running(self) -> bool: ...
+    def call_later(self, callback: Any, *args: Any) -> Any: ...
+    def say(self, text: str, level: str = "ok") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +64,7 @@ class Pending:
 
 
 def run_in_background(
-    screen: Console, label: str, work: Callable[[], Any], then: Callable[[Any], object],
+    screen: Screen, label: str, work: Callable[[], Any], then: Callable[[Any], object],
     failed: Callable[[str], object] | None = None, about: str = "", later: str = "",
 ) -> None:  # fmt: skip
     """Runs `work` in a thread; calls `then` with the result, or `failed` with an error sentence.

@@ -8,14 +8,20 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from console.model import LaunchState, RunState
 from console.sources.process import command
 from console.tui import background, confirmations
-from console.tui.background import Console, Pending, run_in_background
+from console.tui.background import Pending, run_in_background
 from console.tui.confirmations import CannotAsk, Choice, Question
+from console.tui.draft import Draft
+from console.tui.feed import ScreenData
 from console.tui.format import age
+from console.tui.terminal import Terminal
+from console.tui.widgets.alertline import AlertLine
+from console.tui.widgets.loglines import LogBook
+from console.tui.widgets.overlay import Overlay
 from trainers.contract import rundir
 
 LATER = (
@@ -35,6 +41,25 @@ def preload(wait_s: float = 0.5) -> None:
         time.sleep(wait_s)
         import_module(name)
         wait_s = 0.05
+
+
+class Console(background.Screen, Protocol):
+    """The part of the app that views and the operator's actions use."""
+
+    snapshot: ScreenData | None
+    draft: Draft
+    book: LogBook
+    terminal: Terminal
+    operator: Operator
+    alert: AlertLine
+    view_name: str
+
+    def do_back(self) -> None: ...
+    def open_overlay(self, overlay: Overlay) -> None: ...
+    def repaint_view(self) -> None: ...
+    def follow(self, path: Path) -> None: ...
+    async def show_view(self, name: str) -> None: ...
+    def run_worker(self, work: Any) -> Any: ...
 
 
 class Operator:

@@ -12,10 +12,11 @@ from textual.app import ComposeResult
 
 from console.model import RunState
 from console.tui import chartmath, charts
-from console.tui.background import Console, run_in_background
+from console.tui.background import run_in_background
 from console.tui.chartmath import Mode
 from console.tui.charts import Chart
 from console.tui.feed import ScreenData
+from console.tui.operator import Console
 from console.tui.rows import Row
 from console.tui.views.view import View
 from console.tui.widgets.chart import ChartPanel

@@ -6,8 +6,8 @@ from textual.app import ComposeResult
 
 from console.model import LIVE_STATES, LaunchState, RunState
 from console.status_text import DASH, counted, shell_line
-from console.tui.background import Console
 from console.tui.feed import ScreenData
+from console.tui.operator import Console
 from console.tui.rows import Row, rule, text_of, wrap
 from console.tui.views.view import View
 from console.tui.widgets import flags as flag_list

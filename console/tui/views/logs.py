@@ -8,8 +8,8 @@ from functools import partialmethod
 from textual.app import ComposeResult
 
 from console.model import ALL_SOURCES, LogLine
-from console.tui.background import Console
 from console.tui.feed import ScreenData
+from console.tui.operator import Console
 from console.tui.rows import Row, rule
 from console.tui.views.view import View
 from console.tui.widgets.lines import Panel

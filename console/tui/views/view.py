@@ -7,8 +7,8 @@ from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
 
-from console.tui.background import Console
 from console.tui.feed import ScreenData
+from console.tui.operator import Console
 from console.tui.rows import text_of
 from console.tui.widgets.lines import Box, Lines, Panel, Wrapped
 from console.tui.widgets.picker import Reader
