@@ -1,4 +1,4 @@
-"""`python -m console.supervisor LAUNCH --lock-fd N [--adopt JSON]`: supervises a launch."""
+"""`python -m console.supervisor LAUNCH --lock-fd N [--adopt]`: supervises a launch."""
 
 from __future__ import annotations
 
@@ -76,9 +76,12 @@ def main() -> int:
         "--lock-fd", type=int, required=True, help="inherited descriptor of the locked lock file"
     )
     parser.add_argument(
-        "--adopt", metavar="JSON", help="adopt the launch, with these settings of the operator"
-    )
+        "--adopt", action="store_true",
+        help="adopt the launch, with the operator's settings from standard input (JSON)",
+    )  # fmt: skip
     options = parser.parse_args()
+    # A command line is public, and the arguments of an operator's hook may contain a key.
+    adopt = sys.stdin.read() if options.adopt else None
     access.set_safe_umask()
     started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     log(f"{started} supervisor pid {os.getpid()} of {options.launch}")
@@ -93,7 +96,7 @@ def main() -> int:
         os.close(options.lock_fd)
         from console.supervisor import child  # imported here, so that the owner does not load it
 
-        return child.main(options.launch, options.adopt, launch_lock, channel, state)
+        return child.main(options.launch, adopt, launch_lock, channel, state)
 
     owner = Owner(run_child)
     handle_signals(owner.add_signal)

@@ -51,7 +51,7 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
     record = link.stored(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
     spec, former = launch_spec.load(path, record), link.stored(path / rundir.PLAN_STATE)
     if adopt is not None:
-        spec = replace(spec, operator=settings_file.parse(json.loads(adopt), "--adopt"))
+        spec = replace(spec, operator=settings_file.parse(json.loads(adopt or "{}"), "--adopt"))
         former = former or rundir.read_json(path / rundir.PLAN_STATE) or {}
     raise_file_limit()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

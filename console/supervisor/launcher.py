@@ -223,7 +223,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
         _adoptable_state(directory, launch, sure)  # again, now that no other process writes
         lock.claim(claim.fd, launch, process.user_name())
         _start_supervisor(
-            directory, claim.fd, "--adopt", json.dumps(asdict(operator)),
+            directory, claim.fd, json.dumps(asdict(operator)),
             cwd=cwd, recorded=jsonl.mapping(newest, "environment"),
         )  # fmt: skip
     except OSError as error:
@@ -285,27 +285,32 @@ def _working_directory(plan: Mapping[str, Any], launch: str) -> Path:
 
 
 def _start_supervisor(
-    directory: Path, lock_fd: int, *adopt: str, cwd: Path | None = None,
+    directory: Path, lock_fd: int, adopt: str = "", cwd: Path | None = None,
     recorded: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Starts the supervisor and waits until it is ready. Raises OSError or ContractError.
 
-    `cwd` and `recorded` are the working directory and the environment of an adopted launch.
+    For an adoption, `adopt` has the operator's settings as JSON, and `cwd` and `recorded` are the
+    working directory and the environment of the launch.
     """
     log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
     argv = [
         sys.executable, "-P", "-m", "console.supervisor", str(directory.absolute()),
-        "--lock-fd", str(lock_fd), *adopt,
+        "--lock-fd", str(lock_fd), *["--adopt"][: bool(adopt)],
     ]  # fmt: skip
     try:
         started = subprocess.Popen(
-            argv, cwd=cwd, env=inherited(recorded), stdin=subprocess.DEVNULL, stdout=log,
-            stderr=log, start_new_session=True, pass_fds=(lock_fd,),
+            argv, cwd=cwd, env=inherited(recorded), stdout=log, stderr=log,
+            stdin=subprocess.PIPE if adopt else subprocess.DEVNULL,
+            start_new_session=True, pass_fds=(lock_fd,),
         )  # fmt: skip
     except OSError as error:
         raise ContractError(f"cannot start the supervisor: {error.strerror}") from error
     finally:
         os.close(log)
+    if started.stdin is not None:
+        with contextlib.suppress(OSError), started.stdin as stream:
+            stream.write(adopt.encode())
     _wait_until_ready(started, directory, ranks_live=bool(adopt))
     with contextlib.suppress(RuntimeError):  # if no thread can start, the supervisor is not reaped
         threading.Thread(target=started.wait, name="reap-supervisor", daemon=True).start()

@@ -186,7 +186,7 @@ class Case:
             time.sleep(POLL_S)
         former.kill()
         former.wait()
-        following = self.start("--adopt", "{}")
+        following = self.start("--adopt")
         until = time.monotonic() + COMES_S
         while following.poll() is None and time.monotonic() < until and not self._has_come():
             time.sleep(POLL_S)

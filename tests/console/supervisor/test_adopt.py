@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,8 @@ def orphan(begin, tmp_path, monkeypatch):
 
 def test_a_launch_that_another_shell_adopts_continues_as_it_was_launched(orphan, tmp_path):
     actions.adopt(orphan.path)
+    # A command line is public, so it has no argument of the operator's hooks.
+    assert Path(f"/proc/{orphan.owner['pid']}/cmdline").read_bytes().endswith(b"\0--adopt\0")
     (tmp_path / "go").touch()
     ended = orphan.wait_end()
     assert [entry["state"] for entry in ended["phases"]] == ["completed"] * 2, ended["why"]
