@@ -190,7 +190,7 @@ def test_nothing_is_written_outside_the_run_directory(text_run):
         "heartbeat_rank0.jsonl", "heartbeat_rank1.jsonl", "stackdump_rank0.txt",
         "stackdump_rank1.txt", "pulse_rank0", "pulse_rank1", "training.csv", "env.json",
         "metrics.json", "checkpoints", "tb", "val.csv", "k_stats.csv", "fallback_counters.csv",
-        "dtypes_report.txt", "opt_state_mb.txt", "collect_env.txt",
+        "dtypes_report.txt", "opt_state_mb.txt", "collect_env.txt", "training.lock",
     }  # fmt: skip
 
 
