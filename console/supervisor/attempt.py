@@ -226,9 +226,9 @@ class Attempt:
     def _watch_torchrun(self) -> None:
         if len(self.tree.workers) == self._world:
             self._alerts.clear(UNSTARTED, "all ranks have started")
-        is_ending, limit_s = self.known.requested in ENDED_FROM_HERE, self._context.watch.startup_s
-        late_s = limit_s if time.monotonic() - self._begun >= limit_s else 0.0
-        for name, text, key in self._ends.alerts(is_ending, late_s):
+        is_ending, watch = self.known.requested in ENDED_FROM_HERE, self._context.watch
+        late_s = watch.startup_s if time.monotonic() - self._begun >= watch.startup_s else 0.0
+        for name, text, key in self._ends.alerts(is_ending, late_s, watch.stall_floor_s):
             self._alerts.raise_(name, text, "crit", key)
 
     def _watch_ranks(self) -> None:

@@ -18,6 +18,7 @@ from console.supervisor.process_tree import Tree, Worker
 from trainers.contract import jsonl, pulse, rundir
 
 AGENT_LOST, STUCK, UNSTARTED = "torchrun-gone", "not-ended", "not-started"
+EXIT_HANGS = "exit-hangs"
 LATE_END_S = 5.0
 """Time within which torchrun usually reaps an ended rank, and the rank's last record arrives."""
 
@@ -79,12 +80,15 @@ class Ends:
         return (f"torchrun (pid {self._tree.agent_pid}) has exited ({how}); "
                 f"{rank_names(left, 'still runs', 'still run')}")  # fmt: skip
 
-    def alerts(self, is_ending: bool, late_s: float) -> Iterator[tuple[str, str, str]]:
+    def alerts(
+        self, is_ending: bool, late_s: float, exit_s: float
+    ) -> Iterator[tuple[str, str, str]]:  # fmt: skip
         """Yields name, text and key of each alert on processes that do not start or end.
 
-        The ranks are late if `late_s` has passed since the start of torchrun; 0 if it has not.
+        The ranks are late if `late_s` has passed since the start of torchrun; 0 if it has not. A
+        rank hangs at its exit if its process is alive `exit_s` after its exit record.
         """
-        tree = self._tree
+        tree, heads, now = self._tree, self._heads(), time.monotonic()
         if stuck := tree.stuck():
             why = "a process in state D waits for a disk or a driver"
             yield STUCK, f"KILL has not ended pid {', '.join(stuck)}; {why}", ""
@@ -97,6 +101,13 @@ class Ends:
             agent = f"pid {tree.agent_pid}, state {process.state(tree.agent_pid)}"
             where = f"see {rundir.TORCHRUN_LOG}; stop ends the run"
             yield UNSTARTED, f"{found} of the start of torchrun ({agent}); {where}", "K"
+        alive = [rank for rank, worker in sorted(tree.workers.items()) if worker.over_ts is None]
+        ended = [rank for rank in alive if heads.get(rank, NO_RECORDS).has_end]
+        if hung := [rank for rank in ended if heads[rank].pace.age_s(now) >= exit_s]:
+            text = (
+                f"{rank_names(hung, 'still runs', 'still run')} {exit_s:g} s after the exit record"
+            )
+            yield EXIT_HANGS, f"{text}, so the run does not end; stop ends it", "K"
 
     def conclude(self, log: bytes, crashes: Mapping[int, Crash]) -> str:
         """Adds the ends that torchrun's `log`, the last errors and the last pulses show.

@@ -1,4 +1,4 @@
-"""A torchrun that does not start its ranks, for example because the disk of its packages hangs."""
+"""A torchrun that does not start its ranks, and a rank that does not end after its exit record."""
 
 from __future__ import annotations
 
@@ -41,6 +41,25 @@ def test_a_torchrun_without_ranks_alerts_until_it_starts_them(begin, tmp_path):
     assert started.alerts("not-started")[1]["text"] == "all ranks have started"
     assert started.ask("halt")["text"].endswith("this project then save a checkpoint")
     assert started.wait_end()["phases"][0]["state"] == "halted"
+
+
+def test_a_rank_that_hangs_after_its_exit_record_alerts(begin, tmp_path):
+    program = tmp_path / "hangs.py"
+    program.write_text(
+        "import atexit, os, time\n"
+        "atexit.register(lambda: time.sleep(3600 * (os.environ['RANK'] == '1')))\n"
+        "from trainers.contract.member import join\nrun = join()\n"
+        "for step in range(1, 4):\n    run.step(step, loss=1.0)\n"
+    )
+    started = begin(
+        {"name": "one", "script": str(program), "nproc": 2},
+        watch={"stall_floor_s": 2, "grace_s": 1}, shell=STUB,
+    )  # fmt: skip
+    (alert,) = started.wait(lambda: started.alerts("exit-hangs"))
+    assert (alert["level"], alert["key"]) == ("crit", "K")
+    assert alert["text"].startswith("rank 1 still runs 2 s after the exit record, so the run ")
+    assert started.ask("stop")["ok"]
+    started.wait_over()
 
 
 @pytest.mark.parametrize(("alerts", "pace_s"), [({}, BUSY_S), ({"not-started": {}}, IDLE_S)])
