@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from tests.trainers.runs import ROOT, Run, small
+from tests.trainers.runs import ROOT, Run, latest_checkpoint, small
+from trainers import manifest
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
 
@@ -32,6 +33,7 @@ def test_a_resume_in_the_directory_of_a_living_training_is_rejected(tmp_path):
 LOCKS = """
 import os, sys, time
 from pathlib import Path
+from trainers import manifest
 from trainers.contract import rundir
 rundir.lock_rank(Path(sys.argv[1]), 0)
 child = os.fork()
@@ -71,3 +73,29 @@ def test_no_two_attempts_have_the_same_number(tmp_path):
     assert last.metrics()["attempt"] == 3
     places = [(record["attempt"], record["n"]) for record in last.records()]
     assert len(set(places)) == len(places)
+
+
+def test_a_resume_without_a_further_step_keeps_the_checkpoint_and_the_figures(tmp_path):
+    """In another directory, such a resume saves a checkpoint."""
+    changes, target = small(train__steps=3), tmp_path / "weights.safetensors"
+    first = Run(tmp_path, changes).done()
+    path, before = latest_checkpoint(first.path), first.metrics()
+    assert path is not None
+    saved = path.stat().st_ino
+    changes |= {"checkpoint.export": str(target)}
+    after = Run(tmp_path, changes | {"checkpoint.resume": "auto"}).done().metrics()
+    assert path.stat().st_ino == saved
+    assert target.exists()
+    assert (before["attempt"], after["attempt"], after["reason"]) == (1, 2, "done")
+    assert before["loss"] > 0
+    assert before["toks_per_s"] > 0
+    own = {"attempt", "ts", "wall_s"}
+    assert {k: x for k, x in after.items() if k not in own} == {
+        k: x for k, x in before.items() if k not in own
+    }
+    changes |= {"checkpoint.resume": str(first.path)}
+    other = Run(tmp_path, changes, name="other").done()
+    copied = latest_checkpoint(other.path)
+    assert copied is not None
+    assert manifest.verify(copied).step == 3
+    assert (other.metrics()["steps_done"], other.metrics()["loss"]) == (3, None)

@@ -286,32 +286,6 @@ def test_a_halt_does_not_wait_for_an_evaluation_and_saves_its_step_once(tmp_path
     assert kinds == ["checkpoint"]
 
 
-def test_a_resume_without_a_further_step_keeps_the_checkpoint_and_the_figures(tmp_path):
-    """In another directory, such a resume saves a checkpoint."""
-    changes, target = small(train__steps=3), tmp_path / "weights.safetensors"
-    first = Run(tmp_path, changes).done()
-    path, before = latest_checkpoint(first.path), first.metrics()
-    assert path is not None
-    saved = path.stat().st_ino
-    changes |= {"checkpoint.export": str(target)}
-    after = Run(tmp_path, changes | {"checkpoint.resume": "auto"}).done().metrics()
-    assert path.stat().st_ino == saved
-    assert target.exists()
-    assert (before["attempt"], after["attempt"], after["reason"]) == (1, 2, "done")
-    assert before["loss"] > 0
-    assert before["toks_per_s"] > 0
-    own = {"attempt", "ts", "wall_s"}
-    assert {k: x for k, x in after.items() if k not in own} == {
-        k: x for k, x in before.items() if k not in own
-    }
-    changes |= {"checkpoint.resume": str(first.path)}
-    other = Run(tmp_path, changes, name="other").done()
-    copied = latest_checkpoint(other.path)
-    assert copied is not None
-    assert manifest.verify(copied).step == 3
-    assert (other.metrics()["steps_done"], other.metrics()["loss"]) == (3, None)
-
-
 def test_a_rank_with_nan_makes_all_skip_and_the_run_ends_with_10(tmp_path):
     run = Run(
         tmp_path, small(train__steps=50, train__max_nonfinite_steps=3, report__log_every=1),
