@@ -13,7 +13,7 @@ from console.model import RANK_GONE, State
 from console.run_state import Facts, ReaderView, decide
 from console.supervisor.alerts import DROPPED
 from console.supervisor.context import AttemptOwner, RunContext
-from console.supervisor.ends import UNSTARTED, Ends
+from console.supervisor.ends import EXIT_HANGS, UNSTARTED, Ends
 from console.supervisor.former_documents import ENDINGS, FormerRun
 from console.supervisor.live_directory import LastPulses
 from console.supervisor.monitor import Monitor
@@ -228,8 +228,11 @@ class Attempt:
             self._alerts.clear(UNSTARTED, "all ranks have started")
         is_ending, watch = self.known.requested in ENDED_FROM_HERE, self._context.watch
         late_s = watch.startup_s if time.monotonic() - self._begun >= watch.startup_s else 0.0
-        for name, text, key in self._ends.alerts(is_ending, late_s, watch.stall_floor_s):
+        found = list(self._ends.alerts(is_ending, late_s, watch.stall_floor_s))
+        for name, text, key in found:
             self._alerts.raise_(name, text, "crit", key)
+        if all(name != EXIT_HANGS for name, *_ in found):
+            self._alerts.clear(EXIT_HANGS, "the ranks with an exit record have ended, or are ended")
 
     def _watch_ranks(self) -> None:
         """After a rank has failed, schedules KILL for the other ranks: one grace time from now.

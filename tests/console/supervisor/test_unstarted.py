@@ -47,9 +47,13 @@ def test_a_rank_that_hangs_after_its_exit_record_alerts(begin, tmp_path):
     program = tmp_path / "hangs.py"
     program.write_text(
         "import atexit, os, time\n"
-        "atexit.register(lambda: time.sleep(3600 * (os.environ['RANK'] == '1')))\n"
+        f"go = {str(tmp_path)!r} + '/go' + os.environ['RANK']\n"
+        "def hang():\n    while not os.path.exists(go):\n        time.sleep(0.05)\n"
+        "atexit.register(hang)\n"
         "from trainers.contract.member import join\nrun = join()\n"
         "for step in range(1, 4):\n    run.step(step, loss=1.0)\n"
+        "while os.environ['RANK'] == '0' and not os.path.exists(go):\n"
+        "    run.pulse.set(3, 'forward')\n    time.sleep(0.05)\n"
     )
     started = begin(
         {"name": "one", "script": str(program), "nproc": 2},
@@ -58,8 +62,12 @@ def test_a_rank_that_hangs_after_its_exit_record_alerts(begin, tmp_path):
     (alert,) = started.wait(lambda: started.alerts("exit-hangs"))
     assert (alert["level"], alert["key"]) == ("crit", "K")
     assert alert["text"].startswith("rank 1 still runs 2 s after the exit record, so the run ")
-    assert started.ask("stop")["ok"]
-    started.wait_over()
+    (tmp_path / "go1").touch()
+    (_, cleared) = started.wait(lambda: started.alerts("exit-hangs")[1:] and
+                                started.alerts("exit-hangs"))  # fmt: skip
+    assert (cleared["kind"], started.state()["state"]) == ("clear", "running")
+    (tmp_path / "go0").touch()
+    assert started.wait_end()["phases"][0]["state"] == "completed"
 
 
 @pytest.mark.parametrize(("alerts", "pace_s"), [({}, BUSY_S), ({"not-started": {}}, IDLE_S)])
