@@ -81,8 +81,6 @@ class Case:
     batch: int = 1
     threads: int = 0
     """Threads of the CPU; 0 if unknown, for example while torch.compile traces."""
-    flash_parts: bool = True
-    """False where torch lacks the private CPU kernels that `nsa.partial` calls."""
 
     @property
     def total(self) -> int:
@@ -107,7 +105,7 @@ class Route:
     name: str
     why: str
     fallback: str = ""
-    """Why a switch has no effect, or which kernel is missing; "" if neither is so."""
+    """Why a switch has no effect, or "" if each has its effect."""
     folded: bool = False
     """True if the heads of a group are rows of one product: in the whole window branch, or in the
     causal part of another branch. This is done only on a CPU with at least one group per thread,
@@ -180,9 +178,9 @@ def _folds_heads(case: Case, route: str) -> bool:
     }.get(route, FOLDED_UP_TO + 1)
     enough_groups = 0 < case.threads <= case.batch * config.n_kv_groups
     one_kernel = config.d_k == config.d_v and config.n_heads > config.n_kv_groups
-    one_kernel = one_kernel and case.flash_parts and not case.switches.no_flash
     few = case.first == 0 < longest <= FOLDED_UP_TO
-    return case.device == "cpu" and few and one_kernel and enough_groups
+    allowed = case.device == "cpu" and not case.switches.no_flash
+    return allowed and few and one_kernel and enough_groups
 
 
 def _flash_attn_refusal(case: Case) -> str:
@@ -198,9 +196,7 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Returns why flash_only has no effect, or which kernel is missing; "" if neither is so."""
-    if route == "chunked" and case.device == "cpu" and not case.flash_parts:
-        return "this torch has no flash kernel for parts of the keys; matrix products replace it"
+    """Returns why flash_only has no effect, or "" if it has or is off."""
     if not case.switches.flash_only or route in ("none", "flash-attn"):
         return ""
     if case.config.d_k != case.config.d_v:

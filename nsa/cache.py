@@ -49,11 +49,6 @@ class Rows:
         assert self._buffer is not None, "nothing was appended"
         return self._buffer[:, :, self._begin : self._end]
 
-    def select(self, sequences: Tensor) -> None:
-        """Keeps the sequences of the batch with these indices, in this order."""
-        if self._buffer is not None:
-            self._buffer = self._buffer[sequences]
-
     def clear(self) -> None:
         """Drops all rows; the next rows may have any shape."""
         self._buffer, self._begin, self._end = None, 0, 0
@@ -108,11 +103,6 @@ class Cache:
         """Appends the compressed blocks that the last tokens completed."""
         for rows, new in zip(self._blocks, kv, strict=True):
             rows.append(new)
-
-    def select(self, sequences: Tensor) -> None:
-        """Keeps the sequences of the batch with these indices, in this order."""
-        for rows in (*self._kv, *self._blocks):
-            rows.select(sequences)
 
     def reset(self) -> None:
         """Makes the cache empty, for the next document."""

@@ -81,8 +81,6 @@ class ModelConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     """Standard deviation of most initial weights; see `Transformer.reset_parameters`."""
-    tie_embeddings: bool = False
-    """Use the embedding matrix as the output head."""
     attention: Literal["nsa", "dense"] = "nsa"
     """Either "nsa", or "dense" (causal, same heads and groups) as the control."""
     nsa: NSAConfig = NSAConfig()
@@ -126,8 +124,8 @@ def parameter_count(config: ModelConfig) -> int:
         if config.nsa.compress == "mlp":  # positions of phi
             per_layer += config.nsa.block_size * (config.d_k + config.d_v)
         per_layer += _phi_weights(config)
-    embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
-    return embeddings + config.n_layers * per_layer + config.dim
+    embedding_and_head = 2 * config.vocab_size * config.dim
+    return embedding_and_head + config.n_layers * per_layer + config.dim
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
@@ -147,8 +145,6 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
                         all branches together, and the second term is the score pass of the
                         selection, which has no backward.
     """
-    if seq_len < 1:
-        raise ValueError(f"seq_len must be at least 1 token, got {seq_len}.")
     weights = config.n_layers * _layer_matmul_weights(config) + config.vocab_size * config.dim
     total = 6.0 * weights
     per_pair = 6 * (config.d_k + config.d_v)

@@ -30,15 +30,13 @@ def save_model(
     """Writes the configuration and the weights of a model to a directory.
 
     `facts` are added to the metadata of the weights. After an interrupted write, the directory has
-    its earlier content or no `config.json`, so no reader accepts a mixture; a further call
-    completes it. Raises OSError, for example if the directory has a `config.json` of another kind.
-    Raises ValueError for a model with `force_branch` or `uniform_gate`.
+    its earlier model or no `config.json`, so no reader accepts a mixture. Raises OSError, for
+    example if the directory has a `config.json` of another kind. Raises ValueError for a model with
+    `force_branch` or `uniform_gate`.
     """
     if any(layer.switches.fixed_gate for layer in model.attention_layers()):
         raise ValueError("a directory cannot describe force_branch or uniform_gate of a model")
-    path, weights = Path(directory), model.state_dict()
-    if model.config.tie_embeddings:
-        del weights["head.weight"]
+    path = Path(directory)
     config = {
         "model_type": MODEL_TYPE, "architectures": ["NSAForCausalLM"],
         "dtype": str(model.head.weight.dtype).removeprefix("torch."), "model": asdict(model.config),
@@ -52,20 +50,15 @@ def save_model(
         ) from error
     except FileNotFoundError:
         pass
-    new = {name: path / f".{name}.new" for name in (WEIGHTS, CONFIG)}
-    try:
-        with new[WEIGHTS].open("wb") as file, new[CONFIG].open("w") as description:
-            file.write(save(weights, {"format": "pt", **(facts or {})}))
-            description.write(json.dumps(config, indent=2) + "\n")
-            for each in (file, description):
-                each.flush()
-                os.fsync(each.fileno())  # before config.json completes the directory
-        (path / CONFIG).unlink(missing_ok=True)
-        for name, written in new.items():
-            written.replace(path / name)
-    finally:
-        for written in new.values():
-            written.unlink(missing_ok=True)
+    weights = save(model.state_dict(), {"format": "pt", **(facts or {})})
+    for name, data in ((WEIGHTS, weights), (CONFIG, json.dumps(config, indent=2).encode() + b"\n")):
+        with (path / f".{name}.new").open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # before config.json completes the directory
+    (path / CONFIG).unlink(missing_ok=True)
+    for name in (WEIGHTS, CONFIG):
+        (path / f".{name}.new").replace(path / name)
 
 
 def load_model(directory: Path | str) -> Transformer:
@@ -95,16 +88,12 @@ def _described(path: Path) -> Any:
 
 def _with_weights(config: ModelConfig, weights: dict[str, Tensor]) -> Transformer:
     """Returns the model with these weights. Raises RuntimeError or ValueError."""
-    if config.tie_embeddings:
-        weights["head.weight"] = weights.get("embed.weight", torch.empty(0))
-    total, expected = sum(x.numel() for x in set(weights.values())), parameter_count(config)
+    total, expected = sum(x.numel() for x in weights.values()), parameter_count(config)
     if total != expected:  # checked first: a damaged configuration may describe a huge model
         raise ValueError(f"{WEIGHTS} has {total} parameters, {CONFIG} describes {expected}")
     with torch.device("meta"):
         model = Transformer(config)
     model.load_state_dict(weights, assign=True)
-    if config.tie_embeddings:
-        model.head.weight = model.embed.weight
     return model
 
 

@@ -15,7 +15,6 @@ from nsa.compress import BlockMean, Phi, attend_compressed, summaries
 from nsa.config import N_BRANCHES, ModelConfig, NSAConfig, compressed_blocks
 from nsa.documents import each_document, lengths_of
 from nsa.gate import fixed_gates
-from nsa.partial import FLASH_PARTS
 from nsa.precision import upcast_fp32
 from nsa.profiler_ranges import mark
 from nsa.rope import rotate
@@ -254,7 +253,7 @@ def routes_of(
     threads = 0 if torch.compiler.is_compiling() else torch.get_num_threads()
     return effective(
         Case(config, seq_len, device.type, name, switches, FLASH_ATTN_INSTALLED, first, batch,
-             threads, FLASH_PARTS)
+             threads)
     )  # fmt: skip
 
 

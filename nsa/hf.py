@@ -27,8 +27,8 @@ class NSAModelConfig(transformers.PreTrainedConfig):
 
     def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
         super().__init__(**others)
-        self.model, shape = model, model_config(model)
-        self.vocab_size, self.tie_word_embeddings = shape.vocab_size, shape.tie_embeddings
+        self.model, self.vocab_size = model, model_config(model).vocab_size
+        self.tie_word_embeddings = False
 
 
 class NSACache:
@@ -53,16 +53,6 @@ class NSACache:
         """Returns the number of tokens of a row, with its padding."""
         return self.columns
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replaces row i by row `beam_idx[i]`, for beam search."""
-        chosen = beam_idx.tolist()
-        for pad, caches in self.caches.items():
-            rows = self.rows(pad)
-            places = [rows.index(row) for row in chosen if row in rows]
-            for cache in caches:
-                cache.select(beam_idx.new_tensor(places))
-        self.padding = [self.padding[row] for row in chosen]
-
 
 def left_padding(mask: Tensor, batch: int, columns: int) -> list[int]:
     """Returns the number of padded tokens of each row of a mask `[B, columns]`.
@@ -84,7 +74,6 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
 
     config_class = NSAModelConfig
     base_model_prefix = "model"
-    _tied_weights_keys = {"model.head.weight": "model.embed.weight"}  # noqa: RUF012
     _input_embed_layer = "embed"
     _is_stateful = True  # the cache cannot drop its last tokens
 
@@ -108,16 +97,9 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **others: Any) -> nn.Embedding:
-        """Changes the size of the vocabulary in embedding, head and configuration."""
-        table = super().resize_token_embeddings(*args, **others)
-        self.config.model = {**self.config.model, "vocab_size": len(table.weight)}
-        self.model.config = model_config(self.config.model)
-        return table
+        raise NotImplementedError("nsa.hf cannot change the size of the vocabulary.")
 
     def _init_weights(self, module: nn.Module) -> None:
-        if all(module is not own for own in self.modules()):  # a new layer for another vocabulary
-            nn.init.normal_(module.get_parameter("weight"), std=self.model.config.init_std)
-            return
         for name, weight in module.named_parameters(recurse=False):
             if not getattr(weight, "_is_hf_initialized", False):
                 raise ValueError(f"a {name} of {type(module).__name__} is missing in the directory")

@@ -66,8 +66,6 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, switches) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.embed.weight
         self.reset_parameters()
 
     @torch.no_grad()

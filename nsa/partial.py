@@ -23,8 +23,7 @@ def _operator(name: str) -> Any:
 
 
 _flash, _flash_backward = _operator(""), _operator("_backward")
-FLASH_PARTS = _flash is not None and _flash_backward is not None
-"""False where torch lacks the flash kernels for parts."""
+_HAS_FLASH = _flash is not None and _flash_backward is not None
 
 
 def attend_part(
@@ -62,7 +61,7 @@ def attend_part_backward(
 
 
 def _flash_serves(q: Tensor, v: Tensor) -> bool:
-    return FLASH_PARTS and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+    return _HAS_FLASH and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:

@@ -126,17 +126,14 @@ def resume(
     path, found, skipped = restored
     before = changes.compared(found.settings, found.world, jsonl.text(found.data, "fingerprint"))
     now = changes.compared(report.values(), parallel.world, stream)
-    unknown, changed = changes.refuse(path, before, now, settings.checkpoint.allow_change)
+    changed = changes.refuse(path, before, now, settings.checkpoint.allow_change)
     checkpoint.on_all_ranks(parallel, lambda: checkpoint.load(path, parts))
     for error in () if parallel.rank else skipped:
         report.record_event(
             "checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error)
         )
     report.resume(found.step, found.tokens_total, jsonl.number(found.report, "first_loss"))
-    text = f"resumed from {path}"
-    if unknown:
-        text += f"; not compared (missing here or in the checkpoint): {', '.join(unknown)}"
-    report.record_event("resume", found.step, text, path=str(path), not_compared=unknown)
+    report.record_event("resume", found.step, f"resumed from {path}", path=str(path))
     return replace(found, data={}) if "data" in changed else found
 
 

@@ -7,7 +7,7 @@ sequences per step stays the same or the group `batch` is allowed. This module n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """For each group, the prefixes of the names of its values. `FUNCTION` must not change."""
 FREE = ("model.init_std", "optim.fused")
-MOST_NAMED = 20
 BATCH = ("train.batch_size", "train.accumulate")
 
 
@@ -40,8 +39,8 @@ def allowed(text: str) -> frozenset[str] | None:
 def compared(settings: Mapping[str, Any], world: int, stream: str) -> dict[str, Any]:
     """Returns the values of `GROUPS` that are available, except those in `FREE`.
 
-    `settings` is a mapping of values by key. `stream` is the fingerprint of the data, or "" if no
-    fingerprint is available.
+    `settings` is a mapping of values by key. `stream` is the fingerprint of the data, `key=value
+    key=value`, or "" if no fingerprint is available.
     """
     found = {key: value for key, value in settings.items() if _group(key) and key not in FREE}
     sizes = [jsonl.integer(settings, key) for key in BATCH]
@@ -50,35 +49,22 @@ def compared(settings: Mapping[str, Any], world: int, stream: str) -> dict[str, 
     if "train.min_lr_ratio" in settings and "train.steps" in settings:
         end = settings.get("train.schedule_steps") or settings["train.steps"]
         found["end of the schedule"] = end if settings["train.min_lr_ratio"] != 1 else "none"
-    return found | ({STREAM: stream} if stream else {})
-
-
-def stream_differences(before: str, now: str) -> list[str]:
-    """Returns up to `MOST_NAMED` differences between two fingerprints `key=value key=value`."""
-    parts = ([ascii(word)[1:-1].partition("=") for word in each.split()] for each in (before, now))
-    old, new = ({key: value for key, _, value in each} for each in parts)
-    return [
-        f"{key:.80} was {old.get(key, 'absent'):.80} and is {new.get(key, 'absent'):.80}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ][:MOST_NAMED]
+    words = (word.partition("=") for word in stream.split())
+    return found | {f"{STREAM}, {key}": value for key, _, value in words}
 
 
 def refuse(
     path: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow: str
-) -> tuple[Sequence[str], frozenset[str]]:
-    """Raises UsageError if a value of `compared` changed and `allow` does not permit this.
+) -> frozenset[str]:
+    """Returns the groups whose values of `compared` changed.
 
-    Returns two values: names of values that are not compared, because `before` or `now` lacks them,
-    and the groups that changed.
+    Raises UsageError if `allow` does not permit a change.
     """
     changed: dict[str, list[str]] = {}
     for name in sorted(before.keys() & now.keys()):
         if before[name] != now[name]:
-            found = [f"{name} was {before[name]!r:.80} and is {now[name]!r:.80}"]
-            if name == STREAM:
-                found = stream_differences(before[name], now[name])
-            changed.setdefault(_group(name), []).extend(found)
+            found = f"{name} was {before[name]!r:.80} and is {now[name]!r:.80}"
+            changed.setdefault(_group(name), []).append(found)
     refused = changed.keys() - (allowed(allow) or frozenset())
     if refused:
         what = "; ".join(each for group in sorted(refused) for each in changed[group])
@@ -86,8 +72,7 @@ def refuse(
         if FUNCTION not in refused:
             advice += f"; or allow this with --allow-change {','.join(sorted(refused))}"
         raise UsageError(f"{path} cannot be resumed with other settings: {what}{advice}")
-    unknown = [f"{name!r:.80}" for name in sorted(before.keys() - now.keys())[:MOST_NAMED]]
-    return sorted(now.keys() - before.keys()) + unknown, frozenset(changed)
+    return frozenset(changed)
 
 
 def _group(name: str) -> str:

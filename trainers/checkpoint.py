@@ -110,11 +110,10 @@ def load(path: Path, parts: Parts) -> None:
     """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
 
     The loss scale stays as it is if the checkpoint has none, because it was saved without fp16.
-    Raises CheckpointError; if the model differs, the message names the parameter.
+    Raises CheckpointError.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
-        _compare(path, state, index)
         if not any(name.startswith(f"{LOSS_SCALE}.") for name in index.state_dict_metadata):
             state.pop(LOSS_SCALE, None)
         state[RANDOM] = _empty(index, RANDOM)
@@ -202,22 +201,6 @@ class _Reader(FileSystemReader):
                 raise pickle.UnpicklingError("its index names a file outside of the checkpoint")
         index.storage_meta = StorageMeta(load_id=self.load_id)
         return index
-
-
-def _compare(path: Path, state: State, index: Metadata) -> None:
-    """Raises CheckpointError if a parameter is missing, is unknown, or has another shape."""
-    saved = {
-        name.removeprefix("model."): tuple(entry.size)
-        for name, entry in index.state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
-    here = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
-    for name in sorted(saved.keys() | here.keys()):
-        if saved.get(name) != here.get(name):
-            raise CheckpointError(
-                f"{path} is from another model: {name} is {saved.get(name, 'missing')} there and "
-                f"{here.get(name, 'missing')} here"
-            )
 
 
 def reason_of(error: BaseException) -> str:

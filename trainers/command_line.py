@@ -30,11 +30,6 @@ OPTIONS: Mapping[str, str] = {
     "--save": "checkpoint.export",
 }
 """The key that each option sets."""
-METAVARS: Mapping[str, str] = {
-    "data.path": "DIR", "data.timeout_s": "SECONDS", "checkpoint.resume": "DIR",
-    "checkpoint.allow_change": "GROUPS", "data.skip": "A:B", "checkpoint.export": "PATH",
-}  # fmt: skip
-"""The help's placeholder for the value of a key that has no choices and is no whole number."""
 RUN_OR_CHECKPOINT = "run directory (its newest verified checkpoint is used) or checkpoint directory"
 
 
@@ -84,8 +79,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         key = keys()[name]
         text = f"{key.help} ({name}, default {'empty' if key.default == '' else key.default})"
         optional: dict[str, Any] = {"nargs": "?", "const": ALONE[name]} if name in ALONE else {}
-        choices = "|".join(key.kind) if isinstance(key.kind, tuple) else "N"
-        metavar = METAVARS.get(name, choices)
+        metavar = "|".join(key.kind) if isinstance(key.kind, tuple) else "VALUE"
         add(option, metavar=metavar, dest=name, help=text, **optional)
     ddp_help = "1: require torchrun, 0: require one process, -1: allow both (default)"
     add("--ddp", choices=("-1", "0", "1"), default="-1", help=ddp_help)
@@ -100,8 +94,9 @@ def _override(text: str) -> tuple[str, str]:
 
 
 def _check_ranks(ddp: str, program: str, variables: Mapping[str, str]) -> None:
-    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_WORLD_SIZE")
-    world, *_ = [environ.integer(variables, name, 1) for name in names]
+    world, *_ = [
+        environ.integer(variables, name, 1) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+    ]
     if ddp == "1" and "RANK" not in variables:
         raise UsageError(f"--ddp 1 needs torchrun; start it with torchrun -m {program} …")
     if ddp == "0" and world > 1:

@@ -96,8 +96,6 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
 
 def _default_run(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Path:
     """Returns a directory named by a start time; under torchrun, by torchrun's own start time."""
-    if environ.integer(variables, "GROUP_WORLD_SIZE", 1) > 1:
-        raise UsageError("ranks on several hosts need one run directory; name it with --run-dir")
     started = _started_at(os.getppid()) if "RANK" in variables else None
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
     name = arguments.config.stem if arguments.config else "default"

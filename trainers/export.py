@@ -1,7 +1,7 @@
 """`python -m trainers.export RUN_OR_CHECKPOINT TARGET` writes a checkpoint for other programs.
 
-A target that ends in `.safetensors` is a file with the weights. Any other target is a directory
-with the weights and their configuration, which `nsa.load_model` and `nsa.hf` read.
+The target is a directory with the weights and their configuration, which `nsa.load_model` and
+`nsa.hf` read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(argv: Sequence[str] | None) -> str:
     parser = Parser(prog="trainers.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", type=Path, help=RUN_OR_CHECKPOINT)
-    parser.add_argument("target", type=Path, help="file or directory to write")
+    parser.add_argument("target", type=Path, help="directory to write")
     arguments = parser.parse_args(argv)
     source, _ = manifest.choose(arguments.source)
     export(source, arguments.target)
@@ -32,15 +32,9 @@ def _export(argv: Sequence[str] | None) -> str:
 
 
 def export(checkpoint: Path, target: Path) -> None:
-    """Writes weights and settings of a checkpoint to a safetensors file or a directory.
-
-    A file is written atomically. Raises CheckpointError.
-    """
-    from safetensors.torch import save
-
+    """Writes the model and the settings of a checkpoint to a directory. Raises CheckpointError."""
     from nsa.directory import save_model
-    from trainers.checkpoint import load_model, load_weights
-    from trainers.contract import rundir
+    from trainers.checkpoint import load_model
 
     record = manifest.read(checkpoint)
     facts = {
@@ -48,12 +42,9 @@ def export(checkpoint: Path, target: Path) -> None:
         "settings": json.dumps(dict(record.settings)),
     }  # fmt: skip
     try:
-        if target.suffix == ".safetensors":
-            rundir.write_atomic(target, save(load_weights(checkpoint), facts))
-            return
         save_model(load_model(checkpoint, record.settings), target, facts)
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint}: {error}; export to a .safetensors file") from error
+        raise CheckpointError(f"{checkpoint}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
 

@@ -14,7 +14,7 @@ from trainers.failures import CheckpointError
 from trainers.rejected_settings import VOCABULARIES
 
 COLDEST = 1e-6
-"""Smallest temperature above 0; logits divided by a smaller one may overflow."""
+"""Smallest temperature for a draw; logits divided by a smaller one may overflow."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +35,6 @@ def _continue(argv: Sequence[str] | None) -> str:
         raise UsageError("--prompt is empty; pass at least one character")
     count = values.read(arguments.tokens, int, 1, 1 << 20, "--tokens")
     temperature = values.read(arguments.temperature, float, 0, 1e6, "--temperature")
-    if 0 < temperature < COLDEST:
-        raise UsageError(
-            f"--temperature {temperature:g} is too small; pass 0 or at least {COLDEST}"
-        )
     seed = values.read(arguments.seed, int, 0, (1 << 63) - 1, "--seed")
 
     import torch
@@ -59,7 +55,8 @@ def _continue(argv: Sequence[str] | None) -> str:
     encoded = words.encode(arguments.prompt.encode(errors="replace"))
     prompt = torch.frombuffer(bytearray(encoded), dtype=words.kind).long()[None]
     generator = torch.Generator().manual_seed(seed)
-    added = generate(model, prompt, count, temperature, generator)
+    drawn = temperature if temperature >= COLDEST else 0.0
+    added = generate(model, prompt, count, drawn, generator)
     text = arguments.prompt + words.decode(added[0].tolist()).decode(errors="replace")
     # A model may generate escape sequences, which must not reach the terminal.
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

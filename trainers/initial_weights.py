@@ -29,8 +29,6 @@ def set_whole(target: Tensor, whole: Tensor) -> None:
 def fill(model: Transformer, seed: int, device: torch.device) -> None:
     """Allocates the parameters of a model from the meta device, and sets their values."""
     model.to_empty(device=device)
-    if model.config.tie_embeddings:
-        model.head.weight = model.embed.weight
     names = {id(p): name for name, p in model.named_parameters()}
 
     def draw(weight: Tensor, std: float) -> None:

@@ -11,7 +11,7 @@ import platform
 import subprocess
 import threading
 from collections import Counter
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from typing import Any
 
 import torch
@@ -136,11 +136,6 @@ def nvidia_smi() -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"<!-- not available: {str(error).replace('--', '- -')} -->\n"
     return done.stdout.decode("utf-8", "replace")
-
-
-def version(package: str) -> str:
-    """Returns the version of an installed package, or "not installed"."""
-    return next((each.version for each in distributions(name=package)), "not installed")
 
 
 def device_name(device: torch.device) -> str:

@@ -33,8 +33,8 @@ from trainers.sequences import Recall, Source, State, Synthetic
 CLOSE_TIMEOUT_S = 5.0
 FAILED = "failed"
 """The fingerprint of a source that cannot be opened."""
-SKIP, EDGES = "skip", ("start", "stop")
-"""The key of the skipped data in the state, and the keys of its first position and its end."""
+SKIP = "skip"
+"""The key of the skipped data in the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +175,12 @@ def to_skip(steps: str, sequences: int, resumed: Manifest | None) -> Mapping[str
     done, position = 0, 0
     if resumed:
         known = jsonl.mapping(resumed.data, SKIP)
-        is_whole = all(jsonl.integer(known, edge) is not None for edge in EDGES)
-        if is_whole and known.get("steps") == steps:
+        if known.get("steps") == steps:
             return known
         done, position = resumed.step, jsonl.integer(resumed.data, "position") or 0
         sequences = changes.compared(resumed.settings, resumed.world, "").get(SEQUENCES, sequences)
-    edges = (position + max(0, n - 1 - done) * sequences for n in (named.start, named.stop))
-    return {"steps": steps, **dict(zip(EDGES, edges, strict=True))}
+    start, stop = (position + max(0, n - 1 - done) * sequences for n in (named.start, named.stop))
+    return {"steps": steps, "start": start, "stop": stop}
 
 
 def document_offsets(inputs: Tensor, end_token: int) -> tuple[int, ...]:
@@ -217,26 +216,22 @@ def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source
 def open_on_all_ranks(
     settings: Settings, run: Path, parallel: Single, held_out: bool = False
 ) -> Source:
-    """Opens the source first on rank 0, then on the other ranks; all ranks must call this function.
+    """Opens the source; all ranks must call this function.
 
-    So only one rank waits for a hub that does not answer. If a rank cannot open the source, that
-    rank raises its error, and the others raise DataError. All ranks raise DataError if the files of
-    a rank differ from those of rank 0.
+    If a rank cannot open the source, that rank raises its error, and the others raise DataError.
+    All ranks raise DataError if the files of a rank differ from those of rank 0.
     """
-    source, failed, prints = None, None, []
-    for turn in range(2):
-        if turn == min(parallel.rank, 1):
-            try:
-                source = open_source(settings, run, held_out)
-            except Exception as error:  # any error: the other ranks wait for this rank
-                failed = error
-        prints = parallel.gather(FAILED if failed else source.fingerprint if source else "")
-        if failed or FAILED in prints:
-            raise failed or DataError(f"rank {prints.index(FAILED)} cannot open the data")
+    try:
+        source = open_source(settings, run, held_out)
+    except Exception:  # any error: the other ranks wait for this rank
+        parallel.gather(FAILED)
+        raise
+    prints = parallel.gather(source.fingerprint)
     for rank, fingerprint in enumerate(prints):
+        if fingerprint == FAILED:
+            raise DataError(f"rank {rank} cannot open the data")
         if fingerprint != prints[0]:
             raise DataError(f"rank {rank} finds other files than rank 0; use the same data on both")
-    assert source is not None
     return source
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -17,8 +16,6 @@ from trainers.rejected_settings import step_range
 from trainers.run_records import Report
 from trainers.schema import ReportSettings
 
-AUDITED = "nsa-audited"
-"""Range in a profile after the step that the audit reports."""
 FOLDER, REQUESTED_STEPS, EXPORT_TIMEOUT_S = "profiles", 3, 60.0
 KERNELS = {
     "_scaled_dot_product_flash_attention": "flash",
@@ -55,18 +52,15 @@ class Profiler:
             self._window = range(step + 1, step + 1 + REQUESTED_STEPS)
 
     def begin(self, step: int) -> None:
-        """Opens the profile window (or the audit window) that begins with this step."""
-        starts = step in self._window[:1]
-        if self._open is None and (starts or self._audit):
-            self._steps = self._window if starts else range(step, step + 1)
+        """Opens a window that is due; the audit of the first step precedes a profile."""
+        if self._open is None and (self._audit or step in self._window):
+            last = step + 1 if self._audit else self._window.stop
+            self._steps = range(step, last)
             self._open = torch.profiler.profile(record_shapes=True)
             self._open.start()
 
     def end(self, step: int) -> None:
         """Closes the profile window that ends with this step."""
-        if self._open is not None and self._audit and step == self._steps.start:
-            with torch.profiler.record_function(AUDITED):
-                pass
         if self._open is not None and step == self._steps.stop - 1:
             self._close(step)
 
@@ -81,13 +75,10 @@ class Profiler:
         profile, self._open = self._open, None
         profile.stop()
         if self._audit:
-            events = sorted(profile.events(), key=lambda event: event.time_range.start)
-            first = itertools.takewhile(lambda event: event.name != AUDITED, events)
-            called = kernels_called(first)
-            text = f"kernels of SDPA in step {self._steps.start}: {called}"
+            called = kernels_called(profile.events())
+            text = f"kernels of SDPA in step {step}: {called}"
             self._report.record_event("sdpa_audit", step, text, called=called)
             self._audit = False
-        if self._steps != self._window:
             return
         name = f"steps{self._steps.start}-{step}_rank{self._member.rank}.json"
         # Writing a trace takes seconds, so a thread does it.

@@ -174,7 +174,7 @@ class CheckpointSettings:
     resume: str = key("", "Run or checkpoint directory to resume; auto: this run directory.")
     from_step: int = key(0, "Resume from the checkpoint of this step; 0: the newest.")
     allow_change: str = key("", "Allowed changes: all, or some of precision,batch,schedule,data.")
-    export: str = key("", "Write the final weights to this .safetensors file or directory.")
+    export: str = key("", "Write the final model to this directory.")
 
 
 TINY_MODEL = ModelConfig(

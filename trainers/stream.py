@@ -114,7 +114,7 @@ class Stream(Source):
             f"source={data.source} seed={seed} seq_len={data.seq_len} tokenizer={data.tokenizer} "
             f"text_key={quote(data.text_key)} "
             f"lanes={lanes} held_out={data.held_out:g} part={'eval' if held_out else 'train'} "
-            f"files={docs.digest}{' documents=separate' if separate else ''}"
+            f"files={docs.digest} documents={data.documents}"
         )
         self._lanes = [Lane(docs, j, lanes, self._words, data.seq_len) for j in range(lanes)]
 

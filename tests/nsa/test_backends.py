@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from nsa.attention import DenseAttention, NSAttention
 from nsa.backends import Case, Switches, effective, in_words
 from nsa.config import ModelConfig
-from nsa.functional import Execution, nsa_attention
 from nsa.model import Transformer
 from nsa.window import attend_flash_attn, attend_window
 from tests.nsa.cases import gradients, model_config
@@ -47,14 +46,6 @@ def fallbacks(**case):
 def test_the_table_picks(case, expected):
     assert names(config=dataclasses.replace(M7C, attention="dense")) == {"all": "causal"}
     assert names(**case) == dict(zip(("cmp", "sel", "win"), expected, strict=True))
-
-
-def test_missing_kernels_of_this_torch_are_named():
-    assert fallbacks(switches={}, flash_parts=False) == {
-        "sel": "this torch has no flash kernel for parts of the keys; matrix products replace it"
-    }
-    assert not fallbacks(switches={}, flash_parts=False, seq_len=512)
-    assert not fallbacks(switches={}, flash_parts=False, device="cuda")
 
 
 def test_the_table_says_where_heads_are_folded():
@@ -136,14 +127,6 @@ def test_a_fallback_is_counted_by_cause_and_said():
     assert model.fallbacks() == {"flash-attn is not installed": 3}
 
 
-def test_no_forward_searches_for_a_package(monkeypatch):
-    searched = []
-    monkeypatch.setattr("importlib.util.find_spec", searched.append)
-    layer, x = layer_and_input(model_config(), Switches(use_fa2=True))
-    layer(x)
-    assert searched == []
-
-
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_a_forced_branch_is_alone_and_keeps_all_parameters_in_the_graph(gate):
     config = model_config(gate=gate)
@@ -164,24 +147,6 @@ def test_a_forced_branch_is_alone_and_keeps_all_parameters_in_the_graph(gate):
     uniform.collecting = True
     uniform(x)
     assert uniform.stats["gate_branch_shares"].tolist() == pytest.approx([1 / 3] * 3)
-
-
-def test_the_function_has_the_ablations_of_the_layer():
-    torch.manual_seed(0)
-    q, k = torch.randn(1, 4, 40, 8), torch.randn(3, 1, 2, 40, 8)
-
-    def call(gates, **more):
-        return nsa_attention(q, k, k, gates, model_config().nsa, **more)
-
-    for place, branch in enumerate(("cmp", "sel", "win")):
-        gates = torch.rand(1, 40, 4, 3).requires_grad_()
-        out = call(gates, how=Execution(Switches(force_branch=branch)))
-        assert torch.equal(out, call(torch.eye(3)[place].expand_as(gates)))
-        out.sum().backward()
-        assert gates.grad is not None
-        assert gates.grad.abs().max() == 0
-    uniform = call(torch.rand(1, 40, 4, 3), how=Execution(Switches(uniform_gate=True)))
-    assert torch.equal(uniform, call(torch.full((1, 40, 4, 3), 1 / 3)))
 
 
 @pytest.mark.parametrize("switches", [Switches(no_flash=True), Switches(flash_only=True)])

@@ -66,22 +66,6 @@ def test_a_sequence_shorter_than_a_block_has_no_blocks_but_keeps_its_graph():
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in phi.parameters())
 
 
-def test_blocks_hold_their_tokens_in_order():
-    x = torch.arange(9.0).view(1, 1, 9, 1)
-    assert to_blocks(x, 4, 2).squeeze().tolist() == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
-
-
-def test_phi_tells_positions_inside_the_block_apart():
-    torch.manual_seed(0)
-    phi, block = BlockMLP(4, 8), torch.randn(4, 8)
-    assert not torch.allclose(phi(block), phi(block.flip(0)), atol=1e-3)
-    same = torch.ones(4, 8)
-    before = phi(same)
-    with torch.no_grad():
-        phi.position[2] += 1
-    assert not torch.allclose(phi(same), before, atol=1e-3)
-
-
 def test_compressed_attention_computes_in_float32_for_low_precision():
     q, k = torch.randn(1, 2, 9, 8).bfloat16(), torch.randn(1, 1, 6, 8)
     out, p_cmp = attend_compressed(q, k, k, 4, 1), compressed_weights(q, k, 4, 1)

@@ -13,24 +13,6 @@ from nsa.model import Transformer
 from tests.nsa.cases import configs, model_config, routed
 
 
-@pytest.mark.parametrize("ranges", [False, True])
-@settings(max_examples=25)
-@given(configs(), st.integers(1, 30), st.data())
-def test_a_layer_decodes_what_it_computes_at_once(ranges, config, seq_len, data):
-    prefilled = data.draw(st.integers(0, seq_len))
-    torch.manual_seed(seq_len)
-    layer = routed(config, "masked").double()
-    layer.switches = Switches(sel_ranges=ranges)
-    x = torch.randn(2, seq_len, config.dim, dtype=torch.float64)
-    expected = layer(x)
-    cache = Cache(config.nsa)
-    with torch.no_grad():
-        pieces = [layer(x[:, :prefilled], cache)] if prefilled else []
-        pieces += [layer(x[:, t : t + 1], cache) for t in range(prefilled, seq_len)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-9, atol=1e-11)
-    assert cache.length == seq_len
-
-
 def test_a_cache_keeps_no_more_than_later_tokens_can_use():
     config = model_config(window=6, block_size=4, block_stride=2)
     layer, cache = routed(config, "masked"), Cache(config.nsa)
@@ -107,16 +89,6 @@ def test_a_window_of_rows_is_the_last_ones_however_many_come_at_once(counts, kee
         assert torch.equal(rows.append(part), tokens[:, :, begin:end])
         assert torch.equal(rows.rows, tokens[:, :, max(end - keep, 0) : end])
     assert rows.rows.untyped_storage().nbytes() <= 4 * 2 * keep
-
-
-def test_a_prefill_holds_little_more_than_its_rows():
-    config = model_config(window=6, block_size=4, block_stride=2)
-    layer, cache = routed(config, "masked"), Cache(config.nsa)
-    with torch.no_grad():
-        layer(torch.randn(1, 1000, config.dim), cache)
-    row = 4 * 2 * 8  # float32, two groups of width 8
-    sizes = [rows.untyped_storage().nbytes() / row for rows in cache.kv]
-    assert sizes == [8, 8, 1250, 1250, 12, 12]
 
 
 def test_a_cache_of_another_configuration_is_refused():

@@ -1,4 +1,4 @@
-"""The transformer: initial loss, tied embeddings, initial weights, gradients, causality."""
+"""The transformer: initial loss, initial weights, gradients, causality."""
 
 import math
 from dataclasses import replace
@@ -17,12 +17,9 @@ def next_token_loss(model, tokens):
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_first_loss_is_ln_of_the_vocabulary(attention, tied):
+def test_the_first_loss_is_ln_of_the_vocabulary(attention):
     torch.manual_seed(0)
-    model = Transformer(
-        replace(TINY_MODEL, init_std=0.02, attention=attention, tie_embeddings=tied)
-    )
+    model = Transformer(replace(TINY_MODEL, init_std=0.02, attention=attention))
     loss = next_token_loss(model, torch.randint(256, (4, 129)))
     assert loss.item() == pytest.approx(math.log(256), abs=0.1)
 
@@ -32,12 +29,6 @@ def test_every_parameter_of_the_model_gets_a_gradient():
     next_token_loss(model, torch.randint(64, (2, 40))).backward()
     dead = [n for n, p in model.named_parameters() if p.grad is None or p.grad.abs().max() == 0]
     assert dead == []
-
-
-def test_tied_embeddings_are_one_parameter():
-    model = Transformer(model_config(tie_embeddings=True))
-    assert model.head.weight is model.embed.weight
-    assert "head.weight" not in dict(model.named_parameters())
 
 
 def test_initial_weights_are_what_the_docstring_says():
@@ -53,22 +44,6 @@ def test_initial_weights_are_what_the_docstring_says():
             expected = 0 if "position" in name else fan_in**-0.5
         assert std == pytest.approx(expected, rel=0.2), name
     assert all((p == 1).all() for n, p in model.named_parameters() if "norm" in n)
-
-
-def test_initialising_twice_from_one_seed_gives_one_model():
-    model = Transformer(model_config(n_layers=2))
-    weights = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        model.reset_parameters()
-        weights.append({name: p.clone() for name, p in model.named_parameters()})
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_the_state_holds_parameters_only():
-    model = Transformer(model_config(n_layers=2))
-    model(torch.randint(64, (1, 40)))
-    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
 
 
 def test_training_after_inference_mode_works():

@@ -26,8 +26,9 @@ def example(number: int = 0) -> str:
     return text.split("```python\n")[number + 1].partition("```")[0]
 
 
-@pytest.mark.parametrize(("number", "longest"), [(0, 15), (1, 10)])
-def test_the_examples_of_the_readme_run(number, longest):
+@pytest.mark.parametrize(("number", "longest"), [(0, 15), (1, 10), (2, 10)])
+def test_the_examples_of_the_readme_run(number, longest, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     statements = [line for line in example(number).splitlines() if line]
     assert longest - 5 < len(statements) <= longest
     exec(compile(example(number), "README.md", "exec"), {})

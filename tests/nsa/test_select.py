@@ -1,7 +1,5 @@
 """Selection: scores of blocks, the choice of blocks, and the attention to exactly these."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,9 +11,7 @@ from nsa.select import (
     attend_ranges,
     attend_selected,
     block_mask,
-    block_scores,
     importance,
-    merged_ranges,
     top_blocks,
 )
 
@@ -79,15 +75,6 @@ def test_the_best_of_the_visible_blocks_are_taken(seq_len, size, n_select, seed)
         expected = sorted(forced | set(free[: n_select - len(forced)]))
         expected += [n_blocks] * (blocks.shape[-1] - len(expected))
         assert blocks[0, 0, t].tolist() == expected, "ascending indices, then the sentinel"
-
-
-def test_scores_are_summed_over_compressed_blocks_and_carry_no_gradient():
-    q, k = torch.randn(1, 2, 12, 4, requires_grad=True), torch.randn(1, 2, 5, 4, requires_grad=True)
-    p_sel = block_scores(q, k, sparse())
-    assert not p_sel.requires_grad
-    p_cmp = (q[:, :, -1:] @ k.mT / 4**0.5).softmax(-1)
-    expected = p_cmp[..., 1] / 2 + p_cmp[..., 2] + p_cmp[..., 3] / 2
-    torch.testing.assert_close(p_sel[:, :, -1:, 1], expected)
 
 
 @pytest.mark.parametrize("attend", ROUTES)
@@ -194,16 +181,3 @@ def test_scores_of_any_size_are_joined_over_the_parts(flash):
         (out, *(x.grad for x in inputs)), (expected, *(x.grad for x in exact)), strict=True
     ):
         assert (mine - theirs).abs().max() / theirs.abs().max() < 1e-3
-
-
-@given(st.integers(0, 40), st.integers(1, 20), st.integers(1, 9), st.integers(3, 6))
-def test_merged_ranges_hold_the_selected_tokens_and_do_not_touch(first, count, size, n_select):
-    config = sparse(select_block_size=size, n_select=n_select)
-    n_blocks = -(-(first + count) // size)
-    blocks = top_blocks(torch.rand(1, 1, count, n_blocks), config, first)
-    for i, ranges in enumerate(merged_ranges(blocks, config, first)[0, 0].tolist()):
-        filled = [pair for pair in ranges if pair != [0, 0]]
-        assert all(a[1] < b[0] for a, b in pairwise(filled))
-        tokens = [token for begin, end in filled for token in range(begin, end)]
-        chosen = blocks[0, 0, i].tolist()
-        assert tokens == [token for token in range(first + i + 1) if token // size in chosen]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa import functional
-from nsa.attention import NSAttention, merge_heads, split_heads
+from nsa.attention import NSAttention
 from nsa.model import Block, Transformer
 from trainers import loop, manifest
 from trainers.entry import exit_now, main
@@ -35,16 +35,6 @@ def zero_of_all(layer: NSAttention) -> Tensor:
 def no_attention(layer: NSAttention, x: Tensor, *_: None) -> Tensor:
     """The output of the attention is 0."""
     return x * 0 + zero_of_all(layer)
-
-
-def first_value(layer: NSAttention, x: Tensor, *_: None) -> Tensor:
-    """Each query gets the first value, as in the legacy system."""
-    groups = layer.config.n_kv_groups
-    values = split_heads(layer.qkv.split(layer.qkv(x))[5], groups)[:, :, :1].expand(
-        -1, -1, x.shape[1], -1
-    )
-    values = values.repeat_interleave(layer.config.n_heads // groups, dim=1)
-    return layer.out(merge_heads(values)) + zero_of_all(layer)
 
 
 def without_selected(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
@@ -107,7 +97,6 @@ def bug_while_saving(*arguments: Any) -> None:
 
 MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no_attention": (NSAttention, "forward", no_attention),
-    "first_value": (NSAttention, "forward", first_value),
     "without_selected": (functional, "gated_sum", without_selected),
     "nan_from_step_3": (loop, "score", nan_from_step_3),
     "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
@@ -116,7 +105,6 @@ MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "slow_after_20": (Transformer, "forward", slow_after_20),
     "bug_while_saving": (manifest, "complete", bug_while_saving),
     "compile_without_code": (Block, "compile", compile_without_code),
-    "bug": (Transformer, "forward", bug),
 }
 
 if __name__ == "__main__":

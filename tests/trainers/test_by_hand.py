@@ -77,7 +77,7 @@ def test_no_two_attempts_have_the_same_number(tmp_path):
 
 def test_a_resume_without_a_further_step_keeps_the_checkpoint_and_the_figures(tmp_path):
     """In another directory, such a resume saves a checkpoint."""
-    changes, target = small(train__steps=3), tmp_path / "weights.safetensors"
+    changes, target = small(train__steps=3), tmp_path / "model"
     first = Run(tmp_path, changes).done()
     path, before = latest_checkpoint(first.path), first.metrics()
     assert path is not None

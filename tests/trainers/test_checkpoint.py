@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import pickle
@@ -13,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from nsa.model import Transformer
 from tests.trainers.ranks import sharded, together
 from tests.trainers.runs import CONFIG, latest_checkpoint, small
-from trainers import build, checkpoint, export, manifest, optim, settings
+from trainers import build, checkpoint, manifest, optim, settings
 from trainers.checkpoint import Parts
 from trainers.failures import CheckpointError
 from trainers.guard import Spikes
@@ -201,18 +199,6 @@ def test_a_checkpoint_whose_name_contradicts_its_manifest_is_skipped(tmp_path):
     assert manifest.choose(copied) == (copied, [])
 
 
-def test_another_model_is_refused_with_the_parameter_that_differs(tmp_path):
-    (path,) = saved(tmp_path, made(1), 1)
-    resolved = settings.resolve(CONFIG, {}, small(model__mlp_hidden=32)).settings
-    model = Transformer(resolved.model)
-    of = made(1)
-    parts = Parts(
-        ALONE, model, optim.build(model, resolved.optim), of.loss_scale, of.spikes
-    )  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"another model: blocks\.0\.mlp\.down\.weight"):
-        checkpoint.load(path, parts)
-
-
 class Evil:
     def __reduce__(self):
         return os.system, ("touch pwned",)
@@ -225,26 +211,6 @@ def test_an_index_that_wants_to_run_code_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="system: not allowed"):
         checkpoint.load(path, made(2))
     assert not (tmp_path / "pwned").exists()
-
-
-def test_weights_and_settings_go_into_one_safetensors_file(tmp_path, capsys):
-    parts = made(1)
-    saved(tmp_path / "run", parts, 1)
-    target = tmp_path / "weights.safetensors"
-    assert export.main([str(tmp_path / "run"), str(target)]) == 0
-    with safe_open(target, "pt") as file:
-        assert json.loads(file.metadata()["settings"]) == {"a.b": 1}
-        for name, weight in parts.model.state_dict().items():
-            assert torch.equal(file.get_tensor(name), weight)
-    for words, code, says in (
-        ((tmp_path, target), 15, "has no verified checkpoint: there is none"),
-        ((tmp_path / "run", tmp_path / "no" / "x.safetensors"), 15, "cannot write"),
-        ((tmp_path / "run",), 13, "target"),
-    ):
-        capsys.readouterr()
-        assert export.main([str(word) for word in words]) == code
-        assert says in (error := capsys.readouterr().err)
-        assert error.count("\n") == 1
 
 
 def save_for_ever(run: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import signal
 import time
@@ -36,16 +34,6 @@ def drills(draw):
 @given(st.lists(drills(), min_size=1, max_size=5))
 def test_what_a_drill_is_written_as_asks_for_that_drill(several):
     assert drill_kinds.parse(",".join(map(str, several)), "x") == tuple(several)
-
-
-WORDS = st.lists(st.sampled_from([*KINDS, "@", ":", "!", ",", "20", "all", ".5", "-1", " "]))
-
-
-@given(st.text(max_size=40) | WORDS.map("".join))
-def test_any_text_is_drills_or_one_sentence(text):
-    with contextlib.suppress(UsageError):
-        found = drill_kinds.parse(text, "here")
-        assert drill_kinds.parse(",".join(map(str, found)), "here") == found
 
 
 def test_a_drill_is_of_rank_0_and_the_first_attempt_unless_it_says_more():
@@ -284,21 +272,3 @@ def test_a_drill_happens_once_in_a_run_unless_it_is_for_every_attempt(tmp_path):
     states = {r["drill"]: r["state"] for r in run.records(0, "drill")}
     assert states == {"exit@3:0": "rests", "raise@5:0!": "fires"}
     assert "drill exit@3:0 is skipped: this is attempt 2" in run.text()
-
-
-@pytest.mark.slow
-def test_one_of_two_ranks_has_the_fault_and_the_other_meets_what_follows(tmp_path):
-    """A NaN loss of rank 1 skips the step on both ranks; a stall of rank 1 stalls both."""
-    run = drilled(tmp_path, "nan@3:1,backward@6:1", nproc=2)
-    try:
-        run.until(lambda: fired(run, "backward@6:1", rank=1))
-        for rank in range(2):
-            run.until(lambda rank=rank: pulse_phase(run, rank) == "backward")
-            assert [r["skipped_steps"] for r in run.records(rank, "progress")] == [0, 0, 1, 1, 1]
-        assert not run.records(0, "drill")
-        assert run.process.poll() is None
-    finally:
-        for pid in run.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    assert run.wait() != 0

@@ -13,9 +13,8 @@ from trainers import checkpoint, export, manifest
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"model__tie_embeddings": True},
-    {"model__attention": "dense", "train__precision": "fp64"},
-], ids=["usual", "tied", "dense fp64"])  # fmt: skip
+    {}, {"model__attention": "dense", "train__precision": "fp64"},
+], ids=["usual", "dense fp64"])  # fmt: skip
 def test_a_directory_is_bitwise_the_model_of_the_checkpoint(changes, tmp_path):
     run, model = checkpointed(tmp_path / "run", small(**changes))
     assert export.main([str(run), str(tmp_path / "a.directory")]) == 0

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from nsa.config import flops_per_token, parameter_count
-from nsa.model import Transformer
 from tests.trainers.ranks import named, own_port
 from tests.trainers.runs import (
     CONFIG,
@@ -26,7 +25,7 @@ from tests.trainers.runs import (
     latest_checkpoint,
     small,
 )
-from trainers import checkpoint, failures, inventory, manifest, precision, settings
+from trainers import checkpoint, failures, manifest, precision, settings
 from trainers.contract.member import Member
 from trainers.run_records import Report
 
@@ -130,11 +129,6 @@ def test_held_out_text_is_evaluated_alike_on_every_rank(text_run):
     assert mine[0]["bits_per_byte"] == pytest.approx(mine[0]["loss"] / 0.6931472)
 
 
-def test_a_package_that_is_missing_has_no_version_and_ends_no_training():
-    versions = [inventory.version(name) for name in ("torch", "no-such-package")]
-    assert versions == [torch.__version__, "not installed"]
-
-
 def test_csv_env_and_metrics_are_the_same_numbers(text_run):
     lines = (text_run.path / "training.csv").read_text().splitlines()
     header, rows = lines[0].split(","), [line.split(",") for line in lines[1:]]
@@ -192,30 +186,6 @@ def test_nothing_is_written_outside_the_run_directory(text_run):
         "metrics.json", "checkpoints", "tb", "val.csv", "k_stats.csv", "fallback_counters.csv",
         "dtypes_report.txt", "opt_state_mb.txt", "collect_env.txt", "training.lock",
     }  # fmt: skip
-
-
-def test_the_checkpoint_loads_weights_only_and_says_where_the_run_was(text_run):
-    path = latest_checkpoint(text_run.path)
-    assert path is not None
-    assert path.name == f"step_{STEPS:08d}"
-    found = manifest.verify(path)
-    assert (found.step, found.world) == (STEPS, 2)
-    assert found.tokens_total == STEPS * 2 * 4 * 32
-    assert found.data["position"] == STEPS * 2 * 4
-    assert found.settings["train.lr"] == 0.002
-    model = Transformer(settings.resolve(CONFIG, {}, small()).settings.model)
-    model.load_state_dict(checkpoint.load_weights(path))
-
-
-def test_a_directory_that_holds_a_run_is_refused(text_run, tmp_path):
-    before = (text_run.path / "heartbeat_rank0.jsonl").read_bytes()
-    done = subprocess.run(
-        [sys.executable, "-m", "trainers.ddp", "--run-dir", str(text_run.path)],
-        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 13
-    assert "already contains a run" in done.stderr
-    assert (text_run.path / "heartbeat_rank0.jsonl").read_bytes() == before
 
 
 def test_a_trainer_logs_config_parameters_and_tokens_before_step_1(text_run, tmp_path):
@@ -334,25 +304,6 @@ def test_a_compiled_model_is_evaluated(tmp_path):
     run = Run(tmp_path, changes, nproc=1, broken="compile_without_code").done()
     losses = [record["loss"] for record in run.records(0, "eval")]
     assert losses == pytest.approx([5.55, 5.55], abs=0.3)
-
-
-def test_a_bug_leaves_its_traceback_in_the_log_and_its_class_in_the_heartbeat(tmp_path):
-    run = Run(tmp_path, small(), nproc=1, broken="bug")
-    assert run.wait() == 1
-    assert "Traceback" in run.text()
-    assert run.records(0, "error")[-1]["error_class"] == "ZeroDivisionError"
-    assert run.metrics()["reason"] == "ZeroDivisionError: a real bug"
-
-
-def test_a_checkpoint_that_cannot_be_written_ends_with_15(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("in the way")
-    run = Run(tmp_path, small(train__steps=2), nproc=1)
-    assert run.wait() == 15
-    assert "Traceback" not in run.text()
-    assert "checkpoints" in run.records(0, "error")[-1]["error"]
-    metrics = run.metrics()
-    assert (metrics["steps_done"], metrics["exit_code"]) == (2, 15)
 
 
 @pytest.fixture

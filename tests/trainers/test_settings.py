@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import subprocess
 import sys
@@ -82,27 +81,15 @@ WRONG = {
     "unknown_key": ({}, {"train.stepz": 1}, "train.stepz", "did you mean 'train.steps'"),
     "unknown_flag": ({"NSA_LRR": "1"}, {}, "NSA_LRR", "did you mean 'NSA_LR'"),
     "flag_value": ({"NSA_LR": "fast"}, {}, "NSA_LR", "a number"),
-    "flag_reaches_a_bound": ({"NSA_DDP_BUCKET_MB": "9999999"}, {}, "NSA_DDP_BUCKET_MB", "whole"),
-    "not_an_integer": ({}, {"train.steps": "1.5"}, "train.steps", "a whole number"),
     "below_a_bound": ({}, {"train.batch_size": "0"}, "train.batch_size", "from 1 to 2^20"),
-    "above_a_bound": ({}, {"train.steps": 1 << 41}, "train.steps", "from 1 to 2^40"),
     "not_finite": ({}, {"train.lr": "nan"}, "train.lr", "a number"),
-    "too_large_for_a_float": ({}, {"train.lr": 10**400}, "train.lr", "a number"),
     "a_decay_of_one": ({}, {"optim.beta2": 1}, "optim.beta2", "from 0 to 0.999999"),
     "not_a_choice": ({}, {"train.precision": "fp8"}, "train.precision", "fp32, bf16"),
     "not_a_bool": ({}, {"ddp.find_unused": "maybe"}, "ddp.find_unused", "true or false"),
     "model_rule": ({}, {"model.d_k": "31"}, "d_k", "even"),
     "no_heads": ({}, {"model.n_heads": 0}, "model.n_heads", "a whole number from 1 to 2^20"),
-    "nan_of_the_model": ({}, {"model.init_std": math.nan}, "model.init_std", "a number"),
-    "half_layers": ({}, {"model.n_layers": 2.0}, "model.n_layers", "a whole number"),
-    "a_layer_that_is_true": ({}, {"model.n_layers": True}, "model.n_layers", "a whole number"),
-    "negative_eps": ({}, {"model.norm_eps": -1.0}, "model.norm_eps", "a number"),
-    "no_attention": ({}, {"model.attention": "flash"}, "model.attention", "nsa or dense"),
-    "no_window": ({}, {"model.nsa.window": 0}, "model.nsa.window", "from 1 to 2^20"),
-    "no_gate": ({}, {"model.nsa.gate": None}, "model.nsa.gate", "sigmoid or softmax"),
     "too_few_blocks": ({}, {"model.nsa.n_select": 2}, "model.nsa: n_select", "at least 3"),
     "gaps": ({}, {"model.nsa.block_stride": 5}, "model.nsa: block_stride", "exceed block_size"),
-    "no_branch": ({}, {"attention.force_branch": "slc"}, "force_branch", "none, cmp, sel, win"),
     "switches_that_contradict": (
         {}, {"attention.flash_only": 1, "attention.no_flash": 1}, "settings: attention:", "exclude",
     ),
@@ -146,12 +133,6 @@ def test_what_is_wrong_gets_one_sentence_that_names_it(case):
         assert word in sentence
 
 
-def test_an_unknown_setting_is_named_with_its_origin():
-    for origin, where in (("plan", "plan: train.stepz"), ("--set", "--set train.stepz")):
-        with pytest.raises(UsageError, match=f"^{where}: there is no such setting"):
-            settings.resolve(None, {}, {"train.stepz": 3}, origins={"train.stepz": origin})
-
-
 @pytest.mark.parametrize(
     ("yaml", "words"),
     [
@@ -159,11 +140,7 @@ def test_an_unknown_setting_is_named_with_its_origin():
         ("trian: {steps: 1}", ("c.yaml", "trian")),
         ("train: 3", ("c.yaml", "'train'", "section")),
         ("train: {steps: many}", ("c.yaml", "train.steps", "a whole number")),
-        ("train: {steps: [1]}", ("c.yaml", "train.steps")),
-        ("train: {steps: {}}", ("c.yaml", "train.steps", "a whole number")),
-        ("train: {steps: {a: 1}}", ("c.yaml", "train.steps")),
         ("model: {n_kv_groups: 3}", ("c.yaml", "n_kv_groups")),
-        ("model: {nsa: {windw: 3}}", ("c.yaml", "model.nsa.windw", "model.nsa.window")),
         ("a: [", ("c.yaml", "line 1")),
     ],
 )
@@ -179,7 +156,7 @@ def test_a_wrong_config_names_file_and_key(tmp_path, yaml, words):
 def test_an_included_config_is_weaker_relative_to_its_file_and_named_as_origin(tmp_path):
     (tmp_path / "sub").mkdir()
     base, middle, top = tmp_path / "base.yaml", tmp_path / "sub/middle.yaml", tmp_path / "top.yaml"
-    base.write_text("nsa: {w: 16}\nmodel: {tie_embeddings: false}\ntrain: {steps: 7, seed: 3}\n")
+    base.write_text("nsa: {w: 16}\nmodel: {vocab_size: 256}\ntrain: {steps: 7, seed: 3}\n")
     middle.write_text("include: ../base.yaml\nmodel: {nsa: {window: 8}}\ntrain: {steps: 8}\n")
     top.write_text("include: sub/middle.yaml\ntrain: {steps: 9}\n")
     found = settings.resolve(top, {}).as_dict()
@@ -192,17 +169,14 @@ def test_an_included_config_is_weaker_relative_to_its_file_and_named_as_origin(t
     ("yaml", "words"),
     [
         ("include: c.yaml", "name each other"),
-        ("include: other.yaml", "name each other"),
         ("include: 0.yaml", "more than 5 follow each other"),
         ("include: none.yaml", "there is no such file"),
-        ("include: [a.yaml]", "there is no such file"),
         ("include: wrong.yaml", "wrong.yaml: there is no setting 'train.stepz'"),
     ],
 )
 def test_a_wrong_include_is_a_usage_error_with_its_file(tmp_path, yaml, words):
     path = tmp_path / "c.yaml"
     path.write_text(yaml)
-    (tmp_path / "other.yaml").write_text("include: ./c.yaml")
     (tmp_path / "wrong.yaml").write_text("train: {stepz: 1}")
     for depth in range(5):
         (tmp_path / f"{depth}.yaml").write_text(f"include: {depth + 1}.yaml")
@@ -210,12 +184,6 @@ def test_a_wrong_include_is_a_usage_error_with_its_file(tmp_path, yaml, words):
         settings.resolve(path, {})
     assert words in str(caught.value)
     assert str(tmp_path) in str(caught.value)
-
-
-def test_an_empty_section_sets_nothing(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("train: {}\nmodel: {nsa:}\ndata:\n")
-    assert set(settings.resolve(path, {}).origins.values()) == {"default", "entry trainers.ddp"}
 
 
 def test_yaml_numbers_that_yaml_reads_as_words_still_count(tmp_path):
@@ -259,12 +227,9 @@ def test_check_prints_every_setting_with_its_origin_and_loads_no_torch(tmp_path)
     ("words", "variables", "says"),
     [
         (["--config", "/no/such.yaml"], {}, "there is no file"),
-        (["--config", "/dev/zero"], {}, "/dev/zero is not a regular file"),
         (["--confg", "x"], {}, "--help shows the options"),
-        (["extra"], {}, "unrecognized arguments"),
         (["--set", "train.lr"], {}, "has no value"),
         (["--set", "ddp.static_graph=1", "--set", "train.accumulate=2"], {}, "is rejected"),
-        (["--set", "data.documents=separate"], {}, "random bytes have no documents"),
         (
             [
                 "--set",
@@ -277,15 +242,13 @@ def test_check_prints_every_setting_with_its_origin_and_loads_no_torch(tmp_path)
             {},
             "would compile anew",
         ),
+        (["--set", "data.documents=separate"], {}, "random bytes have no documents"),
         (["--steps", "nan"], {}, "--steps: train.steps cannot be 'nan'"),
         (["--run-dir", "/proc/nope"], {}, "cannot create the directory"),
         (["--resume"], {}, "name it with --run-dir"),
         (["--ddp", "1"], {}, "needs torchrun"),
         (["--ddp", "0"], {"WORLD_SIZE": "2", "RANK": "0"}, "for one process"),
         ([], {"RANK": "x"}, "the variable RANK cannot be 'x'; it takes a whole number from 0"),
-        ([], {"WORLD_SIZE": ""}, "the variable WORLD_SIZE cannot be ''"),
-        ([], {"LOCAL_RANK": "-1"}, "the variable LOCAL_RANK cannot be '-1'"),
-        ([], {"GROUP_WORLD_SIZE": "1.5"}, "the variable GROUP_WORLD_SIZE cannot be '1.5'"),
         (
             ["--steps", "x"],
             {"NSA_CONSOLE_RUN_DIR": "r", "NSA_CONSOLE_RUN_ID": "p", "RANK": "y"},
@@ -306,7 +269,6 @@ def test_a_wrong_start_exits_with_13_and_one_sentence_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("module", ["trainers.ddp", "trainers.fsdp"])
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -316,7 +278,8 @@ def test_a_wrong_start_exits_with_13_and_one_sentence_and_leaves_nothing(
     ],
     ids=["arguments", "ranks", "training"],
 )
-def test_an_error_names_the_module_that_was_started(tmp_path, module, words, code, says):
+def test_an_error_names_the_module_that_was_started(tmp_path, words, code, says):
+    module = "trainers.fsdp"
     done = subprocess.run(
         [sys.executable, "-m", module, "--config", str(CONFIG), "--run-dir", str(tmp_path / "run"),
          *words],

@@ -201,23 +201,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Replaces a JSON document atomically, with one line per key of its two upper levels.
-
-    Raises OSError.
-    """
+    """Replaces a JSON document atomically, with one line per key. Raises OSError."""
     plain = jsonl.decode(jsonl.encode(record)) or {}
-    write_atomic(path, _lines(plain, " ", 2) + "\n")
-
-
-def _lines(value: object, indent: str, levels: int) -> str:
-    """Returns indented JSON, faster than `json.dumps` with an indent."""
-    if not (levels and value and isinstance(value, dict)):
-        return json.dumps(value)
-    inner = (
-        (json.dumps(key), _lines(each, indent + " ", levels - 1)) for key, each in value.items()
-    )
-    rows = ",\n".join(f"{indent}{key}: {text}" for key, text in inner)
-    return f"{{\n{rows}\n{indent[1:]}}}"
+    rows = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in plain.items())
+    write_atomic(path, f"{{\n{rows}\n}}\n")
 
 
 def open_append(path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from tests.trainers.runs import ROOT, heartbeats
@@ -15,16 +14,6 @@ def environment(run: Path, live: Path | None = None) -> dict[str, str]:
         "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     return named | ({environ.LIVE_DIR: str(live)} if live else {})
-
-
-def wait_for(condition, seconds: float = 150.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"the condition was not true within {seconds:g} s")
 
 
 def beats(run: Path) -> list[dict]:

@@ -27,12 +27,6 @@ def test_the_hub_is_reached_through_a_proxy_which_a_training_inherits(name, sche
     assert "127.0.0.1 does not answer" in data_access.hub_problem()
 
 
-@pytest.mark.parametrize("name", ["HF_ENDPOINT", "https_proxy"])
-def test_an_address_with_a_wrong_port_is_a_sentence(name, monkeypatch):
-    monkeypatch.setenv(name, "https://127.0.0.1:port")
-    assert "127.0.0.1 does not answer, so HuggingFaceFW" in data_access.hub_problem()
-
-
 @pytest.mark.parametrize("address", ["http://ann:pa/ss@host", "http://[ann:pass", "http://:pass@"])
 def test_an_address_that_is_no_url_is_a_sentence_without_its_password(address, monkeypatch):
     monkeypatch.setenv("https_proxy", address)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.launches import wait_for
 from tests.mounts import tmpfs
-from tests.trainers.contract.programs import beats, environment, wait_for
+from tests.trainers.contract.programs import beats, environment
 from trainers.contract import dumps, environ, pulse, rundir
 from trainers.contract.member import HaltBoard, Member
 from trainers.contract.recorder import Recorder

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from tests.trainers.contract.programs import beats, environment, wait_for
+from tests.launches import wait_for
+from tests.trainers.contract.programs import beats, environment
 from trainers.contract import pulse, rundir
 from trainers.contract.member import Member
 from trainers.contract.recorder import Recorder
